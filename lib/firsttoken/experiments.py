@@ -1,0 +1,95 @@
+"""The experiments there are, and the one way to run one.
+
+An experiment is a function ``(profile) -> Outcome`` somewhere in a system; naming it as text keeps the systems apart
+and the start quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+import torch
+
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.machine import cores, describe
+from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.record import Outcome, Result, git_revision, write_result
+
+EVERY_PROFILE = ("quick", "full", "gpu", "paper")
+LONG = ("full", "gpu", "paper")  # training runs: half an hour and more on a CPU
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """``target`` is "module:function"; ``notebook`` the number of the notebook that shows the result."""
+
+    name: str
+    title: str
+    notebook: str
+    target: str
+    profiles: tuple[str, ...] = EVERY_PROFILE
+
+    def __call__(self, profile: Profile) -> Outcome:
+        module, _, function = self.target.partition(":")
+        return getattr(importlib.import_module(module), function)(profile)
+
+
+_PROGRESSIVE = "firsttoken.progressive.experiments"
+
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment
+    for experiment in (
+        Experiment("machine", "What this machine can do at most", "00", "firsttoken.study.ceilings:experiment"),
+        Experiment("layer_distance", "Which layers change least", "11", f"{_PROGRESSIVE}:layer_distance"),
+        Experiment("stage_quality", "What each stage answers", "12", f"{_PROGRESSIVE}:stage_quality"),
+        Experiment("healing_training", "The adapters that are served", "12", f"{_PROGRESSIVE}:healing_training", LONG),
+        Experiment("healing_live", "Healing a pruned model", "12", f"{_PROGRESSIVE}:healing_live"),
+        Experiment("healing_controls", "What healing owes to what", "12", f"{_PROGRESSIVE}:healing_controls", LONG),
+    )
+}
+
+
+def find_experiment(name: str) -> Experiment:
+    """The experiment ``name``. Raises ProfileError when there is none."""
+    if name not in EXPERIMENTS:
+        raise ProfileError(f"no experiment {name!r}; {unknown(name, EXPERIMENTS)}")
+    return EXPERIMENTS[name]
+
+
+def run_experiment(name: str, profile: Profile) -> Result:
+    """Run an experiment, seeded and timed, write its result and return it.
+
+    The seeds recorded are those in a ``seed`` column of the rows, else the profile's. Raises ProfileError when the
+    experiment does not exist or is not meant for the profile, and what the experiment raises.
+    """
+    experiment = find_experiment(name)
+    if profile.name in EVERY_PROFILE and profile.name not in experiment.profiles:
+        raise ProfileError(f"{name} is not for profile {profile.name}; use {' or '.join(experiment.profiles)}")
+    profile.used.clear()
+    random.seed(profile.seed)
+    np.random.seed(profile.seed)
+    torch.manual_seed(profile.seed)
+    torch.set_num_threads(profile.threads or cores())
+    revision, started, clock = git_revision(), datetime.now(UTC), time.perf_counter()
+    outcome = experiment(profile)
+    result = Result(
+        experiment=name,
+        profile=profile.name,
+        parameters=profile.parameters(),
+        machine=describe(),
+        provenance=outcome.provenance,
+        git_revision=revision,
+        seeds=sorted({row["seed"] for row in outcome.rows if "seed" in row}) or [profile.seed],
+        started=started.isoformat(timespec="seconds"),
+        duration_s=round(time.perf_counter() - clock, 3),
+        rows=outcome.rows,
+        floors=outcome.floors,
+        summary=outcome.summary,
+    )
+    write_result(result)
+    return result

@@ -1,0 +1,202 @@
+"""ProgressiveServe's offline half as experiments: functions from a profile to rows and a summary."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from firsttoken.assets.corpora import load_qa, running_text, token_windows
+from firsttoken.assets.models import layers_of, load_model
+from firsttoken.progressive.distance import (
+    Distances,
+    angular_distances,
+    check_size,
+    choose_block,
+    resampled_starts,
+)
+from firsttoken.progressive.gates import recoveries, summarise
+from firsttoken.progressive.healing import Teacher
+from firsttoken.progressive.quality import AnswerConfig, answer_scores, text_scores
+from firsttoken.progressive.recipe import RECIPES
+from firsttoken.progressive.served import ServedConfig, at_stage, load_base, load_served
+from firsttoken.progressive.training import HealingConfig, healed
+from firsttoken.study.errors import StageError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+
+
+@dataclass(frozen=True)
+class DistanceConfig:
+    """Calibration: ``passages`` windows of ``tokens`` tokens of running text; blocks of 1 to ``max_block`` layers.
+
+    ``block`` is the size that is deployed (the report: 8 of 32), ``resamples`` the calibration sets drawn for the
+    stability of its start.
+    """
+
+    passages: int
+    tokens: int
+    batch: int
+    max_block: int
+    block: int
+    resamples: int
+
+
+def layer_distance(profile: Profile) -> Outcome:
+    """Angular distance of every block of 1 to ``max_block`` layers, and the block that it chooses."""
+    config = profile.section("distance", DistanceConfig)
+    loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
+    if loaded.tokenizer is None:
+        raise StageError(f"model {profile.model} has no tokenizer, and calibration needs real text")
+    depth = len(layers_of(loaded.model))
+    check_size(depth, config.block)
+    windows = token_windows(running_text("train"), loaded.tokenizer, config.tokens, config.passages)
+    start = time.perf_counter()
+    distances = angular_distances(loaded.model, windows, config.batch)
+    elapsed = time.perf_counter() - start
+    rows = [
+        row
+        for size in range(1, min(config.max_block, depth - 1) + 1)
+        for tokens in ("last", "all")
+        for row in _block_rows(distances, size, tokens, profile.seed)
+    ]
+    chosen = choose_block(distances, config.block)
+    starts = resampled_starts(distances.block(config.block).tolist(), config.resamples, profile.seed)
+    return Outcome(
+        rows,
+        summary={
+            "chosen_start": {"value": chosen[0], "unit": "layer, 0-based"},
+            "chosen_end": {"value": chosen[-1], "unit": "layer, 0-based"},
+            "chosen_start_all_tokens": {
+                "value": choose_block(distances, config.block, "all")[0],
+                "unit": "layer, 0-based",
+            },
+            "relative_depth": {"value": chosen[0] / depth, "unit": "start / depth"},
+            "dropped_layers_pct": {"value": 100 * config.block / depth, "unit": "%"},
+            "stability_pct": {
+                "value": 100 * sum(s == chosen[0] for s in starts) / len(starts),
+                "n": len(starts),
+                "unit": "% of resampled calibration sets",
+            },
+            "compute_s": {"value": round(elapsed, 2), "n": 1, "unit": "s"},
+        },
+        provenance=loaded.provenance.as_dict(),
+    )
+
+
+def _block_rows(distances: Distances, size: int, tokens: str, seed: int) -> Rows:
+    """One row a start: the mean distance with its interval, and the distance of each passage."""
+    rows = []
+    for start, by_passage in enumerate(distances.block(size, tokens).T.tolist()):
+        interval = bootstrap(by_passage, seed=seed, resamples=500)
+        rows.append(
+            {
+                "size_layers": size,
+                "start_layer": start,
+                "tokens": tokens,
+                "distance": interval.estimate,
+                "low": interval.low,
+                "high": interval.high,
+                "by_passage": [round(d, 5) for d in by_passage],
+            }
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Which adapters are trained: the task adapter where it is named, then A and AB by each of ``recipes``."""
+
+    recipes: tuple[str, ...]
+
+
+def healing_training(profile: Profile) -> Outcome:
+    """Train the adapters that are served, and keep their curves. A run that was finished before is not repeated."""
+    place = profile.section("served", ServedConfig)
+    config = profile.section("healing", HealingConfig)
+    chosen = profile.section("training", TrainingConfig)
+    runs: dict[str, dict[str, Any]] = {}
+    if place.task_adapter:
+        runs["task"] = healed(place.folder / place.task_adapter, load_base(profile), (), RECIPES["task"], config)
+    served = load_served(profile)
+    teacher = Teacher(served.model)
+    for name in chosen.recipes:
+        for stage, letters in ((1, "A"), (2, "AB")):
+            folder = place.folder / f"{letters}-{name}"
+            missing = served.plan.missing(stage)
+            runs[folder.name] = healed(folder, served, missing, RECIPES[name], config, teacher)
+    return Outcome(
+        [{"adapter": adapter, **row} for adapter, run in runs.items() for row in run["curve"]],
+        summary={f"train_s_{adapter}": {"value": run["train_s"], "n": 1, "unit": "s"} for adapter, run in runs.items()},
+        provenance=served.provenance,
+    )
+
+
+@dataclass(frozen=True)
+class QualityConfig:
+    """What every variant answers: test ``items`` of ``questions``, ``closed_book`` questions, ``windows`` of text."""
+
+    questions: str
+    items: int
+    closed_book_questions: str
+    closed_book: int
+    windows: int
+    window_tokens: int
+    batch: int
+    recipes: tuple[str, ...]
+
+
+def stage_quality(profile: Profile) -> Outcome:
+    """Every stage, unhealed and healed by each recipe, on the same test items; stage 3 is checked to the bit."""
+    config = profile.section("quality", QualityConfig)
+    folder = profile.section("served", ServedConfig).folder
+    served = load_served(profile)
+    examine = Examination(config, served.tokenizer)
+    original = examine.logits(served.model)
+    rows = examine.rows("s0", served.model)
+    for stage, letters in ((1, "A"), (2, "AB")):
+        for recipe in ("none", *config.recipes):
+            adapter = None if recipe == "none" else folder / f"{letters}-{recipe}"
+            with at_stage(served, stage, adapter) as model:
+                rows += examine.rows(f"s{stage}_{recipe}", model)
+    with at_stage(served, 3) as model:
+        rows += examine.rows("s3", model)
+        identical = bool(torch.equal(examine.logits(model), original))
+    return Outcome(
+        rows,
+        summary=summarise(rows)
+        | recoveries(rows, config.recipes)
+        | {"s3_bit_identical": {"value": identical, "n": original.numel(), "unit": "logits compared"}},
+        provenance=served.provenance | {"block": list(served.plan.block)},
+    )
+
+
+class Examination:
+    """One set of test items, put to every variant alike."""
+
+    def __init__(self, config: QualityConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._answers = AnswerConfig(batch=config.batch)
+        self._items = {"extractive": load_qa(config.questions, "test")[: config.items]}
+        if config.closed_book:
+            self._items["closed_book"] = load_qa(config.closed_book_questions, "test")[: config.closed_book]
+        self._windows = token_windows(running_text("test"), tokenizer, config.window_tokens, config.windows)
+
+    def rows(self, variant: str, model: PreTrainedModel) -> Rows:
+        """All rows of one variant."""
+        label = {"variant": variant}
+        found = [
+            label | {"task": task} | row
+            for task, items in self._items.items()
+            for row in answer_scores(model, self._tokenizer, items, self._answers)
+        ]
+        return found + [label | {"task": "text"} | row for row in text_scores(model, self._windows)]
+
+    @torch.inference_mode()
+    def logits(self, model: PreTrainedModel) -> torch.Tensor:
+        """Logits [1, tokens, vocabulary] of the first window."""
+        return model(self._windows[:1].to(model.device), use_cache=False).logits

@@ -1,0 +1,35 @@
+"""The exceptions that a user can mend. Each message names the thing and the mend in one line."""
+
+from __future__ import annotations
+
+
+class FirstTokenError(Exception):
+    """Base of every error that the command line prints as one line instead of a traceback."""
+
+
+class AssetError(FirstTokenError):
+    """An asset cannot be fetched, fails its hash, or is truncated."""
+
+
+class ProfileError(FirstTokenError):
+    """An unknown profile, or a key that no configuration has."""
+
+
+class ClaimsError(FirstTokenError):
+    """The claims file is malformed: duplicate id, unknown experiment, unknown kind."""
+
+
+class ModelError(FirstTokenError):
+    """A model folder or Hub id cannot be loaded as named."""
+
+
+class CorpusError(FirstTokenError):
+    """A data file is missing, truncated, of another format, or too short for what is asked."""
+
+
+class StageError(FirstTokenError):
+    """A layer block, stage plan or adapter that does not fit the model."""
+
+
+class NotebookError(FirstTokenError):
+    """A notebook that does not exist, or that failed while it ran."""

@@ -1,0 +1,123 @@
+"""What machine is this: the part of a result without which its numbers mean nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy")
+_CGROUP = Path("/sys/fs/cgroup")
+_NOISE = re.compile(
+    r"\((r|tm|c)\)|@.*|\b\d+-core\b|\bcpu\b|\bprocessor\b|\bwith radeon.*|\b\d+(st|nd|rd|th) gen\b", re.IGNORECASE
+)
+
+
+def describe() -> dict[str, Any]:
+    """The machine as a result records it; what cannot be found out is None. It holds no host or user name."""
+    gpu = gpu_description()
+    return {
+        "slug": machine_slug(),
+        "cpu": cpu_model(),
+        "cores": cores(),
+        "memory_bytes": memory_bytes(),
+        "os": _os_name(),
+        "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "virtualised": virtualised(),
+        "gpu": gpu["name"] if gpu else None,
+        "gpu_memory_bytes": gpu["memory_bytes"] if gpu else None,
+        "gpu_driver": gpu["driver"] if gpu else None,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+@cache
+def machine_slug() -> str:
+    """A short name for folders: the GPU where there is one ("nvidia-h200"), else CPU and cores ("amd-epyc-2c")."""
+    gpu = gpu_description()
+    return slugify(gpu["name"]) if gpu else f"{slugify(cpu_model())}-{cores()}c"
+
+
+def slugify(name: str) -> str:
+    """A hardware name in lower case, with trade marks, clock rates and core counts left out."""
+    return re.sub(r"[^a-z0-9]+", "-", _NOISE.sub(" ", name).lower()).strip("-") or "unknown"
+
+
+def cpu_model() -> str:
+    """The processor's marketing name, or its architecture where the system does not tell."""
+    found = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores this process may use: its affinity, cut by a container's quota."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
+    return min(usable, math.ceil(int(quota) / int(period))) if quota.isdigit() and period.isdigit() else usable
+
+
+def memory_bytes() -> int:
+    """Main memory, or a container's limit where that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read(_CGROUP / "memory.max")
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def virtualised() -> bool | None:
+    """Whether a hypervisor shows; None where /proc/cpuinfo does not exist."""
+    flags = _cpuinfo()
+    return bool(re.search(r"^flags\s*:.*\bhypervisor\b", flags, re.MULTILINE)) if flags else None
+
+
+def gpu_description() -> dict[str, Any] | None:
+    """Name, memory in bytes and driver version of the first CUDA device; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return {"name": properties.name, "memory_bytes": properties.total_memory, "driver": _gpu_driver()}
+
+
+@cache
+def _gpu_driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return output.splitlines()[0].strip() if output.strip() else None
+
+
+def _os_name() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.platform(terse=True)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _cpuinfo() -> str:
+    return _read(Path("/proc/cpuinfo"))
+
+
+def _read(path: Path) -> str:
+    """The stripped text of a file of the system, "" where it does not exist."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,99 @@
+"""Running the notebooks in order through papermill; the executed copies lie under ``executed/<profile>/``."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from firsttoken.study import paths
+from firsttoken.study.clock import Stopwatch
+from firsttoken.study.errors import NotebookError
+from firsttoken.study.files import replacing
+
+LAST_LINES = 12
+STOP_S = 10  # given to an interrupted kernel to end by itself
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def notebook_paths(only: Iterable[str] | None = None) -> list[Path]:
+    """The numbered notebooks in order, all or those whose numbers are in ``only`` ("3" and "03" are one).
+
+    Raises NotebookError for a number that does not exist.
+    """
+    found = {path.name[:2]: path for path in sorted(paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))}
+    if only is None:
+        return list(found.values())
+    wanted = {number.zfill(2) for number in only}
+    for number in sorted(wanted - found.keys()):
+        raise NotebookError(f"no notebook {number}; there are: {', '.join(found) or 'none'}")
+    return [found[number] for number in sorted(wanted)]
+
+
+def notebook_title(path: Path) -> str:
+    """The first heading of a notebook, else its file name."""
+    for cell in _read_notebook(path)["cells"]:
+        for line in "".join(cell["source"]).splitlines():
+            if cell["cell_type"] == "markdown" and line.startswith("# "):
+                return line.removeprefix("# ").strip()
+    return path.stem
+
+
+def run_notebook(path: Path, profile: str) -> float:
+    """Run one notebook with the parameter ``profile`` and keep the executed copy; returns the seconds it took.
+
+    Raises NotebookError, with the last lines of the failing cell's error, when a cell fails. On that, and on
+    KeyboardInterrupt, which passes through once the kernel is stopped, no copy is left.
+    """
+    with Stopwatch() as watch, replacing(executed_path(path, profile)) as copy:
+        # A process of its own: each notebook starts with empty memory, and Ctrl-C reaches this process alone.
+        command = [sys.executable, "-m", "papermill", str(path), str(copy), "-r", "profile", profile]
+        command += ["--kernel", "python3", "--cwd", str(path.parent), "--no-progress-bar", "--log-level", "CRITICAL"]
+        run = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        try:
+            _, complaint = run.communicate()
+        except BaseException:
+            _stop(run)
+            raise
+        if run.returncode:
+            raise NotebookError(f"notebook {path.name} failed\n{_failure(copy, complaint)}")
+    return watch.seconds
+
+
+def executed_path(path: Path, profile: str) -> Path:
+    """Where the executed copy of a notebook lies."""
+    return paths.EXECUTED / profile / path.name
+
+
+def _stop(run: subprocess.Popen[str]) -> None:
+    """End papermill, which ends its kernel; a kernel whose papermill is gone ends by itself."""
+    run.terminate()
+    try:
+        run.communicate(timeout=STOP_S)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        run.communicate()
+
+
+def _failure(copy: Path, complaint: str) -> str:
+    """The last lines of the error in the executed ``copy``, else of what papermill complained about."""
+    try:
+        outputs = [output for cell in _read_notebook(copy)["cells"] for output in cell.get("outputs", [])]
+    except NotebookError:
+        outputs = []
+    errors = [output for output in outputs if output["output_type"] == "error"]
+    text = "\n".join(errors[-1]["traceback"]) if errors else complaint
+    lines = [line.rstrip() for line in _ESCAPES.sub("", text).splitlines() if line.strip()]
+    return "\n".join(f"    {line}" for line in lines[-LAST_LINES:])
+
+
+def _read_notebook(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NotebookError(f"notebook {path.name}: cannot be read ({error})") from error

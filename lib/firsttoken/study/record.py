@@ -1,0 +1,200 @@
+"""One experiment, one JSON file: ``data/results/<machine>/<profile>/<experiment>.json``.
+
+A file holds the raw rows as well as the summary, so that a figure or an interval can be made again without the
+machine that measured it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from firsttoken.study import paths
+from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.files import write_text
+from firsttoken.study.machine import machine_slug
+
+if TYPE_CHECKING:
+    import pandas
+
+SCHEMA = 1
+PREFERENCE = ("paper", "full", "gpu", "quick")  # of several results that answer, the larger sample counts
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment returns.
+
+    ``rows`` are tidy raw observations with units in the column names. ``floors`` maps a name to {value, unit, why}.
+    ``summary`` maps a measure to {value, and where they exist low, high, n, unit}; ``provenance`` says what the
+    weights and the data were.
+    """
+
+    rows: Rows
+    floors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    summary: dict[str, dict[str, Any]] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """An outcome with the circumstances under which it was measured."""
+
+    experiment: str
+    profile: str
+    parameters: dict[str, Any]
+    machine: dict[str, Any]
+    provenance: dict[str, Any]
+    git_revision: str  # of the code; ends in "-dirty" when it differed from that commit
+    seeds: list[int]
+    started: str  # ISO 8601, UTC
+    duration_s: float
+    rows: Rows
+    floors: dict[str, dict[str, Any]]
+    summary: dict[str, dict[str, Any]]
+
+    def frame(self) -> pandas.DataFrame:
+        """The rows as a table, one observation a row."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
+
+    @property
+    def slug(self) -> str:
+        return self.machine["slug"]
+
+    @property
+    def path(self) -> Path:
+        """Where this result is kept."""
+        return result_path(self.experiment, self.profile, self.slug)
+
+
+def result_path(experiment: str, profile: str, slug: str) -> Path:
+    """The file of an experiment under a profile on the machine named ``slug``."""
+    return paths.RESULTS / slug / profile / f"{experiment}.json"
+
+
+def write_result(result: Result) -> Path:
+    """Write ``result`` to its place, atomically and with sorted keys.
+
+    Raises FirstTokenError for a value that is nan or infinite, or that JSON cannot hold.
+    """
+    content = {"schema": SCHEMA} | dataclasses.asdict(result)
+    for place in _not_finite(content):
+        raise FirstTokenError(f"result {result.experiment}: {place} is not finite; leave the key out instead")
+    try:
+        text = _dump(content)
+    except TypeError as error:
+        raise FirstTokenError(f"result {result.experiment}: {error}") from error
+    write_text(result.path, text)
+    return result.path
+
+
+def read_result(path: Path) -> Result:
+    """Read one result. Raises FirstTokenError for an unreadable file, another schema, a missing or unknown key."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FirstTokenError(f"result {path}: cannot be read ({error}); measure it again") from error
+    schema = content.pop("schema", None) if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise FirstTokenError(f"result {path}: schema {schema}, this version reads {SCHEMA}; measure it again")
+    expected = {entry.name for entry in dataclasses.fields(Result)}
+    if odd := expected ^ content.keys():
+        key = min(odd)
+        raise FirstTokenError(f"result {path}: {'missing' if key in expected else 'unknown'} key {key!r}")
+    return Result(**content)
+
+
+def all_results() -> list[Result]:
+    """Every recorded result, ordered by path. Raises FirstTokenError as ``read_result`` does."""
+    return [read_result(path) for path in sorted(paths.RESULTS.glob("*/*/*.json"))]
+
+
+def load_result(experiment: str, profile: str | None = None, machine: str | None = None) -> Result | None:
+    """The recorded result of ``experiment`` that ``pick`` prefers, or None."""
+    found = sorted(paths.RESULTS.glob(f"*/*/{experiment}.json"))
+    return pick((read_result(path) for path in found), experiment, [profile] if profile else (), machine)
+
+
+def pick(
+    results: Iterable[Result], experiment: str, profiles: Iterable[str] = (), machine: str | None = None
+) -> Result | None:
+    """The preferred result of ``experiment``, or None.
+
+    ``machine`` is a slug, None for this machine, "gpu" for any machine with a GPU, "any" for all. ``profiles`` limits
+    which profiles may answer. A larger profile goes before a smaller one (``PREFERENCE``), then the latest.
+    """
+    slug, allowed = machine or machine_slug(), set(profiles)
+    candidates = [
+        result
+        for result in results
+        if result.experiment == experiment
+        and (not allowed or result.profile in allowed)
+        and (slug in ("any", result.slug) or (slug == "gpu" and result.machine["gpu"]))
+    ]
+    return max(candidates, key=lambda result: (-_rank(result.profile), result.started), default=None)
+
+
+def git_revision() -> str:
+    """The commit of the code, "-dirty" appended when lib/ or env/ differ from it; "unknown" outside a git clone."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        changed = _git("status", "--porcelain", "--", "lib", "env")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("-dirty" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(paths.ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _rank(profile: str) -> int:
+    return PREFERENCE.index(profile) if profile in PREFERENCE else len(PREFERENCE)
+
+
+def _dump(content: Mapping[str, Any]) -> str:
+    """JSON with a line per row, so that a changed observation is one changed line."""
+
+    def encode(value: Any, indent: int | None) -> str:
+        return json.dumps(value, sort_keys=True, indent=indent, allow_nan=False, default=_plain, ensure_ascii=False)
+
+    parts = []
+    for key, value in sorted(content.items()):
+        if key == "rows" and value:
+            text = "[\n" + ",\n".join(f"  {encode(row, None)}" for row in value) + "\n ]"
+        else:
+            text = encode(value, 1).replace("\n", "\n ")
+        parts.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _plain(value: Any) -> Any:
+    """A numpy or torch scalar as a Python number."""
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot be kept in a result")
+
+
+def _not_finite(value: Any, place: str = "") -> Iterable[str]:
+    """Places of the nan and infinite numbers in ``value``."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _not_finite(item, f"{place}.{key}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _not_finite(item, f"{place}[{index}]")
+    elif getattr(value, "ndim", None) == 0:
+        yield from _not_finite(value.item(), place)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield place

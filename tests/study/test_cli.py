@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from firsttoken.__main__ import main
+from firsttoken.study import paths
+from firsttoken.study.claims_table import BEGIN, END
+from firsttoken.study.errors import NotebookError
+from firsttoken.study.notebooks import notebook_paths
+
+pytestmark = pytest.mark.usefixtures("root")
+
+
+def test_notebooks_run_in_order_and_a_failing_one_fails_the_run(write_notebook, capsys) -> None:
+    write_notebook("02_breaks", "values = [1]\nvalues[7]")
+    write_notebook("01_works", "print('profile is', profile)")
+    assert main(["run", "--profile", "quick"]) == 1
+    out, err = capsys.readouterr()
+    assert out.index("01_works") < out.index("02_breaks")
+    assert "notebook 02_breaks.ipynb failed" in out and "IndexError: list index out of range" in out
+    assert "\x1b[" not in out
+    assert "| claim | paper |" in out and "executed notebooks:" in out
+    assert "1 of 2 notebooks failed" in err
+    (copy,) = (paths.EXECUTED / "quick").iterdir()
+    assert copy.name == "01_works.ipynb" and "profile is quick" in copy.read_text(encoding="utf-8")
+
+
+def test_notebooks_are_chosen_by_number(write_notebook, capsys) -> None:
+    chosen = write_notebook("03_third")
+    write_notebook("10_tenth")
+    (paths.NOTEBOOKS / "draft.ipynb").write_text("{}", encoding="utf-8")
+    assert notebook_paths(["3"]) == [chosen]
+    assert main(["run", "--list"]) == 0
+    assert capsys.readouterr().out == "03  About 03_third\n10  About 10_tenth\n"
+    with pytest.raises(NotebookError, match="no notebook 77; there are: 03, 10"):
+        notebook_paths(["3", "77"])
+    assert main(["run", "--only", "77"]) == 2
+    assert capsys.readouterr().err == "firsttoken: no notebook 77; there are: 03, 10\n"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_ctrl_c_leaves_nothing_half_written(root: Path, write_notebook) -> None:
+    started = root / "started"
+    write_notebook(
+        "01_slow",
+        f"import os, pathlib, time\npathlib.Path({str(started)!r}).write_text(str(os.getpid()))\ntime.sleep(120)",
+    )
+    library = Path(sys.modules["firsttoken"].__file__).parents[1]
+    search = os.pathsep.join([str(library), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"FIRSTTOKEN_ROOT": str(root), "PYTHONPATH": search}
+    process = subprocess.Popen([sys.executable, "-m", "firsttoken", "run"], env=environment, stderr=subprocess.PIPE)
+    try:
+        wait_for(lambda: started.exists() and started.read_text(), 90)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, b"interrupted" in err, b"Traceback" in err) == (130, True, False)
+    assert list((root / "executed").rglob("*.ipynb")) == []
+    wait_for(lambda: not alive(int(started.read_text())), 30)
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_for(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)
+
+
+def test_measure_changes_settings_and_prints_the_summary(capsys) -> None:
+    small = ["copy_mib=1", "disk_mib=1", "matmul_n=16", "repeats=1"]
+    settings = [part for text in small for part in ("--set", f"machine.{text}")]
+    assert main(["measure", "machine", *settings]) == 0
+    out = capsys.readouterr().out
+    assert "machine: " in out and "  matmul_fp32: " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["measure", "machin"], "firsttoken: no experiment 'machin'"),
+        (["measure", "machine", "--profile", "huge"], "firsttoken: no profile 'huge'"),
+        (["run", "--profile", "huge"], "firsttoken: no profile 'huge'"),
+        (["measure", "machine", "--set", "machine.repeat=1"], "unknown key 'repeat'"),
+        (["claims", "--check"], "firsttoken: README.md: put the lines"),
+    ],
+)
+def test_an_error_is_one_line(arguments: list[str], message: str, capsys) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_the_readme_is_updated_and_checked(root: Path, capsys) -> None:
+    (root / "README.md").write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
+    assert main(["claims", "--check"]) == 1
+    assert main(["claims", "--update", "--machine", "elsewhere-4c"]) == 0
+    assert main(["claims", "--check"]) == 0, "the README's own machine is checked, not this one"
+    assert "Measured here: `elsewhere-4c`" in capsys.readouterr().out
+
+
+def test_missing_results_are_listed(capsys) -> None:
+    assert main(["doctor", "--missing"]) == 0
+    assert capsys.readouterr().out.startswith("quick: machine, layer_distance")
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["measure"], ["claims"], ["fetch"], ["doctor"]])
+def test_every_command_explains_itself(command: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, "--help"])
+    assert stopped.value.code == 0
+    assert "usage: firsttoken" in capsys.readouterr().out

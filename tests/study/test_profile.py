@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import build_config, load_profile, profile_names
+
+pytestmark = pytest.mark.usefixtures("root")
+
+
+@dataclass(frozen=True)
+class CopyConfig:
+    copy_mib: int
+    disk_mib: int
+    matmul_n: int
+    repeats: int
+    rate: float = 1.0
+    blocks: tuple[int, ...] = (1, 2)
+    limit: int | None = None
+
+
+def test_a_section_becomes_its_dataclass_and_is_recorded_with_its_defaults() -> None:
+    profile = load_profile("quick", **{"machine.repeats": 2, "machine.blocks": [4, 8]}, seed=7)
+    config = profile.section("machine", CopyConfig)
+    assert (config.repeats, config.blocks, profile.seed) == (2, (4, 8), 7)
+    assert profile.parameters()["machine"]["rate"] == 1.0
+    assert profile.parameters()["model"] == profile.model
+
+
+def test_an_override_leaves_the_next_load_alone() -> None:
+    load_profile("quick", **{"machine.repeats": 99})
+    assert load_profile("quick").section("machine", CopyConfig).repeats != 99
+
+
+def test_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_profile("quick", dtype="bfloat16").torch_dtype() is torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert load_profile("quick", device="auto").torch_device() == torch.device("cpu")
+    with pytest.raises(ProfileError, match="no CUDA device"):
+        load_profile("quick", device="cuda").torch_device()
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("quik", {}, "no profile 'quik'.*did you mean 'quick'"),
+        ("../quick", {}, "no profile"),
+        ("quick", {"sede": 1}, "unknown key 'sede'.*did you mean 'seed'"),
+        ("quick", {"machin.repeats": 1}, "no section 'machin'.*did you mean 'machine'"),
+        ("quick", {"seed": "one"}, "key seed: expected int, not 'one'"),
+        ("quick", {"device": "gpu"}, "unknown device 'gpu'"),
+        ("quick", {"threads": -1}, "threads must be 0"),
+    ],
+)
+def test_a_wrong_setting_is_named(name: str, overrides: dict, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        load_profile(name, **overrides)
+
+
+def test_a_wrong_key_in_a_section_is_named() -> None:
+    with pytest.raises(ProfileError, match=r"section machine: unknown key 'repeat'; known: .*did you mean 'repeats'"):
+        load_profile("quick", **{"machine.repeat": 3}).section("machine", CopyConfig)
+    with pytest.raises(ProfileError, match="no section 'distance'"):
+        load_profile("quick").__class__(**_settings(sections={})).section("distance", CopyConfig)
+
+
+def _settings(**changes: object) -> dict:
+    fixed = {"name": "x", "about": "", "model": "", "device": "cpu", "dtype": "float32", "seed": 0, "threads": 0}
+    return fixed | changes
+
+
+@dataclass(frozen=True)
+class Typed:
+    rate: float
+    pair: tuple[int, str] = (0, "")
+    flag: bool = False
+    limit: int | None = None
+
+
+def test_values_are_converted_where_that_loses_nothing() -> None:
+    built = build_config(Typed, {"rate": "1e-4", "pair": [3, "x"], "limit": None}, "test")
+    assert built == Typed(1e-4, (3, "x"), False, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "test: missing key 'rate'"),
+        ({"rate": "fast"}, "key rate: expected float"),
+        ({"rate": True}, "key rate: expected float"),
+        ({"rate": 1, "flag": 1}, "key flag: expected bool"),
+        ({"rate": 1, "limit": 1.5}, "key limit: expected"),
+        ({"rate": 1, "pair": [1]}, "key pair: expected"),
+    ],
+)
+def test_values_of_another_type_are_refused(values: dict, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        build_config(Typed, values, "test")
+
+
+def test_a_file_that_is_no_profile(root) -> None:
+    (root / "env/profiles/bad.yaml").write_text("a: [", encoding="utf-8")
+    (root / "env/profiles/bare.yaml").write_text("about: x\n", encoding="utf-8")
+    assert profile_names() == ["bad", "bare", "quick"]
+    with pytest.raises(ProfileError, match=r"bad.yaml: not YAML"):
+        load_profile("bad")
+    with pytest.raises(ProfileError, match="missing key 'model'"):
+        load_profile("bare")

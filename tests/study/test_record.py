@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from firsttoken.study import paths
+from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.files import replacing, write_text
+from firsttoken.study.record import all_results, git_revision, load_result, pick, read_result, write_result
+
+pytestmark = pytest.mark.usefixtures("root")
+
+
+def test_a_result_survives_the_file(make_result) -> None:
+    result = make_result()
+    path = write_result(result)
+    assert path == paths.RESULTS / "test-cpu-2c" / "quick" / "machine.json"
+    assert read_result(path) == result
+    assert all_results() == [result]
+    assert result.frame()["copy_s"].tolist() == [0.25, 0.5]
+    assert '{"copy_s": 0.25, "trial": 0},' in path.read_text(encoding="utf-8"), "a row is a line, its keys sorted"
+    assert path.read_text(encoding="utf-8") == write_result(read_result(path)).read_text(encoding="utf-8")
+
+
+def test_numpy_and_torch_scalars_become_numbers(make_result) -> None:
+    rows = [{"a": np.float32(0.5), "b": np.int64(3), "c": torch.tensor(2)}]
+    assert read_result(write_result(make_result(rows=rows))).rows == [{"a": 0.5, "b": 3, "c": 2}]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), np.float32("nan"), torch.tensor(float("nan"))])
+def test_a_number_that_is_not_finite_is_named_and_nothing_is_written(make_result, bad) -> None:
+    with pytest.raises(FirstTokenError, match=r"rows\[1\].x is not finite"):
+        write_result(make_result(rows=[{"x": 1.0}, {"x": bad}]))
+    assert not list(paths.DATA.rglob("*.json"))
+
+
+def test_a_value_that_json_cannot_hold_is_refused(make_result) -> None:
+    with pytest.raises(FirstTokenError, match="a set cannot be kept"):
+        write_result(make_result(provenance={"tags": {1, 2}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 99}, "schema 99, this version reads 1"),
+        ({"extra": 1}, "unknown key 'extra'"),
+        ({"rows": None}, "missing key 'rows'"),
+    ],
+)
+def test_a_file_of_another_shape_is_refused(make_result, change: dict, message: str) -> None:
+    path = write_result(make_result())
+    content = json.loads(path.read_text(encoding="utf-8")) | change
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}), encoding="utf-8")
+    with pytest.raises(FirstTokenError, match=message):
+        read_result(path)
+
+
+def test_a_truncated_file_is_refused(make_result) -> None:
+    path = write_result(make_result())
+    path.write_text(path.read_text(encoding="utf-8")[:50], encoding="utf-8")
+    with pytest.raises(FirstTokenError, match="cannot be read"):
+        all_results()
+
+
+def test_the_larger_profile_goes_first_and_the_machine_is_respected(make_result) -> None:
+    gpu = {"slug": "nvidia-x", "gpu": "X"}
+    quick, full = make_result(), make_result(profile="full")
+    late = make_result(started="2026-02-01T00:00:00+00:00")
+    there = make_result(profile="gpu", machine=gpu)
+    results = [quick, full, late, there]
+    assert pick(results, "machine", machine="test-cpu-2c") is full
+    assert pick(results, "machine", ["quick"], "test-cpu-2c") is late
+    assert pick(results, "machine", machine="gpu") is there
+    assert pick(results, "machine", ["gpu"], "any") is there
+    assert pick(results, "machine", machine="another") is None
+    assert pick(results, "other", machine="any") is None
+    for result in (quick, there):
+        write_result(result)
+    assert load_result("machine", "gpu", "nvidia-x") == there
+    assert load_result("machine", "quick", "nvidia-x") is None
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(root) -> None:
+    path = root / "folder" / "file.json"
+    write_text(path, "old")
+
+    def fail() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("half", encoding="utf-8")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert path.read_text(encoding="utf-8") == "old"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_outside_a_clone_the_revision_is_unknown() -> None:
+    assert git_revision() == "unknown"

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import scipy.stats
+from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap, percentile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_an_interval_is_finite_ordered_and_within_the_data(values: list[float]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        interval = bootstrap(values, resamples=100)
+    slack = 1e-9 * (1 + max(map(abs, values)))
+    assert min(values) - slack <= interval.low <= interval.high <= max(values) + slack
+    assert interval.n == len(values)
+
+
+@pytest.mark.parametrize(("values", "estimate"), [([2.5], 2.5), ([3, 3, 3], 3.0)])
+def test_one_value_or_a_constant_has_no_width(values: list[float], estimate: float) -> None:
+    assert bootstrap(values) == Interval(estimate, estimate, estimate, len(values))
+
+
+@pytest.mark.parametrize(("stat", "function"), [("mean", np.mean), ("median", np.median)])
+def test_it_agrees_with_scipy(stat: str, function) -> None:
+    values = np.random.default_rng(1).exponential(size=60)
+    mine = bootstrap(values, stat=stat, resamples=4000)
+    theirs = scipy.stats.bootstrap(
+        (values,), function, n_resamples=4000, method="percentile", rng=np.random.default_rng(2)
+    ).confidence_interval
+    assert mine.estimate == pytest.approx(function(values))
+    assert (mine.low, mine.high) == pytest.approx((theirs.low, theirs.high), rel=0.03)
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    hits = 0
+    for trial in range(200):
+        interval = bootstrap(rng.normal(size=40), resamples=300, seed=trial)
+        hits += interval.low <= 0 <= interval.high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_the_seed_decides() -> None:
+    values = list(range(10))
+    assert bootstrap(values, seed=3) == bootstrap(values, seed=3)
+    assert bootstrap(values, seed=3) != bootstrap(values, seed=4)
+
+
+def test_columns_of_an_observation_stay_together() -> None:
+    # Loss is 2 a token in every document: the ratio of sums has no spread, whatever is drawn.
+    tokens = np.arange(1.0, 9.0)
+    interval = bootstrap(np.stack([2 * tokens, tokens], axis=1), stat=lambda x: x[:, 0].sum() / x[:, 1].sum())
+    assert (interval.estimate, interval.low, interval.high, interval.n) == (2.0, 2.0, 2.0, 8)
+
+
+def test_pairing_removes_what_the_pairs_share() -> None:
+    shared = np.random.default_rng(0).normal(scale=100, size=30)
+    interval = paired_bootstrap(shared + 1, shared)
+    assert (interval.low, interval.high) == pytest.approx((1, 1))
+    with pytest.raises(ValueError, match="one length"):
+        paired_bootstrap([1, 2], [1])
+
+
+@pytest.mark.parametrize("values", [[], [1.0, float("nan")]])
+def test_nothing_and_nan_are_refused(values: list[float]) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        bootstrap(values)
+
+
+def test_percentile_and_summary() -> None:
+    assert percentile([1, 2, 3, 4], 50) == 2.5
+    with pytest.raises(ValueError, match="unknown statistic 'mode'"):
+        bootstrap([1, 2], stat="mode")
+    summary = Interval(0.5, 0.25, 0.75, 4).summary("%", scale=100)
+    assert summary == {"value": 50, "low": 25, "high": 75, "n": 4, "unit": "%"}
