@@ -40,16 +40,24 @@ class Experiment:
 
 
 _PROGRESSIVE = "firsttoken.progressive.experiments"
+_CONTROLS = "firsttoken.progressive.controls:healing_controls"
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
         Experiment("machine", "What this machine can do at most", "00", "firsttoken.study.ceilings:experiment"),
+        Experiment("sizes", "What a block and its adapters weigh", "11", "firsttoken.progressive.sizes:sizes"),
         Experiment("layer_distance", "Which layers change least", "11", f"{_PROGRESSIVE}:layer_distance"),
         Experiment("stage_quality", "What each stage answers", "12", f"{_PROGRESSIVE}:stage_quality"),
         Experiment("healing_training", "The adapters that are served", "12", f"{_PROGRESSIVE}:healing_training", LONG),
         Experiment("healing_live", "Healing a pruned model", "12", f"{_PROGRESSIVE}:healing_live"),
-        Experiment("healing_controls", "What healing owes to what", "12", f"{_PROGRESSIVE}:healing_controls", LONG),
+        Experiment(
+            "healing_controls",
+            "What healing owes to what",
+            "12",
+            "firsttoken.progressive.controls:healing_controls",
+            LONG,
+        ),
     )
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from firsttoken.study import paths
 from firsttoken.study.record import Result
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from firsttoken.experiments import EXPERIMENTS
 from firsttoken.study import paths
 from firsttoken.study.claims import Claim, Verdict, judge, judge_all, load_claims, show

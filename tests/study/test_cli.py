@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from firsttoken.__main__ import main
 from firsttoken.study import paths
 from firsttoken.study.claims_table import BEGIN, END

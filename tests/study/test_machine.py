@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+
 from firsttoken.experiments import run_experiment
 from firsttoken.study import machine, paths
 from firsttoken.study.ceilings import MachineConfig, measure_ceilings

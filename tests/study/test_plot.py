@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
+
 from firsttoken.study import paths, plot
 
 pytestmark = pytest.mark.usefixtures("root")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import build_config, load_profile, profile_names
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+
 from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import replacing, write_text

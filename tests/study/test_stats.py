@@ -5,9 +5,10 @@ import warnings
 import numpy as np
 import pytest
 import scipy.stats
-from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap, percentile
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap, percentile
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30))

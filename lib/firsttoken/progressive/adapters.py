@@ -35,6 +35,7 @@ def export_adapter(peft: PeftModel, folder: Path, recipe: dict[str, Any]) -> Pat
         _portable(draft / "adapter_config.json")
         halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in load_file(draft / WEIGHTS).items()}
         save_file(halves, draft / WEIGHTS, metadata={"format": "pt"})
+        (draft / WEIGHTS).chmod(0o644)  # PEFT and safetensors keep the umask of a temporary file
         write_text(draft / "recipe.json", _dump(recipe))
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
@@ -85,9 +86,7 @@ def check_fit(folder: Path, layers: Sequence[int], base_sha256: str | None) -> N
         raise StageError(f"adapter {folder.name} holds weights for layers {_spans(sorted(found))} only: copy it again")
 
 
-def load_adapter(
-    model: PreTrainedModel, folder: Path, layers: Sequence[int], base_sha256: str | None
-) -> PeftModel:
+def load_adapter(model: PreTrainedModel, folder: Path, layers: Sequence[int], base_sha256: str | None) -> PeftModel:
     """Attach the adapter in ``folder`` to ``model``, in which exactly ``layers`` compute.
 
     Raises StageError as :func:`check_fit` does.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firsttoken.assets.corpora import load_qa, running_text, token_windows
+from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.models import layers_of, load_model
 from firsttoken.progressive.distance import (
     Distances,
@@ -18,12 +18,12 @@ from firsttoken.progressive.distance import (
     choose_block,
     resampled_starts,
 )
+from firsttoken.progressive.examination import Examination, QualityConfig
 from firsttoken.progressive.gates import recoveries, summarise
 from firsttoken.progressive.healing import Teacher
-from firsttoken.progressive.quality import AnswerConfig, answer_scores, text_scores
 from firsttoken.progressive.recipe import RECIPES
 from firsttoken.progressive.served import ServedConfig, at_stage, load_base, load_served
-from firsttoken.progressive.training import HealingConfig, healed
+from firsttoken.progressive.training import HealingConfig, heal, healed, materials
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
@@ -136,20 +136,6 @@ def healing_training(profile: Profile) -> Outcome:
     )
 
 
-@dataclass(frozen=True)
-class QualityConfig:
-    """What every variant answers: test ``items`` of ``questions``, ``closed_book`` questions, ``windows`` of text."""
-
-    questions: str
-    items: int
-    closed_book_questions: str
-    closed_book: int
-    windows: int
-    window_tokens: int
-    batch: int
-    recipes: tuple[str, ...]
-
-
 def stage_quality(profile: Profile) -> Outcome:
     """Every stage, unhealed and healed by each recipe, on the same test items; stage 3 is checked to the bit."""
     config = profile.section("quality", QualityConfig)
@@ -175,28 +161,32 @@ def stage_quality(profile: Profile) -> Outcome:
     )
 
 
-class Examination:
-    """One set of test items, put to every variant alike."""
+@dataclass(frozen=True)
+class LiveConfig:
+    """A few steps of ``recipe`` on stage 1, to show that the code learns."""
 
-    def __init__(self, config: QualityConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._answers = AnswerConfig(batch=config.batch)
-        self._items = {"extractive": load_qa(config.questions, "test")[: config.items]}
-        if config.closed_book:
-            self._items["closed_book"] = load_qa(config.closed_book_questions, "test")[: config.closed_book]
-        self._windows = token_windows(running_text("test"), tokenizer, config.window_tokens, config.windows)
+    recipe: str
+    steps: int
 
-    def rows(self, variant: str, model: PreTrainedModel) -> Rows:
-        """All rows of one variant."""
-        label = {"variant": variant}
-        found = [
-            label | {"task": task} | row
-            for task, items in self._items.items()
-            for row in answer_scores(model, self._tokenizer, items, self._answers)
-        ]
-        return found + [label | {"task": "text"} | row for row in text_scores(model, self._windows)]
 
-    @torch.inference_mode()
-    def logits(self, model: PreTrainedModel) -> torch.Tensor:
-        """Logits [1, tokens, vocabulary] of the first window."""
-        return model(self._windows[:1].to(model.device), use_cache=False).logits
+def healing_live(profile: Profile) -> Outcome:
+    """Heal stage 1 from scratch for a few steps; the summary compares the first third of the losses with the last."""
+    config = profile.section("live", LiveConfig)
+    healing = profile.section("healing", HealingConfig)
+    served = load_served(profile)
+    recipe = dataclasses.replace(RECIPES[config.recipe], steps=config.steps, warmup_steps=2)
+    data = materials(healing, recipe, served.tokenizer)
+    teacher = Teacher(served.model) if recipe.distill_weight else None
+    _, curve = heal(served, served.plan.missing(1), recipe, data, healing, teacher)
+    third = max(1, config.steps // 3)
+    losses = [sum(value for key, value in row.items() if key.endswith("_loss")) for row in curve.rows]
+    first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
+    return Outcome(
+        [{"seed": recipe.seed, **row} for row in curve.rows],
+        summary={
+            "loss_first": {"value": round(first, 3), "n": third, "unit": "nats, all losses"},
+            "loss_last": {"value": round(last, 3), "n": third, "unit": "nats, all losses"},
+            "step_s": {"value": round(curve.duration_s / config.steps, 2), "n": config.steps, "unit": "s"},
+        },
+        provenance=served.provenance,
+    )

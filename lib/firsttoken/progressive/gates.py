@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from firsttoken.study.record import Rows
-from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
+from firsttoken.study.stats import bootstrap, paired_bootstrap
 
 Summary = dict[str, dict[str, Any]]
 
 SCORES = {"em": ("extractive", "em"), "f1": ("extractive", "f1"), "choice": ("extractive", "choice_correct")}
+RECOVERED = {"em": SCORES["em"], "f1": SCORES["f1"], "log_perplexity": ("text", "text_nll")}
 GATES = {"s1": 3.0, "s2": 3.0, "s3": 1.0}
 """Points of EM and of F1 that a stage may lose (ProgressiveServe, 3.1.2)."""
 
@@ -47,15 +48,19 @@ def summarise(rows: Rows, baseline: str = "s0") -> Summary:
     return found
 
 
-def recoveries(rows: Rows, recipes: tuple[str, ...]) -> Summary:
-    """The share of what pruning lost that healing brings back, in %, by stage, recipe and score.
+def recoveries(rows: Rows, recipes: tuple[str, ...], models: tuple[str, ...] = ("s1", "s2")) -> Summary:
+    """The share of what pruning lost that healing brings back, in %, by model (a stage, a control), recipe and score.
 
     0 is the pruned model without healing, 100 the full one. Perplexity is compared by its logarithm.
     """
     found: Summary = {}
-    for stage in ("s1", "s2"):
+    for stage in models:
         for recipe in recipes:
-            for score, task, name in (("em", *SCORES["em"]), ("f1", *SCORES["f1"]), ("log_perplexity", "text", "text_nll")):
+            for score, task, name in (
+                ("em", *SCORES["em"]),
+                ("f1", *SCORES["f1"]),
+                ("log_perplexity", "text", "text_nll"),
+            ):
                 parts = [column(rows, v, task, name) for v in (f"{stage}_none", f"{stage}_{recipe}", "s0")]
                 if len({len(p) for p in parts}) == 1 and len(parts[0]) and parts[0].mean() != parts[2].mean():
                     share = bootstrap(np.stack(parts, 1), share_recovered)
@@ -79,8 +84,3 @@ def gate(drop: dict[str, Any], limit: float) -> str:
     if drop["high"] <= limit:
         return "met"
     return "missed" if drop["low"] > limit else "open"
-
-
-def as_interval(entry: dict[str, Any]) -> Interval:
-    """A summary entry as an interval."""
-    return Interval(entry["value"], entry["low"], entry["high"], entry["n"])

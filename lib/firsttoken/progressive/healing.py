@@ -81,9 +81,7 @@ def train(
     optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.0)
     schedule = get_scheduler(recipe.schedule, optimizer, recipe.warmup_steps, steps)
     draw = torch.Generator().manual_seed(recipe.seed)
-    batches = zip(
-        _endless(questions, recipe.batch, draw), _endless(text, recipe.text_batch, draw), strict=False
-    )
+    batches = zip(_endless(questions, recipe.batch, draw), _endless(text, recipe.text_batch, draw), strict=False)
     rows, start = [], time.perf_counter()
     peft.train()
     for step in tqdm(range(1, steps + 1), desc=f"healing ({recipe.name})", unit="step", disable=None):
@@ -164,4 +162,3 @@ def _targets(
     # After an open "Answer:" no label follows, yet what the teacher would say there is the best target there is.
     opening = (next_token == end) & (start == end)
     return answer, running, answer | sampled | opening
-

@@ -130,13 +130,17 @@ def _decode(
         if len(taken) == max_new_tokens or all(STOP in t.lstrip() for t in texts):
             return [t.strip().split(STOP)[0] for t in texts]
         mask = F.pad(mask, (0, 1), value=1)
-        token = model(
-            token[:, None],
-            attention_mask=mask,
-            position_ids=_positions(mask)[:, -1:],
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[:, -1].argmax(-1)
+        token = (
+            model(
+                token[:, None],
+                attention_mask=mask,
+                position_ids=_positions(mask)[:, -1:],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            .logits[:, -1]
+            .argmax(-1)
+        )
 
 
 def _positions(mask: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from peft import PeftModel
 from firsttoken.assets.corpora import QAItem, boolq_prompts, load_qa, running_text, token_windows
 from firsttoken.progressive.adapters import export_adapter, read_recipe
 from firsttoken.progressive.healing import Curve, Teacher, attach, train
+from firsttoken.progressive.passlayer import pass_layers
 from firsttoken.progressive.quality import AnswerConfig, answer_scores, perplexity, text_scores
 from firsttoken.progressive.recipe import Recipe
 from firsttoken.progressive.samples import Sample, prompt_samples, qa_sample, text_samples
-from firsttoken.progressive.passlayer import pass_layers
 from firsttoken.progressive.served import Served
 from firsttoken.study.machine import describe
 

@@ -139,6 +139,12 @@ def judge_all(claims: Iterable[Claim], results: Iterable[Result], machine: str |
     return [judge(claim, pick(results, claim.experiment, claim.profiles, machine)) for claim in claims]
 
 
+def count_verdicts(claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None) -> dict[str, int]:
+    """How often each verdict falls, as in ``judge_all``."""
+    verdicts = [judgement.verdict for judgement in judge_all(claims, results, machine)]
+    return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
+
+
 def _exact(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
     measured, value = found[0]["value"], claim.value
     if _is_number(measured) and _is_number(value):

@@ -20,11 +20,11 @@ COLOURS = {
     "measured": "#0072B2",
     "recorded": "#56B4E9",
     "floor": "#000000",
-    "S0": "#B24A00",
+    "S0": "#4D4D4D",
     "S1": "#E69F00",
     "S2": "#CC79A7",
     "S3": "#009E73",
-    "none": "#F0E442",
+    "none": "#8B6B4A",
     "report": "#D55E00",
     "ours": "#6A3D9A",
 }

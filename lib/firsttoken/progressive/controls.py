@@ -1,0 +1,80 @@
+"""Controls, without which the stage table misleads: what does healing owe to the block, the stages, the training?"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass
+
+from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.progressive.adapters import load_adapter
+from firsttoken.progressive.distance import angular_distances, choose_block
+from firsttoken.progressive.examination import Examination, QualityConfig
+from firsttoken.progressive.gates import recoveries, summarise
+from firsttoken.progressive.healing import Teacher
+from firsttoken.progressive.recipe import RECIPES, Recipe
+from firsttoken.progressive.served import Served, ServedConfig, load_base, load_served, passing
+from firsttoken.progressive.training import HealingConfig, healed, present_without
+from firsttoken.study import paths
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome
+
+
+@dataclass(frozen=True)
+class ControlsConfig:
+    """Every control is healed by ``recipe`` for ``steps`` steps, "one_shot" for twice as many."""
+
+    recipe: str
+    steps: int
+    items: int
+    windows: int
+    calibration_passages: int
+
+
+def healing_controls(profile: Profile) -> Outcome:
+    """Six trained controls and their unhealed counterparts on the test items.
+
+    "chosen" is the block that the distances chose; "random" a block of the same size anywhere else; "full" the whole
+    model trained further; "one_shot" the chosen block healed once with the steps of both stages, never to recover;
+    "drop4" and "drop6" smaller blocks, chosen by distance. Their adapters stay in the cache.
+    """
+    config = profile.section("controls", ControlsConfig)
+    quality = profile.section("quality", QualityConfig)
+    healing = profile.section("healing", HealingConfig)
+    served = load_served(profile)
+    recipe = dataclasses.replace(RECIPES[config.recipe], steps=config.steps)
+    twice = dataclasses.replace(recipe, steps=2 * config.steps)
+    blocks = control_blocks(profile, config, served)
+    runs: list[tuple[str, tuple[int, ...], Recipe]] = [(name, block, recipe) for name, block in blocks.items()]
+    runs.insert(1, ("one_shot", blocks["chosen"], twice))
+    runs.insert(2, ("full", (), recipe))
+    sizes = dataclasses.replace(quality, items=config.items, windows=config.windows, closed_book=0)
+    examine, teacher = Examination(sizes, served.tokenizer), Teacher(served.model)
+    rows = examine.rows("s0", served.model)
+    folder = paths.CACHE / "adapters" / profile.section("served", ServedConfig).folder.name
+    for name, missing, wanted in runs:
+        adapter = folder / f"control-{name}"
+        healed(adapter, served, missing, wanted, healing, teacher)
+        with passing(served.model, missing) as model:
+            if missing and name != "one_shot":
+                rows += examine.rows(f"{name}_none", model)
+            peft = load_adapter(model, adapter, present_without(served.plan.depth, missing), served.sha256)
+            rows += examine.rows(f"{name}_{wanted.name}", peft.get_base_model())
+            peft.unload()
+    return Outcome(
+        rows,
+        summary=summarise(rows) | recoveries(rows, (recipe.name,), tuple(blocks)),
+        provenance=served.provenance | {"blocks": {name: list(block) for name, block in blocks.items()}},
+    )
+
+
+def control_blocks(profile: Profile, config: ControlsConfig, served: Served) -> dict[str, tuple[int, ...]]:
+    """The removed layers of each control that removes some."""
+    size = len(served.plan.block)
+    base = load_base(profile)
+    windows = token_windows(running_text("train"), base.tokenizer, 256, config.calibration_passages)
+    distances = angular_distances(base.model, windows)
+    starts = [s for s in range(served.plan.depth - size + 1) if s != served.plan.block[0]]
+    start = random.Random(profile.seed).choice(starts)
+    smaller = {f"drop{n}": tuple(choose_block(distances, n)) for n in (4, 6) if n < size}
+    return {"chosen": served.plan.block, "random": tuple(range(start, start + size)), **smaller}

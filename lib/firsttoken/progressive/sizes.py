@@ -1,0 +1,66 @@
+"""What is saved and what is added: the bytes of the removed block and the parameters of the adapters, by arithmetic.
+
+Models are built on the meta device, so that the 7-billion-parameter shapes cost nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from firsttoken.assets.models import layers_of
+from firsttoken.assets.shapes import shape_config
+from firsttoken.progressive.healing import attach
+from firsttoken.progressive.recipe import REPORT
+from firsttoken.progressive.stages import REPORT_PLAN, StagePlan
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome
+
+SHAPES = ("llama-2-7b", "tinyllama-1.1b", "qwen2.5-0.5b", "smollm2-135m")
+
+
+def sizes(_: Profile) -> Outcome:
+    """A quarter of the layers removed from each named shape: share of the bytes, and the report's adapters."""
+    rows = [size_row(shape) for shape in SHAPES]
+    report = rows[0]
+    million = {"unit": "million parameters"}
+    return Outcome(
+        rows,
+        summary={
+            "llama2_block_bytes_pct": {"value": round(report["block_bytes_pct"], 2), "unit": "% of bytes"},
+            "llama2_adapter_a_params": {"value": round(report["adapter_a_params"] / 1e6, 2), **million},
+            "llama2_adapter_all_params": {"value": round(report["adapter_all_params"] / 1e6, 2), **million},
+        },
+        provenance={"source": "public model dimensions", "kind": "arithmetic"},
+    )
+
+
+def size_row(shape: str) -> dict[str, Any]:
+    """Parameters and shares of one named shape, with the report's block where it is the report's model."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape_config(shape), dtype=torch.float16)
+    depth = len(layers_of(model))
+    size = round(depth / 4)
+    plan = REPORT_PLAN if depth == REPORT_PLAN.depth else StagePlan.from_block(depth, range(depth - size, depth))
+    total = sum(p.numel() for p in model.parameters())
+    block = sum(p.numel() for i in plan.block for p in layers_of(model)[i].parameters())
+    adapters = {name: _lora_parameters(shape, layers) for name, layers in (("a", plan.a), ("all", range(depth)))}
+    return {
+        "shape": shape,
+        "depth_layers": depth,
+        "block_layers": len(plan.block),
+        "parameters": total,
+        "fp16_bytes": 2 * total,
+        "block_layers_pct": 100 * len(plan.block) / depth,
+        "block_bytes_pct": 100 * block / total,
+        **{f"adapter_{name}_params": count for name, count in adapters.items()},
+    }
+
+
+def _lora_parameters(shape: str, layers: Any) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape_config(shape), dtype=torch.float16)
+        peft = attach(model, REPORT, list(layers))
+    return sum(p.numel() for p in peft.parameters() if p.requires_grad)
