@@ -70,7 +70,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def served(make_model: MakeModel, tokenizer: PreTrainedTokenizerFast) -> Served:
     """A model of six layers, of which 2 and 3 wait for stage 2 and 4 for stage 3."""
-    return Served(make_model(layers=6), tokenizer, StagePlan.from_block(6, range(2, 5)), "5e12" * 16, {"source": "tiny"})
+    return Served(
+        make_model(layers=6), tokenizer, StagePlan.from_block(6, range(2, 5)), "5e12" * 16, {"source": "tiny"}
+    )
 
 
 @pytest.fixture
@@ -97,7 +99,9 @@ def ids() -> torch.Tensor:
 
 def _passages(split: str) -> list[tuple[str, str]]:
     first = {"train": 0, "validation": 100, "test": 200}[split]
-    return [(f"The house number {i} stands in the wind.", f"is house {i} in the wind?") for i in range(first, first + 40)]
+    return [
+        (f"The house number {i} stands in the wind.", f"is house {i} in the wind?") for i in range(first, first + 40)
+    ]
 
 
 @pytest.fixture

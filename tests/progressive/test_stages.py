@@ -30,9 +30,7 @@ def test_the_report_plan_is_the_report_groups_counted_from_zero() -> None:
     assert [len(REPORT_PLAN.present(stage)) for stage in STAGES] == [24, 28, 32]
 
 
-@pytest.mark.parametrize(
-    ("size", "b", "c"), [(1, (3,), ()), (2, (3,), (4,)), (3, (3, 4), (5,)), (4, (3, 4), (5, 6))]
-)
+@pytest.mark.parametrize(("size", "b", "c"), [(1, (3,), ()), (2, (3,), (4,)), (3, (3, 4), (5,)), (4, (3, 4), (5, 6))])
 def test_b_is_the_lower_half_and_one_more_of_an_odd_block(size: int, b: tuple[int, ...], c: tuple[int, ...]) -> None:
     plan = StagePlan.from_block(9, range(3, 3 + size))
     assert (plan.b, plan.c) == (b, c)

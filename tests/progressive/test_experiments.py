@@ -1,0 +1,140 @@
+"""The experiments end to end, on the paper profile's path: a Llama folder, a SQuAD file and a TriviaQA file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from firsttoken.experiments import run_experiment
+from firsttoken.progressive import training
+from firsttoken.progressive.adapters import WEIGHTS, read_recipe
+from firsttoken.progressive.experiments import (
+    DistanceConfig,
+    healing_live,
+    healing_training,
+    layer_distance,
+    stage_quality,
+)
+from firsttoken.progressive.recipe import OURS, RECIPES, REPORT, TASK
+from firsttoken.study.errors import StageError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import read_result
+
+VARIANTS = ["s0", "s1_none", "s1_report", "s2_none", "s2_report", "s3"]
+
+
+def changed(profile: Profile, **sections: dict) -> Profile:
+    """The profile with some keys of some sections replaced."""
+    merged = {name: dict(profile.sections[name]) | keys for name, keys in sections.items()}
+    return dataclasses.replace(profile, sections=dict(profile.sections) | merged)
+
+
+def test_the_report_from_training_to_the_table(paper, tmp_path, monkeypatch):
+    result = run_experiment("healing_training", paper)
+    assert result.profile == "paper" and read_result(result.path).rows == result.rows
+    assert set(result.summary) == {"train_s_A-report", "train_s_AB-report"}
+    for letters, layers in (("A", [0, 1, 5]), ("AB", [0, 1, 2, 3, 5])):
+        recipe = read_recipe(tmp_path / "adapters" / f"{letters}-report")
+        assert recipe["layers"] == layers
+        assert recipe["recipe"]["name"] == "report" and recipe["recipe"]["rank"] == REPORT.rank
+        assert recipe["steps"] == len(recipe["curve"]) == 1
+        assert "validation_f1" in recipe["curve"][-1]
+
+    weights = {path: path.read_bytes() for path in (tmp_path / "adapters").glob(f"*/{WEIGHTS}")}
+    assert len(weights) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "heal", lambda *_: pytest.fail("it was trained before"))
+        assert healing_training(paper).rows == result.rows
+    assert weights == {path: path.read_bytes() for path in (tmp_path / "adapters").glob(f"*/{WEIGHTS}")}
+
+    quality = run_experiment("stage_quality", paper)
+    again = stage_quality(paper)
+    assert quality.rows == again.rows and quality.summary == again.summary
+    assert list(dict.fromkeys(row["variant"] for row in quality.rows)) == VARIANTS
+    table = {variant: [r for r in quality.rows if r["variant"] == variant] for variant in VARIANTS}
+    items = [(r["task"], r["item"]) for r in table["s0"]]
+    assert sorted({task for task, _ in items}) == ["closed_book", "extractive", "text"]
+    assert (len(items), len(set(items))) == (8 + 4 + 3, 15)
+    assert all([(r["task"], r["item"]) for r in rows] == items for rows in table.values())
+
+    def scores(variant: str) -> list[dict]:
+        return [{key: value for key, value in row.items() if key != "variant"} for row in table[variant]]
+
+    assert scores("s3") == scores("s0")
+    assert quality.summary["s3_bit_identical"]["value"] is True
+    assert quality.provenance["block"] == [2, 3, 4]
+    for other in ("s0", "s1_none"):
+        assert scores("s1_report") != scores(other)
+    assert quality.summary["em_drop_s3"]["value"] == 0
+    assert {f"{score}_{variant}" for score in ("em", "f1", "perplexity") for variant in VARIANTS} <= set(
+        quality.summary
+    )
+    assert not [name for name in quality.summary if name.startswith("choice")], "SQuAD has no choices"
+
+
+def test_adapters_can_be_given_away_without_a_path_of_this_machine(paper, tmp_path):
+    healing_training(paper)
+    files = list((tmp_path / "adapters").glob("*/*.json"))
+    assert len(files) == 4
+    assert [path.name for path in files if str(tmp_path) in path.read_text()] == []
+
+
+def test_our_recipe_and_a_task_adapter_take_the_same_path(paper, tmp_path, monkeypatch):
+    monkeypatch.setitem(RECIPES, "ours", dataclasses.replace(OURS, steps=1))
+    monkeypatch.setitem(RECIPES, "task", dataclasses.replace(TASK, steps=2))
+    profile = changed(
+        paper,
+        served={"task_adapter": "task"},
+        training={"recipes": ["ours"]},
+        quality={"recipes": ["ours"], "closed_book": 0, "items": 4},
+    )
+    outcome = healing_training(profile)
+    assert {row["adapter"] for row in outcome.rows} == {"task", "A-ours", "AB-ours"}
+    task, stage = (read_recipe(tmp_path / "adapters" / name) for name in ("task", "A-ours"))
+    assert task["layers"] == list(range(6)) and task["base_sha256"] != stage["base_sha256"]
+    assert {"answer_loss", "text_loss"} <= set(task["curve"][0])
+    assert {"answer_loss", "distill_loss"} <= set(stage["curve"][0])
+    quality = stage_quality(profile)
+    assert {row["task"] for row in quality.rows} == {"extractive", "text"}
+    assert quality.summary["s3_bit_identical"]["value"] is True
+    assert quality.provenance["task_adapter_sha256"]
+
+
+def test_quality_without_its_adapters_says_which_is_missing(paper):
+    with pytest.raises(StageError, match=r"A-report.*train it or check it out"):
+        stage_quality(paper)
+
+
+def test_layer_distance_has_every_start_of_every_size(paper):
+    outcome = layer_distance(paper)
+    config = paper.section("distance", DistanceConfig)
+    rows = {(r["size_layers"], r["start_layer"], r["tokens"]): r for r in outcome.rows}
+    assert set(rows) == {(n, s, t) for n in (1, 2, 3, 4) for s in range(7 - n) for t in ("last", "all")}
+    best = min(range(5), key=lambda start: rows[2, start, "last"]["distance"])
+    summary = {name: entry["value"] for name, entry in outcome.summary.items()}
+    assert (summary["chosen_start"], summary["chosen_end"]) == (best, best + 1)
+    assert summary["relative_depth"] == best / 6 and summary["dropped_layers_pct"] == pytest.approx(100 / 3)
+    assert 0 <= summary["stability_pct"] <= 100
+    assert all(r["low"] <= r["distance"] <= r["high"] for r in outcome.rows)
+    assert {len(r["by_passage"]) for r in outcome.rows} == {config.passages}
+    assert layer_distance(paper).rows == outcome.rows
+
+
+@pytest.mark.parametrize("size", [0, 6, 9])
+def test_layer_distance_refuses_a_block_that_does_not_fit(paper, size):
+    with pytest.raises(StageError, match=f"a block of {size} layers does not fit a model of 6"):
+        layer_distance(changed(paper, distance={"block": size}))
+
+
+def test_healing_live_takes_its_steps_and_writes_no_adapter(paper, tmp_path, monkeypatch):
+    monkeypatch.setitem(RECIPES, "report", dataclasses.replace(REPORT, accumulate=2))
+    outcome = healing_live(changed(paper, live={"steps": 3}))
+    assert [row["step"] for row in outcome.rows] == [1, 2, 3]
+    assert outcome.summary["loss_first"]["n"] == 1
+    assert outcome.summary["loss_first"]["value"] == pytest.approx(outcome.rows[0]["answer_loss"], abs=1e-3)
+    assert not (tmp_path / "adapters").exists()
+    torch.manual_seed(99)
+    assert healing_live(changed(paper, live={"steps": 3})).rows == outcome.rows

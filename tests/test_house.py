@@ -1,0 +1,82 @@
+"""What the README and the notebooks promise exists."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from firsttoken.experiments import EXPERIMENTS
+from firsttoken.study import paths
+from firsttoken.study.claims import load_claims
+from firsttoken.study.claims_table import readme_is_current, readme_machine, table_for
+from firsttoken.study.notebooks import notebook_paths
+from firsttoken.study.profile import profile_names
+from firsttoken.study.record import all_results
+
+README = paths.ROOT / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+NOTEBOOKS = notebook_paths()
+
+
+def code_cells(path):
+    return [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+
+
+def tags(cell):
+    return cell["metadata"].get("tags", [])
+
+
+def test_every_path_in_the_readme_exists():
+    named = set(re.findall(r"[`(]((?:notebooks|lib|env|data|figures|tests)/[\w./-]+)[`)]", TEXT))
+    assert named
+    assert [path for path in named if not (paths.ROOT / path).exists()] == []
+
+
+def test_every_command_in_the_readme_exists():
+    commands = set(re.findall(r"firsttoken (\w+)", TEXT)) & {"run", "measure", "claims", "fetch", "doctor"}
+    assert {"measure", "doctor"} <= commands
+    for command in commands:
+        shown = subprocess.run([sys.executable, "-m", "firsttoken", command, "--help"], capture_output=True, text=True)
+        assert shown.returncode == 0 and "usage" in shown.stdout
+    for line in re.findall(r"firsttoken measure ([a-z_ ]+)", TEXT):
+        assert set(line.split()) <= set(EXPERIMENTS)
+    assert set(re.findall(r"--profile ([a-z]+)", TEXT)) <= set(profile_names())
+
+
+def test_claims_table_of_the_readme_is_current():
+    claims = load_claims(paths.CLAIMS, EXPERIMENTS)
+    table = table_for(claims, all_results(), readme_machine(README))
+    assert readme_is_current(README, table), "run `firsttoken claims --update`"
+
+
+def test_every_claim_names_a_notebook_that_exists():
+    numbers = {path.name[:2] for path in NOTEBOOKS}
+    assert {claim.notebook for claim in load_claims(paths.CLAIMS, EXPERIMENTS)} <= numbers
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+class TestNotebook:
+    def test_parameters_are_literals(self, path):
+        (cell,) = [cell for cell in code_cells(path) if "parameters" in tags(cell)]
+        for statement in ast.parse("".join(cell["source"])).body:
+            assert isinstance(statement, ast.Assign)
+            ast.literal_eval(statement.value)
+
+    def test_is_committed_executed_and_without_errors(self, path):
+        for cell in code_cells(path):
+            assert cell["execution_count"] is not None
+            assert all(output["output_type"] != "error" for output in cell["outputs"])
+
+    def test_says_claim_minutes_and_verdict(self, path):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        prose = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        assert re.search(r"\*\*Time\.\*\* \d+ human minutes \+ [\d.]+ compute minute", prose)
+        assert sum("nbval-check-output" in tags(cell) for cell in code_cells(path)) == 1
+
+    def test_calls_and_plots_only(self, path):
+        assert all(len(cell["source"]) <= 25 for cell in code_cells(path))
