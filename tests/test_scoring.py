@@ -63,6 +63,7 @@ def test_nothing_for_nothing_is_right_as_in_version_2(prediction: str, answers: 
 def test_normalise() -> None:
     assert normalise(" The  Quick, (brown) fox\u2014an ANIMAL. ") == "quick brown fox\u2014 animal"
     assert normalise("the\u2019cat") == "\u2019cat"
+    assert normalise("cat\u2014the\u2014hat") == "cat\u2014 \u2014hat"
     assert normalise("A an THE !?") == ""
 
 

@@ -1,6 +1,6 @@
-"""Answer scores as the official SQuAD v1.1 script defines them: normalise, then exact match and token F1.
+"""Answer scores as the official SQuAD scripts define them: normalise, then exact match and token F1.
 
-The report asks for that script's normalisation (ProgressiveServe, 3.1.2).
+The report asks for that normalisation (ProgressiveServe, 3.1.2). Empty answers are scored as in v2.0; v1.1 has none.
 """
 
 from __future__ import annotations

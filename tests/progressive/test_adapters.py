@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from firsttoken.progressive import adapters
 from firsttoken.progressive.adapters import WEIGHTS, check_fit, export_adapter, load_adapter, read_recipe
 from firsttoken.progressive.passlayer import pass_layers, restore_layers
+from firsttoken.progressive.recipe import SEVEN_PROJECTIONS
 from firsttoken.study.errors import StageError
 
 LAYERS, MISSING, BASE = [0, 1, 5], [2, 3, 4], "ba5e" * 16
@@ -96,6 +97,8 @@ def test_the_folder_holds_16_bit_weights_and_nothing_of_this_machine(exported, t
     for path in exported.glob("*.json"):
         texts = strings(json.loads(path.read_text()))
         assert not [text for text in texts if text.startswith(("/", "~")) or str(tmp_path) in text], path.name
+    config = json.loads((exported / "adapter_config.json").read_text())
+    assert config["target_modules"] == sorted(SEVEN_PROJECTIONS), "PEFT keeps a set, in another order each time"
     assert trained[0].peft_config["default"].base_model_name_or_path == str(tmp_path / "base"), "there was one to hide"
 
 

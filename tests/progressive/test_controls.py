@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from firsttoken.progressive.controls import ControlsConfig, control_blocks, healing_controls
+from firsttoken.progressive.recipe import RECIPES, REPORT
 from firsttoken.progressive.served import load_served
 from firsttoken.study import paths
 
@@ -16,7 +19,8 @@ def test_control_blocks_are_of_one_size_and_the_random_one_lies_elsewhere(paper)
     assert blocks == control_blocks(paper, config, load_served(paper))
 
 
-def test_controls_run_and_keep_their_adapters_in_the_cache(paper):
+def test_controls_run_and_keep_their_adapters_in_the_cache(paper, monkeypatch):
+    monkeypatch.setitem(RECIPES, "report", dataclasses.replace(REPORT, accumulate=2))
     outcome = healing_controls(paper)
     variants = list(dict.fromkeys(row["variant"] for row in outcome.rows))
     recipe = paper.section("controls", ControlsConfig).recipe

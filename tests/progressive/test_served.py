@@ -151,6 +151,8 @@ def test_the_task_adapter_is_merged_and_gives_a_base_of_its_own(
         assert (logits(tuned.model, ids) - logits(base.model, ids)).abs().max() > 1
     assert tuned.sha256 not in (base.sha256, "")
     assert tuned.sha256 == load_served(profile_for(checkpoint, tmp_path, "task", dtype)).sha256
+    export_adapter(randomised(make_model(layers=6), list(range(6)), seed=1), tmp_path / "adapters" / "task", recipe)
+    assert tuned.sha256 != load_served(profile_for(checkpoint, tmp_path, "task", dtype)).sha256
     assert tuned.provenance["sha256"] == base.sha256 and tuned.provenance["dtype"] == dtype
 
 

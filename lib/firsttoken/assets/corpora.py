@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ __all__ = [
 
 SPLITS = ("train", "validation", "test")
 _SCIQ_EDGES = (0.60, 0.68)  # train | validation | test
+_SHINGLE_WORDS = 12
+_MOST_SHARED = 0.1  # of the 12-word runs of a held-out passage that the train passages may hold
 _HELD_OUT_EDGE = 0.20  # validation | test, where train is a file of its own: the same 8 : 32
 
 
@@ -85,15 +88,19 @@ def boolq_prompts(split: str) -> list[tuple[str, str]]:
     """(passage, question) pairs of BoolQ: Wikipedia paragraphs and yes/no questions, each ending in "?".
 
     "train" is the original train file without the passages that the original validation file holds too; "validation"
-    and "test" are halves of the latter. Fixed shuffle; raises CorpusError for an unknown split.
+    and "test" are halves of the latter, without passages of which more than a tenth also stands in "train" (other cuts
+    of one article). Fixed shuffle; raises CorpusError for an unknown split.
     """
     _check_split(split)
     held_out = [(row["passage"].strip(), _asked(row["question"])) for row in arrow_rows("boolq-validation.arrow")]
+    taken = {_key(passage) for passage, _ in held_out}
+    train = [pair for pair in _boolq_train() if _key(pair[0]) not in taken]
     if split == "train":
-        taken = {_key(passage) for passage, _ in held_out}
-        pairs = [pair for pair in _boolq_train() if _key(pair[0]) not in taken]
+        pairs = train
     else:
-        pairs = [pair for pair in held_out if (_unit(pair[0]) < 0.5) == (split == "validation")]
+        known = {shingle for passage in {p for p, _ in train} for shingle in _shingles(passage)}
+        half = [pair for pair in held_out if (_unit(_letters(pair[0])) < 0.5) == (split == "validation")]
+        pairs = [pair for pair in half if _share(pair[0], known) <= _MOST_SHARED]
     return sorted(pairs, key=lambda pair: _digest("\n".join(pair)))
 
 
@@ -104,20 +111,23 @@ def running_text(split: str) -> list[str]:
 
 
 def token_windows(texts: Iterable[str], tokenizer: Any, length: int, count: int) -> torch.LongTensor:
-    """Cut texts, joined with the end-of-text token, into windows.
+    """Cut texts, joined with the end-of-text token, into windows, each behind the tokenizer's own first token if any.
 
     Returns token ids [count, length]. Only as many texts are read as are needed; raises CorpusError when they hold
     too few tokens.
     """
     if length < 1 or count < 1:
         raise CorpusError(f"windows of {length} tokens, {count} of them: both must be at least 1")
-    needed = length * count
+    head = tokenizer("")["input_ids"]  # Llama's tokenizer begins every text with a token, SmolLM2's does not
+    body = length - len(head)
+    needed = body * count
     ids: list[int] = []
     for text in texts:
         ids += tokenizer(text, add_special_tokens=False)["input_ids"]
         ids.append(tokenizer.eos_token_id)
         if len(ids) >= needed:
-            return torch.tensor(ids[:needed], dtype=torch.long).view(count, length)
+            windows = torch.tensor(ids[:needed], dtype=torch.long).view(count, body)
+            return torch.cat([torch.tensor(head, dtype=torch.long).expand(count, -1), windows], 1)
     raise CorpusError(f"the text has {len(ids):,} tokens, {count} windows of {length} need {needed:,}; ask for fewer")
 
 
@@ -177,6 +187,23 @@ def _unit(text: str) -> float:
 
 def _key(text: str) -> str:
     return " ".join(text.casefold().split())
+
+
+def _letters(text: str) -> str:
+    """Letters and digits alone: two cuts of a paragraph that differ in quotation marks are one."""
+    return re.sub(r"\W", "", text.casefold())
+
+
+def _shingles(text: str) -> list[int]:
+    """A hash of every run of 12 words; the whole text where it is shorter."""
+    words = [word for part in text.casefold().split() if (word := _letters(part))]
+    runs = range(max(1, len(words) - _SHINGLE_WORDS + 1))
+    return [hash(" ".join(words[i : i + _SHINGLE_WORDS])) for i in runs]
+
+
+def _share(text: str, known: set[int]) -> float:
+    shingles = _shingles(text)
+    return sum(shingle in known for shingle in shingles) / len(shingles)
 
 
 def _digest(text: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -71,6 +71,8 @@ def check_fit(folder: Path, layers: Sequence[int], base_sha256: str | None) -> N
     PEFT itself attaches what matches and drops the rest without a word, which would serve a half-healed model.
     """
     recipe = read_recipe(folder)
+    if not {"layers", "base_sha256"} <= recipe.keys():
+        raise StageError(f"adapter {folder.name} has a recipe of another tool")
     if recipe["layers"] != list(layers):
         raise StageError(
             f"adapter {folder.name} was trained with layers {_spans(recipe['layers'])} present, this stage has "
@@ -80,8 +82,15 @@ def check_fit(folder: Path, layers: Sequence[int], base_sha256: str | None) -> N
         raise StageError(
             f"adapter {folder.name} belongs to the base {str(recipe['base_sha256'])[:12]}, not {str(base_sha256)[:12]}"
         )
-    with safe_open(folder / WEIGHTS, "pt") as weights:
-        found = {int(name.split(".layers.")[1].split(".")[0]) for name in weights.keys()}  # noqa: SIM118, no mapping
+    try:
+        rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+        with safe_open(folder / WEIGHTS, "pt") as weights:
+            shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118, no mapping
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise StageError(f"adapter {folder.name} is not whole ({error}): copy it again") from error
+    if any(rank not in shape for shape in shapes.values()):
+        raise StageError(f"adapter {folder.name}: its weights are not of rank {rank}: copy it again")
+    found = {int(name.split(".layers.")[1].split(".")[0]) for name in shapes}
     if found != set(layers):
         raise StageError(f"adapter {folder.name} holds weights for layers {_spans(sorted(found))} only: copy it again")
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from firsttoken.progressive.recipe import Recipe
 from firsttoken.progressive.samples import Sample, padded
+from firsttoken.study.errors import CorpusError
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,16 @@ class Teacher:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._seen: dict[str, Tensor] = {}
+        self._seen: dict[tuple[int, ...], Tensor] = {}
 
     @torch.no_grad()
     def hidden(self, samples: Sequence[Sample], width: int) -> Tensor:
         """Hidden states after the final norm, [samples, width, hidden], zero beyond each sample's end."""
-        new = [s for s in samples if s.key not in self._seen]
+        new = [s for s in samples if s.tokens not in self._seen]
         if new:
             states = self._model.get_decoder()(padded(new).to(self._model.device), use_cache=False).last_hidden_state
-            self._seen |= {s.key: row[: len(s.tokens)].clone() for s, row in zip(new, states, strict=True)}
-        rows = [self._seen[s.key] for s in samples]
+            self._seen |= {s.tokens: row[: len(s.tokens)].clone() for s, row in zip(new, states, strict=True)}
+        rows = [self._seen[s.tokens] for s in samples]
         return torch.stack([F.pad(r, (0, 0, 0, width - len(r))) for r in rows])
 
 
@@ -108,6 +109,8 @@ def train(
 
 def _endless(samples: Sequence[Sample], size: int, draw: torch.Generator) -> Iterator[list[Sample]]:
     """Batches of ``size`` without end, every sample once before any comes again; empty ones where size is 0."""
+    if size and not samples:
+        raise CorpusError("no samples to learn from: the train split is empty, use a larger file")
     order: list[int] = []
     while True:
         while len(order) < size:

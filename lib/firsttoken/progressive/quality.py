@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.corpora import QAItem
 from firsttoken.progressive.passlayer import GapCache
-from firsttoken.progressive.samples import STOP, qa_prompt
+from firsttoken.progressive.samples import STOP, answer_tokens, prompt_tokens, qa_prompt
 from firsttoken.scoring import exact_match, token_f1
 
 
@@ -39,10 +39,8 @@ def answer_scores(
 
     Items of like length share a batch; rows come back in the order of ``items``.
     """
-    prompts = [
-        tokenizer.encode(qa_prompt(i.passage, i.question), add_special_tokens=False)[-config.max_prompt_tokens :]
-        for i in items
-    ]
+    texts = [qa_prompt(item.passage, item.question) for item in items]
+    prompts = [prompt_tokens(tokenizer, text, config.max_prompt_tokens) for text in texts]
     order = sorted(range(len(items)), key=lambda i: (len(prompts[i]), i))
     rows: dict[int, dict[str, Any]] = {}
     for at in range(0, len(order), config.batch):
@@ -66,7 +64,8 @@ def _score_batch(
     first = model(
         ids, attention_mask=mask, position_ids=_positions(mask), past_key_values=cache, use_cache=True, logits_to_keep=1
     ).logits[:, -1]
-    nll = _option_nll(model, tokenizer, [_options(i) for i in items], first, cache, mask)
+    asked = [qa_prompt(item.passage, item.question) for item in items]
+    nll = _option_nll(model, tokenizer, asked, [_options(i) for i in items], first, cache, mask)
     texts = _decode(model, tokenizer, first, cache, mask, config.max_new_tokens)
     rows = []
     for item, text, losses in zip(items, texts, nll, strict=True):
@@ -90,15 +89,16 @@ def _options(item: QAItem) -> tuple[str, ...]:
 def _option_nll(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
     options: Sequence[tuple[str, ...]],
     first: Tensor,
     cache: GapCache,
     mask: Tensor,
 ) -> list[list[float]]:
-    """Mean negative log-likelihood a token of each option after its prompt, the stop included."""
+    """Mean negative log-likelihood a token of each option after its prompt in ``texts``, the stop included."""
     each = max(map(len, options))
     padded = [list(o) + [o[0]] * (each - len(o)) for o in options]
-    encoded = [tokenizer.encode(f" {o.strip()}{STOP}", add_special_tokens=False) for row in padded for o in row]
+    encoded = [answer_tokens(tokenizer, text, o) for text, row in zip(texts, padded, strict=True) for o in row]
     width = max(map(len, encoded))
     ids = torch.tensor([e + [0] * (width - len(e)) for e in encoded], device=model.device)
     real = torch.tensor([[1] * len(e) + [0] * (width - len(e)) for e in encoded], device=model.device)
@@ -126,9 +126,11 @@ def _decode(
     token, taken = first.argmax(-1), []
     while True:
         taken.append(token)
-        texts = tokenizer.batch_decode(torch.stack(taken, 1), skip_special_tokens=True)
-        if len(taken) == max_new_tokens or all(STOP in t.lstrip() for t in texts):
-            return [t.strip().split(STOP)[0] for t in texts]
+        rows = [_until(row, tokenizer.eos_token_id) for row in torch.stack(taken, 1).tolist()]
+        texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
+        ended = (STOP in t.lstrip() or len(row) < len(taken) for t, row in zip(texts, rows, strict=True))
+        if len(taken) == max_new_tokens or all(ended):
+            return [t.strip().split(STOP)[0].strip() for t in texts]
         mask = F.pad(mask, (0, 1), value=1)
         token = (
             model(
@@ -141,6 +143,11 @@ def _decode(
             .logits[:, -1]
             .argmax(-1)
         )
+
+
+def _until(tokens: list[int], end: int | None) -> list[int]:
+    """The tokens before the first ``end``."""
+    return tokens[: tokens.index(end)] if end in tokens else tokens
 
 
 def _positions(mask: Tensor) -> Tensor:

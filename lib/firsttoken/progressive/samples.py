@@ -28,11 +28,26 @@ def qa_prompt(passage: str, question: str) -> str:
     return (f"{passage.strip()}\n" if passage else "") + f"Question: {question.strip()}\nAnswer:"
 
 
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, limit: int) -> list[int]:
+    """``prompt`` as the tokenizer's model expects it, beginning-of-text token included where it has one.
+
+    A prompt of more than ``limit`` tokens loses what follows that token, never its end.
+    """
+    ids = tokenizer.encode(prompt)
+    head = tokenizer.encode("")
+    return ids if len(ids) <= limit else head + ids[len(ids) - max(1, limit - len(head)) :]
+
+
+def answer_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> list[int]:
+    """``answer`` and the stop as they continue ``prompt``: encoded alone, SentencePiece would put a space before it."""
+    return tokenizer.encode(f"{prompt} {answer.strip()}{STOP}")[len(tokenizer.encode(prompt)) :]
+
+
 def qa_sample(item: QAItem, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Sample:
     """Prompt and first answer of ``item``; a longer prompt loses tokens at its start, never its answer."""
-    prompt = tokenizer.encode(qa_prompt(item.passage, item.question), add_special_tokens=False)
-    answer = tokenizer.encode(f" {item.answers[0].strip()}{STOP}", add_special_tokens=False)
-    prompt = prompt[-max(1, max_tokens - len(answer)) :]
+    text = qa_prompt(item.passage, item.question)
+    answer = answer_tokens(tokenizer, text, item.answers[0])
+    prompt = prompt_tokens(tokenizer, text, max_tokens - len(answer))
     return Sample(item.id, (*prompt, *answer), len(prompt))
 
 
@@ -45,7 +60,7 @@ def prompt_samples(
     prompts: Iterable[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, max_tokens: int, prefix: str
 ) -> list[Sample]:
     """Samples without an answer from (passage, question) pairs, open after ``Answer:``."""
-    encoded = (tokenizer.encode(qa_prompt(p, q), add_special_tokens=False)[-max_tokens:] for p, q in prompts)
+    encoded = (prompt_tokens(tokenizer, qa_prompt(p, q), max_tokens) for p, q in prompts)
     return [Sample(f"{prefix}{i}", tuple(ids), len(ids)) for i, ids in enumerate(encoded)]
 
 

@@ -21,6 +21,7 @@ from firsttoken.progressive.quality import AnswerConfig, answer_scores, perplexi
 from firsttoken.progressive.recipe import Recipe
 from firsttoken.progressive.samples import Sample, prompt_samples, qa_sample, text_samples
 from firsttoken.progressive.served import Served
+from firsttoken.study.errors import CorpusError
 from firsttoken.study.machine import describe
 
 
@@ -90,6 +91,7 @@ def heal(
     """
     student = copy.deepcopy(served.model)
     pass_layers(student, missing)
+    torch.manual_seed(recipe.seed)
     peft = attach(student, recipe, present_without(served.plan.depth, missing))
 
     def watch(_: int) -> dict[str, float]:
@@ -113,7 +115,7 @@ def healed(
         "layers": present_without(served.plan.depth, missing),
         "depth": served.plan.depth,
         "base_sha256": served.sha256,
-        "data": {"questions": config.questions, "split": "train", "sha256": data.sha256},
+        "data": {"questions": source_name(config.questions), "split": "train", "sha256": data.sha256},
         "steps": recipe.total_steps(len(data.questions)),
         "seed": recipe.seed,
     }
@@ -132,12 +134,19 @@ def healed(
     return wanted | made
 
 
+def source_name(source: str) -> str:
+    """What a recipe says of its data: the name of a file, not where it lay; the hash beside it tells data apart."""
+    return Path(source).name if Path(source).expanduser().is_absolute() else source
+
+
 def present_without(depth: int, missing: Sequence[int]) -> list[int]:
     """The layers of a model of ``depth`` that are not ``missing``."""
     return [i for i in range(depth) if i not in set(missing)]
 
 
 def _validation(peft: PeftModel, tokenizer: Any, data: Materials) -> dict[str, float]:
+    if not data.validation:
+        raise CorpusError("no validation questions: set healing.watch_questions to 1 or more, or use a larger file")
     model = peft.get_base_model()
     answers = answer_scores(model, tokenizer, data.validation, AnswerConfig())
     mean = {key: sum(row[key] for row in answers) / len(answers) for key in ("em", "f1", "answer_nll")}
