@@ -34,9 +34,9 @@ class ControlsConfig:
 def healing_controls(profile: Profile) -> Outcome:
     """Six trained controls and their unhealed counterparts on the test items.
 
-    "chosen" is the block that the distances chose; "random" a block of the same size that starts anywhere else; "full" the whole
-    model trained further; "one_shot" the chosen block healed once with the steps of both stages, never to recover;
-    "drop4" and "drop6" smaller blocks, chosen by distance. Their adapters stay in the cache.
+    "chosen" is the block that the distances chose; "random" a block of the same size that starts anywhere else; "full"
+    the whole model trained further; "one_shot" the chosen block healed once with the steps of both stages, never to
+    recover; "drop4" and "drop6" smaller blocks, chosen by distance. Their adapters stay in the cache.
     """
     config = profile.section("controls", ControlsConfig)
     quality = profile.section("quality", QualityConfig)
