@@ -55,9 +55,9 @@ class Materials:
 
 
 def materials(config: HealingConfig, recipe: Recipe, tokenizer: Any) -> Materials:
-    """Training questions, text interleaved with open prompts, and the validation split of both.
+    """Training questions, text and open prompts, and the validation split of questions and text.
 
-    Prompts stay out where text is learned by cross-entropy: a question is no running text.
+    Open prompts join only where the full model teaches: without it there is nothing to learn after "Answer:".
     """
     questions = [qa_sample(item, tokenizer, recipe.max_tokens) for item in load_qa(config.questions, "train")]
     text: list[Sample] = []
