@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from firsttoken.progressive.figures import KIISE, NAMES
 from firsttoken.progressive.gates import GATES, gate
 from firsttoken.study.record import Result
-from firsttoken.study.show import interval
+from firsttoken.study.show import interval, table
+
+if TYPE_CHECKING:
+    import pandas
 
 Row = dict[str, Any]
 
@@ -71,6 +74,13 @@ def recovery_rows(result: Result, models: dict[str, str]) -> list[Row]:
         for kind in NAMES
         if f"f1_recovered_{model}_{kind}" in result.summary
     ]
+
+
+def control_table(result: Result) -> pandas.DataFrame:
+    """Shares recovered by every control that removes layers, named by its block."""
+    blocks = result.provenance["blocks"]
+    titles = {name: f"{name}: layers {layers[0]}-{layers[-1]}" for name, layers in blocks.items()}
+    return table(recovery_rows(result, titles), "model")
 
 
 def _variants(result: Result) -> list[str]:
