@@ -15,6 +15,7 @@ from firsttoken.study.record import Result
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 KIISE = {
@@ -105,14 +106,14 @@ def healing_curves(recipes: Mapping[str, Mapping[str, Any]]) -> Figure:
         seconds = recipe["train_s"] / len(recipe["curve"])
         points = [row for row in recipe["curve"] if "validation_f1" in row]
         minutes = [row["step"] * seconds / 60 for row in points]
-        look = {"color": COLOURS[kind], "linestyle": "-" if stage == "A" else "--", "marker": "o"}
+        look = {"color": COLOURS[kind], "linestyle": "-" if stage == "A" else "--"}
+        look["marker"] = "o" if stage == "A" else "s"
         label = f"{stage}, {NAMES[kind]}"
         axes[0].plot(minutes, [100 * row["validation_f1"] for row in points], label=label, **look)
         axes[1].plot(minutes, [row["validation_perplexity"] for row in points], label=label, **look)
     axes[0].set(xlabel="training time, min (2 cores)", ylabel="validation F1, %", ylim=(0, None), xlim=(0, None))
     axes[1].set(xlabel="training time, min (2 cores)", ylabel="validation perplexity", yscale="log", xlim=(0, None))
-    axes[1].yaxis.set_major_formatter("{x:.0f}")
-    axes[1].yaxis.set_minor_formatter("{x:.0f}")
+    _log_ticks(axes[1].yaxis)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return fig
 
@@ -139,14 +140,13 @@ def stage_scores(result: Result) -> Figure:
                 color=COLOURS["paper"],
                 marker="D",
                 linestyle=":",
-                label="authors, Llama-2-7B",
+                label="authors: Llama-2-7B, TriviaQA",
                 zorder=1,
             )
             ax.set_ylim(0, None)
         else:
             ax.set_yscale("log")
-            ax.yaxis.set_major_formatter("{x:.0f}")
-            ax.yaxis.set_minor_formatter("{x:.0f}")
+            _log_ticks(ax.yaxis)
         ax.set(xlabel="stage", ylabel=label, xticks=range(4), xticklabels=["full", "1", "2", "3"], xlim=(-0.5, 3.5))
     handles = dict(zip(*reversed(axes[1].get_legend_handles_labels()), strict=True))
     fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5)
@@ -177,8 +177,7 @@ def control_scores(result: Result) -> Figure:
     axes[0].set_xlim(0, None)
     axes[0].invert_yaxis()
     axes[1].set_xscale("log")
-    axes[1].xaxis.set_major_formatter("{x:.0f}")
-    axes[1].xaxis.set_minor_formatter("{x:.0f}")
+    _log_ticks(axes[1].xaxis)
     handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
     fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3)
     return fig
@@ -200,6 +199,15 @@ def _whisker(
         capsize=3,
         markersize=7,
     )
+
+
+def _log_ticks(axis: Axis) -> None:
+    """Labels at 1, 2 and 5 of each decade, as whole numbers."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:.0f}")
 
 
 def _last(result: Result) -> pandas.DataFrame:
