@@ -72,6 +72,9 @@ class TestNotebook:
             assert cell["execution_count"] is not None
             assert all(output["output_type"] != "error" for output in cell["outputs"])
 
+    def test_holds_no_path_of_the_machine_that_ran_it(self, path):
+        assert re.findall(r"(?<![\w.])/(?:tmp|home|root|Users|mnt)/\w+", path.read_text(encoding="utf-8")) == []
+
     def test_says_claim_minutes_and_verdict(self, path):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         prose = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")

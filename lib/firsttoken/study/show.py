@@ -50,4 +50,4 @@ def table(rows: Iterable[Mapping[str, Any]], index: str) -> pandas.DataFrame:
     """Rows as a table with ``index`` first; what is absent stays an empty cell."""
     import pandas
 
-    return pandas.DataFrame(list(rows)).set_index(index).fillna("")
+    return pandas.DataFrame(list(rows)).set_index(index).astype(object).fillna("")
