@@ -116,7 +116,13 @@ def healing_curves(recipes: Mapping[str, Mapping[str, Any]]) -> Figure:
         axes[0].plot(read, [100 * row["validation_f1"] for row in points], label=label, **look)
         axes[1].plot(read, [row["validation_perplexity"] for row in points], label=label, **look)
     axes[0].set(xlabel="sequences read", ylabel="validation F1, %", ylim=(0, None), xlim=(0, None))
-    axes[1].set(xlabel="sequences read", ylabel="validation perplexity", yscale="log", xlim=(0, None))
+    axes[1].set(
+        xlabel="sequences read",
+        ylabel="validation perplexity (log scale)",
+        yscale="log",
+        xlim=(0, None),
+        ylim=(20, 200),
+    )
     _log_ticks(axes[1].yaxis)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return fig
