@@ -31,5 +31,17 @@ class StageError(FirstTokenError):
     """A layer block, stage plan or adapter that does not fit the model."""
 
 
+class LinkError(FirstTokenError):
+    """A transfer broke off: the link died, or the file ended early."""
+
+
+class RequestError(FirstTokenError):
+    """A request asks for more than the server allows, or cannot be read."""
+
+
+class BusyError(FirstTokenError):
+    """The server has as many requests open as it takes; ask again later."""
+
+
 class NotebookError(FirstTokenError):
     """A notebook that does not exist, or that failed while it ran."""
