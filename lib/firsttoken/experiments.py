@@ -40,7 +40,8 @@ class Experiment:
 
 
 _PROGRESSIVE = "firsttoken.progressive.experiments"
-_CONTROLS = "firsttoken.progressive.controls:healing_controls"
+_COLDSTART = "firsttoken.progressive.coldstart"
+_RECOVERY = "firsttoken.progressive.recovery"
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
@@ -58,6 +59,17 @@ EXPERIMENTS: dict[str, Experiment] = {
             "firsttoken.progressive.controls:healing_controls",
             LONG,
         ),
+        Experiment("cold_start", "From a cold disk to the first token", "13", f"{_COLDSTART}.experiments:cold_start"),
+        Experiment(
+            "cold_start_shapes",
+            "The same with larger shapes",
+            "13",
+            f"{_COLDSTART}.experiments:cold_start_shapes",
+            LONG,
+        ),
+        Experiment("deferral_sweep", "How many layers may wait", "14", f"{_COLDSTART}.deferral:deferral_sweep"),
+        Experiment("recovery_timeline", "Serving while it grows", "15", f"{_RECOVERY}.timeline:recovery_timeline"),
+        Experiment("open_session", "A session that is open meanwhile", "16", f"{_RECOVERY}.open_session:open_session"),
     )
 }
 

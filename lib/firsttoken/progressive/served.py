@@ -82,7 +82,9 @@ def load_served(profile: Profile) -> Served:
     merged = PeftModel.from_pretrained(loaded.model, str(folder)).merge_and_unload()
     weights = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
     sha256 = hashlib.sha256(f"{loaded.provenance.sha256}+{weights}".encode()).hexdigest()
-    model = merged.to(profile.torch_dtype()).eval().requires_grad_(False)
+    for parameter in merged.parameters():  # not .to(): that rounds the rotary tables too, which no checkpoint does
+        parameter.data = parameter.data.to(profile.torch_dtype())
+    model = merged.eval().requires_grad_(False)
     provenance = loaded.provenance.as_dict() | {"dtype": profile.dtype, "task_adapter_sha256": weights}
     return Served(model, loaded.tokenizer, config.plan(depth), sha256, provenance)
 

@@ -1,0 +1,1 @@
+"""Staged checkpoints: the files of a model in the order in which a progressive start needs them."""

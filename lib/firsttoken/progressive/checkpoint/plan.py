@@ -1,0 +1,141 @@
+"""In which order the tensors of a model are brought: stages of parts, one part a file.
+
+Generalises the three stages of ProgressiveServe (2.5.3) to any grouping of layers, and to parts that bring a tensor
+coarsely first and exactly later. Indices are 0-based; stages count from 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from firsttoken.progressive.checkpoint.manifest import DTYPES
+from firsttoken.progressive.stages import StagePlan
+from firsttoken.study.errors import StageError
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors that travel in one file.
+
+    ``action`` "add" brings tensors for the first time, "refine" overwrites in place ones that are there. ``dtype``, in
+    safetensors' words ("F8_E5M2"), rounds them on the way; None keeps what the source has.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    layer: int | None = None
+    action: str = "add"
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Parts in the order in which they are read."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Stages in the order in which they are served."""
+
+    stages: tuple[Stage, ...]
+
+    def layers(self, stage: int) -> tuple[int, ...]:
+        """The layers that compute as of ``stage`` (1-based), sorted."""
+        parts = (part for brought in self.stages[:stage] for part in brought.parts)
+        return tuple(sorted({part.layer for part in parts if part.layer is not None}))
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise StageError unless the plan brings every one of ``names``, each once, and exactly in the end."""
+        wanted = set(names)
+        if not self.stages:
+            raise StageError("the plan has no stages: give it one group of layers or more")
+        brought: dict[str, tuple[str, Part]] = {}
+        for stage in self.stages:
+            if not stage.parts or not all(part.tensors for part in stage.parts):
+                raise StageError(f"stage {stage.name} or a part of it is empty: leave it out, or give it layers")
+            for part in stage.parts:
+                if part.action not in ("add", "refine") or part.dtype not in (None, *DTYPES):
+                    raise StageError(
+                        f"part {part.name} of stage {stage.name} has the action {part.action!r} and the dtype "
+                        f"{part.dtype!r}: choose add or refine, and one of {', '.join(DTYPES)}"
+                    )
+                for tensor in part.tensors:
+                    if tensor not in wanted:
+                        raise StageError(f"stage {stage.name} brings {tensor}, which the model does not have")
+                    if part.action == "add" and tensor in brought:
+                        raise StageError(
+                            f"overlap: {_what(tensor)} is brought in stage {brought[tensor][0]} and again in stage "
+                            f"{stage.name}; name it once"
+                        )
+                    if part.action == "refine" and tensor not in brought:
+                        raise StageError(
+                            f"stage {stage.name} refines {_what(tensor)} before a stage has brought it; add it first"
+                        )
+                    brought[tensor] = (stage.name, part)
+        if hole := next((name for name in names if name not in brought), None):
+            raise StageError(f"hole: {_what(hole)} is in no stage; name it in one")
+        if coarse := next((name for name, (_, part) in brought.items() if part.dtype), None):
+            raise StageError(f"{_what(coarse)} stays {brought[coarse][1].dtype}: add a part that refines it")
+
+
+def by_layers(names: Sequence[str], groups: Sequence[Sequence[int]]) -> LoadPlan:
+    """Stage k brings the layers of group k; the first also the embedding, and the final norm and the head at its end.
+
+    ``names`` are the tensors of a Llama-like model, with or without lm_head.weight. Stages are called A, B, C, ...
+    Raises StageError when groups overlap, leave a hole, are empty, or name a layer that the model does not have.
+    """
+    layers: dict[int, list[str]] = {}
+    for name in names:
+        if found := _LAYER.match(name):
+            layers.setdefault(int(found[1]), []).append(name)
+        elif name not in (EMBEDDING, NORM, HEAD):
+            raise StageError(f"{name} is no tensor of a Llama-like model: use one (Llama, Qwen2, ...)")
+    digits = max(2, len(str(max(layers, default=0))))
+    stages = []
+    for k, group in enumerate(groups):
+        stage = chr(ord("A") + k % 26) * (k // 26 + 1)
+        if not group:
+            raise StageError(f"stage {stage} has no layers: leave it out, or remove a larger block")
+        if odd := sorted(set(group) - layers.keys()):
+            raise StageError(f"stage {stage} names layer {odd[0]}: the model has {len(layers)}, from 0")
+        parts = [Part(f"layer {i:0{digits}}", tuple(layers[i]), i) for i in sorted(group)]
+        if k == 0:
+            head = tuple(name for name in (NORM, HEAD) if name in names)
+            parts = [Part("embedding", (EMBEDDING,)), *parts, Part("head", head)]
+        stages.append(Stage(stage, tuple(parts)))
+    plan = LoadPlan(tuple(stages))
+    plan.check(names)
+    return plan
+
+
+def staged(names: Sequence[str], plan: StagePlan) -> LoadPlan:
+    """The report's stages: A with what is not a layer, then B, then C. Raises StageError as :func:`by_layers` does."""
+    return by_layers(names, [plan.a, plan.b, plan.c])
+
+
+def whole(names: Sequence[str], depth: int) -> LoadPlan:
+    """Everything in one stage: what a start without stages reads."""
+    return by_layers(names, [range(depth)])
+
+
+def coarse_first(names: Sequence[str], depth: int, dtype: str = "F8_E5M2") -> LoadPlan:
+    """Stage 1 brings every tensor rounded to ``dtype``, stage 2 overwrites each with the exact one."""
+    (stage,) = whole(names, depth).stages
+    coarse = tuple(replace(part, dtype=dtype) for part in stage.parts)
+    exact = tuple(replace(part, action="refine") for part in stage.parts)
+    plan = LoadPlan((Stage("coarse", coarse), Stage("exact", exact)))
+    plan.check(names)
+    return plan
+
+
+def _what(tensor: str) -> str:
+    found = _LAYER.match(tensor)
+    return f"layer {found[1]} ({tensor})" if found else tensor

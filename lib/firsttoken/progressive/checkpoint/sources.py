@@ -1,0 +1,169 @@
+"""Where the tensors of a staged checkpoint come from: a folder, a model in memory, or random numbers."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import shutil
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from firsttoken.assets.checkpoint import combined_sha256, weight_files
+from firsttoken.assets.lock import first_line
+from firsttoken.assets.quiet import quiet_transformers
+from firsttoken.assets.shapes import shape_config
+from firsttoken.progressive.checkpoint.manifest import DTYPES
+from firsttoken.progressive.checkpoint.plan import EMBEDDING, HEAD
+from firsttoken.study.errors import ModelError
+
+_SIDE_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+
+
+class Origin(NamedTuple):
+    """What the weights are; ``sha256`` is None only for random ones, which ``source`` names with their seed."""
+
+    source: str
+    sha256: str | None
+    kind: Literal["real", "random"]
+
+
+class TensorSource(Protocol):
+    """Tensors by name, one at a time; a tied head is not among them.
+
+    ``names`` are in the order in which a forward pass needs them, ``shapes`` and ``dtype`` are known without reading.
+    """
+
+    names: list[str]
+    shapes: dict[str, tuple[int, ...]]
+    config: PretrainedConfig
+    provenance: Origin
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, on any device."""
+
+    def write_side_files(self, folder: Path) -> None:
+        """Write config.json, and where they exist generation_config.json and the tokenizer's files."""
+
+
+class FolderSource:
+    """A local Hugging Face folder, its safetensors in one file or in shards; what it stores is taken as it is."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError for a shard missing or truncated, a tensor missing, of another shape, or of no float."""
+        self._folder, self._files = folder, weight_files(folder)
+        try:
+            self.config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+            self.shapes = parameter_shapes(self.config)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{folder}: unusable config.json ({first_line(error)}); copy it again") from error
+        self.names = list(self.shapes)
+        self._stored: dict[str, tuple[Path, str]] = {}
+        for file in self._files:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118, no mapping
+                    view = opened.get_slice(name)
+                    self._stored[name] = file, view.get_dtype()
+                    if view.get_shape() != list(self.shapes.get(name, view.get_shape())):
+                        raise ModelError(
+                            f"{name} in {file} has the shape {view.get_shape()}, by config.json it has "
+                            f"{list(self.shapes[name])}; copy config.json and weights of one model"
+                        )
+        for name in self.names:
+            if name not in self._stored:
+                raise ModelError(f"{folder} lacks {name}; copy the whole checkpoint")
+            if (stored := self._stored[name][1]) not in DTYPES:
+                raise ModelError(f"{name} in {folder} is stored as {stored}; convert it to one of {', '.join(DTYPES)}")
+        # transformers unties such a head and warns; what it serves would not be what is staged
+        if HEAD in self._stored and HEAD not in self.names and not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
+            raise ModelError(
+                f"{folder} has a {HEAD} that is not the embedding it is tied to; set tie_word_embeddings to false in "
+                "its config.json"
+            )
+
+    @cached_property
+    def provenance(self) -> Origin:
+        """The folder's name, and the combined sha256 of its weight files as ``load_model`` gives it."""
+        return Origin(self._folder.resolve().name, combined_sha256(self._files), "real")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return getattr(torch, DTYPES[self._stored[name][1]][0])
+
+    def get(self, name: str) -> Tensor:
+        with safe_open(self._stored[name][0], "pt") as opened:
+            return opened.get_tensor(name)
+
+    def write_side_files(self, folder: Path) -> None:
+        for pattern in _SIDE_FILES:
+            for file in self._folder.glob(pattern):
+                if not file.name.endswith(".safetensors.index.json"):
+                    shutil.copyfile(file, folder / file.name)
+
+
+class ModelSource:
+    """A model in memory, such as the served one with its task adapter merged."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, provenance: Origin) -> None:
+        """``provenance.sha256`` must stand for these weights: the same one means that nothing is staged again."""
+        self._model, self._tokenizer, self.provenance = model, tokenizer, provenance
+        self._tensors = dict(model.named_parameters())  # each once, so no tied head
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.names = list(self.shapes)
+        self.config = copy.deepcopy(model.config)
+        self.config.update({"architectures": [type(model).__name__], "dtype": model.dtype})
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def get(self, name: str) -> Tensor:
+        return self._tensors[name].detach()
+
+    def write_side_files(self, folder: Path) -> None:
+        for part in (self.config, self._model.generation_config, self._tokenizer):
+            if part is not None:
+                part.save_pretrained(folder)
+
+
+class RandomSource:
+    """Random weights of a named shape (assets.shapes), drawn tensor by tensor: a 7B model needs no 13 GB of memory.
+
+    A tensor depends on ``seed`` and on its name alone, so that any subset, in any order, is the same.
+    """
+
+    def __init__(self, shape: str, dtype: torch.dtype, seed: int = 0) -> None:
+        """Raises ModelError for a shape that is not known."""
+        self.config = shape_config(shape)
+        self.config.dtype = dtype
+        self._dtype, self._seed = dtype, seed
+        self.shapes = parameter_shapes(self.config)
+        self.names = list(self.shapes)
+        self.provenance = Origin(f"random:{shape}, seed {seed}, drawn by name", None, "random")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype
+
+    def get(self, name: str) -> Tensor:
+        tensor = torch.ones(self.shapes[name], dtype=self._dtype)
+        if name.endswith("norm.weight"):
+            return tensor
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        draw = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        return tensor.normal_(0, self.config.initializer_range, generator=draw)
+
+    def write_side_files(self, folder: Path) -> None:
+        self.config.save_pretrained(folder)
+
+
+def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model in forward order, without a tied head; the model is built without memory for it."""
+    with quiet_transformers(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}

@@ -1,0 +1,188 @@
+"""Write a staged checkpoint: one safetensors file a part, a manifest, and the index that stock transformers reads.
+
+Staging a large model takes minutes, so an interruption costs one shard at most: everything is built in
+``<folder>.partial``, and the folder takes its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from firsttoken.assets.lock import file_sha256, first_line
+from firsttoken.progressive.adapters import check_fit
+from firsttoken.progressive.checkpoint.manifest import (
+    DTYPES,
+    AdapterFiles,
+    FileEntry,
+    Manifest,
+    PartFile,
+    StageFiles,
+    TensorEntry,
+    write_manifest,
+)
+from firsttoken.progressive.checkpoint.plan import HEAD, LoadPlan, Part
+from firsttoken.progressive.checkpoint.sources import TensorSource
+from firsttoken.progressive.checkpoint.unfinished import INDEX, LOG, already_there, log_line, resume
+from firsttoken.study.errors import StageError
+from firsttoken.study.files import replacing, write_text
+
+
+def write_staged(
+    source: TensorSource,
+    plan: LoadPlan,
+    folder: Path,
+    adapters: Mapping[int, Path] | None = None,
+    base_sha256: str | None = None,
+) -> Manifest:
+    """Write the tensors of ``source`` to ``folder`` in the order of ``plan``; progress goes to stderr.
+
+    ``adapters`` maps a stage (1-based) to the PEFT folder that belongs to the model as of that stage, and
+    ``base_sha256`` is the base they must have been trained on (default: that of the source). A folder that holds
+    this staging already is returned as it is, or mended where a file is missing or truncated; a ``<folder>.partial``
+    of the same staging is continued. Raises StageError when the plan does not fit the model or an adapter its stage,
+    when ``folder`` holds something else, and when it cannot be written, above all on a full disk.
+    """
+    plan.check(source.names)
+    adapters = adapters or {}
+    for number, adapter in adapters.items():
+        if not 1 <= number <= len(plan.stages):
+            raise StageError(f"adapter {adapter.name} is for stage {number} of {len(plan.stages)}: choose one of these")
+        check_fit(adapter, plan.layers(number), base_sha256 or source.provenance.sha256)
+    partial = folder.with_name(f"{folder.name}.partial")
+    parts = {
+        f"{number}-{_plain(stage.name)}/{index:03}-{_plain(part.name)}.safetensors": part
+        for number, stage in enumerate(plan.stages, start=1)
+        for index, part in enumerate(stage.parts)
+    }
+    sizes = {file: _payload(part, source) for file, part in parts.items()}
+    missing = sum(sizes.values()) + sum(f.stat().st_size for adapter in adapters.values() for f in _files_of(adapter))
+    try:
+        identity = _identity(source, plan, adapters)
+        if (manifest := already_there(folder, partial, identity)) is not None:
+            return manifest
+        finished = resume(partial, identity)
+        missing -= sum(sizes[file] for file in finished)
+        if shutil.disk_usage(partial).free < missing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        label = {"desc": f"staging {folder.name}", "unit": "B", "unit_scale": True, "disable": None}
+        with tqdm(total=sum(sizes.values()), **label) as bar, (partial / LOG).open("a", encoding="utf-8") as log:
+            for file, part in parts.items():
+                if file not in finished:
+                    finished[file] = _write_part(source, part, partial, file)
+                    print(log_line(finished[file]), end="", file=log, flush=True)
+                    missing -= sizes[file]
+                bar.update(sizes[file])
+        manifest = _complete(source, plan, adapters, partial, (finished[file] for file in parts), identity)
+        partial.rename(folder)
+        (folder / LOG).unlink()
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(error, folder, missing) from error
+    return manifest
+
+
+def _identity(source: TensorSource, plan: LoadPlan, adapters: Mapping[int, Path]) -> str:
+    """A sha256 that is the same when the same tensors would be written to the same files."""
+    content = [
+        asdict(plan),
+        source.provenance.sha256 or source.provenance.source,
+        [str(source.dtype(name)) for name in source.names],
+        {number: [[f.name, file_sha256(f)] for f in _files_of(adapters[number])] for number in sorted(adapters)},
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _write_part(source: TensorSource, part: Part, folder: Path, file: str) -> PartFile:
+    stored = getattr(torch, DTYPES[part.dtype][0]) if part.dtype else None
+    path = folder / file
+    with replacing(path) as temporary:
+        tensors = {name: source.get(name).to("cpu", stored).contiguous() for name in part.tensors}
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    with path.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    entries = {}
+    for name in part.tensors:
+        start, end = (8 + length + offset for offset in header[name]["data_offsets"])
+        entries[name] = TensorEntry(header[name]["dtype"], tuple(header[name]["shape"]), start, end)
+    return PartFile(part.name, file, path.stat().st_size, file_sha256(path), part.action, part.layer, entries)
+
+
+def _complete(
+    source: TensorSource,
+    plan: LoadPlan,
+    adapters: Mapping[int, Path],
+    folder: Path,
+    files: Iterator[PartFile],
+    identity: str,
+) -> Manifest:
+    """Everything beside the shards: side files, adapters, the manifest, and the index of each tensor's last file."""
+    source.write_side_files(folder)
+    stages = []
+    for number, stage in enumerate(plan.stages, start=1):
+        adapter = _copy_adapter(adapters[number], folder, stage.name) if number in adapters else None
+        stages.append(StageFiles(stage.name, tuple(islice(files, len(stage.parts))), adapter))
+    manifest = Manifest(
+        depth=len(plan.layers(len(plan.stages))),
+        dtype=str(source.dtype(source.names[0])).removeprefix("torch."),
+        tied=HEAD not in source.names,
+        source=source.provenance.source,
+        source_sha256=source.provenance.sha256,
+        kind=source.provenance.kind,
+        plan_sha256=identity,
+        stages=tuple(stages),
+    )
+    index = {
+        "metadata": {"total_size": _payload(Part("all", tuple(source.names)), source)},
+        "weight_map": {name: part.file for stage in stages for part in stage.parts for name in part.tensors},
+    }
+    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def _copy_adapter(adapter: Path, folder: Path, stage: str) -> AdapterFiles:
+    target = f"adapters/{_plain(stage)}"
+    (folder / target).mkdir(parents=True, exist_ok=True)
+    files = {}
+    for file in _files_of(adapter):
+        shutil.copyfile(file, folder / target / file.name)
+        files[file.name] = FileEntry(file.stat().st_size, file_sha256(file))
+    return AdapterFiles(target, files)
+
+
+def _files_of(adapter: Path) -> list[Path]:
+    return sorted(path for path in adapter.iterdir() if path.is_file())
+
+
+def _payload(part: Part, source: TensorSource) -> int:
+    """Bytes of the tensors of a part, as it stores them."""
+    rounded = DTYPES[part.dtype][1] if part.dtype else None
+    return sum((rounded or source.dtype(name).itemsize) * math.prod(source.shapes[name]) for name in part.tensors)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name)
+
+
+def _unwritten(error: Exception, folder: Path, missing: int) -> StageError:
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        return StageError(
+            f"the disk of {folder} is full: {missing:,} bytes are still needed; free some and stage again, what is "
+            "finished is kept"
+        )
+    return StageError(f"cannot stage to {folder}: {first_line(error)}; mend that and stage again")

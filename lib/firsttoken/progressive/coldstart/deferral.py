@@ -1,0 +1,131 @@
+"""How many layers may wait: TTFT against quality, for 0 to 12 deferred layers (the report's second pain point)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.progressive.checkpoint.plan import by_layers
+from firsttoken.progressive.checkpoint.writer import write_staged
+from firsttoken.progressive.coldstart.experiments import disk_speed, trial_specs
+from firsttoken.progressive.coldstart.harness import one_trial, wire_for
+from firsttoken.progressive.coldstart.materials import Checkpoint, served_source, write_stock
+from firsttoken.progressive.distance import angular_distances, choose_block
+from firsttoken.progressive.examination import Examination, QualityConfig
+from firsttoken.progressive.gates import summarise
+from firsttoken.progressive.quality import text_scores
+from firsttoken.progressive.served import Served, ServedConfig, at_stage, load_base, load_served, passing
+from firsttoken.study import paths
+from firsttoken.study.errors import StageError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+
+
+@dataclass(frozen=True)
+class DeferralConfig:
+    """``sizes`` of the deferred block; ``trials`` cold starts each over a link of ``gbit_per_s``.
+
+    Blocks are chosen on ``calibration`` windows of ``tokens`` training tokens: by angular distance, and, on the first
+    ``search_windows`` of them (0: not), by trying every start and keeping the one that costs least perplexity.
+    ``items`` questions and ``windows`` of text score each.
+    """
+
+    sizes: tuple[int, ...]
+    trials: int
+    gbit_per_s: float
+    readers: int
+    calibration: int
+    tokens: int
+    search_windows: int
+    items: int
+    windows: int
+
+
+def deferral_sweep(profile: Profile) -> Outcome:
+    """Both sides of the trade, by the number of layers that wait: first tokens timed, and quality without healing."""
+    config = profile.section("deferral", DeferralConfig)
+    quality = profile.section("quality", QualityConfig)
+    served = load_served(profile)
+    if max(config.sizes) >= served.plan.depth:
+        raise StageError(f"deferral.sizes: {max(config.sizes)} of {served.plan.depth} layers: at least one must stay")
+    rows = _first_tokens(profile, config, quality.questions, served)
+    sizes = dataclasses.replace(quality, items=config.items, windows=config.windows, closed_book=0)
+    scored = _qualities(profile, config, Examination(sizes, served.tokenizer), served)
+    summary = summarise(scored)
+    for size in config.sizes:
+        times = [row["ttft_request_s"] for row in rows if row["deferred_layers"] == size]
+        summary[f"ttft_{size}"] = bootstrap(times, "median").summary("s")
+    whole, deferred = summary["ttft_0"]["value"], summary[f"ttft_{max(config.sizes)}"]["value"]
+    summary["ms_saved_a_layer"] = {"value": 1000 * (whole - deferred) / max(config.sizes), "unit": "ms of TTFT a layer"}
+    return Outcome(rows + scored, summary=summary, provenance=served.provenance)
+
+
+def nested_checkpoint(served: Served, deepest: int) -> Checkpoint:
+    """One staged checkpoint for every size: stage 1 lacks ``deepest`` layers, each later stage brings one of them."""
+    source, depth = served_source(served), served.plan.depth
+    block = tuple(range(depth - 1 - deepest, depth - 1))
+    kept = [layer for layer in range(depth) if layer not in block]
+    parent = paths.CACHE / "checkpoints"
+    folder = parent / f"{served.sha256[:12]}-nested-{deepest}"
+    manifest = write_staged(source, by_layers(source.names, [kept, *([layer] for layer in block)]), folder)
+    return Checkpoint(
+        folder, write_stock(source, parent / f"{served.sha256[:12]}-stock"), manifest, served.plan, served.provenance
+    )
+
+
+def _first_tokens(profile: Profile, config: DeferralConfig, questions: str, served: Served) -> Rows:
+    deepest = max(config.sizes)
+    checkpoint = nested_checkpoint(served, deepest)
+    specs = trial_specs(profile, checkpoint, questions, config.readers)
+    wire = wire_for(config.gbit_per_s, checkpoint.staged, disk_speed(specs("read")))
+    rows: Rows = []
+    with tqdm(total=config.trials * len(config.sizes), desc="cold starts", unit="trial", disable=None) as bar:
+        for trial in range(config.trials):
+            # forwards and backwards in turn, so that a machine that drifts does not bend the curve
+            for size in config.sizes if trial % 2 == 0 else config.sizes[::-1]:
+                stages = tuple(range(1, deepest - size + 2))
+                spec = dataclasses.replace(specs("whole_streamed"), stages=stages)
+                rows.append({"deferred_layers": size, "trial": trial} | one_trial(spec, wire))
+                bar.update()
+    return rows
+
+
+def _qualities(profile: Profile, config: DeferralConfig, examine: Examination, served: Served) -> Rows:
+    base = load_base(profile)
+    windows = token_windows(running_text("train"), base.tokenizer, config.tokens, config.calibration)
+    distances = angular_distances(base.model, windows)
+    rows = _labelled(examine.rows("s0", served.model), 0, "none", ())
+    for size in tqdm([size for size in config.sizes if size], desc="quality", unit="block", disable=None):
+        blocks = {"distance": tuple(choose_block(distances, size))}
+        if config.search_windows:
+            blocks["perplexity"] = search_block(served, windows[: config.search_windows], size)
+        for selection, block in blocks.items():
+            with passing(served.model, block) as model:
+                rows += _labelled(examine.rows(f"{selection}_{size}", model), size, selection, block)
+    adapter = profile.section("served", ServedConfig).folder / "A-ours"
+    if adapter.exists():
+        with at_stage(served, 1, adapter) as model:
+            size = len(served.plan.block)
+            rows += _labelled(examine.rows(f"healed_{size}", model), size, "healed", served.plan.block)
+    return rows
+
+
+def _labelled(rows: Rows, size: int, selection: str, block: tuple[int, ...]) -> Rows:
+    return [row | {"deferred_layers": size, "selection": selection, "block": list(block)} for row in rows]
+
+
+def search_block(served: Served, windows: torch.Tensor, size: int) -> tuple[int, ...]:
+    """The ``size`` layers in a row whose absence costs least perplexity on ``windows`` [count, tokens]."""
+
+    def loss(start: int) -> float:
+        with passing(served.model, tuple(range(start, start + size))) as model:
+            scored = text_scores(model, windows)
+        return sum(row["text_nll"] for row in scored)
+
+    best = min(range(served.plan.depth - size + 1), key=loss)
+    return tuple(range(best, best + size))

@@ -1,0 +1,132 @@
+"""The cold start as an experiment: every variant over every link, and the ratios that the report's claims need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from firsttoken.progressive.coldstart.harness import BUCKET, Wire, one_trial, run_trials, wire_for
+from firsttoken.progressive.coldstart.materials import (
+    RANDOM,
+    Checkpoint,
+    prompt_of,
+    random_checkpoint,
+    served_checkpoint,
+)
+from firsttoken.progressive.coldstart.summary import link_summary, ratio
+from firsttoken.progressive.coldstart.trial import TrialSpec
+from firsttoken.progressive.coldstart.variants import find_variant
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+
+
+@dataclass(frozen=True)
+class ColdStartConfig:
+    """Which variants start over which links, ``rounds`` times each; the rates are in Gbit/s, 0 for unshaped.
+
+    ``variants`` run over ``links``; ``sweep_variants``, which must be ours, over the faster ``sweep_links`` as well.
+    """
+
+    questions: str
+    rounds: int
+    readers: int
+    links: tuple[float, ...]
+    variants: tuple[str, ...]
+    sweep_links: tuple[float, ...]
+    sweep_variants: tuple[str, ...]
+
+
+def cold_start(profile: Profile) -> Outcome:
+    """Fresh processes from cold files to the first token, over each link; ratios within each link."""
+    config = profile.section("coldstart", ColdStartConfig)
+    if peers := [name for name in config.sweep_variants if find_variant(name).peer]:
+        raise ProfileError(f"coldstart.sweep_variants: {peers[0]} reads past a token bucket; name variants of ours")
+    checkpoint = served_checkpoint(profile)
+    specs = trial_specs(profile, checkpoint, config.questions, config.readers)
+    rows: Rows = []
+    summary: dict[str, dict[str, Any]] = {}
+    floors: dict[str, dict[str, Any]] = {}
+    disk = disk_speed(specs("read"))
+    for rate in (*config.links, *config.sweep_links):
+        wire = wire_for(rate, checkpoint.staged, disk)
+        names = reachable(config.variants if rate in config.links else config.sweep_variants, wire)
+        found = run_trials([specs(name) for name in ("read", *names)], wire, config.rounds, profile.seed)
+        rows += found
+        entries, floor = link_summary(found, wire, checkpoint.manifest)
+        summary |= entries
+        floors[f"link {wire.name}"] = floor
+    return Outcome(rows, floors, summary, checkpoint.provenance | {"block": list(checkpoint.plan.block)})
+
+
+@dataclass(frozen=True)
+class ShapesConfig:
+    """Random weights of ``shapes``, ``block`` layers of each deferred, over ``links`` (Gbit/s)."""
+
+    shapes: tuple[str, ...]
+    blocks: tuple[int, ...]
+    links: tuple[float, ...]
+    rounds: int
+    readers: int
+    prompt_tokens: int
+    variants: tuple[str, ...]
+
+
+def cold_start_shapes(profile: Profile) -> Outcome:
+    """Larger shapes with random weights: what is left of the gain when the transfer dominates, and when it does not."""
+    config = profile.section("shapes", ShapesConfig)
+    rows: Rows = []
+    summary: dict[str, dict[str, Any]] = {}
+    for shape, block in zip(config.shapes, config.blocks, strict=True):
+        checkpoint = random_checkpoint(shape, profile.torch_dtype(), block, profile.seed)
+        specs = trial_specs(profile, checkpoint, "", config.readers, config.prompt_tokens)
+        disk = disk_speed(specs("read"))
+        for rate in config.links:
+            wire = wire_for(rate, checkpoint.staged, disk)
+            names = ("read", *reachable(config.variants, wire))
+            found = run_trials([specs(name) for name in names], wire, config.rounds, profile.seed, timeout_s=1800)
+            rows += [{"shape": shape, **row} for row in found]
+            summary[f"{shape}_ratio_{wire.key}"] = ratio(found, "progressive", "whole_streamed").summary("x")
+            share = checkpoint.manifest.stages[0].bytes / checkpoint.manifest.bytes
+            summary[f"{shape}_byte_share"] = {"value": share, "unit": "bytes of stage 1 / bytes of the model"}
+    return Outcome(rows, summary=summary, provenance={"source": "random weights", "kind": "random"})
+
+
+def reachable(variants: Sequence[str], wire: Wire) -> list[str]:
+    """Those of ``variants`` that ``wire`` holds back: other people's loaders read past a token bucket."""
+    return [name for name in variants if wire.shaped_by != BUCKET or not find_variant(name).peer]
+
+
+class _Specs:
+    """Trials of one checkpoint that differ in their variant only."""
+
+    def __init__(self, profile: Profile, checkpoint: Checkpoint, prompt: str, readers: int, prompt_tokens: int) -> None:
+        self._common = {
+            "staged": str(checkpoint.staged),
+            "stock": str(checkpoint.stock),
+            "prompt": prompt,
+            "prompt_tokens": prompt_tokens,
+            "threads": profile.threads,
+            "readers": readers,
+            "device": str(profile.torch_device()),
+        }
+
+    def __call__(self, variant: str) -> TrialSpec:
+        find_variant(variant)
+        return TrialSpec(variant, recover=variant == "progressive", **self._common)
+
+
+def trial_specs(
+    profile: Profile, checkpoint: Checkpoint, questions: str, readers: int, prompt_tokens: int = 0
+) -> _Specs:
+    """Makes the trial of a variant: the progressive one goes on to the whole model. Without questions the prompt is
+    ``prompt_tokens`` arbitrary ids."""
+    prompt = prompt_of(profile, questions) if questions and not profile.model.startswith(RANDOM) else ""
+    return _Specs(profile, checkpoint, prompt, readers, prompt_tokens)
+
+
+def disk_speed(read: TrialSpec) -> float:
+    """Gbit/s of this machine's own storage, cold, read as the trials read it."""
+    row = one_trial(read, Wire(0.0, "none"))
+    return 8e-9 * row["bytes"] / row["load_s"]

@@ -1,0 +1,129 @@
+"""Trials in random order, each a fresh process that meets cold files (ProgressiveServe 3.4.4; errata I3, I4, I14)."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from firsttoken.link import LinkConfig
+from firsttoken.link_kernel import KernelLimit, available
+from firsttoken.progressive.coldstart.trial import TrialSpec
+from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.pagecache import evict, resident_fraction
+from firsttoken.study.record import Rows
+
+KERNEL, BUCKET, NONE = "kernel", "bucket", "none"
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The link of a group of trials: its rate (0: unshaped), who limits it, and whether the files start cold.
+
+    A "kernel" limit holds for the whole process, so for every loader; a token "bucket" holds for our own reads, and is
+    what there is without root, or beyond the disk's own speed, where the files wait in memory (not ``cold``).
+    """
+
+    gbit_per_s: float
+    shaped_by: str
+    cold: bool = True
+
+    @property
+    def name(self) -> str:
+        """What a table calls it."""
+        return LinkConfig(self.gbit_per_s).name
+
+    @property
+    def key(self) -> str:
+        """What the name of a measure calls it: "unshaped", "1gbit"."""
+        return f"{self.gbit_per_s:g}gbit" if self.gbit_per_s else "unshaped"
+
+
+def wire_for(gbit_per_s: float, folder: Path, disk_gbit_per_s: float) -> Wire:
+    """The best wire of that rate this machine has: the kernel's where it can, else a token bucket.
+
+    Rates beyond four fifths of what the disk gives are served from memory.
+    """
+    if not gbit_per_s:
+        return Wire(0.0, NONE)
+    if gbit_per_s > 0.8 * disk_gbit_per_s:
+        return Wire(gbit_per_s, BUCKET, cold=False)
+    return Wire(gbit_per_s, BUCKET if available(folder) else KERNEL)
+
+
+def run_trials(specs: Sequence[TrialSpec], wire: Wire, rounds: int, seed: int, timeout_s: float = 600.0) -> Rows:
+    """``rounds`` trials of each of ``specs``, one of each a round in an order drawn anew.
+
+    Raises FirstTokenError when a trial fails, with its last line.
+    """
+    order = random.Random(seed)
+    rows: Rows = []
+    with tqdm(total=rounds * len(specs), desc=f"cold starts, {wire.name}", unit="trial", disable=None) as bar:
+        for round_ in range(rounds):
+            for spec in order.sample(list(specs), len(specs)):
+                rows.append(one_trial(spec, wire, timeout_s) | {"round": round_, "seed": seed})
+                bar.update()
+    return rows
+
+
+def one_trial(spec: TrialSpec, wire: Wire, timeout_s: float = 600.0) -> dict[str, object]:
+    """One trial over ``wire``; its row says how cold the files were."""
+    files = [path for folder in {spec.staged, spec.stock} for path in sorted(Path(folder).rglob("*.safetensors"))]
+    resident = make_cold(files) if wire.cold else make_warm(files)
+    touch_memory(sum(path.stat().st_size for path in files))
+    kernel = wire.shaped_by == KERNEL
+    limit = KernelLimit(Path(spec.staged), wire.gbit_per_s * 1e9 / 8) if kernel else nullcontext()
+    bucket = wire.gbit_per_s if wire.shaped_by == BUCKET else 0.0
+    with limit:
+        join: Callable[[], None] | None = limit.join if isinstance(limit, KernelLimit) else None
+        spec = replace(spec, gbit_per_s=bucket, spawned_s=time.monotonic())
+        command = [sys.executable, "-m", "firsttoken.progressive.coldstart.trial", json.dumps(asdict(spec))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, preexec_fn=join)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise FirstTokenError(f"the cold start {spec.variant} failed: {reason}")
+    row = json.loads(done.stdout.strip().splitlines()[-1])
+    return row | {
+        "link": wire.name,
+        "gbit_per_s": wire.gbit_per_s,
+        "shaped_by": wire.shaped_by,
+        "resident_before_pct": None if resident is None else round(100 * resident, 1),
+    }
+
+
+def make_cold(files: Sequence[Path]) -> float | None:
+    """Drop ``files`` from the page cache; the largest share of one that is still there, None where unknown."""
+    for path in files:
+        evict(path)
+    left = [resident_fraction(path) for path in files]
+    return None if None in left else max((share for share in left if share is not None), default=0.0)
+
+
+def make_warm(files: Sequence[Path]) -> float | None:
+    """Read ``files`` into the page cache: a data server that has them in memory."""
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.read(8 << 20):
+                pass
+    left = [resident_fraction(path) for path in files]
+    return None if None in left else min((share for share in left if share is not None), default=1.0)
+
+
+def touch_memory(size: int) -> None:
+    """Write to ``size`` fresh bytes and give them back.
+
+    On a virtual machine the first touch of memory that the host has not backed yet can cost more than the disk, and
+    hits loaders that allocate; after this, all find backed memory.
+    """
+    with mmap.mmap(-1, max(1, size)) as memory:
+        for offset in range(0, size, mmap.PAGESIZE):
+            memory[offset] = 1

@@ -1,0 +1,103 @@
+"""From the rows of one link to the ratios that are judged: medians and 95th percentiles, bootstrapped over rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from firsttoken.progressive.checkpoint.manifest import Manifest
+from firsttoken.progressive.coldstart.harness import Wire
+from firsttoken.progressive.coldstart.variants import VARIANTS
+from firsttoken.study.record import Rows
+from firsttoken.study.stats import Interval, bootstrap
+
+REQUEST, PROCESS = "ttft_request_s", "ttft_process_s"
+
+
+def values(rows: Rows, variant: str, column: str) -> list[float]:
+    """``column`` of the trials of ``variant``, by round."""
+    chosen = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["round"])
+    return [row[column] for row in chosen]
+
+
+def ratio(rows: Rows, variant: str, base: str, column: str = REQUEST, q: float = 50) -> Interval:
+    """The ``q``-th percentile of ``variant`` over that of ``base``, with the interval over resampled rounds."""
+    pairs = np.column_stack([values(rows, variant, column), values(rows, base, column)])
+    return bootstrap(pairs, lambda sample: float(np.divide(*np.percentile(sample, q, axis=0))))
+
+
+def full_rows(rows: Rows) -> Rows:
+    """The progressive trials as if each ended with the whole model in place instead of with its first token."""
+    stages = ("stage2_s", "stage3_s")
+    complete = [row for row in rows if row["variant"] == "progressive" and "cpu_full_s" in row]
+    return [
+        row
+        | {
+            "variant": "progressive_full",
+            REQUEST: row[REQUEST] + sum(row[stage] for stage in stages),
+            "cpu_s": row["cpu_full_s"],
+        }
+        for row in complete
+    ]
+
+
+def link_summary(rows: Rows, wire: Wire, manifest: Manifest) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Measures of one link, their names ending in its key, and its floor in s: all bytes at its measured rate."""
+    read = values(rows, "read", "load_s")
+    rate = manifest.bytes / float(np.median(read))
+    there = {row["variant"] for row in rows}
+    measures: dict[str, dict[str, Any]] = {
+        "bandwidth": bootstrap([8e-9 * manifest.bytes / s for s in read], "median").summary("Gbit/s")
+    }
+    for name in sorted(there - {"read"}):
+        for column, short in ((REQUEST, "request"), (PROCESS, "process")):
+            times = values(rows, name, column)
+            measures[f"{name}_{short}_p50"] = bootstrap(times, "median").summary("s")
+            measures[f"{name}_{short}_p95"] = bootstrap(times, lambda s: float(np.percentile(s, 95))).summary("s")
+    if {"progressive", "whole_streamed"} <= there:
+        measures |= _progressive(rows, manifest, rate)
+    if {"progressive", "from_pretrained"} <= there:
+        for q in (50, 95):
+            against = ratio(rows, "progressive", "from_pretrained", q=q)
+            measures[f"p{q}_reduction_vs_from_pretrained"] = _reduction(against)
+    peers = [name for name in there if VARIANTS[name].peer]
+    if peers and "whole" in there:
+        best = min(peers, key=lambda name: float(np.median(values(rows, name, REQUEST))))
+        measures["best_peer"] = {"value": best, "unit": "by median TTFT from request arrival"}
+        measures["whole_over_best_peer"] = ratio(rows, "whole", best).summary("x")
+    floor = {"value": manifest.bytes / rate, "unit": "s", "why": f"{manifest.bytes:,} bytes at the rate read alone"}
+    return {f"{name}_{wire.key}": entry for name, entry in measures.items()}, floor
+
+
+def _progressive(rows: Rows, manifest: Manifest, rate: float) -> dict[str, dict[str, Any]]:
+    """The progressive start against the same loader's whole model, and both against what physics allows."""
+    whole = float(np.median(values(rows, "whole_streamed", "prefill_warm_s")))
+    bound = max(manifest.bytes / rate, whole)
+    loads = values(rows, "progressive", "load_s")
+    first = manifest.stages[0].bytes / rate
+    before, peak = (values(rows, "progressive", f"rss_{when}_bytes") for when in ("before", "peak"))
+    both = rows + full_rows(rows)
+    measures = {
+        "progressive_over_whole": ratio(rows, "progressive", "whole_streamed").summary("x"),
+        "p95_reduction_vs_same_loader": _reduction(ratio(rows, "progressive", "whole_streamed", q=95)),
+        "stage1_load_over_floor": bootstrap([s / first for s in loads], "median").summary("x"),
+        "whole_streamed_over_bound": bootstrap(
+            [s / bound for s in values(rows, "whole_streamed", REQUEST)], "median"
+        ).summary("x"),
+        "peak_memory_over_whole": bootstrap(
+            [(high - low) / manifest.bytes for low, high in zip(before, peak, strict=True)], "median"
+        ).summary("x"),
+        "device_s_first": ratio(rows, "progressive", "whole_streamed").summary("x"),
+        "device_s_full": ratio(both, "progressive_full", "whole_streamed").summary("x"),
+        "cpu_s_first": ratio(rows, "progressive", "whole_streamed", "cpu_s").summary("x"),
+        "cpu_s_full": ratio(both, "progressive_full", "whole_streamed", "cpu_s").summary("x"),
+    }
+    if any(row["variant"] == "whole" for row in rows):
+        measures["streaming_gain"] = _reduction(ratio(rows, "whole_streamed", "whole"))
+    return measures
+
+
+def _reduction(found: Interval) -> dict[str, Any]:
+    """A ratio as what it saves, in %."""
+    return Interval(1 - found.estimate, 1 - found.high, 1 - found.low, found.n).summary("%", 100)

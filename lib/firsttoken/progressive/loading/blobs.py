@@ -1,0 +1,66 @@
+"""Which files of a staged checkpoint a load reads, and in which order (standard library only)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from firsttoken.link import Link
+from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile
+from firsttoken.progressive.loading.reader import Allocate, Blob, BlobReader, host_memory
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def parts_of(manifest: Manifest, stages: Sequence[int]) -> list[PartFile]:
+    """The parts that ``stages`` (1-based) need, in the order of the forward pass.
+
+    Of tensors that a later one of the same stages refines only the refinement is read.
+    """
+    bringing = [part for stage in sorted(stages) for part in manifest.stages[stage - 1].parts]
+    last = {name: part for part in bringing for name in part.tensors}
+    needed = [part for part in bringing if any(last[name] is part for name in part.tensors)]
+    return sorted(needed, key=_depth)
+
+
+def _depth(part: PartFile) -> float:
+    if part.layer is not None:
+        return part.layer
+    return -1.0 if any(".embed_tokens." in name for name in part.tensors) else float("inf")
+
+
+def part_blobs(folder: Path, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:
+    """The files of :func:`parts_of`."""
+    return [
+        Blob(folder / part.file, part.name, part.bytes, part.sha256, min(e.start for e in part.tensors.values()))
+        for part in parts_of(manifest, stages)
+    ]
+
+
+def adapter_blobs(folder: Path, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:
+    """The two files of the adapter of the last of ``stages``; none where it has no adapter."""
+    adapter = manifest.stages[max(stages) - 1].adapter
+    if adapter is None:
+        return []
+    what = f"the adapter of stage {max(stages)}"
+    return [
+        Blob(folder / adapter.folder / name, what, adapter.files[name].bytes, adapter.files[name].sha256)
+        for name in ADAPTER_FILES
+    ]
+
+
+def open_reader(
+    folder: Path,
+    manifest: Manifest,
+    stages: Sequence[int],
+    links: Sequence[Link],
+    *,
+    threads: int = 4,
+    verify: bool = True,
+    allocate: Allocate = host_memory,
+) -> BlobReader:
+    """A started reader of ``stages`` (1-based): the last one's adapter first, then the parts in forward order."""
+    blobs = adapter_blobs(folder, manifest, stages) + part_blobs(folder, manifest, stages)
+    reader = BlobReader(blobs, links, threads=threads, verify=verify, allocate=allocate)
+    reader.start()
+    return reader

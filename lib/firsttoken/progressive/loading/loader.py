@@ -1,0 +1,192 @@
+"""Loading one or several stages of a staged checkpoint (ProgressiveServe, 3.4; here also the whole model at once).
+
+The first load and every later stage are the same thing: files are read in the order of the forward pass, a placer
+thread turns each into parameters, and whoever computes waits for the layer it needs and for no other
+(layer-streamed prefill).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from firsttoken.link import Link
+from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile
+from firsttoken.progressive.loading.blobs import adapter_blobs, open_reader, part_blobs, parts_of
+from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
+from firsttoken.progressive.loading.memory import memory_for
+from firsttoken.progressive.loading.placement import build_on_meta, put, torch_dtype
+from firsttoken.progressive.loading.reader import ALIGNMENT, Blob, BlobReader
+from firsttoken.progressive.loading.views import StageView, make_view
+from firsttoken.progressive.passlayer import PassLayer
+from firsttoken.study.errors import ModelError
+
+
+class Skeleton:
+    """The model of a staged checkpoint with no weights yet, and its layers by index whether they compute or not."""
+
+    def __init__(self, folder: Path, manifest: Manifest, device: str | torch.device = "cpu") -> None:
+        self.model: PreTrainedModel = build_on_meta(folder, torch_dtype(manifest.dtype))
+        self.device = torch.device(device)
+        self.model.model.rotary_emb.to(self.device)
+        self.layers: list[nn.Module] = list(self.model.model.layers)
+        if len(self.layers) != manifest.depth:
+            raise ModelError(f"{folder} stages {manifest.depth} layers, its config has {len(self.layers)}: stage again")
+
+    def empty_view(self) -> StageView:
+        """No layer has arrived."""
+        inner = self.model.model
+        ends = {"embed_tokens": inner.embed_tokens, "norm": inner.norm, "lm_head": self.model.lm_head}
+        return make_view(0, [PassLayer() for _ in self.layers], ends)
+
+
+class StageLoad:
+    """One load of ``stages`` on top of ``previous``. :attr:`view` computes while it arrives, inside :meth:`streaming`.
+
+    ``reader`` is one that :func:`open_reader` started for the same stages, before this process could import torch.
+    Making the object waits for the adapter, if there is one, and for nothing else. Raises what the reader raises.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        stages: Sequence[int],
+        links: Sequence[Link],
+        skeleton: Skeleton,
+        previous: StageView,
+        *,
+        threads: int = 4,
+        verify: bool = True,
+        reader: BlobReader | None = None,
+    ) -> None:
+        self._folder, self._manifest, self._skeleton = folder, manifest, skeleton
+        self._parts = parts_of(manifest, stages)
+        adapters = adapter_blobs(folder, manifest, stages)
+        blobs = adapters + part_blobs(folder, manifest, stages)
+        largest = max((blob.bytes for blob in blobs), default=0) + ALIGNMENT
+        self._memory = memory_for(skeleton.device, largest)
+        self._reader = reader or open_reader(
+            folder, manifest, stages, links, threads=threads, verify=verify, allocate=self._memory.allocate
+        )
+        self._first_part = len(adapters)
+        self._ready = [threading.Event() for _ in self._parts]
+        self._copied: dict[int, torch.cuda.Event | None] = {}
+        self._error: Exception | None = None
+        self._targets: dict[int | str, nn.Module] = {}
+        self.stalled_s = 0.0  # that forward passes inside streaming() waited
+        self.placing_s = 0.0  # that the placer spent on parameters, not on waiting for bytes
+        self.arrived_s = 0.0  # time.monotonic when the last parameter was in its place
+        self.view = self._assemble(previous, max(stages), self._adapter(adapters))
+        self._placer = threading.Thread(target=self._place_all, name="placer", daemon=True)
+        self._placer.start()
+
+    def _adapter(self, blobs: Sequence[Blob]) -> Adapter | None:
+        if not blobs:
+            return None
+        settled = [self._memory.settle(self._reader.wait(i))[0] for i in range(len(blobs))]
+        config, weights = (data.cpu().numpy().tobytes() for data in settled)
+        name = f"of stage {self._manifest.stages[-1].name}"
+        return parse_adapter(name, config, weights, self._skeleton.device)
+
+    def _assemble(self, previous: StageView, stage: int, adapter: Adapter | None) -> StageView:
+        base, ends = list(previous.base), dict(previous.ends)
+        for part in self._parts:
+            if part.layer is not None:
+                present = not isinstance(base[part.layer], PassLayer)
+                old = base[part.layer] if present else self._skeleton.layers[part.layer]
+                base[part.layer] = shared_copy(old, own_parameters=True) if present else old
+                self._targets[part.layer] = base[part.layer]
+        if previous.stage and any(part.layer is None for part in self._parts):
+            ends = {name: shared_copy(module, own_parameters=True) for name, module in ends.items()}
+        self._targets |= ends
+        return make_view(stage, base, ends, adapter)
+
+    def _place_all(self) -> None:
+        try:
+            for index, part in enumerate(self._parts):
+                self._copied[index] = self._place(index, part)
+                self._ready[index].set()
+            self.arrived_s = time.monotonic()
+        except Exception as error:
+            self._error = error
+            for event in self._ready:
+                event.set()
+
+    def _place(self, index: int, part: PartFile) -> torch.cuda.Event | None:
+        data, copied = self._memory.settle(self._reader.wait(self._first_part + index))
+        begin = time.perf_counter()
+        first = min((entry.start for entry in part.tensors.values()), default=0)
+        for name, entry in part.tensors.items():
+            module, leaf = self._target(part, name)
+            raw = data[entry.start - first : entry.end - first]
+            put(module, leaf, raw.view(torch_dtype(entry.dtype)).reshape(entry.shape))
+        if self._manifest.tied and part.layer is None:
+            head, embedding = self._targets["lm_head"], self._targets["embed_tokens"]
+            head._parameters["weight"] = embedding._parameters["weight"]
+        self.placing_s += time.perf_counter() - begin
+        return copied
+
+    def _target(self, part: PartFile, name: str) -> tuple[nn.Module, str]:
+        if part.layer is not None:
+            return self._targets[part.layer], name.removeprefix(f"model.layers.{part.layer}.")
+        module, _, leaf = name.removeprefix("model.").partition(".")
+        if module not in self._targets:
+            raise ModelError(f"{part.name} brings {name}, which this architecture does not have; stage it again")
+        return self._targets[module], leaf
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Forward passes of the model inside the block wait for each layer as they come to it."""
+        handles = []
+        for index, part in enumerate(self._parts):
+            for module in self._gated(part):
+                handles.append(module.register_forward_pre_hook(self._gate(index)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _gated(self, part: PartFile) -> list[nn.Module]:
+        if part.layer is not None:
+            return [self.view.layers[part.layer]]
+        names = {name.removeprefix("model.").partition(".")[0] for name in part.tensors}
+        return [self.view.ends[name] for name in names]
+
+    def _gate(self, index: int) -> Callable[..., None]:
+        def wait(*_: object) -> None:
+            start = time.perf_counter()
+            self._await(index)
+            self.stalled_s += time.perf_counter() - start
+
+        return wait
+
+    def _await(self, index: int) -> None:
+        self._ready[index].wait()
+        if index not in self._copied:
+            raise self._error or ModelError("the load was stopped")
+        if event := self._copied[index]:
+            torch.cuda.current_stream(self._skeleton.device).wait_event(event)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether nothing is waited for any more: every weight is in its place, or the load failed."""
+        return not self._placer.is_alive()
+
+    def wait(self) -> StageView:
+        """The view with every weight in its place. Raises LinkError, ModelError or StageError if the load failed."""
+        self._placer.join()
+        self._reader.close()
+        if self._error:
+            raise self._error
+        for index in range(len(self._parts)):
+            self._await(index)
+        return self.view

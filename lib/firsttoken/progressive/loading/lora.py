@@ -1,0 +1,118 @@
+"""LoRA adapters on layers that come and go: stock PEFT files, attached a layer at a time, without PEFT.
+
+PEFT attaches an adapter to a whole model and drops, without a word, what finds no layer; here layers appear one
+group after another, and two stages serve side by side. Its import also costs a cold start more than stage 1's
+adapter does to fetch. The arithmetic is PEFT's (``x A^T B^T alpha / r`` in fp32, which a decode step of the pinned
+model does not notice and which rounding to bf16 would pay for with 0.1 % of perplexity); the tests hold the two equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor, nn
+from torch.nn import functional
+
+from firsttoken.study.errors import StageError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = re.compile(r"^base_model\.model\.model\.layers\.(\d+)\.(.+)\.lora_([AB])\.weight$")
+_UNSUPPORTED = ("use_dora", "use_rslora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
+
+Slices = Mapping[str, tuple[Tensor, Tensor]]
+"""Module path inside a layer ("self_attn.q_proj") -> A [rank, in] and B [out, rank] in fp32, B already scaled."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The slices of an adapter by layer (0-based)."""
+
+    name: str
+    layers: Mapping[int, Slices]
+
+
+def parse_adapter(name: str, config: bytes, weights: bytes, device: str | torch.device) -> Adapter:
+    """The adapter that a stock PEFT folder holds, from the bytes of its two files.
+
+    Raises StageError for a file that is not whole, and for variants of LoRA that are not served here.
+    """
+    try:
+        options, tensors = json.loads(config), load(weights)
+        rank, scale = options["r"], options["lora_alpha"] / options["r"]
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise StageError(f"adapter {name} is not whole ({error}): copy it again") from error
+    odd = [key for key in _UNSUPPORTED if options.get(key)]
+    if odd or options.get("peft_type") != "LORA" or options.get("bias", "none") != "none":
+        raise StageError(f"adapter {name} is not plain LoRA ({', '.join(odd) or 'type or bias'}): train a plain one")
+    halves: dict[int, dict[str, dict[str, Tensor]]] = {}
+    for key, tensor in tensors.items():
+        found = _NAME.match(key)
+        if not found or rank not in tensor.shape:
+            raise StageError(f"adapter {name} holds {key} {list(tensor.shape)}, which no layer takes at rank {rank}")
+        layer, module, half = int(found[1]), found[2], found[3]
+        halves.setdefault(layer, {}).setdefault(module, {})[half] = tensor.to(device, torch.float32)
+    try:
+        layers = {
+            layer: {path: (pair["A"], pair["B"] * scale) for path, pair in modules.items()}
+            for layer, modules in halves.items()
+        }
+    except KeyError:
+        raise StageError(f"adapter {name} lacks one half of a pair: copy it again") from None
+    return Adapter(name, layers)
+
+
+class LoraLinear(nn.Module):
+    """A linear layer with a low-rank correction beside it; the layer itself is shared, not copied."""
+
+    def __init__(self, base: nn.Linear, a: Tensor, b: Tensor) -> None:
+        super().__init__()
+        self.base = base
+        self.register_buffer("a", a, persistent=False)
+        self.register_buffer("b", b, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., in] -> [..., out]."""
+        y = self.base(x)
+        return (y + functional.linear(functional.linear(x.float(), self.a), self.b)).to(y.dtype)
+
+
+def with_adapter(layer: nn.Module, slices: Slices) -> nn.Module:
+    """A twin of ``layer`` whose named linear modules carry ``slices``; weights and all other modules are shared.
+
+    Raises StageError when the layer has no such module or the shapes do not fit.
+    """
+    twin = shared_copy(layer)
+    for path, (a, b) in slices.items():
+        parent, _, leaf = path.rpartition(".")
+        try:
+            base = twin.get_submodule(path)
+        except AttributeError:
+            base = None
+        if not isinstance(base, nn.Linear) or (b.shape[0], a.shape[1]) != (base.out_features, base.in_features):
+            raise StageError(f"the adapter's {path} does not fit this model's layers: train one for this model")
+        twin.get_submodule(parent)._modules[leaf] = LoraLinear(base, a, b)
+    return twin
+
+
+def shared_copy(module: nn.Module, *, own_parameters: bool = False) -> Any:
+    """A copy of the module tree of ``module`` that shares every tensor.
+
+    Modules without children are shared themselves, so that a weight which arrives later shows in every copy, unless
+    ``own_parameters``: then a tensor put into the copy leaves the original as it was.
+    """
+    if not module._modules and not own_parameters:
+        return module
+    twin = copy.copy(module)
+    twin._parameters = dict(module._parameters)
+    twin._modules = {
+        name: child and shared_copy(child, own_parameters=own_parameters) for name, child in module._modules.items()
+    }
+    return twin

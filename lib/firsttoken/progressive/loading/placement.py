@@ -1,0 +1,77 @@
+"""A model without memory, and weights put into it one by one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from firsttoken.progressive.checkpoint.manifest import DTYPES
+from firsttoken.study.errors import ModelError
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that safetensors ("BF16") or torch itself ("bfloat16") calls ``name``."""
+    return getattr(torch, DTYPES[name][0] if name in DTYPES else name)
+
+
+def build_on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that ``folder/config.json`` describes, with every parameter on the meta device and in ``dtype``.
+
+    Only the rotary tables are real: no file holds them. The class is looked up by name, because transformers' Auto
+    classes import every configuration there is (1.5 s on two cores). Raises ModelError when the folder has no usable
+    config.json.
+    """
+    import transformers
+
+    try:
+        name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+        kind = getattr(transformers, name)
+        config = kind.config_class.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ModelError(f"{folder} has no config.json of a model that transformers knows ({error})") from error
+    return empty_model(kind, config, dtype)
+
+
+def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of ``kind`` and ``config`` in eval mode, as :func:`build_on_meta` makes it."""
+    config.dtype = dtype
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model = kind(config)
+    finally:
+        torch.set_default_dtype(before)
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config=config)
+    return model.eval().requires_grad_(False)
+
+
+def put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make ``tensor`` the parameter ``name`` of ``model``, without a copy where its dtype is already the model's.
+
+    Raises ModelError for a name that the model does not have and for a wrong shape.
+    """
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+        old = module._parameters[leaf]
+    except (AttributeError, KeyError):
+        raise ModelError(f"the model has no parameter {name}; was it staged for another architecture?") from None
+    if old.shape != tensor.shape:
+        raise ModelError(f"{name} has shape {list(tensor.shape)}, the model wants {list(old.shape)}; stage it again")
+    module._parameters[leaf] = nn.Parameter(tensor.to(old.dtype), requires_grad=False)
+
+
+def finish(model: PreTrainedModel) -> PreTrainedModel:
+    """Tie the head where the model ties it. Raises ModelError naming the first parameter that is still missing."""
+    model.tie_weights()
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise ModelError(f"{len(missing)} parameters were never brought, first {missing[0]}; copy the whole checkpoint")
+    return model

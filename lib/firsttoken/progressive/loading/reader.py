@@ -1,0 +1,186 @@
+"""Reading files in parallel, in the order in which they will be needed (standard library only).
+
+A worker starts reading before it imports torch, so nothing here may import it. The files of a list share their
+readers chunk by chunk: the first file is whole long before the last one, which is what lets the forward pass begin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from firsttoken.link import Link
+from firsttoken.study.errors import FirstTokenError, LinkError, ModelError
+
+ALIGNMENT = 64  # bytes; a cache line, and what vector loads like best
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A file to read: where it lies, how long it must be, its sha256, and where its tensor data begin."""
+
+    path: Path
+    what: str  # "layer 07", for messages
+    bytes: int
+    sha256: str
+    data_start: int = 0
+
+
+Allocate = Callable[[int], memoryview]
+
+
+def host_memory(size: int) -> memoryview:
+    """``size`` bytes of fresh memory of this process alone, page-aligned."""
+    return memoryview(mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+class BlobReader:
+    """Reads ``blobs`` with ``threads`` readers for each of ``links``.
+
+    With several links each takes a contiguous group of about equal bytes, as ParaServe's workers do. ``verify``
+    compares sha256 sums, in the reader that brought the last chunk, while the others go on.
+    """
+
+    def __init__(
+        self,
+        blobs: Sequence[Blob],
+        links: Sequence[Link],
+        *,
+        threads: int = 4,
+        chunk_bytes: int = 4 << 20,
+        verify: bool = True,
+        allocate: Allocate = host_memory,
+    ) -> None:
+        self.blobs = list(blobs)
+        self._verify, self._allocate = verify, allocate
+        self._lock = threading.Lock()
+        self._buffers: dict[int, memoryview] = {}
+        self._left = [max(1, -(-blob.bytes // chunk_bytes)) for blob in self.blobs]
+        self._done = [threading.Event() for _ in self.blobs]
+        self._error: Exception | None = None
+        self._stop = False
+        self._threads = []
+        for link, group in zip(links, _groups(self.blobs, len(links)), strict=True):
+            chunks = self._chunks(group, chunk_bytes)
+            self._threads += [
+                threading.Thread(target=self._work, args=(link, chunks), name=f"reader-{i}", daemon=True)
+                for i in range(threads)
+            ]
+
+    def start(self) -> None:
+        """Begin to read."""
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, index: int) -> memoryview:
+        """The data of blob ``index``, from ``data_start`` on, in memory of its own.
+
+        Raises LinkError when the transfer broke off and ModelError for a file that is missing, of another length, or
+        (with ``verify``) of another sha256.
+        """
+        self._done[index].wait()
+        if index not in self._buffers or self._left[index]:
+            raise self._error or LinkError(f"reading of {self.blobs[index].what} was stopped")
+        return self._buffers.pop(index)[_pad(self.blobs[index]) + self.blobs[index].data_start :]
+
+    def close(self) -> None:
+        """Stop reading and wait for the readers to end."""
+        self._stop = True
+        for thread in self._threads:
+            if thread.ident:
+                thread.join()
+        self._release()
+
+    def _chunks(self, group: range, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """(blob, offset, bytes), first to last."""
+        for index in group:
+            size = self.blobs[index].bytes
+            for offset in range(0, max(1, size), chunk_bytes):
+                yield index, offset, min(chunk_bytes, size - offset)
+
+    def _work(self, link: Link, chunks: Iterator[tuple[int, int, int]]) -> None:
+        handle, opened = -1, -1
+        try:
+            while not self._stop:
+                with self._lock:
+                    chunk = next(chunks, None)
+                    if chunk is None:
+                        return
+                    index, offset, size = chunk
+                    blob = self.blobs[index]
+                    if index not in self._buffers:
+                        _check_size(blob)
+                        self._buffers[index] = self._allocate(_pad(blob) + blob.bytes)
+                    start = _pad(blob) + offset
+                    place = self._buffers[index][start : start + size]
+                if opened != index:
+                    handle, opened = _reopen(handle, blob.path), index
+                link.read_into(handle, place, offset)
+                self._finished(index)
+        except Exception as error:
+            self._fail(error, self.blobs[index].what)
+        finally:
+            if handle >= 0:
+                os.close(handle)
+
+    def _finished(self, index: int) -> None:
+        with self._lock:
+            last = self._left[index] == 1
+            self._left[index] -= 0 if last else 1
+        if not last:
+            return
+        blob = self.blobs[index]
+        if self._verify:
+            whole = self._buffers[index][_pad(blob) : _pad(blob) + blob.bytes]
+            if hashlib.sha256(whole).hexdigest() != blob.sha256:
+                raise ModelError(f"{blob.what}: {blob.path.name} has a wrong sha256; copy it again")
+        self._left[index] = 0
+        self._done[index].set()
+
+    def _fail(self, error: Exception, what: str) -> None:
+        if not isinstance(error, FirstTokenError):
+            error = LinkError(f"{what} cannot be read: {error}")
+        self._error = self._error or error
+        self._stop = True
+        self._release()
+
+    def _release(self) -> None:
+        for event in self._done:
+            event.set()
+
+
+def _groups(blobs: Sequence[Blob], count: int) -> list[range]:
+    """``count`` contiguous groups of about equal bytes."""
+    total, edges, seen = sum(blob.bytes for blob in blobs), [0], 0
+    for index, blob in enumerate(blobs):
+        seen += blob.bytes
+        while len(edges) < count and seen >= total * len(edges) / count:
+            edges.append(index + 1)
+    edges += [len(blobs)] * (count + 1 - len(edges))
+    return [range(low, high) for low, high in pairwise(edges)]
+
+
+def _pad(blob: Blob) -> int:
+    """Bytes before the file in its buffer, so that its tensor data are aligned."""
+    return -blob.data_start % ALIGNMENT
+
+
+def _check_size(blob: Blob) -> None:
+    try:
+        size = blob.path.stat().st_size
+    except OSError:
+        raise ModelError(f"{blob.what}: {blob.path.name} is missing in {blob.path.parent}; copy it there") from None
+    if size != blob.bytes:
+        raise ModelError(f"{blob.what}: {blob.path.name} has {size:,} of {blob.bytes:,} bytes; copy it again")
+
+
+def _reopen(handle: int, path: Path) -> int:
+    if handle >= 0:
+        os.close(handle)
+    return os.open(path, os.O_RDONLY)

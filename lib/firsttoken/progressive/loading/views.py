@@ -1,0 +1,51 @@
+"""What a stage computes with: a list of layers. Two stages may serve side by side, for they share their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from firsttoken.progressive.loading.lora import Adapter, with_adapter
+
+
+@dataclass(frozen=True)
+class StageView:
+    """The modules of one stage of a model.
+
+    ``base`` are the plain decoder layers, a PassLayer where one has not arrived; ``layers`` are those that compute,
+    with the stage's adapter; ``ends`` are "embed_tokens", "norm" and "lm_head".
+    """
+
+    stage: int
+    base: tuple[nn.Module, ...]
+    layers: nn.ModuleList
+    ends: Mapping[str, nn.Module]
+
+    def activate(self, model: PreTrainedModel) -> None:
+        """Let ``model`` compute as this stage, from the next forward pass on."""
+        model.model.layers = self.layers
+        model.model.embed_tokens, model.model.norm = self.ends["embed_tokens"], self.ends["norm"]
+        model.lm_head = self.ends["lm_head"]
+
+
+def make_view(
+    stage: int, base: list[nn.Module], ends: Mapping[str, nn.Module], adapter: Adapter | None = None
+) -> StageView:
+    """The view of ``stage``; each layer that ``adapter`` knows computes with its slice of it."""
+    slices = adapter.layers if adapter else {}
+    layers = [with_adapter(layer, slices[i]) if i in slices else layer for i, layer in enumerate(base)]
+    return StageView(stage, tuple(base), nn.ModuleList(layers), dict(ends))
+
+
+def lowest_changed(old: StageView, new: StageView) -> int:
+    """The first layer (0-based) that computes differently in ``new``: KV entries below it stay right.
+
+    The depth of the model when only the norm or the head changed, or nothing.
+    """
+    if old.ends["embed_tokens"] is not new.ends["embed_tokens"]:
+        return 0
+    changed = (i for i, (a, b) in enumerate(zip(old.layers, new.layers, strict=True)) if a is not b)
+    return next(changed, len(old.layers))

@@ -1,0 +1,1 @@
+"""Serving while the model is still growing: sessions, transitions between stages, and the engine."""

@@ -1,0 +1,245 @@
+"""One thread that serves from the first stage on, and another that brings the later stages (ProgressiveServe, 3.4.2).
+
+Sessions take turns, a token each. Between two turns, and nowhere else, a stage that has arrived whole becomes the
+one that new requests begin with; what happens to open ones is their policy's affair (``transitions.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firsttoken.link import Link
+from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
+from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.views import StageView
+from firsttoken.progressive.recovery.contexts import Context
+from firsttoken.progressive.recovery.sessions import Session
+from firsttoken.progressive.recovery.transitions import PrefillAgain, Transition
+from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits and habits of an engine.
+
+    ``threads`` readers a link; ``verify`` sha256 sums as files arrive; a failed stage is tried again after ``retry_s``
+    seconds, and after twice as long each further time, up to a minute. ``recover`` False stays at stage 1.
+    """
+
+    threads: int = 4
+    verify: bool = True
+    recover: bool = True
+    retry_s: float = 1.0
+    max_sessions: int = 8
+    max_prompt_tokens: int = 4096
+    max_new_tokens: int = 1024
+
+
+class Engine:
+    """Serves the staged checkpoint in ``folder``, fetched over ``links``, while it arrives."""
+
+    def __init__(
+        self,
+        folder: Path,
+        links: Sequence[Link],
+        config: EngineConfig | None = None,
+        *,
+        device: str = "cpu",
+        upgrade_policy: Transition | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.events: list[dict[str, Any]] = []
+        self._folder, self._links, self._device = folder, list(links), device
+        self._policy = upgrade_policy or PrefillAgain()
+        self._work = threading.Condition()
+        self._sessions: list[Session] = []
+        self._view: StageView | None = None  # what new requests begin with
+        self._arrived: StageView | None = None  # takes over at the next token boundary
+        self._stages, self._bytes_total, self._error = 0, 0, ""
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    # the client's side
+
+    def start(self) -> None:
+        """Begin to load and to serve; returns at once."""
+        self._note(0, "started")
+        self._spawn(self._serve, "engine")
+
+    def submit(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, upgrade: bool = False, stop_ids: Sequence[int] = ()
+    ) -> Session:
+        """Open a greedy generation. ``upgrade`` moves it to a better stage when one arrives; else it ends as it began.
+
+        Raises RequestError for a prompt or a length outside the limits and BusyError when all places are taken.
+        """
+        limits = self.config
+        if not 1 <= len(prompt_ids) <= limits.max_prompt_tokens:
+            raise RequestError(f"the prompt has {len(prompt_ids)} tokens; 1 to {limits.max_prompt_tokens} are taken")
+        if not 1 <= max_new_tokens <= limits.max_new_tokens:
+            raise RequestError(f"max_tokens is {max_new_tokens}; 1 to {limits.max_new_tokens} can be asked for")
+        session = Session(prompt_ids, max_new_tokens, upgrade, stop_ids)
+        with self._work:
+            if self._closing.is_set():
+                raise BusyError("the server is shutting down")
+            if len(self._sessions) >= limits.max_sessions:
+                raise BusyError(
+                    f"{limits.max_sessions} requests are open, which is all that is served; try again later"
+                )
+            self._sessions.append(session)
+            self._work.notify_all()
+        return session
+
+    def status(self) -> dict[str, Any]:
+        """Stage, state and what happened so far; times in seconds since the start."""
+        with self._work:
+            stage = self._view.stage if self._view else 0
+            complete = bool(stage) and (stage == self._stages or not self.config.recover)
+            state = "degraded" if self._error else "complete" if complete else "recovering" if stage else "loading"
+            return {
+                "stage": stage,
+                "stages": self._stages,
+                "state": state,
+                "error": self._error or None,
+                "events": list(self.events),
+                "sessions": len(self._sessions),
+                "bytes_loaded": sum(link.bytes_moved for link in self._links),
+                "bytes_total": self._bytes_total,
+            }
+
+    def wait_stage(self, stage: int, timeout_s: float) -> bool:
+        """Wait until requests are served by ``stage`` or a later one; False when ``timeout_s`` is over first."""
+        with self._work:
+            return self._work.wait_for(lambda: bool(self._view and self._view.stage >= stage), timeout_s)
+
+    def close(self) -> None:
+        """End every session and both threads."""
+        self._closing.set()
+        with self._work:
+            self._work.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # the engine's side
+
+    def _spawn(self, target: Any, name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _note(self, stage: int, what: str) -> None:
+        self.events.append({"at_s": time.monotonic(), "stage": stage, "what": what})
+
+    def _serve(self) -> None:
+        """Stage 1, with requests computing behind its layers as they arrive; then turn after turn."""
+        delay = self.config.retry_s
+        while not self._closing.is_set():
+            try:
+                manifest = read_manifest(self._folder)
+                self._begin(manifest)
+                break
+            except FirstTokenError as error:
+                self._failed(1, error)
+                self._end_all(error)
+                self._closing.wait(delay)
+                delay = min(60.0, 2 * delay)
+        if self.config.recover and self._stages > 1 and not self._closing.is_set():
+            self._spawn(lambda: self._recover(manifest), "recovery")
+        while not self._closing.is_set():
+            self._turn(None)
+        self._end_all(BusyError("the server was closed"))
+
+    def _begin(self, manifest: Manifest) -> None:
+        self._stages = len(manifest.stages)
+        self._bytes_total = sum(stage.bytes for stage in manifest.stages)
+        self._skeleton = Skeleton(self._folder, manifest, self._device)
+        load = self._load(manifest, 1, self._skeleton.empty_view())
+        with load.streaming():
+            while not load.arrived and not self._closing.is_set():
+                self._turn(load.view)
+        self._publish(load.wait())
+
+    def _load(self, manifest: Manifest, stage: int, previous: StageView) -> StageLoad:
+        options = {"threads": self.config.threads, "verify": self.config.verify}
+        return StageLoad(self._folder, manifest, [stage], self._links, self._skeleton, previous, **options)
+
+    def _recover(self, manifest: Manifest) -> None:
+        """Bring stage after stage; one that fails is tried again, and the last good one serves meanwhile."""
+        view = self._view
+        for stage in range(2, self._stages + 1):
+            delay = self.config.retry_s
+            while not self._closing.is_set():
+                try:
+                    self._note(stage, "loading")
+                    view = self._load(manifest, stage, view).wait()
+                    break
+                except FirstTokenError as error:
+                    self._failed(stage, error)
+                    self._closing.wait(delay)
+                    delay = min(60.0, 2 * delay)
+            if self._closing.is_set():
+                return
+            with self._work:
+                self._arrived, self._error = view, ""
+                self._note(stage, "arrived")
+                self._work.notify_all()
+
+    def _failed(self, stage: int, error: Exception) -> None:
+        with self._work:
+            self._error = f"stage {stage}: {error}"
+            self._note(stage, f"failed: {error}")
+
+    def _publish(self, view: StageView) -> None:
+        """Between two tokens: new requests begin with ``view``, and open ones that asked for it move over."""
+        for session in self._sessions:
+            if session.upgrade and session.context and session.context.view is not view:
+                start = time.monotonic()
+                self._policy.carry(session.context, view)
+                self._note(view.stage, f"a session of {len(session.context.ids)} tokens moved over")
+                self.events[-1]["took_s"] = time.monotonic() - start
+        with self._work:
+            self._view, self._error = view, ""
+            self._note(view.stage, "serving")
+            self._work.notify_all()
+
+    def _turn(self, loading: StageView | None) -> None:
+        """A token for each open session; with none open, wait for one."""
+        with self._work:
+            arrived, self._arrived = self._arrived, None
+            sessions = list(self._sessions)
+            if not sessions and not arrived:
+                self._work.wait(0.01 if loading else 0.2)
+        if arrived:
+            self._publish(arrived)
+        for session in sessions:
+            self._step(session, loading or self._view)
+
+    def _step(self, session: Session, view: StageView) -> None:
+        try:
+            if session.cancelled:
+                more = False
+            else:
+                if session.context is None:
+                    session.context = Context(self._skeleton.model, view, self._policy.keep(view))
+                logits = session.context.feed(session.next_ids)
+                more = session.emit(int(logits.argmax()), session.context.view.stage)
+        except Exception as error:  # one request's failure is that client's answer, not the end of the service
+            self._drop(session, error)
+            return
+        if not more:
+            self._drop(session)
+
+    def _drop(self, session: Session, error: Exception | None = None) -> None:
+        with self._work:
+            if session in self._sessions:
+                self._sessions.remove(session)
+        session.end(error)
+
+    def _end_all(self, error: Exception) -> None:
+        for session in list(self._sessions):
+            self._drop(session, error)

@@ -1,0 +1,165 @@
+"""The open session, settled by measurement: what each transition policy costs, and how wrong the naive one is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from tqdm import tqdm
+
+from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.link import Link
+from firsttoken.progressive.coldstart.materials import Checkpoint, bare_checkpoint, served_checkpoint
+from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.views import StageView
+from firsttoken.progressive.recovery.contexts import Context
+from firsttoken.progressive.recovery.transitions import TRANSITIONS, Transition
+from firsttoken.progressive.served import load_served
+from firsttoken.study.clock import synchronise
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap, paired_bootstrap
+
+MOVES = ((1, 2), (2, 3), (1, 3))
+ROUNDING = 0.5  # what right logits may differ by: four steps of bf16 at 16; the naive ones are off by 10 and more
+    0.5  # what a correct policy's logits may differ by: four steps of bf16 at 16; the naive one is off by 10 and more
+)
+
+
+@dataclass(frozen=True)
+class OpenSessionConfig:
+    """Costs at ``contexts`` tokens, ``repeats`` each; quality of ``windows`` continuations of ``continue_tokens``
+    tokens after ``context_tokens``."""
+
+    contexts: tuple[int, ...]
+    repeats: int
+    windows: int
+    context_tokens: int
+    continue_tokens: int
+
+
+class Stages:
+    """A staged checkpoint with every stage in memory, each as a view of the same weights."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        manifest = checkpoint.manifest
+        self._skeleton = Skeleton(checkpoint.staged, manifest, device)
+        self.model = self._skeleton.model
+        self.views: dict[int, StageView] = {0: self._skeleton.empty_view()}
+        for stage in range(1, len(manifest.stages) + 1):
+            load = StageLoad(checkpoint.staged, manifest, [stage], [Link()], self._skeleton, self.views[stage - 1])
+            self.views[stage] = load.wait()
+
+    def context(self, stage: int, ids: Sequence[int], policy: Transition) -> Context:
+        """A sequence of ``ids`` under ``stage``, with what ``policy`` needs to be kept."""
+        view = self.views[stage]
+        context = Context(self.model, view, policy.keep(view))
+        context.feed(ids)
+        return context
+
+
+def open_session(profile: Profile) -> Outcome:
+    """Every policy at every transition: milliseconds by context length, and what it does to the next tokens.
+
+    "healed" has the stages' adapters, which change with the stage and so touch every layer; "bare" has none.
+    """
+    config = profile.section("open_session", OpenSessionConfig)
+    served = load_served(profile)
+    longest = max(*config.contexts, config.context_tokens + config.continue_tokens) + 1
+    text = token_windows(running_text("test"), served.tokenizer, longest, max(config.windows, 1)).tolist()
+    checkpoints = {"healed": served_checkpoint(profile, served), "bare": bare_checkpoint(served)}
+    rows: Rows = []
+    for kind, checkpoint in checkpoints.items():
+        stages = Stages(checkpoint, profile.torch_device())
+        jobs = [(n, move, policy) for n in config.contexts for move in MOVES for policy in TRANSITIONS.values()]
+        for tokens, move, policy in tqdm(jobs, desc=f"transitions, {kind}", disable=None):
+            label = {"kind": kind, "measure": "cost", "context_tokens": tokens}
+            rows += [label | row for row in _costs(stages, text[0][: tokens + 1], move, policy, config.repeats)]
+        for index, ids in enumerate(tqdm(text[: config.windows], desc=f"continuations, {kind}", disable=None)):
+            label = {"kind": kind, "measure": "continuation", "window": index}
+            rows += [label | row for row in _continuations(stages, ids, config)]
+    return Outcome(rows, summary=_summary(rows, config), provenance=served.provenance)
+
+
+def _costs(stages: Stages, ids: Sequence[int], move: tuple[int, int], policy: Transition, repeats: int) -> Rows:
+    """The stall of one transition, beside the decode step that follows it, and the error of that step's logits."""
+    old, new = move
+    *before, following = ids
+    device = stages.model.device
+    right = stages.context(new, before, TRANSITIONS["naive"]).feed([following])
+    rows: Rows = []
+    for repeat in range(repeats):
+        context = stages.context(old, before, policy)
+        synchronise(device)
+        start = time.perf_counter()
+        policy.carry(context, stages.views[new])
+        synchronise(device)
+        carried = time.perf_counter()
+        logits = context.feed([following])
+        synchronise(device)
+        rows.append(
+            {
+                "policy": policy.name,
+                "from_stage": old,
+                "to_stage": new,
+                "repeat": repeat,
+                "cost_ms": 1000 * (carried - start),
+                "decode_ms": 1000 * (time.perf_counter() - carried),
+                "logit_error": float((logits - right).abs().max()),
+                "same_token": bool(logits.argmax() == right.argmax()),
+                "kept_bytes": context.kept_bytes,
+            }
+        )
+    return rows
+
+
+def _continuations(stages: Stages, ids: Sequence[int], config: OpenSessionConfig) -> Rows:
+    """Mean loss in nats a token of the true continuation, decoded after a move from stage 1 to the whole model."""
+    cut, end = config.context_tokens, config.context_tokens + config.continue_tokens
+    rows: Rows = []
+    for policy in TRANSITIONS.values():
+        context = stages.context(1, ids[: cut - 1], policy)
+        policy.carry(context, stages.views[max(stages.views)])
+        losses = [float(_loss(context.feed([ids[i - 1]]), ids[i])) for i in range(cut, end)]
+        rows.append({"policy": policy.name, "nll": sum(losses) / len(losses), "tokens": len(losses)})
+    return rows
+
+
+def _loss(logits: torch.Tensor, target: int) -> torch.Tensor:
+    return functional.cross_entropy(logits.float()[None], torch.tensor([target], device=logits.device))
+
+
+def _summary(rows: Rows, config: OpenSessionConfig) -> dict[str, dict[str, Any]]:
+    summary: dict[str, dict[str, Any]] = {}
+    longest = max(config.contexts)
+    for kind in ("healed", "bare"):
+        costs = [row for row in rows if row["measure"] == "cost" and row["kind"] == kind]
+        said = [row for row in rows if row["measure"] == "continuation" and row["kind"] == kind]
+        losses = {name: [row["nll"] for row in said if row["policy"] == name] for name in TRANSITIONS}
+        for name in TRANSITIONS:
+            key = f"{name.replace(' ', '_')}_{kind}"
+            chosen = [row for row in costs if row["policy"] == name]
+            at = [row["cost_ms"] for row in chosen if row["context_tokens"] == longest and row["from_stage"] == 1]
+            summary[f"cost_{key}"] = bootstrap(at, "median").summary(f"ms at {longest} tokens")
+            summary[f"logit_error_{key}"] = {"value": max(row["logit_error"] for row in chosen), "n": len(chosen)}
+            summary[f"same_token_{key}"] = bootstrap([row["same_token"] for row in chosen]).summary("%", 100)
+            if losses[name]:
+                summary[f"nll_{key}"] = bootstrap(losses[name]).summary("nats a token")
+                excess = paired_bootstrap(losses[name], losses["prefill again"])
+                summary[f"excess_nll_{key}"] = excess.summary("nats a token")
+        summary[f"default_{kind}"] = {"value": cheapest_correct(costs), "unit": "policy"}
+    return summary
+
+
+def cheapest_correct(costs: Rows) -> str:
+    """Of the policies that move an open request and always give the right logits, the one of least total cost.
+
+    The request boundary costs nothing and moves nothing: it is what a request gets that does not ask to be moved.
+    """
+    moving = [name for name in TRANSITIONS if name != "request boundary"]
+    right = [n for n in moving if all(row["logit_error"] <= ROUNDING for row in costs if row["policy"] == n)]
+    return min(right, key=lambda name: sum(row["cost_ms"] for row in costs if row["policy"] == name), default="none")

@@ -1,0 +1,140 @@
+"""Serving while it grows, over time: tokens, stages, memory (the report's 90 + 19 + 19 s against 114)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.progressive.coldstart.harness import make_cold
+from firsttoken.progressive.coldstart.materials import Checkpoint, prompt_of, served_checkpoint, whole_checkpoint
+from firsttoken.progressive.recovery.timeline_trial import TimelineSpec
+from firsttoken.progressive.served import load_served
+from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+
+
+@dataclass(frozen=True)
+class TimelineConfig:
+    """``clients`` ask one request after another, ``new_tokens`` each, for ``duration_s`` seconds from a cold start.
+
+    The link is a token bucket of ``gbit_per_s``; every case runs ``runs`` times, in turn.
+    """
+
+    questions: str
+    gbit_per_s: float
+    clients: int
+    new_tokens: int
+    duration_s: float
+    sample_s: float
+    runs: int
+
+
+CASES = ("whole", "pinned", "upgrade")
+"""The whole model at once; progressively, requests ending as they began; progressively, open requests moving over."""
+
+
+def recovery_timeline(profile: Profile) -> Outcome:
+    """The same clients meet a plain start and two progressive ones, each in a fresh process with cold files."""
+    config = profile.section("timeline", TimelineConfig)
+    served = load_served(profile)
+    progressive, whole = served_checkpoint(profile, served), whole_checkpoint(served)
+    prompt = served.tokenizer.encode(prompt_of(profile, config.questions))
+    provenance = served.provenance
+    del served  # the children need the memory, and the cores
+    rows: Rows = []
+    cases = [(run, case) for run in range(config.runs) for case in (CASES if run % 2 == 0 else CASES[::-1])]
+    for run, case in tqdm(cases, desc="timelines", unit="start", disable=None):
+        checkpoint = whole if case == "whole" else progressive
+        rows += [{"case": case, "run": run} | row for row in _one(checkpoint, case, prompt, profile, config)]
+    return Outcome(rows, summary=_summary(rows, config, progressive), provenance=provenance)
+
+
+def _one(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile, config: TimelineConfig) -> Rows:
+    make_cold(sorted(checkpoint.staged.rglob("*.safetensors")))
+    spec = TimelineSpec(
+        folder=str(checkpoint.staged),
+        prompt=prompt,
+        upgrade=case == "upgrade",
+        gbit_per_s=config.gbit_per_s,
+        clients=config.clients,
+        new_tokens=config.new_tokens,
+        duration_s=config.duration_s,
+        sample_s=config.sample_s,
+        threads=profile.threads,
+        device=str(profile.torch_device()),
+    )
+    command = [sys.executable, "-m", "firsttoken.progressive.recovery.timeline_trial"]
+    done = subprocess.run(command, input=json.dumps(asdict(spec)), capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise FirstTokenError(f"the timeline of {case} failed: {reason}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _summary(rows: Rows, config: TimelineConfig, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    runs = range(config.runs)
+    summary: dict[str, dict[str, Any]] = {}
+    for case in CASES:
+        mine = [row for row in rows if row["case"] == case]
+        first = [min(row["at_s"] for row in mine if row["run"] == run and row["row"] == "token") for run in runs]
+        last = max(row["stage"] for row in mine if row["row"] == "event")
+        served = [row for row in mine if row["row"] == "event" and row["what"] == "serving"]
+        full = [row["at_s"] for row in served if row["stage"] == last]
+        growth = [_growth(mine, run) / checkpoint.manifest.bytes for run in runs]
+        summary |= {
+            f"first_token_{case}": bootstrap(first, "median").summary("s"),
+            f"whole_model_{case}": bootstrap(full, "median").summary("s"),
+            f"tokens_{case}": bootstrap([len(_tokens(mine, run)) for run in runs], "median").summary("tokens"),
+            f"peak_over_model_{case}": bootstrap(growth, "median").summary("x"),
+            f"short_requests_{case}": {
+                "value": sum(row["tokens"] != config.new_tokens for row in mine if row["row"] == "request"),
+                "n": sum(row["row"] == "request" for row in mine),
+                "unit": "requests with a token too few or too many",
+            },
+        }
+        if excess := [stall for run in runs for stall in stalls(mine, run)]:
+            summary[f"excess_stall_{case}"] = bootstrap(excess, "median").summary(
+                "ms beyond a decode turn and the move"
+            )
+    for scope, key in (("first", "first_token"), ("full", "whole_model")):
+        pair = [summary[f"{key}_{case}"]["value"] for case in ("pinned", "whole")]
+        summary[f"{scope}_over_whole"] = {"value": pair[0] / pair[1], "n": config.runs, "unit": "x"}
+    return summary
+
+
+def _growth(rows: Rows, run: int) -> int:
+    """Bytes by which the process grew at its peak, from the moment its libraries were in memory."""
+    mine = [row for row in rows if row["run"] == run]
+    before = next(row["rss_bytes"] for row in mine if row["row"] == "memory")
+    return next(row["rss_bytes"] for row in mine if row["row"] == "peak") - before
+
+
+def _tokens(rows: Rows, run: int) -> Rows:
+    return [row for row in rows if row["run"] == run and row["row"] == "token"]
+
+
+def stalls(rows: Rows, run: int) -> list[float]:
+    """For each request that was decoding when a stage took over: ms between the tokens around that moment, less the
+    median turn and less what moving sessions over took."""
+    tokens = _tokens(rows, run)
+    events = [row for row in rows if row["run"] == run and row["row"] == "event"]
+    moments = [row for row in events if row["what"] == "serving" and row["stage"] > 1]
+    by_request: dict[tuple[int, int], list[float]] = {}
+    for row in tokens:
+        by_request.setdefault((row["client"], row["request"]), []).append(row["at_s"])
+    gaps = [(low, high) for times in by_request.values() for low, high in pairwise(times)]
+    usual = float(np.median([high - low for low, high in gaps])) if gaps else 0.0
+    found = []
+    for moment in moments:
+        moved = sum(row["took_s"] for row in events if "took_s" in row and row["stage"] == moment["stage"])
+        found += [1000 * (high - low - usual - moved) for low, high in gaps if low <= moment["at_s"] < high]
+    return found

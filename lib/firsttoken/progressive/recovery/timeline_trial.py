@@ -1,0 +1,79 @@
+"""One timeline, in a process of its own: ``python -m firsttoken.progressive.recovery.timeline_trial < SPEC``.
+
+Prints one line of JSON: a list of rows, times in seconds from the moment the engine starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firsttoken.link import Link, LinkConfig
+from firsttoken.progressive.recovery.engine import Engine
+from firsttoken.study.footprint import peak, reset_peak, resident
+
+
+@dataclass(frozen=True)
+class TimelineSpec:
+    """What the parent asks for; see ``timeline.TimelineConfig``."""
+
+    folder: str
+    prompt: list[int]
+    upgrade: bool
+    gbit_per_s: float
+    clients: int
+    new_tokens: int
+    duration_s: float
+    sample_s: float
+    threads: int
+    device: str
+
+
+def main(spec: TimelineSpec) -> list[dict[str, Any]]:
+    """Run the engine and its clients, and return what was seen."""
+    import transformers
+
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    architecture = json.loads(Path(spec.folder, "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    getattr(transformers, architecture)  # a worker has its libraries in memory before a request comes
+    rows: list[dict[str, Any]] = [{"row": "memory", "at_s": 0.0, "rss_bytes": reset_peak()}]
+    engine = Engine(Path(spec.folder), [Link(LinkConfig(spec.gbit_per_s))], device=spec.device)
+    start = time.monotonic()
+    engine.start()
+    threads = [threading.Thread(target=_client, args=(engine, spec, i, start, rows)) for i in range(spec.clients)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        rows.append({"row": "memory", "at_s": time.monotonic() - start, "rss_bytes": resident()})
+        time.sleep(spec.sample_s)
+    rows.append({"row": "peak", "rss_bytes": peak()})
+    events = [{"row": "event", **event, "at_s": event["at_s"] - start} for event in engine.status()["events"]]
+    engine.close()
+    return rows + events
+
+
+def _client(engine: Engine, spec: TimelineSpec, client: int, start: float, rows: list[dict[str, Any]]) -> None:
+    """One request after another; the last one that begins in time is finished."""
+    for request in itertools.count():
+        asked = time.monotonic() - start
+        if asked > spec.duration_s:
+            return
+        tokens = 0
+        for event in engine.submit(spec.prompt, spec.new_tokens, spec.upgrade).events():
+            tokens += 1
+            at = event.at_s - start
+            rows.append({"row": "token", "client": client, "request": request, "at_s": at, "stage": event.stage})
+        rows.append({"row": "request", "client": client, "request": request, "at_s": asked, "tokens": tokens})
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(TimelineSpec(**json.loads(sys.stdin.read())))))
