@@ -1,4 +1,4 @@
-"""The command line: run, measure, claims, fetch, doctor. Each command is a few calls of the library."""
+"""The command line: run, measure, claims, fetch, stage, serve, doctor. Each command is a few calls of the library."""
 
 from __future__ import annotations
 
@@ -104,6 +104,28 @@ def fetch(options: argparse.Namespace) -> int:
     return OK
 
 
+def stage(options: argparse.Namespace) -> int:
+    """Write a staged checkpoint of the profile's model."""
+    from firsttoken.progressive.staging import stage_model
+
+    manifest = stage_model(load_profile(options.profile, **dict(options.set)), options.folder, options.adapters)
+    for number, brought in enumerate(manifest.stages, start=1):
+        healed = f", adapter {_size(brought.adapter.bytes)}" if brought.adapter else ""
+        print(f"stage {number} ({brought.name}): {len(brought.parts)} files, {_size(brought.bytes)}{healed}")
+    print(f"{options.folder}: serve it with `firsttoken serve {options.folder}`")
+    return OK
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serve a staged checkpoint until Ctrl-C."""
+    from firsttoken.progressive.service.config import ServiceConfig
+    from firsttoken.progressive.service.launch import serve_forever
+
+    names = ("folder", "gbit_per_s", "replicas", "host", "port")
+    serve_forever(ServiceConfig(**{name: getattr(options, name) for name in names}))
+    return OK
+
+
 def doctor(options: argparse.Namespace) -> int:
     """Print what this machine is and what is there."""
     from firsttoken.assets.fetch import load_lock
@@ -133,7 +155,9 @@ def _claims_table(machine: str | None) -> str:
 
 
 def _size(value: int | None) -> str:
-    return "none" if value is None else f"{value / 1e9:.1f} GB"
+    if value is None:
+        return "none"
+    return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -161,6 +185,16 @@ def _parser() -> argparse.ArgumentParser:
         known = ", ".join(profile_names())
         added.add_argument("--profile", default="quick", help=f"size of the study: {known} (default: quick)")
 
+    def setting_option(added: argparse.ArgumentParser) -> None:
+        added.add_argument(
+            "--set",
+            type=_setting,
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="change a setting of the profile, as in seed=1 or machine.repeats=3; may be repeated",
+        )
+
     added = command("run", run, "Run the notebooks in order and end with the claims table.")
     profile_option(added)
     added.add_argument("--only", nargs="+", metavar="NN", help="numbers of the notebooks to run (default: all)")
@@ -169,14 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     added = command("measure", measure, "Run experiments without notebooks, as on a GPU machine.")
     added.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
     profile_option(added)
-    added.add_argument(
-        "--set",
-        type=_setting,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a setting of the profile, as in seed=1 or machine.repeats=3; may be repeated",
-    )
+    setting_option(added)
 
     added = command("claims", claims, "Print what the papers say beside what was measured.")
     added.add_argument("--check", action="store_true", help="exit 1 unless README.md holds the current table")
@@ -187,6 +214,19 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("names", nargs="*", metavar="ASSET", help="which assets (default: all)")
     added.add_argument("--from", dest="from_dir", type=Path, metavar="DIR", help="take the wheels from a folder")
     added.add_argument("--list", action="store_true", help="list the assets, their sizes and what is missing")
+
+    added = command("stage", stage, "Write a model in stages: served from the first one, whole after the last.")
+    added.add_argument("folder", type=Path, help="the folder to write")
+    profile_option(added)
+    setting_option(added)
+    added.add_argument("--adapters", default="ours", help="whose adapters: ours, report or none (default: ours)")
+
+    added = command("serve", serve, "Serve a staged checkpoint over HTTP while it arrives (needs firsttoken[serve]).")
+    added.add_argument("folder", type=Path, help="what `firsttoken stage` wrote")
+    added.add_argument("--gbit-per-s", type=float, default=0.0, help="rate of the link to the weights (default: all)")
+    added.add_argument("--replicas", type=int, default=1, help="how many replicas serve (default: 1)")
+    added.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    added.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
 
     added = command("doctor", doctor, "Print this machine, its versions, its assets and its free disk.")
     added.add_argument("--missing", action="store_true", help="list the experiments without a result on this machine")

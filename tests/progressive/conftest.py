@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from firsttoken.assets import corpora
 from firsttoken.assets.lock import load_lock
 from firsttoken.assets.shapes import shape_config
 from firsttoken.progressive import training
+from firsttoken.progressive.adapters import export_adapter
+from firsttoken.progressive.checkpoint.manifest import Manifest
+from firsttoken.progressive.checkpoint.plan import LoadPlan, staged
+from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
+from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.healing import attach
 from firsttoken.progressive.recipe import Recipe
 from firsttoken.progressive.served import Served
@@ -87,6 +93,59 @@ def randomised() -> Callable[..., Any]:
                 if "lora_" in name:
                     parameter.copy_(scale * torch.randn(parameter.shape, generator=draw))
         return peft
+
+    return make
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A tiny model in memory and its staged checkpoint; ``adapters`` are the PEFT folders by stage."""
+
+    served: Served
+    folder: Path
+    manifest: Manifest
+    adapters: dict[int, Path]
+
+
+@pytest.fixture
+def stage(
+    tmp_path: Path, make_model: MakeModel, tokenizer: PreTrainedTokenizerFast, randomised: Callable[..., Any]
+) -> Callable[..., Staged]:
+    """Stages a model of six layers, of which by default 2 and 3 wait for stage 2 and 4 for stage 3.
+
+    ``plan`` makes another LoadPlan from the tensors' names. Norms and biases are random too, so that each of them
+    shows in the answers, and no token ends an answer.
+    """
+
+    def make(
+        kind: str = "llama",
+        tied: bool = True,
+        dtype: torch.dtype = torch.float32,
+        block: Sequence[int] = (2, 3, 4),
+        adapters: Sequence[int] = (),
+        plan: Callable[[list[str]], LoadPlan] | None = None,
+    ) -> Staged:
+        folder = tmp_path / f"staged-{kind}"
+        model = make_model(kind, layers=6)
+        model.config.update({"tie_word_embeddings": tied, "eos_token_id": None})
+        model.generation_config.eos_token_id = None
+        draw = torch.Generator().manual_seed(5)
+        if not tied:
+            model.lm_head.weight = torch.nn.Parameter(0.2 * torch.randn(model.lm_head.weight.shape, generator=draw))
+        for parameter in model.parameters():
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=draw) * (parameter.dim() == 1)
+            parameter.data = parameter.data.to(dtype)  # the module's own .to() rounds the rotary tables too
+        stages = StagePlan.from_block(6, block)
+        served = Served(model.requires_grad_(False), tokenizer, stages, "5e12" * 16, {"source": "tiny"})
+        made = {}
+        for number in adapters:
+            layers = list(stages.present(number))
+            recipe = {"layers": layers, "base_sha256": served.sha256, "curve": []}
+            peft = randomised(make_model(kind, layers=6), layers, seed=number)
+            made[number] = export_adapter(peft, tmp_path / f"adapter-{number}", recipe)
+        source = ModelSource(model, tokenizer, Origin("tiny", served.sha256, "real"))
+        chosen = plan(source.names) if plan else staged(source.names, stages)
+        return Staged(served, folder, write_staged(source, chosen, folder, made), made)
 
     return make
 

@@ -13,12 +13,13 @@ from firsttoken.progressive.checkpoint.plan import by_layers
 from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.coldstart.experiments import disk_speed, trial_specs
 from firsttoken.progressive.coldstart.harness import one_trial, wire_for
-from firsttoken.progressive.coldstart.materials import Checkpoint, served_source, write_stock
+from firsttoken.progressive.coldstart.materials import Checkpoint, write_stock
 from firsttoken.progressive.distance import angular_distances, choose_block
 from firsttoken.progressive.examination import Examination, QualityConfig
 from firsttoken.progressive.gates import summarise
 from firsttoken.progressive.quality import text_scores
 from firsttoken.progressive.served import Served, ServedConfig, at_stage, load_base, load_served, passing
+from firsttoken.progressive.staging import served_source
 from firsttoken.study import paths
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile

@@ -8,7 +8,6 @@ from typing import Any
 
 from firsttoken.progressive.coldstart.harness import BUCKET, Wire, one_trial, run_trials, wire_for
 from firsttoken.progressive.coldstart.materials import (
-    RANDOM,
     Checkpoint,
     prompt_of,
     random_checkpoint,
@@ -17,6 +16,7 @@ from firsttoken.progressive.coldstart.materials import (
 from firsttoken.progressive.coldstart.summary import link_summary, ratio
 from firsttoken.progressive.coldstart.trial import TrialSpec
 from firsttoken.progressive.coldstart.variants import find_variant
+from firsttoken.progressive.staging import RANDOM
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
@@ -26,7 +26,8 @@ from firsttoken.study.record import Outcome, Rows
 class ColdStartConfig:
     """Which variants start over which links, ``rounds`` times each; the rates are in Gbit/s, 0 for unshaped.
 
-    ``variants`` run over ``links``; ``sweep_variants``, which must be ours, over the faster ``sweep_links`` as well.
+    ``variants`` run over ``links``; ``sweep_variants``, which must be ours, over the faster ``sweep_links``, and
+    ``parallel_variants`` over several links of ``parallel_gbit_per_s`` each.
     """
 
     questions: str
@@ -36,22 +37,28 @@ class ColdStartConfig:
     variants: tuple[str, ...]
     sweep_links: tuple[float, ...]
     sweep_variants: tuple[str, ...]
+    parallel_gbit_per_s: float
+    parallel_variants: tuple[str, ...]
 
 
 def cold_start(profile: Profile) -> Outcome:
     """Fresh processes from cold files to the first token, over each link; ratios within each link."""
     config = profile.section("coldstart", ColdStartConfig)
-    if peers := [name for name in config.sweep_variants if find_variant(name).peer]:
-        raise ProfileError(f"coldstart.sweep_variants: {peers[0]} reads past a token bucket; name variants of ours")
+    ours = (*config.sweep_variants, *config.parallel_variants)
+    if peers := [name for name in ours if find_variant(name).peer]:
+        raise ProfileError(f"coldstart: {peers[0]} reads past a token bucket; sweep and parallel variants must be ours")
     checkpoint = served_checkpoint(profile)
     specs = trial_specs(profile, checkpoint, config.questions, config.readers)
     rows: Rows = []
     summary: dict[str, dict[str, Any]] = {}
     floors: dict[str, dict[str, Any]] = {}
     disk = disk_speed(specs("read"))
-    for rate in (*config.links, *config.sweep_links):
-        wire = wire_for(rate, checkpoint.staged, disk)
-        names = reachable(config.variants if rate in config.links else config.sweep_variants, wire)
+    groups = [(wire_for(rate, checkpoint.staged, disk), config.variants) for rate in config.links]
+    groups += [(wire_for(rate, checkpoint.staged, disk), config.sweep_variants) for rate in config.sweep_links]
+    if config.parallel_variants:
+        groups.append((Wire(config.parallel_gbit_per_s, BUCKET, parallel=True), config.parallel_variants))
+    for wire, variants in groups:
+        names = reachable(variants, wire)
         found = run_trials([specs(name) for name in ("read", *names)], wire, config.rounds, profile.seed)
         rows += found
         entries, floor = link_summary(found, wire, checkpoint.manifest)

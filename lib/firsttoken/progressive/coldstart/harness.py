@@ -36,16 +36,18 @@ class Wire:
     gbit_per_s: float
     shaped_by: str
     cold: bool = True
+    parallel: bool = False  # several such links side by side, where a variant takes several
 
     @property
     def name(self) -> str:
         """What a table calls it."""
-        return LinkConfig(self.gbit_per_s).name
+        return LinkConfig(self.gbit_per_s).name + (" a link" if self.parallel else "")
 
     @property
     def key(self) -> str:
-        """What the name of a measure calls it: "unshaped", "1gbit"."""
-        return f"{self.gbit_per_s:g}gbit" if self.gbit_per_s else "unshaped"
+        """What the name of a measure calls it: "unshaped", "1gbit", "1gbit_each"."""
+        rate = f"{self.gbit_per_s:g}gbit" if self.gbit_per_s else "unshaped"
+        return f"{rate}_each" if self.parallel else rate
 
 
 def wire_for(gbit_per_s: float, folder: Path, disk_gbit_per_s: float) -> Wire:

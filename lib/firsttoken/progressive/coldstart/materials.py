@@ -12,15 +12,14 @@ from safetensors.torch import save_file
 from firsttoken.assets.corpora import load_qa
 from firsttoken.progressive.checkpoint.manifest import Manifest
 from firsttoken.progressive.checkpoint.plan import staged, whole
-from firsttoken.progressive.checkpoint.sources import ModelSource, Origin, RandomSource, TensorSource
+from firsttoken.progressive.checkpoint.sources import RandomSource, TensorSource
 from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.samples import qa_prompt
 from firsttoken.progressive.served import Served, ServedConfig, load_served
 from firsttoken.progressive.stages import StagePlan
+from firsttoken.progressive.staging import RANDOM, served_source, stage_adapters
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile
-
-RANDOM = "random:"
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,6 @@ class Checkpoint:
     provenance: dict[str, Any]
 
 
-def served_source(served: Served) -> ModelSource:
-    """The served model, its task adapter merged, as a source of tensors."""
-    kind = "random" if served.provenance["kind"] == "random" else "real"
-    return ModelSource(served.model, served.tokenizer, Origin(str(served.provenance["source"]), served.sha256, kind))
-
-
 def served_checkpoint(profile: Profile, served: Served | None = None, recipe: str = "ours") -> Checkpoint:
     """The served model of ``profile`` under its stage plan, with the adapters that ``recipe`` trained, in the cache.
 
@@ -47,7 +40,7 @@ def served_checkpoint(profile: Profile, served: Served | None = None, recipe: st
     """
     config = profile.section("served", ServedConfig)
     served = served or load_served(profile)
-    adapters = {stage: config.folder / f"{letters}-{recipe}" for stage, letters in ((1, "A"), (2, "AB"))}
+    adapters = stage_adapters(config, recipe)
     return _write(served_source(served), served.plan, served.sha256[:12], served.provenance, adapters)
 
 

@@ -79,8 +79,9 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     marks = Marks(spec.spawned_s)
     marks.last = INTERPRETER_UP
     marks.phases["interpreter"] = INTERPRETER_UP - spec.spawned_s
-    reading = time.monotonic()
-    reader = _open(spec, variant, links) if variant.early else None
+    reader, reading = None, time.monotonic()
+    if variant.early:
+        reader = _open(spec, variant, links)
 
     import torch
 
@@ -90,10 +91,11 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     marks.phase("imports")
     arrived, used = marks.last, cpu_seconds()
     before = reset_peak()
+    if not (variant.early or variant.peer) and spec.device == "cpu":
+        # on CUDA the reader needs pinned memory, and so the load opens it
+        reader, reading = _open(spec, variant, links), time.monotonic()
     prompt = _tokenize(spec, variant)
     marks.phase("config and tokenizer")
-    if not variant.early:
-        reading = time.monotonic()
     start = _start_peer if variant.peer else _start_ours
     with torch.inference_mode():
         first, more = start(spec, variant, links, reader, prompt, marks)
@@ -103,12 +105,12 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         "ttft_process_s": token_s - spec.spawned_s,
         "ttft_request_s": token_s - arrived,
         "cpu_s": cpu_seconds() - used,
-        **{f"{name.replace(' ', '_')}_s": seconds for name, seconds in marks.phases.items()},
+        **{f"phase_{name.replace(' ', '_')}_s": seconds for name, seconds in marks.phases.items()},
     }
     row |= more(reading)
     if "cpu_full_s" in row:
         row["cpu_full_s"] -= used
-    row["rss_before_bytes"], row["rss_peak_bytes"] = before, peak()
+    row["growth_bytes"] = peak() - before
     return row
 
 
@@ -168,8 +170,6 @@ def _start_ours(
 
     folder = Path(spec.staged)
     manifest = read_manifest(folder)
-    if spec.device == "cpu":  # on CUDA the reader needs pinned memory, and so the load opens it
-        reader = reader or _open(spec, variant, links)
     skeleton = Skeleton(folder, manifest, spec.device)
     marks.phase("build")
     load = StageLoad(

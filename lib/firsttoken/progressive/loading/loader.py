@@ -21,7 +21,7 @@ from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile
 from firsttoken.progressive.loading.blobs import adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
-from firsttoken.progressive.loading.memory import memory_for
+from firsttoken.progressive.loading.memory import BUFFERS, memory_for
 from firsttoken.progressive.loading.placement import build_on_meta, put, torch_dtype
 from firsttoken.progressive.loading.reader import ALIGNMENT, Blob, BlobReader
 from firsttoken.progressive.loading.views import StageView, make_view
@@ -72,7 +72,8 @@ class StageLoad:
         adapters = adapter_blobs(folder, manifest, stages)
         blobs = adapters + part_blobs(folder, manifest, stages)
         largest = max((blob.bytes for blob in blobs), default=0) + ALIGNMENT
-        self._memory = memory_for(skeleton.device, largest)
+        # with several links files are read long before their turn, and hold their buffers until then
+        self._memory = memory_for(skeleton.device, largest, BUFFERS if len(links) == 1 else max(1, len(blobs)))
         self._reader = reader or open_reader(
             folder, manifest, stages, links, threads=threads, verify=verify, allocate=self._memory.allocate
         )
@@ -84,17 +85,21 @@ class StageLoad:
         self.stalled_s = 0.0  # that forward passes inside streaming() waited
         self.placing_s = 0.0  # that the placer spent on parameters, not on waiting for bytes
         self.arrived_s = 0.0  # time.monotonic when the last parameter was in its place
-        self.view = self._assemble(previous, max(stages), self._adapter(adapters))
+        try:
+            adapter = self._adapter(adapters, manifest.stages[max(stages) - 1].name)
+            self.view = self._assemble(previous, max(stages), adapter)
+        except BaseException:
+            self.close()
+            raise
         self._placer = threading.Thread(target=self._place_all, name="placer", daemon=True)
         self._placer.start()
 
-    def _adapter(self, blobs: Sequence[Blob]) -> Adapter | None:
+    def _adapter(self, blobs: Sequence[Blob], stage: str) -> Adapter | None:
         if not blobs:
             return None
         settled = [self._memory.settle(self._reader.wait(i))[0] for i in range(len(blobs))]
         config, weights = (data.cpu().numpy().tobytes() for data in settled)
-        name = f"of stage {self._manifest.stages[-1].name}"
-        return parse_adapter(name, config, weights, self._skeleton.device)
+        return parse_adapter(f"of stage {stage}", config, weights, self._skeleton.device)
 
     def _assemble(self, previous: StageView, stage: int, adapter: Adapter | None) -> StageView:
         base, ends = list(previous.base), dict(previous.ends)
@@ -117,6 +122,7 @@ class StageLoad:
             self.arrived_s = time.monotonic()
         except Exception as error:
             self._error = error
+            self._memory.close()
             for event in self._ready:
                 event.set()
 
@@ -180,6 +186,11 @@ class StageLoad:
     def arrived(self) -> bool:
         """Whether nothing is waited for any more: every weight is in its place, or the load failed."""
         return not self._placer.is_alive()
+
+    def close(self) -> None:
+        """Stop reading. Whoever waits for a layer that is not there gets a LinkError, and so does :meth:`wait`."""
+        self._memory.close()
+        self._reader.close()
 
     def wait(self) -> StageView:
         """The view with every weight in its place. Raises LinkError, ModelError or StageError if the load failed."""

@@ -47,7 +47,7 @@ def parse_adapter(name: str, config: bytes, weights: bytes, device: str | torch.
     try:
         options, tensors = json.loads(config), load(weights)
         rank, scale = options["r"], options["lora_alpha"] / options["r"]
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError, SafetensorError) as error:
         raise StageError(f"adapter {name} is not whole ({error}): copy it again") from error
     odd = [key for key in _UNSUPPORTED if options.get(key)]
     if odd or options.get("peft_type") != "LORA" or options.get("bias", "none") != "none":
@@ -55,7 +55,7 @@ def parse_adapter(name: str, config: bytes, weights: bytes, device: str | torch.
     halves: dict[int, dict[str, dict[str, Tensor]]] = {}
     for key, tensor in tensors.items():
         found = _NAME.match(key)
-        if not found or rank not in tensor.shape:
+        if not found or tensor.dim() != 2 or tensor.shape["AB".index(found[3])] != rank:
             raise StageError(f"adapter {name} holds {key} {list(tensor.shape)}, which no layer takes at rank {rank}")
         layer, module, half = int(found[1]), found[2], found[3]
         halves.setdefault(layer, {}).setdefault(module, {})[half] = tensor.to(device, torch.float32)
@@ -111,6 +111,7 @@ def shared_copy(module: nn.Module, *, own_parameters: bool = False) -> Any:
     if not module._modules and not own_parameters:
         return module
     twin = copy.copy(module)
+    twin._forward_pre_hooks = module._forward_pre_hooks.copy()  # a gate on one stage's layer holds up no other's
     twin._parameters = dict(module._parameters)
     twin._modules = {
         name: child and shared_copy(child, own_parameters=own_parameters) for name, child in module._modules.items()

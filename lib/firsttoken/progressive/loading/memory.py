@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from firsttoken.progressive.loading.reader import host_memory
+from firsttoken.study.errors import LinkError
+
+BUFFERS = 6  # pinned, of the size of the largest file
 
 
 class Memory(Protocol):
@@ -21,6 +24,9 @@ class Memory(Protocol):
     def settle(self, data: memoryview) -> tuple[Tensor, torch.cuda.Event | None]:
         """The bytes [n] as uint8 where the model computes, and the event after which they may be used."""
 
+    def close(self) -> None:
+        """The load is over: who waits in :meth:`allocate` gets a LinkError."""
+
 
 class HostMemory:
     """Weights are used where they were read: no second copy, and a layer's memory goes when the layer goes."""
@@ -31,6 +37,9 @@ class HostMemory:
     def settle(self, data: memoryview) -> tuple[Tensor, None]:
         return torch.frombuffer(data, dtype=torch.uint8), None
 
+    def close(self) -> None:
+        """Nobody waits here."""
+
 
 class PinnedMemory:
     """``count`` pinned buffers of ``size`` bytes, from which a stream of its own copies to the device.
@@ -38,16 +47,18 @@ class PinnedMemory:
     A buffer is filled again when its copy is done, so a reader that runs ahead of the copies waits here.
     """
 
-    def __init__(self, device: torch.device, size: int, count: int = 6) -> None:
+    def __init__(self, device: torch.device, size: int, count: int) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         self._lent: dict[int, Tensor] = {}
         self._copying: deque[tuple[torch.cuda.Event, Tensor]] = deque()
         for _ in range(count):
             self._free.put(torch.empty(size, dtype=torch.uint8, pin_memory=True))
 
     def allocate(self, size: int) -> memoryview:
-        buffer = self._free.get()
+        if (buffer := self._free.get()) is None:
+            self._free.put(None)  # for the next one who waits
+            raise LinkError("the load was stopped")
         view = memoryview(buffer.numpy())[:size]
         self._lent[id(view.obj)] = buffer
         return view
@@ -66,7 +77,10 @@ class PinnedMemory:
             self._free.put(buffer)
         return target, event
 
+    def close(self) -> None:
+        self._free.put(None)
 
-def memory_for(device: torch.device, largest: int) -> Memory:
+
+def memory_for(device: torch.device, largest: int, buffers: int) -> Memory:
     """The memory for weights that compute on ``device``; ``largest`` is the longest file in bytes, with its padding."""
-    return PinnedMemory(device, largest) if device.type == "cuda" else HostMemory()
+    return PinnedMemory(device, largest, buffers) if device.type == "cuda" else HostMemory()

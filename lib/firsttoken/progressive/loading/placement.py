@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from firsttoken.assets.lock import first_line
 from firsttoken.progressive.checkpoint.manifest import DTYPES
 from firsttoken.study.errors import ModelError
 
@@ -32,9 +33,10 @@ def build_on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
         kind = getattr(transformers, name)
         config = kind.config_class.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder} has no config.json of a model that transformers knows ({error})") from error
-    return empty_model(kind, config, dtype)
+        return empty_model(kind, config, dtype)
+    except Exception as error:  # of many kinds: the file names the class, and its sizes may be anything
+        reason = first_line(error)
+        raise ModelError(f"{folder} has no config.json of a model that transformers knows ({reason})") from error
 
 
 def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> PreTrainedModel:

@@ -12,11 +12,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from firsttoken.link import Link
-from firsttoken.study.errors import FirstTokenError, LinkError, ModelError
+from firsttoken.study.errors import LinkError, ModelError
 
 ALIGNMENT = 64  # bytes; a cache line, and what vector loads like best
 
@@ -59,7 +59,7 @@ class BlobReader:
     ) -> None:
         self.blobs = list(blobs)
         self._verify, self._allocate = verify, allocate
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is counted; never held while a reader waits for memory
         self._buffers: dict[int, memoryview] = {}
         self._left = [max(1, -(-blob.bytes // chunk_bytes)) for blob in self.blobs]
         self._done = [threading.Event() for _ in self.blobs]
@@ -67,10 +67,9 @@ class BlobReader:
         self._stop = False
         self._threads = []
         for link, group in zip(links, _groups(self.blobs, len(links)), strict=True):
-            chunks = self._chunks(group, chunk_bytes)
+            turn = link, self._chunks(group, chunk_bytes), threading.Lock()
             self._threads += [
-                threading.Thread(target=self._work, args=(link, chunks), name=f"reader-{i}", daemon=True)
-                for i in range(threads)
+                threading.Thread(target=self._work, args=turn, name=f"reader-{i}", daemon=True) for i in range(threads)
             ]
 
     def start(self) -> None:
@@ -87,7 +86,8 @@ class BlobReader:
         self._done[index].wait()
         if index not in self._buffers or self._left[index]:
             raise self._error or LinkError(f"reading of {self.blobs[index].what} was stopped")
-        return self._buffers.pop(index)[_pad(self.blobs[index]) + self.blobs[index].data_start :]
+        blob = self.blobs[index]
+        return self._buffers.pop(index)[_pad(blob) + blob.data_start : _pad(blob) + blob.bytes]
 
     def close(self) -> None:
         """Stop reading and wait for the readers to end."""
@@ -104,11 +104,11 @@ class BlobReader:
             for offset in range(0, max(1, size), chunk_bytes):
                 yield index, offset, min(chunk_bytes, size - offset)
 
-    def _work(self, link: Link, chunks: Iterator[tuple[int, int, int]]) -> None:
+    def _work(self, link: Link, chunks: Iterator[tuple[int, int, int]], turn: threading.Lock) -> None:
         handle, opened = -1, -1
         try:
             while not self._stop:
-                with self._lock:
+                with turn:
                     chunk = next(chunks, None)
                     if chunk is None:
                         return
@@ -124,7 +124,7 @@ class BlobReader:
                 link.read_into(handle, place, offset)
                 self._finished(index)
         except Exception as error:
-            self._fail(error, self.blobs[index].what)
+            self._fail(error, self.blobs[index])
         finally:
             if handle >= 0:
                 os.close(handle)
@@ -143,9 +143,10 @@ class BlobReader:
         self._left[index] = 0
         self._done[index].set()
 
-    def _fail(self, error: Exception, what: str) -> None:
-        if not isinstance(error, FirstTokenError):
-            error = LinkError(f"{what} cannot be read: {error}")
+    def _fail(self, error: Exception, blob: Blob) -> None:
+        if not isinstance(error, ModelError):
+            reason = error.strerror if isinstance(error, OSError) else error
+            error = LinkError(f"{blob.what}: {blob.path.name} cannot be read: {reason}")
         self._error = self._error or error
         self._stop = True
         self._release()
@@ -156,14 +157,10 @@ class BlobReader:
 
 
 def _groups(blobs: Sequence[Blob], count: int) -> list[range]:
-    """``count`` contiguous groups of about equal bytes."""
-    total, edges, seen = sum(blob.bytes for blob in blobs), [0], 0
-    for index, blob in enumerate(blobs):
-        seen += blob.bytes
-        while len(edges) < count and seen >= total * len(edges) / count:
-            edges.append(index + 1)
-    edges += [len(blobs)] * (count + 1 - len(edges))
-    return [range(low, high) for low, high in pairwise(edges)]
+    """``count`` contiguous groups of about equal bytes: each cut is the one nearest to where it should be."""
+    before = [0, *accumulate(blob.bytes for blob in blobs)]
+    cuts = [min(range(len(before)), key=lambda i: abs(before[i] - before[-1] * k / count)) for k in range(1, count)]
+    return [range(low, high) for low, high in pairwise([0, *cuts, len(blobs)])]
 
 
 def _pad(blob: Blob) -> int:
@@ -181,6 +178,7 @@ def _check_size(blob: Blob) -> None:
 
 
 def _reopen(handle: int, path: Path) -> int:
+    opened = os.open(path, os.O_RDONLY)  # first: if it fails, the caller still closes ``handle``, once
     if handle >= 0:
         os.close(handle)
-    return os.open(path, os.O_RDONLY)
+    return opened

@@ -9,6 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from firsttoken.progressive.loading.lora import Adapter, with_adapter
+from firsttoken.progressive.passlayer import PassLayer
+from firsttoken.study.errors import StageError
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,15 @@ class StageView:
 def make_view(
     stage: int, base: list[nn.Module], ends: Mapping[str, nn.Module], adapter: Adapter | None = None
 ) -> StageView:
-    """The view of ``stage``; each layer that ``adapter`` knows computes with its slice of it."""
+    """The view of ``stage``; each layer that ``adapter`` knows computes with its slice of it.
+
+    Raises StageError for an adapter of a layer that does not compute, which PEFT drops without a word, or of another
+    shape.
+    """
     slices = adapter.layers if adapter else {}
+    for i in sorted(slices):
+        if i >= len(base) or isinstance(base[i], PassLayer):
+            raise StageError(f"adapter {adapter.name} is for layer {i} too, which stage {stage} does not have")
     layers = [with_adapter(layer, slices[i]) if i in slices else layer for i, layer in enumerate(base)]
     return StageView(stage, tuple(base), nn.ModuleList(layers), dict(ends))
 

@@ -26,8 +26,6 @@ from firsttoken.study.stats import bootstrap, paired_bootstrap
 
 MOVES = ((1, 2), (2, 3), (1, 3))
 ROUNDING = 0.5  # what right logits may differ by: four steps of bf16 at 16; the naive ones are off by 10 and more
-    0.5  # what a correct policy's logits may differ by: four steps of bf16 at 16; the naive one is off by 10 and more
-)
 
 
 @dataclass(frozen=True)

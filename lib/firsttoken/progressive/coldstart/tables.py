@@ -1,0 +1,116 @@
+"""The tables of notebooks 13 and 14: paper, measured, floor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from firsttoken.progressive.coldstart.variants import VARIANTS
+from firsttoken.study.record import Result
+from firsttoken.study.show import interval
+
+Table = list[dict[str, Any]]
+
+
+def first_token_rows(result: Result, key: str) -> Table:
+    """TTFT of every variant over the link ``key`` ("1gbit"), by both definitions, in s with 95 % intervals."""
+    rows: Table = []
+    for name, variant in VARIANTS.items():
+        entry = {
+            f"{scope} {q}": interval(result.summary.get(f"{name}_{short}_{q.lower()}_{key}"), 2)
+            for scope, short in (("from the request's arrival", "request"), ("from process creation", "process"))
+            for q in ("P50", "P95")
+        }
+        if any(entry.values()):
+            rows.append({"variant": variant.label, **entry})
+    return rows
+
+
+TARGETS: tuple[tuple[str, str, str, str], ...] = (
+    ("stage-1 load / (its bytes / rate read alone)", "stage1_load_over_floor_1gbit", "<= 1.10", ""),
+    ("whole model, streamed: TTFT / max(load, compute)", "whole_streamed_over_bound_1gbit", "<= 1.15", ""),
+    ("progressive TTFT / whole TTFT, same loader", "progressive_over_whole_1gbit", "<= 0.80", "byte_share_first_1gbit"),
+    ("P95 TTFT below from_pretrained, %", "p95_reduction_vs_from_pretrained_1gbit", ">= 20", ""),
+    ("whole model, this disk: TTFT / best peer's", "whole_over_best_peer_unshaped", "<= 1.25, aim < 1", ""),
+    ("peak memory / whole start's", "peak_memory_over_whole_1gbit", "<= 1.15", ""),
+    ("device-seconds to the first token / whole start's", "device_s_first_1gbit", "<= 0.9 (paper 0.79)", ""),
+    ("device-seconds to the whole model / whole start's", "device_s_full_1gbit", "<= 0.9 (paper 1.12)", ""),
+    ("CPU-seconds to the first token / whole start's", "cpu_s_first_1gbit", "", ""),
+    ("CPU-seconds to the whole model / whole start's", "cpu_s_full_1gbit", "", ""),
+    ("time to the whole model / whole start's", "full_over_whole_1gbit", "(paper 1.12)", "byte_share_full_1gbit"),
+)
+"""What is compared, the measure that answers, what is asked of it, and the measure that is its floor."""
+
+
+def target_rows(result: Result) -> Table:
+    """The targets with what was measured; an empty cell where the result lacks the measure."""
+    found = result.summary
+    return [
+        {
+            "ratio": what,
+            "asked": asked,
+            "floor": f"{found[floor]['value']:.3f}" if floor in found else "",
+            "measured": interval(found.get(measure), 3),
+        }
+        for what, measure, asked, floor in TARGETS
+    ]
+
+
+def link_rows(result: Result) -> Table:
+    """Every link: what was asked, what reading alone reached, and the gain of the progressive start."""
+    links = {row["link"]: row for row in result.rows}
+    rows: Table = []
+    for name, row in links.items():
+        key = f"{row['gbit_per_s']:g}gbit" if row["gbit_per_s"] else "unshaped"
+        key += "_each" if name.endswith("a link") else ""
+        rows.append(
+            {
+                "link": name,
+                "limited by": {"none": "the disk", "kernel": "the kernel", "bucket": "a token bucket"}[
+                    row["shaped_by"]
+                ],
+                "files": "in memory" if row["resident_before_pct"] else "cold",
+                "rate read alone, Gbit/s": interval(result.summary.get(f"bandwidth_{key}"), 2),
+                "progressive / whole": interval(result.summary.get(f"progressive_over_whole_{key}"), 3),
+            }
+        )
+    return rows
+
+
+def deferral_rows(result: Result) -> Table:
+    """By the number of deferred layers: TTFT in s, and F1 in % and perplexity by the way in which they were chosen."""
+    sizes = sorted({row["deferred_layers"] for row in result.rows if "ttft_request_s" in row})
+    rows: Table = []
+    for size in sizes:
+        entry: dict[str, Any] = {"layers deferred": size, "TTFT, s": interval(result.summary[f"ttft_{size}"], 2)}
+        for selection in ("distance", "perplexity", "healed"):
+            name = f"{selection}_{size}" if size else "s0"
+            if f"f1_{name}" in result.summary and (size or selection == "distance"):
+                block = next((row["block"] for row in result.rows if row.get("variant") == name and row["block"]), None)
+                where = f"{block[0]}-{block[-1]}" if block else "whole"
+                entry[f"{selection}: block"] = where
+                entry[f"{selection}: F1, %"] = f"{result.summary[f'f1_{name}']['value']:.1f}"
+                entry[f"{selection}: perplexity"] = f"{result.summary[f'perplexity_{name}']['value']:.1f}"
+        rows.append(entry)
+    return rows
+
+
+def most_deferred(result: Result) -> int:
+    """The largest number of layers that was deferred."""
+    return max(row["deferred_layers"] for row in result.rows if "ttft_request_s" in row)
+
+
+def shape_rows(result: Result) -> Table:
+    """Larger shapes: the progressive start over the whole one, beside its share of the bytes."""
+    rows: Table = []
+    for name, entry in result.summary.items():
+        shape, found, link = name.partition("_ratio_")
+        if found:
+            rows.append(
+                {
+                    "shape and link": f"{shape}, {link}",
+                    "progressive / whole, TTFT from arrival": interval(entry, 3),
+                    "floor: share of the bytes": f"{result.summary[f'{shape}_byte_share']['value']:.3f}",
+                    "n": entry["n"],
+                }
+            )
+    return rows

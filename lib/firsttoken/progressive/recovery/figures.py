@@ -1,0 +1,155 @@
+"""The figures of notebooks 15 and 16, drawn from results alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from firsttoken.progressive.recovery.timeline import CASES
+from firsttoken.study.plot import COLOURS
+from firsttoken.study.record import Result, Rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PAPER_S = {"whole": 114.0, "stages": (90.0, 19.0, 19.0)}
+"""The report's times to serve (2.4.1) and its stages (KIISE KSC 2025, Table 1): Llama-2-7B, one run each."""
+
+LABELS = {
+    "whole": "whole model first",
+    "pinned": "progressive, requests end as they began",
+    "upgrade": "progressive, open requests move over",
+}
+POLICIES = {
+    "request boundary": ("#009E73", "o"),
+    "prefill again": ("#0072B2", "s"),
+    "from boundary states": ("#E69F00", "^"),
+    "naive": ("#D55E00", "X"),
+}
+
+
+def stage_bars(result: Result) -> Figure:
+    """Time until each stage serves, in plain starts of the same loader: the report's beside ours."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(8.5, 2.9))
+    whole = result.summary["whole_model_whole"]["value"]
+    bars = [("report: Llama-2-7B, about 1 Gbit/s", np.cumsum(PAPER_S["stages"]) / PAPER_S["whole"], COLOURS["paper"])]
+    for case in ("pinned", "upgrade"):
+        bars.append((f"here: {LABELS[case]}", np.array(_served_at(result, case)) / whole, COLOURS["measured"]))
+    for place, (_, ends, edge) in enumerate(bars):
+        begin = 0.0
+        for stage, end in enumerate(ends, start=1):
+            colour = COLOURS[f"S{stage}"]
+            ax.barh(place, end - begin, left=begin, color=colour, edgecolor=edge, linewidth=2, height=0.6)
+            ax.annotate(
+                f"{end:.2f}",
+                (end, place),
+                ha="right",
+                va="center",
+                fontsize=9,
+                xytext=(-3, 0),
+                textcoords="offset points",
+                color="white" if stage == 3 else "black",
+            )
+            begin = end
+    ax.axvline(1, color=COLOURS["floor"], linestyle="--", label="plain start of the same loader")
+    for stage in (1, 2, 3):
+        ax.barh(0, 0, color=COLOURS[f"S{stage}"], label=f"until stage {stage} serves")
+    ax.set_yticks(range(len(bars)), [label for label, _, _ in bars])
+    ax.invert_yaxis()
+    ax.set(xlabel="time from the start, in plain starts")
+    ax.grid(axis="y", visible=False)
+    fig.legend(loc="outside lower center", ncols=4)
+    return fig
+
+
+def _served_at(result: Result, case: str) -> list[float]:
+    """Median time in s at which each stage began to serve."""
+    events = [row for row in result.rows if row["case"] == case and row["row"] == "event" and row["what"] == "serving"]
+    stages = sorted({row["stage"] for row in events})
+    return [float(np.median([row["at_s"] for row in events if row["stage"] == stage])) for stage in stages]
+
+
+def growth_of_service(result: Result, run: int = 0) -> Figure:
+    """One run of each case: tokens handed out so far by stage, and resident memory, over time."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(2, len(CASES), figsize=(12, 5.2), sharex=True, sharey="row", height_ratios=(1.6, 1))
+    for (top, bottom), case in zip(axes.T, CASES, strict=True):
+        rows = [row for row in result.rows if row["case"] == case and row["run"] == run]
+        tokens = sorted((row for row in rows if row["row"] == "token"), key=lambda row: row["at_s"])
+        last = max(row["stage"] for row in rows if row["row"] == "event")
+        for stage in sorted({row["stage"] for row in tokens}):
+            points = [(row["at_s"], i) for i, row in enumerate(tokens, start=1) if row["stage"] == stage]
+            colour = COLOURS["S3" if stage == last else f"S{stage}"]
+            top.plot(*zip(*points, strict=True), ".", color=colour, markersize=5)
+        for row in rows:
+            if row["row"] == "event" and row["what"] == "serving":
+                colour = COLOURS["S3" if row["stage"] == last else f"S{row['stage']}"]
+                for ax in (top, bottom):
+                    ax.axvline(row["at_s"], color=colour, linestyle="--", linewidth=1.2)
+        memory = [(row["at_s"], row["rss_bytes"] / 1e6) for row in rows if row["row"] == "memory"]
+        bottom.plot(*zip(*memory, strict=True), color=COLOURS["measured"])
+        top.set_title(LABELS[case], fontsize=11)
+        bottom.set(xlabel="seconds from the start", ylim=(0, None))
+    axes[0][0].set(ylabel="tokens handed out")
+    axes[1][0].set(ylabel="resident, MB")
+    for stage, label in ((1, "stage 1"), (2, "stage 2"), (3, "whole model")):
+        axes[0][0].plot([], [], "o", color=COLOURS[f"S{stage}"], label=f"by {label}")
+    axes[0][0].plot([], [], "--", color="black", label="begins to serve")
+    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return fig
+
+
+def transition_costs(result: Result) -> Figure:
+    """Stall of an open session by context length, from stage 1 to the whole model, beside one decode step."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(10.5, 4.2), sharey=True)
+    kinds = (("healed", "with adapters, which change with the stage"), ("bare", "without adapters"))
+    for ax, (kind, title) in zip(axes, kinds, strict=True):
+        rows = [
+            row
+            for row in result.rows
+            if row["measure"] == "cost" and row["kind"] == kind and (row["from_stage"], row["to_stage"]) == (1, 3)
+        ]
+        for policy, (colour, marker) in POLICIES.items():
+            _cost_line(ax, [row for row in rows if row["policy"] == policy], "cost_ms", colour, marker, policy)
+        _cost_line(ax, rows, "decode_ms", COLOURS["floor"], "", "one decode step")
+        ax.set(xscale="log", yscale="log", xlabel="context, tokens", title=title)
+        ax.set_xticks(sorted({row["context_tokens"] for row in rows}), minor=False)
+        ax.get_xaxis().set_major_formatter(plt.ScalarFormatter())
+        ax.minorticks_off()
+    axes[0].set(ylabel="stall at the transition, ms")
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return fig
+
+
+def _cost_line(ax: Axes, rows: Rows, column: str, colour: str, marker: str, label: str) -> None:
+    sizes = sorted({row["context_tokens"] for row in rows})
+    middle = [np.median([row[column] for row in rows if row["context_tokens"] == size]) for size in sizes]
+    ax.plot(sizes, middle, color=colour, marker=marker, linestyle="-" if marker else "--", label=label)
+
+
+def continuation_losses(result: Result) -> Figure:
+    """What the rest of a text costs after a move from stage 1 to the whole model, in nats a token, by policy."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(8, 3.6))
+    for shift, (kind, hatch) in enumerate((("healed", ""), ("bare", "//"))):
+        for place, (policy, (colour, _)) in enumerate(POLICIES.items()):
+            entry = result.summary[f"nll_{policy.replace(' ', '_')}_{kind}"]
+            at = place + 0.38 * shift - 0.19
+            ax.bar(at, entry["value"], width=0.36, color=colour, hatch=hatch, edgecolor="white")
+            ax.plot([at, at], [entry["low"], entry["high"]], color="black", linewidth=1.5)
+            ax.annotate(f"{entry['value']:.2f}", (at, entry["high"]), ha="center", va="bottom", fontsize=9)
+    for kind, hatch in (("with adapters", ""), ("without adapters", "//")):
+        ax.bar(0, 0, color="#777777", hatch=hatch, edgecolor="white", label=kind)
+    ax.set_xticks(range(len(POLICIES)), list(POLICIES))
+    ax.set(ylabel="loss of what follows, nats a token")
+    ax.grid(axis="x", visible=False)
+    ax.legend(loc="upper left")
+    return fig

@@ -1,0 +1,73 @@
+"""The tables of notebooks 15 and 16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from firsttoken.progressive.recovery.figures import LABELS
+from firsttoken.progressive.recovery.timeline import CASES
+from firsttoken.progressive.recovery.transitions import TRANSITIONS
+from firsttoken.study.record import Result
+from firsttoken.study.show import interval
+
+Table = list[dict[str, Any]]
+
+_TIMELINE = (
+    ("first token, s", "first_token", 2),
+    ("whole model serves, s", "whole_model", 2),
+    ("tokens handed out", "tokens", 0),
+    ("growth of memory at its peak / bytes of the model", "peak_over_model", 2),
+    ("requests with a token too few or too many", "short_requests", 0),
+    ("stall at a transition beyond a turn and the move, ms", "excess_stall", 1),
+)
+
+
+def timeline_rows(result: Result) -> Table:
+    """What each case came to: medians over runs with 95 % intervals."""
+    return [
+        {"measure": what} | {LABELS[case]: interval(result.summary.get(f"{name}_{case}"), digits) for case in CASES}
+        for what, name, digits in _TIMELINE
+    ]
+
+
+def quality_rows(quality: Result, timeline: Result) -> Table:
+    """When each stage serves, in s, and what it answers: EM and F1 in %, perplexity."""
+    events = [row for row in timeline.rows if row["case"] == "pinned" and row["row"] == "event"]
+    rows: Table = []
+    for stage, variant in ((1, "s1_ours"), (2, "s2_ours"), (3, "s3")):
+        begins = [row["at_s"] for row in events if row["stage"] == stage and row["what"] == "serving"]
+        scores = {
+            label: interval(quality.summary[f"{score}_{variant}"])
+            for label, score in (("EM, %", "em"), ("F1, %", "f1"), ("perplexity", "perplexity"))
+        }
+        rows.append({"stage": stage, "serves from, s": f"{np.median(begins):.2f}", **scores})
+    return rows
+
+
+def policy_rows(result: Result) -> Table:
+    """Every policy with and without adapters: stall, largest logit error, loss of what follows."""
+    found = result.summary
+    rows: Table = []
+    for kind in ("healed", "bare"):
+        for name in TRANSITIONS:
+            key = f"{name.replace(' ', '_')}_{kind}"
+            rows.append(
+                {
+                    "policy": name,
+                    "adapters": "yes" if kind == "healed" else "no",
+                    f"stall, {found[f'cost_{key}']['unit']}": interval(found[f"cost_{key}"], 2),
+                    "largest logit error": f"{found[f'logit_error_{key}']['value']:.2g}",
+                    "next token right, %": interval(found[f"same_token_{key}"], 0),
+                    "loss of what follows, nats a token": interval(found.get(f"nll_{key}"), 2),
+                    "more than after a prefill": interval(found.get(f"excess_nll_{key}"), 2),
+                }
+            )
+    return rows
+
+
+def stages_served(result: Result) -> dict[str, list[int]]:
+    """The stages that began to serve, by case."""
+    begun = [row for row in result.rows if row["row"] == "event" and row["what"] == "serving"]
+    return {case: sorted({row["stage"] for row in begun if row["case"] == case}) for case in CASES}

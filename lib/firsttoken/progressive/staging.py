@@ -1,0 +1,51 @@
+"""A profile's model as a staged checkpoint: what ``firsttoken stage`` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from firsttoken.progressive.checkpoint.manifest import Manifest
+from firsttoken.progressive.checkpoint.plan import staged
+from firsttoken.progressive.checkpoint.sources import FolderSource, ModelSource, Origin, RandomSource, TensorSource
+from firsttoken.progressive.checkpoint.writer import write_staged
+from firsttoken.progressive.recipe import RECIPES
+from firsttoken.progressive.served import Served, ServedConfig, load_served
+from firsttoken.study.errors import StageError
+from firsttoken.study.profile import Profile
+
+RANDOM, NONE = "random:", "none"
+
+
+def stage_model(profile: Profile, folder: Path, recipe: str = "ours") -> Manifest:
+    """Write the model of ``profile`` to ``folder`` in three stages, A, B and C, with the adapters of ``recipe``.
+
+    A folder without a task adapter is copied tensor by tensor, and random weights are drawn so: neither is ever whole
+    in memory. Raises StageError for an unknown recipe or a missing adapter, and what loading and staging raise.
+    """
+    if recipe not in (NONE, *RECIPES):
+        raise StageError(f"no adapters of {recipe!r}; choose {', '.join(RECIPES)} or {NONE}")
+    config = profile.section("served", ServedConfig)
+    source = _source(profile, config)
+    plan = config.plan(source.config.num_hidden_layers)
+    adapters = {} if recipe == NONE or profile.model.startswith(RANDOM) else stage_adapters(config, recipe)
+    return write_staged(source, staged(source.names, plan), folder, adapters)
+
+
+def stage_adapters(config: ServedConfig, recipe: str) -> dict[int, Path]:
+    """The folders of adapter A, for stage 1, and AB, for stage 2."""
+    return {stage: config.folder / f"{letters}-{recipe}" for stage, letters in ((1, "A"), (2, "AB"))}
+
+
+def served_source(served: Served) -> ModelSource:
+    """The served model, its task adapter merged, as a source of tensors."""
+    kind = "random" if served.provenance["kind"] == "random" else "real"
+    return ModelSource(served.model, served.tokenizer, Origin(str(served.provenance["source"]), served.sha256, kind))
+
+
+def _source(profile: Profile, config: ServedConfig) -> TensorSource:
+    if profile.model.startswith(RANDOM):
+        return RandomSource(profile.model.removeprefix(RANDOM), profile.torch_dtype(), profile.seed)
+    folder = Path(profile.model).expanduser()
+    if folder.is_dir() and not config.task_adapter:
+        return FolderSource(folder)
+    return served_source(load_served(profile))
