@@ -15,6 +15,7 @@ from typing import Any
 
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
+from firsttoken.progressive.loading.blobs import adapter_blobs, part_blobs
 from firsttoken.progressive.loading.loader import Skeleton, StageLoad
 from firsttoken.progressive.loading.views import StageView
 from firsttoken.progressive.recovery.contexts import Context
@@ -53,7 +54,8 @@ class Engine:
         upgrade_policy: Transition | None = None,
     ) -> None:
         self.config = config or EngineConfig()
-        self.events: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []
+        self._started_s = 0.0
         self._folder, self._links, self._device = folder, list(links), device
         self._policy = upgrade_policy or PrefillAgain()
         self._work = threading.Condition()
@@ -68,6 +70,7 @@ class Engine:
 
     def start(self) -> None:
         """Begin to load and to serve; returns at once."""
+        self._started_s = time.monotonic()
         self._note(0, "started")
         self._spawn(self._serve, "engine")
 
@@ -106,7 +109,7 @@ class Engine:
                 "stages": self._stages,
                 "state": state,
                 "error": self._error or None,
-                "events": list(self.events),
+                "events": list(self._events),
                 "sessions": len(self._sessions),
                 "bytes_loaded": sum(link.bytes_moved for link in self._links),
                 "bytes_total": self._bytes_total,
@@ -133,7 +136,7 @@ class Engine:
         thread.start()
 
     def _note(self, stage: int, what: str) -> None:
-        self.events.append({"at_s": time.monotonic(), "stage": stage, "what": what})
+        self._events.append({"at_s": time.monotonic() - self._started_s, "stage": stage, "what": what})
 
     def _serve(self) -> None:
         """Stage 1, with requests computing behind its layers as they arrive; then turn after turn."""
@@ -156,7 +159,13 @@ class Engine:
 
     def _begin(self, manifest: Manifest) -> None:
         self._stages = len(manifest.stages)
-        self._bytes_total = sum(stage.bytes for stage in manifest.stages)
+        stages = range(1, self._stages + 1)
+        blobs = [
+            b
+            for k in stages
+            for b in adapter_blobs(self._folder, manifest, [k]) + part_blobs(self._folder, manifest, [k])
+        ]
+        self._bytes_total = sum(blob.bytes for blob in blobs)
         self._skeleton = Skeleton(self._folder, manifest, self._device)
         load = self._load(manifest, 1, self._skeleton.empty_view())
         with load.streaming():
@@ -201,7 +210,7 @@ class Engine:
                 start = time.monotonic()
                 self._policy.carry(session.context, view)
                 self._note(view.stage, f"a session of {len(session.context.ids)} tokens moved over")
-                self.events[-1]["took_s"] = time.monotonic() - start
+                self._events[-1]["took_s"] = time.monotonic() - start
         with self._work:
             self._view, self._error = view, ""
             self._note(view.stage, "serving")

@@ -56,7 +56,7 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
         rows.append({"row": "memory", "at_s": time.monotonic() - start, "rss_bytes": resident()})
         time.sleep(spec.sample_s)
     rows.append({"row": "peak", "rss_bytes": peak()})
-    events = [{"row": "event", **event, "at_s": event["at_s"] - start} for event in engine.status()["events"]]
+    events = [{"row": "event", **event} for event in engine.status()["events"]]
     engine.close()
     return rows + events
 

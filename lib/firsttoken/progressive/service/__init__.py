@@ -1,0 +1,1 @@
+"""The engine behind HTTP: OpenAI's completions, streamed, while the stages arrive."""

@@ -1,0 +1,126 @@
+"""Ray Serve on this machine, from the first replica to the last: for the command line, for tests and notebooks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from firsttoken.progressive.checkpoint.manifest import check_files, read_manifest
+from firsttoken.progressive.service.config import ServiceConfig
+from firsttoken.study.errors import StageError
+
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_ENVIRONMENT = {
+    _LOOPBACK: "0",  # no cluster, so Ray's own servers bind to 127.0.0.1; by default it is every interface
+    # and the one port that Serve binds to every interface all the same, to unpickle what comes in, asks for a token
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 puts a replica behind everything else on the machine
+}
+_OBJECTS_BYTES = 80 << 20  # nothing is kept in Ray's object store, which would take 30 % of the memory
+_EXAMPLE = (
+    """curl -N {url}/v1/completions -d '{{"prompt": "The capital of France is", "max_tokens": 32, "stream": true}}'"""
+)
+
+
+@contextmanager
+def running(config: ServiceConfig) -> Iterator[str]:
+    """The service, up and answering /health while its weights arrive, for the time of the block; its URL.
+
+    Raises ModelError for a folder that cannot be served, and StageError when ray is missing or runs already, when the
+    port is taken, or when a replica does not start.
+    """
+    from firsttoken.progressive.service.text import read_vocabulary
+
+    config = replace(config, folder=config.folder.resolve())  # replicas may have another working directory
+    check_files(config.folder, read_manifest(config.folder), stages=(1,))
+    read_vocabulary(config.folder, config.max_prompt_tokens)
+    _check_port(config)
+    ray, serve = _import_ray()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        num_cpus=max(cores, config.replicas),
+        object_store_memory=_OBJECTS_BYTES,
+    )
+    try:
+        http = {"host": config.host, "port": config.port}
+        serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
+        try:
+            serve.run(_application(config, cores, serve), name="firsttoken")
+        except RuntimeError as error:
+            raise StageError(f"the service did not start: {' '.join(str(error).split())}") from error
+        yield f"http://{config.host}:{config.port}"
+        serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
+    finally:
+        ray.shutdown()
+
+
+def serve_forever(config: ServiceConfig) -> None:
+    """Serve until Ctrl-C or SIGTERM, then shut down. Raises as :func:`running` does."""
+    ended = threading.Event()
+    with running(config) as url:
+        before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+        print(f"{config.model} is served at {url}; Ctrl-C ends it. Try:", flush=True)
+        print(f"  {_EXAMPLE.format(url=url)}", flush=True)
+        ended.wait()
+        print("shutting down", flush=True)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _application(config: ServiceConfig, cores: int, serve: ModuleType) -> Any:
+    def build() -> Any:  # called in the process of each replica
+        from firsttoken.progressive.service.app import build_replica
+
+        return build_replica(config)
+
+    deployment = serve.deployment(
+        serve.ingress(build)(),
+        name="replica",
+        num_replicas=config.replicas,
+        ray_actor_options={"num_cpus": max(1, cores // config.replicas)},  # also the threads that torch computes with
+        max_ongoing_requests=256,  # Serve would queue what is above; the engine refuses, so that a client can decide
+        max_constructor_retry_count=1,
+        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    return deployment.bind()
+
+
+def _import_ray() -> tuple[ModuleType, ModuleType]:
+    """ray and ray.serve, told to stay on loopback, behind a token, and to report nothing to anybody."""
+    if sys.modules.get("ray") and os.environ.get(_LOOPBACK) != "0":
+        raise StageError("ray was imported before and would listen on every interface: serve from a fresh process")
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    try:
+        import ray
+        from ray import serve
+    except ImportError as error:
+        raise StageError('serve needs ray: pip install "firsttoken[serve]"') from error
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    if ray.is_initialized():
+        raise StageError("ray runs in this process already: end it with ray.shutdown() first")
+    return ray, serve
+
+
+def _check_port(config: ServiceConfig) -> None:
+    try:
+        with socket.create_server((config.host, config.port)):
+            pass
+    except OSError as error:
+        raise StageError(f"cannot listen on {config.host}:{config.port} ({error.strerror}): choose --port") from error
