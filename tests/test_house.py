@@ -38,7 +38,15 @@ def test_every_path_in_the_readme_exists():
 
 
 def test_every_command_in_the_readme_exists():
-    commands = set(re.findall(r"firsttoken (\w+)", TEXT)) & {"run", "measure", "claims", "fetch", "stage", "serve", "doctor"}
+    commands = set(re.findall(r"firsttoken (\w+)", TEXT)) & {
+        "run",
+        "measure",
+        "claims",
+        "fetch",
+        "stage",
+        "serve",
+        "doctor",
+    }
     assert {"measure", "doctor"} <= commands
     for command in commands:
         shown = subprocess.run([sys.executable, "-m", "firsttoken", command, "--help"], capture_output=True, text=True)

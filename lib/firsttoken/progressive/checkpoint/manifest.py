@@ -12,7 +12,8 @@ import math
 import types
 import typing
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -194,13 +195,19 @@ def parse(hint: Any, value: Any, where: str = "") -> Any:
     if origin is dict and isinstance(value, dict):
         return {key: parse(inner[1], item, f"{where}[{key}]") for key, item in value.items()}
     if is_dataclass(hint) and isinstance(value, dict):
-        if odd := sorted(value.keys() ^ {field.name for field in fields(hint)}):
+        hints = _hints(hint)
+        if odd := sorted(value.keys() ^ hints.keys()):
             raise ValueError(f"{where or 'the top level'} lacks or adds {', '.join(odd)}")
-        hints = typing.get_type_hints(hint)
         return hint(**{key: parse(hints[key], item, f"{where}.{key}".lstrip(".")) for key, item in value.items()})
     if type(value) is hint:  # exactly: True is no number of bytes
         return value
     raise ValueError(f"{where or 'the top level'} is {str(value)[:40]!r}")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields; looked up anew for each tensor they were most of a manifest's 30 ms."""
+    return typing.get_type_hints(kind)
 
 
 def _check_stage(stage: StageFiles, depth: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firsttoken.progressive.coldstart.harness import BUCKET, Wire, one_trial, run_trials, wire_for
+from firsttoken.progressive.coldstart.harness import BUCKET, NONE, Wire, one_trial, run_trials, wire_for
 from firsttoken.progressive.coldstart.materials import (
     Checkpoint,
     prompt_of,
@@ -24,20 +24,22 @@ from firsttoken.study.record import Outcome, Rows
 
 @dataclass(frozen=True)
 class ColdStartConfig:
-    """Which variants start over which links, ``rounds`` times each; the rates are in Gbit/s, 0 for unshaped.
+    """Which variants start over which links; the rates are in Gbit/s.
 
-    ``variants`` run over ``links``; ``sweep_variants``, which must be ours, over the faster ``sweep_links``, and
-    ``parallel_variants`` over several links of ``parallel_gbit_per_s`` each.
+    ``variants`` run ``rounds`` times over a link of ``gbit_per_s``, and ``few_rounds`` times: ``disk_variants`` from
+    this machine's own storage, ``sweep_variants`` over the faster ``sweep_links``, ``parallel_variants`` over several
+    links of ``gbit_per_s`` each. The latter two must be ours: only our reads can be held back beyond the disk's speed.
     """
 
     questions: str
     rounds: int
+    few_rounds: int
     readers: int
-    links: tuple[float, ...]
+    gbit_per_s: float
     variants: tuple[str, ...]
+    disk_variants: tuple[str, ...]
     sweep_links: tuple[float, ...]
     sweep_variants: tuple[str, ...]
-    parallel_gbit_per_s: float
     parallel_variants: tuple[str, ...]
 
 
@@ -53,13 +55,16 @@ def cold_start(profile: Profile) -> Outcome:
     summary: dict[str, dict[str, Any]] = {}
     floors: dict[str, dict[str, Any]] = {}
     disk = disk_speed(specs("read"))
-    groups = [(wire_for(rate, checkpoint.staged, disk), config.variants) for rate in config.links]
-    groups += [(wire_for(rate, checkpoint.staged, disk), config.sweep_variants) for rate in config.sweep_links]
-    if config.parallel_variants:
-        groups.append((Wire(config.parallel_gbit_per_s, BUCKET, parallel=True), config.parallel_variants))
-    for wire, variants in groups:
+    few = config.few_rounds
+    groups = [(wire_for(config.gbit_per_s, checkpoint.staged, disk), config.variants, config.rounds)]
+    groups.append((Wire(0.0, NONE), config.disk_variants, few))
+    groups += [(wire_for(rate, checkpoint.staged, disk), config.sweep_variants, few) for rate in config.sweep_links]
+    groups.append((Wire(config.gbit_per_s, BUCKET, parallel=True), config.parallel_variants, few))
+    for wire, variants, rounds in groups:
+        if not variants:
+            continue
         names = reachable(variants, wire)
-        found = run_trials([specs(name) for name in ("read", *names)], wire, config.rounds, profile.seed)
+        found = run_trials([specs(name) for name in ("read", *names)], wire, rounds, profile.seed)
         rows += found
         entries, floor = link_summary(found, wire, checkpoint.manifest)
         summary |= entries
@@ -135,5 +140,5 @@ def trial_specs(
 
 def disk_speed(read: TrialSpec) -> float:
     """Gbit/s of this machine's own storage, cold, read as the trials read it."""
-    row = one_trial(read, Wire(0.0, "none"))
+    row = one_trial(read, Wire(0.0, NONE))
     return 8e-9 * row["bytes"] / row["load_s"]

@@ -42,7 +42,7 @@ class TrialSpec:
     prompt_tokens: int = 0
     gbit_per_s: float = 0.0
     threads: int = 0
-    readers: int = 4
+    readers: int = 8
     device: str = "cpu"
     spawned_s: float = 0.0
     stages: tuple[int, ...] = ()
@@ -93,7 +93,8 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     before = reset_peak()
     if not (variant.early or variant.peer) and spec.device == "cpu":
         # on CUDA the reader needs pinned memory, and so the load opens it
-        reader, reading = _open(spec, variant, links), time.monotonic()
+        reading = time.monotonic()
+        reader = _open(spec, variant, links)
     prompt = _tokenize(spec, variant)
     marks.phase("config and tokenizer")
     start = _start_peer if variant.peer else _start_ours

@@ -55,7 +55,7 @@ def open_reader(
     stages: Sequence[int],
     links: Sequence[Link],
     *,
-    threads: int = 4,
+    threads: int = 8,
     verify: bool = True,
     allocate: Allocate = host_memory,
 ) -> BlobReader:

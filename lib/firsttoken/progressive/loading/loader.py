@@ -23,7 +23,7 @@ from firsttoken.progressive.loading.blobs import adapter_blobs, open_reader, par
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
 from firsttoken.progressive.loading.memory import BUFFERS, memory_for
 from firsttoken.progressive.loading.placement import build_on_meta, put, torch_dtype
-from firsttoken.progressive.loading.reader import ALIGNMENT, Blob, BlobReader
+from firsttoken.progressive.loading.reader import Blob, BlobReader
 from firsttoken.progressive.loading.views import StageView, make_view
 from firsttoken.progressive.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
@@ -63,7 +63,7 @@ class StageLoad:
         skeleton: Skeleton,
         previous: StageView,
         *,
-        threads: int = 4,
+        threads: int = 8,
         verify: bool = True,
         reader: BlobReader | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class StageLoad:
         self._parts = parts_of(manifest, stages)
         adapters = adapter_blobs(folder, manifest, stages)
         blobs = adapters + part_blobs(folder, manifest, stages)
-        largest = max((blob.bytes for blob in blobs), default=0) + ALIGNMENT
+        largest = max((blob.bytes for blob in blobs), default=0)
         # with several links files are read long before their turn, and hold their buffers until then
         self._memory = memory_for(skeleton.device, largest, BUFFERS if len(links) == 1 else max(1, len(blobs)))
         self._reader = reader or open_reader(

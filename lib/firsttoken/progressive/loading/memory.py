@@ -70,7 +70,8 @@ class PinnedMemory:
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
-        self._copying.append((event, self._lent.pop(id(data.obj))))
+        if (lent := self._lent.pop(id(data.obj), None)) is not None:  # else read before torch was there
+            self._copying.append((event, lent))
         while self._copying and (len(self._copying) > 1 or self._copying[0][0].query()):
             done, buffer = self._copying.popleft()
             done.synchronize()

@@ -31,8 +31,8 @@ class Context:
     def feed(self, ids: Sequence[int]) -> Tensor:
         """Run ``ids`` [tokens] after what is there and return the logits [vocabulary] that follow the last one."""
         self.view.activate(self.model)
-        # not model.device: while the embedding is still on meta that is "meta", and looking up meta ids in a weight that
-        # has arrived meanwhile returns uninitialised memory without an error
+        # not model.device, which is "meta" while the embedding is: to look up meta ids in a weight that has arrived
+        # meanwhile returns uninitialised memory without an error
         tokens = torch.tensor([ids], device=self.model.model.rotary_emb.inv_freq.device)
         hook = self._watch()
         try:

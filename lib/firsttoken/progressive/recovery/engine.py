@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from firsttoken.assets.lock import first_line
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressive.loading.blobs import adapter_blobs, part_blobs
@@ -21,7 +22,7 @@ from firsttoken.progressive.loading.views import StageView
 from firsttoken.progressive.recovery.contexts import Context
 from firsttoken.progressive.recovery.sessions import Session
 from firsttoken.progressive.recovery.transitions import PrefillAgain, Transition
-from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
+from firsttoken.study.errors import BusyError, RequestError
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class EngineConfig:
     seconds, and after twice as long each further time, up to a minute. ``recover`` False stays at stage 1.
     """
 
-    threads: int = 4
+    threads: int = 8
     verify: bool = True
     recover: bool = True
     retry_s: float = 1.0
@@ -62,6 +63,7 @@ class Engine:
         self._sessions: list[Session] = []
         self._view: StageView | None = None  # what new requests begin with
         self._arrived: StageView | None = None  # takes over at the next token boundary
+        self._loading: StageLoad | None = None
         self._stages, self._bytes_total, self._error = 0, 0, ""
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -121,10 +123,13 @@ class Engine:
             return self._work.wait_for(lambda: bool(self._view and self._view.stage >= stage), timeout_s)
 
     def close(self) -> None:
-        """End every session and both threads."""
+        """End every session, the load that is under way, and both threads."""
         self._closing.set()
         with self._work:
             self._work.notify_all()
+            load = self._loading
+        if load:
+            load.close()
         for thread in self._threads:
             thread.join()
 
@@ -135,8 +140,8 @@ class Engine:
         self._threads.append(thread)
         thread.start()
 
-    def _note(self, stage: int, what: str) -> None:
-        self._events.append({"at_s": time.monotonic() - self._started_s, "stage": stage, "what": what})
+    def _note(self, stage: int, what: str, **more: float) -> None:
+        self._events.append({"at_s": time.monotonic() - self._started_s, "stage": stage, "what": what} | more)
 
     def _serve(self) -> None:
         """Stage 1, with requests computing behind its layers as they arrive; then turn after turn."""
@@ -146,7 +151,9 @@ class Engine:
                 manifest = read_manifest(self._folder)
                 self._begin(manifest)
                 break
-            except FirstTokenError as error:
+            except Exception as error:  # of any kind: a thread that dies leaves its clients waiting for ever
+                if self._closing.is_set():
+                    break
                 self._failed(1, error)
                 self._end_all(error)
                 self._closing.wait(delay)
@@ -159,23 +166,30 @@ class Engine:
 
     def _begin(self, manifest: Manifest) -> None:
         self._stages = len(manifest.stages)
-        stages = range(1, self._stages + 1)
-        blobs = [
-            b
-            for k in stages
-            for b in adapter_blobs(self._folder, manifest, [k]) + part_blobs(self._folder, manifest, [k])
-        ]
-        self._bytes_total = sum(blob.bytes for blob in blobs)
+        self._bytes_total = sum(
+            blob.bytes
+            for stage in range(1, self._stages + 1)
+            for blobs in (adapter_blobs, part_blobs)
+            for blob in blobs(self._folder, manifest, [stage])
+        )
         self._skeleton = Skeleton(self._folder, manifest, self._device)
         load = self._load(manifest, 1, self._skeleton.empty_view())
         with load.streaming():
             while not load.arrived and not self._closing.is_set():
                 self._turn(load.view)
-        self._publish(load.wait())
+        view = load.wait()
+        with self._work:
+            self._error = ""
+        self._publish(view)
 
     def _load(self, manifest: Manifest, stage: int, previous: StageView) -> StageLoad:
         options = {"threads": self.config.threads, "verify": self.config.verify}
-        return StageLoad(self._folder, manifest, [stage], self._links, self._skeleton, previous, **options)
+        load = StageLoad(self._folder, manifest, [stage], self._links, self._skeleton, previous, **options)
+        with self._work:
+            self._loading = load
+        if self._closing.is_set():
+            load.close()
+        return load
 
     def _recover(self, manifest: Manifest) -> None:
         """Bring stage after stage; one that fails is tried again, and the last good one serves meanwhile."""
@@ -187,7 +201,9 @@ class Engine:
                     self._note(stage, "loading")
                     view = self._load(manifest, stage, view).wait()
                     break
-                except FirstTokenError as error:
+                except Exception as error:  # as in _serve
+                    if self._closing.is_set():
+                        return
                     self._failed(stage, error)
                     self._closing.wait(delay)
                     delay = min(60.0, 2 * delay)
@@ -200,21 +216,30 @@ class Engine:
 
     def _failed(self, stage: int, error: Exception) -> None:
         with self._work:
-            self._error = f"stage {stage}: {error}"
-            self._note(stage, f"failed: {error}")
+            self._error = f"stage {stage}: {first_line(error)}"
+            self._note(stage, f"failed: {first_line(error)}")
 
     def _publish(self, view: StageView) -> None:
         """Between two tokens: new requests begin with ``view``, and open ones that asked for it move over."""
-        for session in self._sessions:
-            if session.upgrade and session.context and session.context.view is not view:
-                start = time.monotonic()
-                self._policy.carry(session.context, view)
-                self._note(view.stage, f"a session of {len(session.context.ids)} tokens moved over")
-                self._events[-1]["took_s"] = time.monotonic() - start
+        for session in list(self._sessions):
+            if session.upgrade and not session.cancelled and session.context:
+                self._move(session, session.context, view)
         with self._work:
-            self._view, self._error = view, ""
+            self._view = view
             self._note(view.stage, "serving")
             self._work.notify_all()
+
+    def _move(self, session: Session, context: Context, view: StageView) -> None:
+        if context.view is view:
+            return
+        start = time.monotonic()
+        try:
+            self._policy.carry(context, view)
+        except Exception as error:  # as in _step: that client's answer
+            self._drop(session, error)
+            return
+        what = f"a session of {len(context.ids)} tokens moved over"
+        self._note(view.stage, what, took_s=time.monotonic() - start)
 
     def _turn(self, loading: StageView | None) -> None:
         """A token for each open session; with none open, wait for one."""
@@ -247,8 +272,10 @@ class Engine:
         with self._work:
             if session in self._sessions:
                 self._sessions.remove(session)
-        session.end(error)
+        session.end(BusyError("the server was closed") if error and self._closing.is_set() else error)
 
     def _end_all(self, error: Exception) -> None:
-        for session in list(self._sessions):
+        with self._work:  # a client that found the engine open has its session in the list by now
+            sessions = list(self._sessions)
+        for session in sessions:
             self._drop(session, error)

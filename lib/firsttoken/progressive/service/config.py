@@ -25,7 +25,7 @@ class ServiceConfig:
     max_sessions: int = 8
     max_prompt_tokens: int = 2048
     max_new_tokens: int = 512
-    threads: int = 4
+    threads: int = 8
 
     def __post_init__(self) -> None:
         for key in ("replicas", "max_sessions", "max_prompt_tokens", "max_new_tokens", "threads"):
