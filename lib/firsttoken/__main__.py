@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("folder", type=Path, help="the folder to write")
     profile_option(added)
     setting_option(added)
-    added.add_argument("--adapters", default="ours", help="whose adapters: ours, report or none (default: ours)")
+    added.add_argument("--adapters", default="", help="ours, report or none (default: the profile's best)")
 
     added = command("serve", serve, "Serve a staged checkpoint over HTTP while it arrives (needs firsttoken[serve]).")
     added.add_argument("folder", type=Path, help="what `firsttoken stage` wrote")

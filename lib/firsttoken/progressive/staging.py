@@ -8,6 +8,7 @@ from firsttoken.progressive.checkpoint.manifest import Manifest
 from firsttoken.progressive.checkpoint.plan import staged
 from firsttoken.progressive.checkpoint.sources import FolderSource, ModelSource, Origin, RandomSource, TensorSource
 from firsttoken.progressive.checkpoint.writer import write_staged
+from firsttoken.progressive.examination import QualityConfig
 from firsttoken.progressive.recipe import RECIPES
 from firsttoken.progressive.served import Served, ServedConfig, load_served
 from firsttoken.study.errors import StageError
@@ -16,12 +17,14 @@ from firsttoken.study.profile import Profile
 RANDOM, NONE = "random:", "none"
 
 
-def stage_model(profile: Profile, folder: Path, recipe: str = "ours") -> Manifest:
+def stage_model(profile: Profile, folder: Path, recipe: str = "") -> Manifest:
     """Write the model of ``profile`` to ``folder`` in three stages, A, B and C, with the adapters of ``recipe``.
 
+    Without a recipe they are those of the profile's best; "none" leaves the stages unhealed, as random weights are.
     A folder without a task adapter is copied tensor by tensor, and random weights are drawn so: neither is ever whole
     in memory. Raises StageError for an unknown recipe or a missing adapter, and what loading and staging raise.
     """
+    recipe = recipe or best_recipe(profile)
     if recipe not in (NONE, *RECIPES):
         raise StageError(f"no adapters of {recipe!r}; choose {', '.join(RECIPES)} or {NONE}")
     config = profile.section("served", ServedConfig)
@@ -29,6 +32,11 @@ def stage_model(profile: Profile, folder: Path, recipe: str = "ours") -> Manifes
     plan = config.plan(source.config.num_hidden_layers)
     adapters = {} if recipe == NONE or profile.model.startswith(RANDOM) else stage_adapters(config, recipe)
     return write_staged(source, staged(source.names, plan), folder, adapters)
+
+
+def best_recipe(profile: Profile) -> str:
+    """The recipe whose adapters ``profile`` serves: the last of those that it compares."""
+    return profile.section("quality", QualityConfig).recipes[-1]
 
 
 def stage_adapters(config: ServedConfig, recipe: str) -> dict[int, Path]:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from firsttoken.study.errors import ModelError
 
 MANIFEST = "manifest.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 DTYPES = {
     "F32": ("float32", 4),

@@ -19,7 +19,7 @@ from firsttoken.progressive.examination import Examination, QualityConfig
 from firsttoken.progressive.gates import summarise
 from firsttoken.progressive.quality import text_scores
 from firsttoken.progressive.served import Served, ServedConfig, at_stage, load_base, load_served, passing
-from firsttoken.progressive.staging import served_source
+from firsttoken.progressive.staging import best_recipe, served_source, stage_adapters
 from firsttoken.study import paths
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
@@ -108,7 +108,7 @@ def _qualities(profile: Profile, config: DeferralConfig, examine: Examination, s
         for selection, block in blocks.items():
             with passing(served.model, block) as model:
                 rows += _labelled(examine.rows(f"{selection}_{size}", model), size, selection, block)
-    adapter = profile.section("served", ServedConfig).folder / "A-ours"
+    adapter = stage_adapters(profile.section("served", ServedConfig), best_recipe(profile))[1]
     if adapter.exists():
         with at_stage(served, 1, adapter) as model:
             size = len(served.plan.block)

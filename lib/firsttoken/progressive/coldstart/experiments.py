@@ -16,6 +16,7 @@ from firsttoken.progressive.coldstart.materials import (
 from firsttoken.progressive.coldstart.summary import link_summary, ratio
 from firsttoken.progressive.coldstart.trial import TrialSpec
 from firsttoken.progressive.coldstart.variants import find_variant
+from firsttoken.progressive.loading.peers import installed
 from firsttoken.progressive.staging import RANDOM
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
@@ -60,16 +61,21 @@ def cold_start(profile: Profile) -> Outcome:
     groups.append((Wire(0.0, NONE), config.disk_variants, few))
     groups += [(wire_for(rate, checkpoint.staged, disk), config.sweep_variants, few) for rate in config.sweep_links]
     groups.append((Wire(config.gbit_per_s, BUCKET, parallel=True), config.parallel_variants, few))
+    left_out: dict[str, list[str]] = {}
     for wire, variants, rounds in groups:
         if not variants:
             continue
         names = reachable(variants, wire)
+        if missing := [name for name in variants if name not in names]:
+            left_out[wire.name] = missing
         found = run_trials([specs(name) for name in ("read", *names)], wire, rounds, profile.seed)
         rows += found
         entries, floor = link_summary(found, wire, checkpoint.manifest)
         summary |= entries
         floors[f"link {wire.name}"] = floor
-    return Outcome(rows, floors, summary, checkpoint.provenance | {"block": list(checkpoint.plan.block)})
+    return Outcome(
+        rows, floors, summary, checkpoint.provenance | {"block": list(checkpoint.plan.block), "left_out": left_out}
+    )
 
 
 @dataclass(frozen=True)
@@ -106,8 +112,13 @@ def cold_start_shapes(profile: Profile) -> Outcome:
 
 
 def reachable(variants: Sequence[str], wire: Wire) -> list[str]:
-    """Those of ``variants`` that ``wire`` holds back: other people's loaders read past a token bucket."""
-    return [name for name in variants if wire.shaped_by != BUCKET or not find_variant(name).peer]
+    """Those of ``variants`` that can run: other people's loaders read past a token bucket, and may not be installed."""
+    names = []
+    for name in variants:
+        peer = find_variant(name).peer
+        if not peer or (wire.shaped_by != BUCKET and installed(peer)):
+            names.append(name)
+    return names
 
 
 class _Specs:

@@ -89,7 +89,10 @@ def one_trial(spec: TrialSpec, wire: Wire, timeout_s: float = 600.0) -> dict[str
         join: Callable[[], None] | None = limit.join if isinstance(limit, KernelLimit) else None
         spec = replace(spec, gbit_per_s=bucket, spawned_s=time.monotonic())
         command = [sys.executable, "-m", "firsttoken.progressive.coldstart.trial", json.dumps(asdict(spec))]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, preexec_fn=join)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, preexec_fn=join)
+        except subprocess.TimeoutExpired as error:
+            raise FirstTokenError(f"the cold start {spec.variant} took more than {timeout_s:g} s") from error
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise FirstTokenError(f"the cold start {spec.variant} failed: {reason}")

@@ -17,7 +17,7 @@ from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.samples import qa_prompt
 from firsttoken.progressive.served import Served, ServedConfig, load_served
 from firsttoken.progressive.stages import StagePlan
-from firsttoken.progressive.staging import RANDOM, served_source, stage_adapters
+from firsttoken.progressive.staging import RANDOM, best_recipe, served_source, stage_adapters
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile
 
@@ -33,14 +33,14 @@ class Checkpoint:
     provenance: dict[str, Any]
 
 
-def served_checkpoint(profile: Profile, served: Served | None = None, recipe: str = "ours") -> Checkpoint:
-    """The served model of ``profile`` under its stage plan, with the adapters that ``recipe`` trained, in the cache.
+def served_checkpoint(profile: Profile, served: Served | None = None) -> Checkpoint:
+    """The served model of ``profile`` under its stage plan, with the adapters of its best recipe, in the cache.
 
     Raises StageError when the model has no adapter for a stage, and what staging raises.
     """
     config = profile.section("served", ServedConfig)
     served = served or load_served(profile)
-    adapters = stage_adapters(config, recipe)
+    adapters = stage_adapters(config, best_recipe(profile))
     return _write(served_source(served), served.plan, served.sha256[:12], served.provenance, adapters)
 
 

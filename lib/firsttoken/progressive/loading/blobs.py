@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from firsttoken.link import Link
-from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile
+from firsttoken.progressive.checkpoint.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Manifest, PartFile
 from firsttoken.progressive.loading.reader import Allocate, Blob, BlobReader, host_memory
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 
 
 def parts_of(manifest: Manifest, stages: Sequence[int]) -> list[PartFile]:

@@ -8,7 +8,7 @@ one.) ``runai``, ``fastsafetensors`` and ``chunked`` read past the page cache wh
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +65,12 @@ def import_peer(peer: str) -> None:
         if error.name != module:
             raise
         raise StageError(f"peer {peer} needs the package {package}: pip install 'firsttoken[peers]'") from error
+
+
+def installed(peer: str) -> bool:
+    """Whether the package of ``peer`` can be imported here."""
+    package = PEERS[peer].package
+    return package is None or importlib.util.find_spec(package.replace("-", "_")) is not None
 
 
 def _from_pretrained(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firsttoken.assets.lock import first_line
 from firsttoken.link import Link
-from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
-from firsttoken.progressive.loading.blobs import adapter_blobs, part_blobs
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
 from firsttoken.progressive.loading.views import StageView
 from firsttoken.progressive.recovery.contexts import Context
+from firsttoken.progressive.recovery.growth import Growth
 from firsttoken.progressive.recovery.sessions import Session
 from firsttoken.progressive.recovery.transitions import PrefillAgain, Transition
 from firsttoken.study.errors import BusyError, RequestError
@@ -54,26 +51,22 @@ class Engine:
         device: str = "cpu",
         upgrade_policy: Transition | None = None,
     ) -> None:
-        self.config = config or EngineConfig()
-        self._events: list[dict[str, Any]] = []
-        self._started_s = 0.0
-        self._folder, self._links, self._device = folder, list(links), device
+        self.config = config = config or EngineConfig()
+        self._growth = Growth(
+            folder, links, device=device, threads=config.threads, verify=config.verify, retry_s=config.retry_s
+        )
         self._policy = upgrade_policy or PrefillAgain()
         self._work = threading.Condition()
         self._sessions: list[Session] = []
         self._view: StageView | None = None  # what new requests begin with
         self._arrived: StageView | None = None  # takes over at the next token boundary
-        self._loading: StageLoad | None = None
-        self._stages, self._bytes_total, self._error = 0, 0, ""
-        self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
     # the client's side
 
     def start(self) -> None:
         """Begin to load and to serve; returns at once."""
-        self._started_s = time.monotonic()
-        self._note(0, "started")
+        self._growth.note(0, "started")
         self._spawn(self._serve, "engine")
 
     def submit(
@@ -90,7 +83,7 @@ class Engine:
             raise RequestError(f"max_tokens is {max_new_tokens}; 1 to {limits.max_new_tokens} can be asked for")
         session = Session(prompt_ids, max_new_tokens, upgrade, stop_ids)
         with self._work:
-            if self._closing.is_set():
+            if self._growth.closing.is_set():
                 raise BusyError("the server is shutting down")
             if len(self._sessions) >= limits.max_sessions:
                 raise BusyError(
@@ -102,19 +95,20 @@ class Engine:
 
     def status(self) -> dict[str, Any]:
         """Stage, state and what happened so far; times in seconds since the start."""
+        growth = self._growth
         with self._work:
             stage = self._view.stage if self._view else 0
-            complete = bool(stage) and (stage == self._stages or not self.config.recover)
-            state = "degraded" if self._error else "complete" if complete else "recovering" if stage else "loading"
+            complete = bool(stage) and (stage == growth.stages or not self.config.recover)
+            state = "degraded" if growth.error else "complete" if complete else "recovering" if stage else "loading"
             return {
                 "stage": stage,
-                "stages": self._stages,
+                "stages": growth.stages,
                 "state": state,
-                "error": self._error or None,
-                "events": list(self._events),
+                "error": growth.error or None,
+                "events": list(growth.events),
                 "sessions": len(self._sessions),
-                "bytes_loaded": sum(link.bytes_moved for link in self._links),
-                "bytes_total": self._bytes_total,
+                "bytes_loaded": growth.bytes_moved,
+                "bytes_total": growth.bytes_total,
             }
 
     def wait_stage(self, stage: int, timeout_s: float) -> bool:
@@ -124,12 +118,9 @@ class Engine:
 
     def close(self) -> None:
         """End every session, the load that is under way, and both threads."""
-        self._closing.set()
+        self._growth.close()
         with self._work:
             self._work.notify_all()
-            load = self._loading
-        if load:
-            load.close()
         for thread in self._threads:
             thread.join()
 
@@ -140,84 +131,29 @@ class Engine:
         self._threads.append(thread)
         thread.start()
 
-    def _note(self, stage: int, what: str, **more: float) -> None:
-        self._events.append({"at_s": time.monotonic() - self._started_s, "stage": stage, "what": what} | more)
-
     def _serve(self) -> None:
         """Stage 1, with requests computing behind its layers as they arrive; then turn after turn."""
-        delay = self.config.retry_s
-        while not self._closing.is_set():
-            try:
-                manifest = read_manifest(self._folder)
-                self._begin(manifest)
-                break
-            except Exception as error:  # of any kind: a thread that dies leaves its clients waiting for ever
-                if self._closing.is_set():
-                    break
-                self._failed(1, error)
-                self._end_all(error)
-                self._closing.wait(delay)
-                delay = min(60.0, 2 * delay)
-        if self.config.recover and self._stages > 1 and not self._closing.is_set():
-            self._spawn(lambda: self._recover(manifest), "recovery")
-        while not self._closing.is_set():
+        closing = self._growth.closing
+        if self._growth.insist(1, self._begin, self._end_all) and self.config.recover:
+            self._spawn(self._recover, "recovery")
+        while not closing.is_set():
             self._turn(None)
         self._end_all(BusyError("the server was closed"))
 
-    def _begin(self, manifest: Manifest) -> None:
-        self._stages = len(manifest.stages)
-        self._bytes_total = sum(
-            blob.bytes
-            for stage in range(1, self._stages + 1)
-            for blobs in (adapter_blobs, part_blobs)
-            for blob in blobs(self._folder, manifest, [stage])
-        )
-        self._skeleton = Skeleton(self._folder, manifest, self._device)
-        load = self._load(manifest, 1, self._skeleton.empty_view())
+    def _begin(self) -> StageView:
+        load = self._growth.first()
         with load.streaming():
-            while not load.arrived and not self._closing.is_set():
+            while not load.arrived and not self._growth.closing.is_set():
                 self._turn(load.view)
         view = load.wait()
-        with self._work:
-            self._error = ""
         self._publish(view)
+        return view
 
-    def _load(self, manifest: Manifest, stage: int, previous: StageView) -> StageLoad:
-        options = {"threads": self.config.threads, "verify": self.config.verify}
-        load = StageLoad(self._folder, manifest, [stage], self._links, self._skeleton, previous, **options)
-        with self._work:
-            self._loading = load
-        if self._closing.is_set():
-            load.close()
-        return load
-
-    def _recover(self, manifest: Manifest) -> None:
-        """Bring stage after stage; one that fails is tried again, and the last good one serves meanwhile."""
-        view = self._view
-        for stage in range(2, self._stages + 1):
-            delay = self.config.retry_s
-            while not self._closing.is_set():
-                try:
-                    self._note(stage, "loading")
-                    view = self._load(manifest, stage, view).wait()
-                    break
-                except Exception as error:  # as in _serve
-                    if self._closing.is_set():
-                        return
-                    self._failed(stage, error)
-                    self._closing.wait(delay)
-                    delay = min(60.0, 2 * delay)
-            if self._closing.is_set():
-                return
+    def _recover(self) -> None:
+        for view in self._growth.later(self._view):
             with self._work:
-                self._arrived, self._error = view, ""
-                self._note(stage, "arrived")
+                self._arrived = view
                 self._work.notify_all()
-
-    def _failed(self, stage: int, error: Exception) -> None:
-        with self._work:
-            self._error = f"stage {stage}: {first_line(error)}"
-            self._note(stage, f"failed: {first_line(error)}")
 
     def _publish(self, view: StageView) -> None:
         """Between two tokens: new requests begin with ``view``, and open ones that asked for it move over."""
@@ -226,7 +162,7 @@ class Engine:
                 self._move(session, session.context, view)
         with self._work:
             self._view = view
-            self._note(view.stage, "serving")
+            self._growth.note(view.stage, "serving")
             self._work.notify_all()
 
     def _move(self, session: Session, context: Context, view: StageView) -> None:
@@ -239,7 +175,7 @@ class Engine:
             self._drop(session, error)
             return
         what = f"a session of {len(context.ids)} tokens moved over"
-        self._note(view.stage, what, took_s=time.monotonic() - start)
+        self._growth.note(view.stage, what, took_s=time.monotonic() - start)
 
     def _turn(self, loading: StageView | None) -> None:
         """A token for each open session; with none open, wait for one."""
@@ -259,7 +195,7 @@ class Engine:
                 more = False
             else:
                 if session.context is None:
-                    session.context = Context(self._skeleton.model, view, self._policy.keep(view))
+                    session.context = self._open(session, view)
                 logits = session.context.feed(session.next_ids)
                 more = session.emit(int(logits.argmax()), session.context.view.stage)
         except Exception as error:  # one request's failure is that client's answer, not the end of the service
@@ -268,11 +204,22 @@ class Engine:
         if not more:
             self._drop(session)
 
+    def _open(self, session: Session, view: StageView) -> Context:
+        """Raises RequestError for what this model cannot take; the server's own limits were checked before."""
+        model = self._growth.skeleton.model
+        odd = next((i for i in session.prompt_ids if not 0 <= i < model.config.vocab_size), None)
+        if odd is not None:
+            raise RequestError(f"token {odd} is not in the vocabulary of {model.config.vocab_size}")
+        longest, asked = model.config.max_position_embeddings, len(session.prompt_ids) + session.max_new_tokens
+        if asked > longest:
+            raise RequestError(f"prompt and answer are {asked} tokens; the model's context has {longest}")
+        return Context(model, view, self._policy.keep(view))
+
     def _drop(self, session: Session, error: Exception | None = None) -> None:
         with self._work:
             if session in self._sessions:
                 self._sessions.remove(session)
-        session.end(BusyError("the server was closed") if error and self._closing.is_set() else error)
+        session.end(BusyError("the server was closed") if error and self._growth.closing.is_set() else error)
 
     def _end_all(self, error: Exception) -> None:
         with self._work:  # a client that found the engine open has its session in the list by now

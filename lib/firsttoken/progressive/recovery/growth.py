@@ -1,0 +1,116 @@
+"""Bringing the stages of one checkpoint one after another, each until it is there (ProgressiveServe, 3.4.2)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from firsttoken.assets.lock import first_line
+from firsttoken.link import Link
+from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
+from firsttoken.progressive.loading.blobs import adapter_blobs, part_blobs
+from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.views import StageView
+
+LONGEST_PAUSE_S = 60.0
+
+
+class Growth:
+    """What has arrived of a checkpoint and what went wrong on the way; written by the engine's two threads.
+
+    A stage that fails is tried again after ``retry_s`` seconds, and after twice as long each further time.
+    """
+
+    def __init__(
+        self, folder: Path, links: Sequence[Link], *, device: str, threads: int, verify: bool, retry_s: float
+    ) -> None:
+        self.stages, self.bytes_total, self.error = 0, 0, ""
+        self.events: list[dict[str, Any]] = []
+        self.closing = threading.Event()
+        self._folder, self._links, self._device = folder, list(links), device
+        self._options = {"threads": threads, "verify": verify}
+        self._retry_s = retry_s
+        self._started_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._loading: StageLoad | None = None
+
+    def note(self, stage: int, what: str, **more: float) -> None:
+        """Remember that ``what`` happened to ``stage``, now."""
+        self.events.append({"at_s": time.monotonic() - self._started_s, "stage": stage, "what": what} | more)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that came over all links, those of failed attempts included."""
+        return sum(link.bytes_moved for link in self._links)
+
+    def first(self) -> StageLoad:
+        """Begin to load stage 1. Raises ModelError, StageError or LinkError when it cannot begin."""
+        manifest = read_manifest(self._folder)
+        self.stages = len(manifest.stages)
+        self.bytes_total = sum(
+            blob.bytes
+            for stage in range(1, self.stages + 1)
+            for blobs in (adapter_blobs, part_blobs)
+            for blob in blobs(self._folder, manifest, [stage])
+        )
+        self.skeleton = Skeleton(self._folder, manifest, self._device)
+        self._manifest: Manifest = manifest
+        return self._load(1, self.skeleton.empty_view())
+
+    def later(self, view: StageView) -> Iterator[StageView]:
+        """The views of stages 2 and up, each when it is whole; ends early when the growth is closed."""
+        for stage in range(2, self.stages + 1):
+            arrived = self.insist(stage, partial(self._bring, stage, view))
+            if arrived is None:
+                return
+            view = arrived
+            self.note(stage, "arrived")
+            yield view
+
+    def insist(
+        self, stage: int, attempt: Callable[[], StageView], failed: Callable[[Exception], None] = lambda error: None
+    ) -> StageView | None:
+        """What ``attempt`` returns, called until it raises nothing, ``failed`` after each time it does.
+
+        None when the growth is closed first. Any kind of exception is caught: a thread that dies would leave its
+        clients waiting for ever.
+        """
+        pause = self._retry_s
+        while not self.closing.is_set():
+            self.note(stage, "loading")
+            try:
+                view = attempt()
+                self.error = ""
+                return view
+            except Exception as error:
+                if self.closing.is_set():
+                    break
+                self.error = f"stage {stage}: {first_line(error)}"
+                self.note(stage, f"failed: {first_line(error)}")
+                failed(error)
+                self.closing.wait(pause)
+                pause = min(LONGEST_PAUSE_S, 2 * pause)
+        return None
+
+    def close(self) -> None:
+        """Stop the load that is under way, and begin no other."""
+        self.closing.set()
+        with self._lock:
+            load = self._loading
+        if load:
+            load.close()
+
+    def _bring(self, stage: int, previous: StageView) -> StageView:
+        return self._load(stage, previous).wait()
+
+    def _load(self, stage: int, previous: StageView) -> StageLoad:
+        load = StageLoad(self._folder, self._manifest, [stage], self._links, self.skeleton, previous, **self._options)
+        with self._lock:
+            self._loading = load
+        if self.closing.is_set():
+            load.close()
+        return load

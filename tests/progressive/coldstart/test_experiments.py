@@ -1,0 +1,108 @@
+"""The online experiments end to end, on the paper profile's path: a Llama folder, the report's adapters, SQuAD."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from firsttoken.experiments import run_experiment
+from firsttoken.progressive.coldstart import tables
+from firsttoken.progressive.coldstart.experiments import reachable
+from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, Wire
+from firsttoken.progressive.experiments import healing_training
+from firsttoken.progressive.recovery import tables as recovery_tables
+from firsttoken.progressive.recovery.open_session import ROUNDING
+from firsttoken.study.errors import ProfileError, StageError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Result, read_result
+
+FEW = {
+    "coldstart": {
+        "rounds": 1,
+        "few_rounds": 1,
+        "readers": 2,
+        "gbit_per_s": 0.01,
+        "variants": ["from_pretrained", "whole_streamed", "progressive"],
+        "disk_variants": [],
+        "sweep_links": [],
+        "parallel_variants": [],
+    },
+    "deferral": {
+        "sizes": [0, 2],
+        "trials": 1,
+        "readers": 2,
+        "calibration": 2,
+        "tokens": 32,
+        "search_windows": 1,
+        "items": 4,
+        "windows": 2,
+    },
+    "timeline": {"gbit_per_s": 0.005, "clients": 2, "new_tokens": 6, "duration_s": 1, "sample_s": 0.05, "runs": 1},
+    "open_session": {"contexts": [8, 24], "repeats": 1, "windows": 2, "context_tokens": 16, "continue_tokens": 4},
+}
+
+
+@pytest.fixture
+def trained(paper: Profile) -> Profile:
+    """The paper profile with the report's adapters trained, and every online experiment cut to seconds."""
+    sections = dict(paper.sections)
+    for name, keys in FEW.items():
+        questions = {"questions": sections["quality"]["questions"]} if "questions" in sections[name] else {}
+        sections[name] = dict(sections[name]) | keys | questions
+    profile = dataclasses.replace(paper, sections=sections)
+    healing_training(profile)
+    return profile
+
+
+def test_a_cold_start_from_trial_to_table(trained):
+    result = run_experiment("cold_start", trained)
+    assert read_result(result.path).rows == result.rows
+    tokens = {row["variant"]: row["token_id"] for row in result.rows if row["variant"] != "read"}
+    (last,) = (row["full_token_id"] for row in result.rows if row["variant"] == "progressive")
+    assert tokens["whole_streamed"] == last and tokens.get("from_pretrained", last) == last
+    assert result.summary["progressive_over_whole_0.01gbit"]["n"] == 1
+    assert [row["link"] for row in tables.link_rows(result)] == ["0.01 Gbit/s"]
+    assert len(tables.first_token_rows(result, "0.01gbit")) >= 2
+
+
+def test_a_variant_that_a_bucket_cannot_hold_back_is_refused_or_left_out(trained):
+    assert reachable(["runai", "whole"], Wire(1.0, BUCKET)) == ["whole"]
+    assert reachable(["runai", "whole"], Wire(1.0, KERNEL)) == ["runai", "whole"]
+    sections = dict(trained.sections)
+    sections["coldstart"] = dict(sections["coldstart"]) | {"sweep_variants": ["runai"]}
+    with pytest.raises(ProfileError, match="runai reads past a token bucket"):
+        run_experiment("cold_start", dataclasses.replace(trained, sections=sections))
+    sections["coldstart"] = dict(sections["coldstart"]) | {"sweep_variants": [], "variants": ["warp"]}
+    with pytest.raises(ProfileError, match="no cold-start variant 'warp'"):
+        run_experiment("cold_start", dataclasses.replace(trained, sections=sections))
+
+
+def test_the_sweep_times_and_scores_every_size(trained):
+    result = run_experiment("deferral_sweep", trained)
+    assert {"ttft_0", "ttft_2", "f1_distance_2", "f1_perplexity_2", "f1_healed_3"} <= result.summary.keys()
+    assert tables.most_deferred(result) == 2
+    moved = {row["deferred_layers"]: row["bytes"] for row in result.rows if "bytes" in row}
+    assert moved[2] < moved[0]
+    assert [row["layers deferred"] for row in tables.deferral_rows(result)] == [0, 2]
+    sections = dict(trained.sections)
+    sections["deferral"] = dict(sections["deferral"]) | {"sizes": [6]}
+    with pytest.raises(StageError, match="6 of 6 layers"):
+        run_experiment("deferral_sweep", dataclasses.replace(trained, sections=sections))
+
+
+def test_the_timeline_serves_every_request_whole(trained):
+    result = run_experiment("recovery_timeline", trained)
+    assert all(result.summary[f"short_requests_{case}"]["value"] == 0 for case in ("whole", "pinned", "upgrade"))
+    assert recovery_tables.stages_served(result) == {"whole": [1], "pinned": [1, 2, 3], "upgrade": [1, 2, 3]}
+    assert len(recovery_tables.timeline_rows(result)) >= 5
+
+
+def test_open_sessions_are_right_but_for_the_naive_one(trained):
+    result: Result = run_experiment("open_session", trained)
+    for kind in ("healed", "bare"):
+        for policy in ("prefill_again", "from_boundary_states"):
+            assert result.summary[f"logit_error_{policy}_{kind}"]["value"] < 1e-3 < ROUNDING
+        assert result.summary[f"logit_error_naive_{kind}"]["value"] > 1e-2
+        assert result.summary[f"excess_nll_prefill_again_{kind}"]["value"] == 0
+    assert len(recovery_tables.policy_rows(result)) == 8

@@ -1,0 +1,102 @@
+"""From rows to ratios: pairing by round, the two scopes of device time, what a slow or a missing variant does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, StageFiles, TensorEntry
+from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, NONE, Wire
+from firsttoken.progressive.coldstart.summary import full_rows, link_summary, ratio, values
+
+SIZES = (800, 100, 100)
+
+
+def part(number: int, size: int) -> PartFile:
+    tensors = {f"t{number}": TensorEntry("F32", (2,), 8, 16)}
+    return PartFile(f"layer {number}", f"{number}.safetensors", size, "0" * 64, "add", number, tensors)
+
+
+MANIFEST = Manifest(
+    3,
+    "float32",
+    True,
+    "made up",
+    None,
+    "random",
+    "0",
+    tuple(StageFiles(s, (part(i, n),), None) for i, (s, n) in enumerate(zip("ABC", SIZES, strict=True))),
+)
+
+
+def trial(variant: str, round_: int, request: float, **more: Any) -> dict[str, Any]:
+    row = {"variant": variant, "round": round_, "ttft_request_s": request, "ttft_process_s": request + 3}
+    return (
+        row | {"load_s": request - 0.1, "prefill_warm_s": 0.2, "cpu_s": 1.0, "growth_bytes": 900, "bytes": 1000} | more
+    )
+
+
+@pytest.fixture
+def rows() -> list[dict[str, Any]]:
+    """Four rounds: reading alone takes 1 s, the whole model 1.2, stage 1 1.0, from_pretrained 2, unstreamed 1.4."""
+    found = []
+    for round_ in range(4):
+        drift = 0.01 * round_
+        found.append({"variant": "read", "round": round_, "load_s": 1.0})
+        found += [
+            trial(name, round_, at + drift)
+            for name, at in (("whole_streamed", 1.2), ("from_pretrained", 2.0), ("whole", 1.4))
+        ]
+        later = {"stage2_s": 0.1, "stage3_s": 0.2, "cpu_full_s": 1.5, "growth_bytes": 990}
+        found.append(trial("progressive", round_, 1.0 + drift, load_s=0.88, **later))
+    return found[::-1]  # rounds are paired by number, not by place
+
+
+def test_values_come_by_round(rows):
+    assert values(rows, "whole", "ttft_request_s") == pytest.approx([1.4, 1.41, 1.42, 1.43])
+
+
+def test_a_ratio_is_of_percentiles_and_its_interval_pairs_rounds(rows):
+    found = ratio(rows, "progressive", "whole_streamed")
+    assert found.n == 4 and found.estimate == pytest.approx(1.015 / 1.215)
+    assert found.high - found.low < 0.01  # both drift together
+
+
+def test_the_whole_model_counts_both_later_stages(rows):
+    complete = full_rows(rows)
+    assert len(complete) == 4 and {row["variant"] for row in complete} == {"progressive_full"}
+    assert values(complete, "progressive_full", "ttft_request_s")[0] == pytest.approx(1.3)
+    assert values(complete, "progressive_full", "ttft_process_s")[0] == pytest.approx(4.3)
+    assert values(complete, "progressive_full", "cpu_s") == [1.5] * 4
+
+
+def test_measures_of_a_link(rows):
+    summary, floor = link_summary(rows, Wire(1.0, KERNEL), MANIFEST)
+    value = {name: entry["value"] for name, entry in summary.items()}
+    assert floor["value"] == pytest.approx(1.0)
+    assert value["stage1_load_over_floor_1gbit"] == pytest.approx(0.88 / 0.8)
+    assert value["whole_streamed_over_bound_1gbit"] == pytest.approx(1.215)
+    assert value["p50_reduction_vs_from_pretrained_1gbit"] == pytest.approx(100 * (1 - 1.015 / 2.015))
+    assert value["streaming_gain_1gbit"] == pytest.approx(100 * (1 - 1.215 / 1.415))
+    assert value["device_s_first_1gbit"] == pytest.approx(4.015 / 4.215)
+    assert value["device_s_full_1gbit"] == pytest.approx(4.315 / 4.215)
+    assert value["full_over_whole_1gbit"] == pytest.approx(1.315 / 1.215)
+    assert value["peak_memory_over_whole_1gbit"] == pytest.approx(1.1)
+    assert value["byte_share_first_1gbit"] == pytest.approx(0.8) and value["byte_share_full_1gbit"] == pytest.approx(1)
+    assert value["best_peer_1gbit"] == "from_pretrained" and value["whole_over_best_peer_1gbit"] < 1
+    reduction = summary["p95_reduction_vs_same_loader_1gbit"]
+    assert reduction["low"] <= reduction["value"] <= reduction["high"] and reduction["unit"] == "%"
+
+
+def test_a_link_without_the_progressive_start_has_no_measure_of_it(rows):
+    kept = [row for row in rows if row["variant"] != "progressive"]
+    summary, _ = link_summary(kept, Wire(0.0, NONE), MANIFEST)
+    assert "whole_over_best_peer_unshaped" in summary
+    assert not [name for name in summary if name.startswith(("progressive", "device_s", "stage1"))]
+
+
+def test_several_links_are_held_against_a_kth_of_the_time():
+    rows = [{"variant": "read", "round": 0, "load_s": 1.0}, trial("four_links", 0, 0.5, load_s=0.3)]
+    summary, _ = link_summary(rows, Wire(1.0, BUCKET, parallel=True), MANIFEST)
+    assert summary["four_links_over_expected_1gbit_each"]["value"] == pytest.approx(0.3 / 0.25)
