@@ -17,7 +17,7 @@ def lines(name: str) -> list[str]:
 
 
 def package(requirement: str) -> str:
-    return re.sub(r"[-_.]+", "-", re.split(r"[<>=!~; ]", requirement)[0]).lower()
+    return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~; ]", requirement)[0]).lower()
 
 
 def test_requirements_are_those_of_pyproject():

@@ -53,7 +53,15 @@ def make_model() -> MakeModel:
         config = shape_config(f"tiny-{layers}")
         if kind == "qwen2":
             config = Qwen2Config(**{k: v for k, v in config.to_dict().items() if k not in ("model_type", "head_dim")})
-        config.update({"vocab_size": VOCABULARY, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": 0})
+        config.update(
+            {
+                "vocab_size": VOCABULARY,
+                "max_position_embeddings": 4096,
+                "initializer_range": 0.2,
+                "bos_token_id": None,
+                "eos_token_id": 0,
+            }
+        )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)

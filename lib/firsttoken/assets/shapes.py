@@ -38,6 +38,7 @@ def shape_config(name: str) -> PretrainedConfig:
     kind, (depth, hidden, mlp, heads, kv_heads, vocabulary, context, theta, tied) = _SHAPES[shape]
     extra: dict[str, Any] = {"max_window_layers": depth} if kind is Qwen2Config else {}
     return kind(
+        architectures=[kind.__name__.removesuffix("Config") + "ForCausalLM"],
         num_hidden_layers=int(layers or depth),
         hidden_size=hidden,
         intermediate_size=mlp,

@@ -218,8 +218,8 @@ def test_the_story_of_a_start(stage, serve):
     lasted = time.monotonic() - begun
     events = engine.status()["events"]
     told = [(event["stage"], event["what"]) for event in events]
-    assert told[:2] == [(0, "started"), (1, "serving")]
-    assert set(told[2:]) <= {(k, what) for k in (2, 3) for what in ("loading", "arrived", "serving")}
+    assert told[:3] == [(0, "started"), (1, "loading"), (1, "serving")]
+    assert set(told[3:]) <= {(k, what) for k in (2, 3) for what in ("loading", "arrived", "serving")}
     assert told[-1] == (3, "serving") and (2, "arrived") in told and (3, "arrived") in told
     times = [event["at_s"] for event in events]
     assert times == sorted(times) and times[0] >= 0 and times[-1] <= lasted
@@ -289,8 +289,11 @@ def test_a_cancelled_session_gives_its_place_back(stage, serve):
 def test_one_bad_request_is_its_own_affair(stage, serve):
     engine = serve(stage())
     good, bad = engine.submit(PROMPT, 30), engine.submit([10_000_000], 5)
-    with pytest.raises(Exception, match="index"):
+    long = engine.submit(PROMPT * 700, 900)
+    with pytest.raises(RequestError, match="token 10000000 is not in the vocabulary of 260"):
         events_of(bad)
+    with pytest.raises(RequestError, match="the model's context has 4096"):
+        events_of(long)
     assert len(events_of(good)) == 30
     assert engine.wait_stage(3, PATIENCE) and len(tokens_of(engine.submit(PROMPT, 3))) == 3
 
@@ -445,7 +448,7 @@ def test_a_failure_of_stage_3_is_not_forgotten_while_stage_2_takes_over(stage, s
     assert engine.wait_stage(1, PATIENCE)
     session = engine.submit(PROMPT, 1000, upgrade=True)
     assert first_event(session)
-    engine.config = EngineConfig(retry_s=PATIENCE)  # of stage 3: one failure, and a long time until the next
+    engine._growth._retry_s = PATIENCE  # of stage 3: one failure, and a long time until the next
     link.restore()
     assert engine.wait_stage(2, PATIENCE)
     session.cancel()
