@@ -42,6 +42,8 @@ def phase_stacks(result: Result, links: Sequence[str]) -> Figure:
             if rows:
                 _stack(ax, place, rows, _floor(result, link, rows))
         ax.axvline(0, color="black", linewidth=1)
+        ax.use_sticky_edges = False
+        ax.margins(x=0.04)
         n = min(sum(row["variant"] == name for row in frames[link]) for name in {r["variant"] for r in frames[link]})
         ax.set(title=f"{_link_title(frames[link])}, n = {n}", xlabel="seconds from the arrival of the request")
         ax.grid(axis="y", visible=False)
@@ -54,6 +56,8 @@ def phase_stacks(result: Result, links: Sequence[str]) -> Figure:
 
 def _stack(ax: Axes, place: int, rows: Rows, floor: float) -> None:
     left = -float(np.median([_seconds(row, PHASES[0][1]) for row in rows]))
+    if VARIANTS[rows[0]["variant"]].early:  # its bytes move from the first line of the process on
+        floor += left
     for label, parts, colour in PHASES:
         width = float(np.median([_seconds(row, parts) for row in rows]))
         ax.barh(place, width, left=left, color=colour, label=label, height=0.62)
@@ -102,13 +106,16 @@ def first_token_by_link(result: Result, variants: Sequence[str] = ("whole_stream
         ax.plot(rates, floors, ":", color=COLOURS["floor"], marker=marker, markersize=4, markerfacecolor="none")
     ax.plot([], [], ":", color=COLOURS["floor"], label="floor: bytes / rate")
     ax.set(xscale="log", yscale="log", xlabel="measured rate of the link, Gbit/s", ylabel="TTFT from arrival, s")
+    for axis, ticks in ((ax.xaxis, (1, 2, 5, 10, 20)), (ax.yaxis, (0.1, 0.2, 0.5, 1, 2))):
+        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_ticks([], minor=True)
     ax.legend(loc="upper center", ncols=3, bbox_to_anchor=(0.5, 1.14))
     return fig
 
 
 def _by_rate(result: Result, variant: str) -> list[tuple[float, float, float, float, float]]:
     points = []
-    for link in {row["link"] for row in result.rows}:
+    for link in {row["link"] for row in result.rows if row["variant"] == "progressive"}:
         rows = [row for row in result.rows if row["link"] == link]
         times = values(rows, variant, REQUEST)
         if times:

@@ -34,7 +34,7 @@ def stage_bars(result: Result) -> Figure:
     """Time until each stage serves, in plain starts of the same loader: the report's beside ours."""
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(8.5, 2.9))
+    fig, ax = plt.subplots(figsize=(8.5, 3.2))
     whole = result.summary["whole_model_whole"]["value"]
     bars = [("report: Llama-2-7B, about 1 Gbit/s", np.cumsum(PAPER_S["stages"]) / PAPER_S["whole"], COLOURS["paper"])]
     for case in ("pinned", "upgrade"):
@@ -44,15 +44,15 @@ def stage_bars(result: Result) -> Figure:
         for stage, end in enumerate(ends, start=1):
             colour = COLOURS[f"S{stage}"]
             ax.barh(place, end - begin, left=begin, color=colour, edgecolor=edge, linewidth=2, height=0.6)
+            last = stage == len(ends)
             ax.annotate(
                 f"{end:.2f}",
                 (end, place),
-                ha="right",
+                ha="left" if last else "right",
                 va="center",
                 fontsize=9,
-                xytext=(-3, 0),
+                xytext=(5 if last else -3, 0),
                 textcoords="offset points",
-                color="white" if stage == 3 else "black",
             )
             begin = end
     ax.axvline(1, color=COLOURS["floor"], linestyle="--", label="plain start of the same loader")
@@ -60,9 +60,9 @@ def stage_bars(result: Result) -> Figure:
         ax.barh(0, 0, color=COLOURS[f"S{stage}"], label=f"until stage {stage} serves")
     ax.set_yticks(range(len(bars)), [label for label, _, _ in bars])
     ax.invert_yaxis()
-    ax.set(xlabel="time from the start, in plain starts")
+    ax.set(xlabel="time from the start, in plain starts", xlim=(0, 1.4))
     ax.grid(axis="y", visible=False)
-    fig.legend(loc="outside lower center", ncols=4)
+    fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 
@@ -94,9 +94,10 @@ def growth_of_service(result: Result, run: int = 0) -> Figure:
         memory = [(row["at_s"], row["rss_bytes"] / 1e6) for row in rows if row["row"] == "memory"]
         bottom.plot(*zip(*memory, strict=True), color=COLOURS["measured"])
         top.set_title(LABELS[case], fontsize=11)
-        bottom.set(xlabel="seconds from the start", ylim=(0, None))
+        bottom.set(xlabel="seconds from the start")
     axes[0][0].set(ylabel="tokens handed out")
-    axes[1][0].set(ylabel="resident, MB")
+    most = max(row["rss_bytes"] for row in result.rows if row["row"] in ("memory", "peak"))
+    axes[1][0].set(ylabel="resident, MB", ylim=(0, 1.1 * most / 1e6))
     for stage, label in ((1, "stage 1"), (2, "stage 2"), (3, "whole model")):
         axes[0][0].plot([], [], "o", color=COLOURS[f"S{stage}"], label=f"by {label}")
     axes[0][0].plot([], [], "--", color="black", label="begins to serve")
