@@ -153,6 +153,9 @@ def trade_off(result: Result) -> Figure:
                 _line(ax, points, result.summary[f"{score}_s0"], **look)
         ax.set(ylabel=label)
     right.set(yscale="log")
+    ticks = (20, 50, 100, 200, 500, 1000, 2000)
+    right.yaxis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
+    right.yaxis.set_ticks([], minor=True)
     for ax in (left, middle, right):
         ax.set(xlabel="layers deferred", xticks=sizes[:: max(1, len(sizes) // 6)])
     left.legend(loc="lower left")
