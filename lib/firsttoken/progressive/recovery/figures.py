@@ -22,11 +22,11 @@ LABELS = {
     "pinned": "progressive, requests end as they began",
     "upgrade": "progressive, open requests move over",
 }
-POLICIES = {
-    "request boundary": ("#009E73", "o"),
-    "prefill again": ("#0072B2", "s"),
-    "from boundary states": ("#E69F00", "^"),
-    "naive": ("#D55E00", "X"),
+POLICIES = {  # Tol's muted scheme: no policy shares a colour with a stage, or with paper and measured
+    "request boundary": ("#117733", "o"),
+    "prefill again": ("#882255", "s"),
+    "from boundary states": ("#999933", "^"),
+    "naive": ("#CC6677", "X"),
 }
 
 
@@ -152,5 +152,5 @@ def continuation_losses(result: Result) -> Figure:
     ax.set_xticks(range(len(POLICIES)), list(POLICIES))
     ax.set(ylabel="loss of what follows, nats a token")
     ax.grid(axis="x", visible=False)
-    ax.legend(loc="upper left")
+    fig.legend(loc="outside lower center", ncols=2)
     return fig
