@@ -63,6 +63,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six layers; 1 and 2 wait for stage 2, 3 and 4 for stage 3. 109, 76 and 76 kB."""
     config = shape_config("tiny-6")
     config.update({"vocab_size": 260, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None})
+    config.max_position_embeddings = 32768  # room for an answer that a client does not wait for
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
