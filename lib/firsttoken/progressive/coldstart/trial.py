@@ -173,9 +173,8 @@ def _start_ours(
     manifest = read_manifest(folder)
     skeleton = Skeleton(folder, manifest, spec.device)
     marks.phase("build")
-    load = StageLoad(
-        folder, manifest, variant.stages, links, skeleton, skeleton.empty_view(), verify=variant.verify, reader=reader
-    )
+    options = {"threads": spec.readers, "verify": variant.verify, "reader": reader}
+    load = StageLoad(folder, manifest, variant.stages, links, skeleton, skeleton.empty_view(), **options)
     marks.phase("adapter")
     load.view.activate(skeleton.model)
     if variant.streamed:

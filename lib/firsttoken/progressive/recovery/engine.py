@@ -133,10 +133,11 @@ class Engine:
 
     def _serve(self) -> None:
         """Stage 1, with requests computing behind its layers as they arrive; then turn after turn."""
-        closing = self._growth.closing
-        if self._growth.insist(1, self._begin, self._end_all) and self.config.recover:
-            self._spawn(self._recover, "recovery")
-        while not closing.is_set():
+        if view := self._growth.insist(1, self._begin, self._end_all):
+            self._publish(view)
+            if self.config.recover:
+                self._spawn(self._recover, "recovery")
+        while not self._growth.closing.is_set():
             self._turn(None)
         self._end_all(BusyError("the server was closed"))
 
@@ -145,9 +146,7 @@ class Engine:
         with load.streaming():
             while not load.arrived and not self._growth.closing.is_set():
                 self._turn(load.view)
-        view = load.wait()
-        self._publish(view)
-        return view
+        return load.wait()
 
     def _recover(self) -> None:
         for view in self._growth.later(self._view):
