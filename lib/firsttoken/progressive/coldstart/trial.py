@@ -12,7 +12,6 @@ INTERPRETER_UP = time.monotonic()
 
 import json  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Callable  # noqa: E402
 from dataclasses import dataclass, field, replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -31,8 +30,7 @@ class TrialSpec:
 
     ``gbit_per_s`` shapes our own reads with a token bucket (0: not at all; a limit in the kernel is the parent's).
     ``stages`` are loaded instead of the variant's own, where given; ``recover`` loads the later ones after the first
-    token. With an empty ``prompt`` (random weights have no
-    tokenizer) it is ``prompt_tokens`` arbitrary ids.
+    token. With an empty ``prompt`` (random weights have no tokenizer) it is ``prompt_tokens`` arbitrary ids.
     """
 
     variant: str
@@ -85,7 +83,9 @@ def main(spec: TrialSpec) -> dict[str, Any]:
 
     import torch
 
-    _import_libraries(spec, variant)
+    from firsttoken.progressive.coldstart import starts
+
+    starts.import_libraries(spec, variant)
     if spec.threads:
         torch.set_num_threads(spec.threads)
     marks.phase("imports")
@@ -95,9 +95,9 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         # on CUDA the reader needs pinned memory, and so the load opens it
         reading = time.monotonic()
         reader = _open(spec, variant, links)
-    prompt = _tokenize(spec, variant)
+    prompt = starts.tokenize(spec, variant)
     marks.phase("config and tokenizer")
-    start = _start_peer if variant.peer else _start_ours
+    start = starts.start_peer if variant.peer else starts.start_ours
     with torch.inference_mode():
         first, more = start(spec, variant, links, reader, prompt, marks)
     token_s = marks.last
@@ -113,108 +113,6 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         row["cpu_full_s"] -= used
     row["growth_bytes"] = peak() - before
     return row
-
-
-More = Callable[[float], dict[str, Any]]
-
-
-def _import_libraries(spec: TrialSpec, variant: Variant) -> None:
-    """Everything a worker of this kind has in memory before it knows which request will come."""
-    import tokenizers  # noqa: F401
-    import transformers
-
-    config = json.loads(Path(spec.stock, "config.json").read_text(encoding="utf-8"))
-    getattr(transformers, config["architectures"][0])
-    if variant.peer:
-        from firsttoken.progressive.loading.peers import import_peer
-
-        import_peer(variant.peer)
-    else:
-        from firsttoken.progressive.loading import loader  # noqa: F401
-    if variant.peer == "from_pretrained":
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-
-
-def _tokenize(spec: TrialSpec, variant: Variant) -> Any:
-    """The prompt's ids [1, tokens]; by the Auto class for the stock way, by the tokenizer's own file otherwise."""
-    import torch
-
-    if variant.peer == "from_pretrained" and spec.prompt:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(spec.stock, local_files_only=True)(spec.prompt, return_tensors="pt")[
-            "input_ids"
-        ].to(spec.device)
-    if not spec.prompt:
-        return torch.arange(1, spec.prompt_tokens + 1)[None].to(spec.device)
-    from tokenizers import Tokenizer
-
-    return torch.tensor([Tokenizer.from_file(f"{spec.stock}/tokenizer.json").encode(spec.prompt).ids]).to(spec.device)
-
-
-def _start_peer(
-    spec: TrialSpec, variant: Variant, links: list[Link], reader: BlobReader | None, prompt: Any, marks: Marks
-) -> tuple[int, More]:
-    from firsttoken.progressive.loading.peers import load_with
-
-    model = load_with(variant.peer, Path(spec.stock), device=spec.device)
-    marks.phase("load")
-    token = _prefill(model, prompt)
-    marks.phase("prefill")
-    return token, lambda reading: {"load_s": marks.phases["load"], "prefill_warm_s": _warm(model, prompt)}
-
-
-def _start_ours(
-    spec: TrialSpec, variant: Variant, links: list[Link], reader: BlobReader | None, prompt: Any, marks: Marks
-) -> tuple[int, More]:
-    from firsttoken.progressive.loading.loader import Skeleton, StageLoad
-
-    folder = Path(spec.staged)
-    manifest = read_manifest(folder)
-    skeleton = Skeleton(folder, manifest, spec.device)
-    marks.phase("build")
-    options = {"threads": spec.readers, "verify": variant.verify, "reader": reader}
-    load = StageLoad(folder, manifest, variant.stages, links, skeleton, skeleton.empty_view(), **options)
-    marks.phase("adapter")
-    load.view.activate(skeleton.model)
-    if variant.streamed:
-        with load.streaming():
-            token = _prefill(skeleton.model, prompt)
-        marks.phase("prefill")
-        marks.move("prefill", "load", load.stalled_s)
-    else:
-        load.wait()
-        marks.phase("load")
-        token = _prefill(skeleton.model, prompt)
-        marks.phase("prefill")
-
-    def more(reading: float) -> dict[str, Any]:
-        view = load.wait()
-        row: dict[str, Any] = {"load_s": load.arrived_s - reading, "place_s": load.placing_s}
-        row["bytes"] = sum(link.bytes_moved for link in links)
-        if spec.recover:
-            row |= _recover(spec, manifest, links, skeleton, view, variant, prompt)
-            view.activate(skeleton.model)
-        return row | {"prefill_warm_s": _warm(skeleton.model, prompt)}
-
-    return token, more
-
-
-def _recover(
-    spec: TrialSpec, manifest: Any, links: list[Link], skeleton: Any, view: Any, variant: Variant, prompt: Any
-) -> dict[str, Any]:
-    """Bring the later stages one after another, with nothing else to do; and what the whole model says then."""
-    from firsttoken.progressive.loading.loader import StageLoad
-
-    row: dict[str, Any] = {}
-    options = {"threads": spec.readers, "verify": variant.verify}
-    for stage in range(max(variant.stages) + 1, len(manifest.stages) + 1):
-        begin = time.monotonic()
-        view = StageLoad(Path(spec.staged), manifest, [stage], links, skeleton, view, **options).wait()
-        row[f"stage{stage}_s"] = time.monotonic() - begin
-    row["cpu_full_s"], row["full_bytes"] = cpu_seconds(), sum(link.bytes_moved for link in links)
-    view.activate(skeleton.model)
-    return row | {"full_token_id": _prefill(skeleton.model, prompt)}
 
 
 def _open(spec: TrialSpec, variant: Variant, links: list[Link]) -> BlobReader:
@@ -233,17 +131,6 @@ def _read_alone(spec: TrialSpec, variant: Variant, links: list[Link]) -> dict[st
     for index in range(len(blobs)):
         reader.wait(index)
     return {"load_s": time.monotonic() - begin, "bytes": sum(blob.bytes for blob in blobs)}
-
-
-def _prefill(model: Any, prompt: Any) -> int:
-    return int(model(prompt, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
-
-
-def _warm(model: Any, prompt: Any) -> float:
-    """Seconds of a second prefill, every weight in place and every kernel chosen."""
-    from firsttoken.study.clock import timed
-
-    return timed(lambda: _prefill(model, prompt), repeats=1, warmup=0, device=prompt.device)[0]
 
 
 if __name__ == "__main__":
