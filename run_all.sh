@@ -12,7 +12,7 @@ usage: ./run_all.sh [--profile NAME] [--only NN ...] [--list]
   --list           list the notebooks and stop
   -h, --help       this text
 
-The first run makes an environment in .venv and downloads about 240 MB of model and text into .cache;
+The first run makes an environment in .venv and downloads about 265 MB of model and text into .cache;
 FIRSTTOKEN_CACHE names another folder for the latter, PYTHON the interpreter to start from.
 TEXT
 }

@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
 # Everything that must pass before a change is kept: style, unit tests (seconds), then every notebook at the quick
 # profile, its outputs held against the committed ones. `tests/run.sh --unit` leaves the notebooks out.
+# `tests/run.sh --vllm` runs only what needs vLLM, in an environment of its own, which it makes (env/vllm/setup.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 case "${1:-}" in
     "" | --unit) ;;
-    *) echo "usage: tests/run.sh [--unit]" >&2 && exit 2 ;;
+    --vllm)
+        env/vllm/setup.sh
+        # one thread: two that wait for each other on busy cores took 20 to 100 times as long for this tiny model
+        exec env OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -o addopts=--import-mode=importlib tests/vllm
+        ;;
+    *) echo "usage: tests/run.sh [--unit | --vllm]" >&2 && exit 2 ;;
 esac
 
 source env/setup.sh

@@ -42,6 +42,7 @@ class Experiment:
 _PROGRESSIVE = "firsttoken.progressive.experiments"
 _COLDSTART = "firsttoken.progressive.coldstart"
 _RECOVERY = "firsttoken.progressive.recovery"
+_ENGINE = "firsttoken.engine.experiments"
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
@@ -70,6 +71,22 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("deferral_sweep", "How many layers may wait", "14", f"{_COLDSTART}.deferral:deferral_sweep"),
         Experiment("recovery_timeline", "Serving while it grows", "15", f"{_RECOVERY}.timeline:recovery_timeline"),
         Experiment("open_session", "A session that is open meanwhile", "16", f"{_RECOVERY}.open_session:open_session"),
+        Experiment("environment", "What the engine runs on", "20", f"{_ENGINE}.environment:environment"),
+        Experiment("throughput", "The engine beside others", "20", f"{_ENGINE}.throughput:throughput"),
+        Experiment("recovery_latency", "Swap or recompute", "21", f"{_ENGINE}.recovery_latency:recovery_latency"),
+        Experiment(
+            "crosspoint_replayed",
+            "The cross-point policy on the paper's costs",
+            "22",
+            f"{_ENGINE}.policies_replayed:crosspoint_replayed",
+        ),
+        Experiment(
+            "crosspoint_live",
+            "The policies live, and the simulator's error",
+            "22",
+            f"{_ENGINE}.policies_live:crosspoint_live",
+        ),
+        Experiment("online_crosspoint", "A threshold that learns", "23", f"{_ENGINE}.online:online_crosspoint"),
     )
 }
 

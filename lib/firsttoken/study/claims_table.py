@@ -46,7 +46,7 @@ def claims_table(here: Iterable[Judgement], recorded: Iterable[Judgement], machi
         differs = theirs.verdict not in (Verdict.NOT_RUN, mine.verdict)
         gpu = f"{theirs.measured} ({theirs.verdict})" if differs else theirs.measured
         minutes = f"{show(claim.human_min)} + {show(claim.compute_min)}"
-        says = f"{textwrap.shorten(claim.says, _WIDTH, placeholder=' ...')} ({claim.place})"
+        says = f"{claim.report}: {textwrap.shorten(claim.says, _WIDTH, placeholder=' ...')} ({claim.place})"
         cells = [says, _paper(claim), mine.measured, gpu, _tolerance(claim), claim.notebook, minutes, mine.verdict]
         lines.append(_row(cells))
     return "\n".join([*lines, "", f"Measured here: `{machine}`."])

@@ -1,0 +1,38 @@
+"""What a swap would cost if copies were larger: a price for each copy, and a rate for the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.kv import KVShape
+from firsttoken.study.errors import ProfileError
+
+
+@dataclass(frozen=True)
+class CopyCosts(Costs):
+    """The steps of ``costs``, with swaps of ``copy_s`` for each copy and ``bytes_per_s`` for the bytes, either way.
+
+    ``coalesced`` makes one copy a request out of the ``shape.copies(tokens)`` that vLLM 0.2.4 makes.
+    """
+
+    costs: Costs
+    shape: KVShape
+    copy_s: float
+    bytes_per_s: float
+    coalesced: bool = False
+
+    def __post_init__(self) -> None:
+        if self.copy_s < 0 or self.bytes_per_s <= 0:
+            raise ProfileError(f"copy costs: {self.copy_s} s a copy at {self.bytes_per_s} B/s; give 0 or more, above 0")
+
+    def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        return self.costs.step_s(prefills, contexts)
+
+    def swap_out_s(self, tokens: int) -> float:
+        copies = 1 if self.coalesced else self.shape.copies(tokens)
+        return copies * self.copy_s + self.shape.blocks(tokens) * self.shape.block_bytes / self.bytes_per_s
+
+    def swap_in_s(self, tokens: int) -> float:
+        return self.swap_out_s(tokens)

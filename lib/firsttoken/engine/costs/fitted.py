@@ -1,0 +1,133 @@
+"""Costs fitted to what an engine was seen to do: linear in what a step consists of, and in the tokens of a swap."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.nnls import non_negative
+from firsttoken.study.errors import CorpusError
+from firsttoken.study.profile import build_config
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """One step as it was measured; ``prefills`` and ``contexts`` as in ``Costs.step_s``."""
+
+    prefills: Sequence[tuple[int, int]]
+    contexts: Sequence[int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SwapSample:
+    """One recovery by swap as it was measured."""
+
+    tokens: int
+    out_s: float
+    in_s: float
+
+
+Sample = TypeVar("Sample", StepSample, SwapSample)
+
+
+@dataclass(frozen=True)
+class FittedCosts(Costs):
+    """Seconds of: a step, a prefill token, an attention pair of a prefill, a decoding request, a token of its context,
+    a token of the padding that pays for the longest context; and fixed and per token for each way of a swap."""
+
+    step: float
+    prefill_token: float
+    pair: float
+    request: float
+    context_token: float
+    padded_token: float
+    out_fixed: float
+    out_token: float
+    in_fixed: float
+    in_token: float
+
+    def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        if not prefills and not contexts:
+            return 0.0
+        prices = (self.step, self.prefill_token, self.pair, self.request, self.context_token, self.padded_token)
+        return float(np.dot(_parts(prefills, contexts), prices))
+
+    def swap_out_s(self, tokens: int) -> float:
+        return self.out_fixed + self.out_token * tokens
+
+    def swap_in_s(self, tokens: int) -> float:
+        return self.in_fixed + self.in_token * tokens
+
+    def as_dict(self) -> dict[str, float]:
+        """For JSON; ``from_dict`` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> FittedCosts:
+        """Raises ProfileError for an unknown or missing price."""
+        return build_config(cls, values, where="fitted costs")
+
+
+def fit_costs(steps: Sequence[StepSample], swaps: Sequence[SwapSample]) -> FittedCosts:
+    """Prices that no part of which is negative, with the least squared relative error.
+
+    Raises CorpusError for fewer than 6 steps or 2 swaps, or seconds that are not above 0.
+    """
+    if len(steps) < 6 or len(swaps) < 2:
+        raise CorpusError(f"costs: {len(steps)} steps and {len(swaps)} swaps seen; a fit needs at least 6 and 2")
+    tokens = [[1.0, sample.tokens] for sample in swaps]
+    return FittedCosts(
+        *_relative_fit([_parts(sample.prefills, sample.contexts) for sample in steps], [s.seconds for s in steps]),
+        *_relative_fit(tokens, [sample.out_s for sample in swaps]),
+        *_relative_fit(tokens, [sample.in_s for sample in swaps]),
+    )
+
+
+def held_out_errors(
+    steps: Sequence[StepSample], swaps: Sequence[SwapSample], folds: int = 5, seed: int = 0
+) -> dict[str, dict[str, float]]:
+    """Median and 90th percentile of the absolute relative error on samples that the fit did not see, by fold.
+
+    "step" and "swap" map to {"median", "p90", "n"}. Raises CorpusError as ``fit_costs`` does.
+    """
+    rng = np.random.default_rng(seed)
+    step_folds, swap_folds = rng.permutation(len(steps)) % folds, rng.permutation(len(swaps)) % folds
+    step_errors: list[float] = []
+    swap_errors: list[float] = []
+    for fold in range(folds):
+        seen_steps, new_steps = _split(steps, step_folds == fold)
+        seen_swaps, new_swaps = _split(swaps, swap_folds == fold)
+        costs = fit_costs(seen_steps, seen_swaps)
+        step_errors += [abs(costs.step_s(new.prefills, new.contexts) / new.seconds - 1) for new in new_steps]
+        swap_errors += [abs(costs.swap_s(new.tokens) / (new.out_s + new.in_s) - 1) for new in new_swaps]
+    named = {"step": step_errors, "swap": swap_errors}
+    return {
+        name: {"median": float(np.median(errors)), "p90": float(np.percentile(errors, 90)), "n": len(errors)}
+        for name, errors in named.items()
+    }
+
+
+def _parts(prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> list[float]:
+    """What a step consists of [6], in the order of the prices."""
+    new = sum(new for _, new in prefills)
+    pairs = sum(new * (cached + new / 2) for cached, new in prefills)
+    return [1.0, new, pairs, len(contexts), sum(contexts), len(contexts) * max(contexts, default=0)]
+
+
+def _relative_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
+    """Non-negative prices [k] for ``rows`` [n, k] with the least sum of ((predicted - seen) / seen)²."""
+    seen = np.asarray(seconds, dtype=float)
+    if not (seen > 0).all():
+        raise CorpusError("costs: a step or swap was seen to take no time; check the clock that measured it")
+    return non_negative(np.asarray(rows, dtype=float) / seen[:, None], np.ones(len(seen)))
+
+
+def _split(samples: Sequence[Sample], held: np.ndarray) -> tuple[list[Sample], list[Sample]]:
+    pairs = list(zip(samples, held, strict=True))
+    return [sample for sample, out in pairs if not out], [sample for sample, out in pairs if out]

@@ -1,0 +1,33 @@
+"""The one interface to costs: the engine on a simulated device, the oracle and the tables read all through it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+
+class Costs(ABC):
+    """Seconds of what an engine does. A prefill is (tokens already cached, new tokens)."""
+
+    @abstractmethod
+    def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        """One step: ``prefills``, and one token for each decoding request; ``contexts`` are their cached tokens.
+
+        A step without either costs nothing.
+        """
+
+    @abstractmethod
+    def swap_out_s(self, tokens: int) -> float:
+        """Moving the keys and values of ``tokens`` tokens from the device to the host."""
+
+    @abstractmethod
+    def swap_in_s(self, tokens: int) -> float:
+        """Bringing them back, with what has to be prepared for it (the paper's "prep")."""
+
+    def recompute_s(self, tokens: int) -> float:
+        """The prefill of ``tokens`` tokens in a step of its own."""
+        return self.step_s([(0, tokens)], [])
+
+    def swap_s(self, tokens: int) -> float:
+        """One recovery by swap: out and in."""
+        return self.swap_out_s(tokens) + self.swap_in_s(tokens)

@@ -1,0 +1,207 @@
+"""The step loop. One code for live runs and simulations: the executor brings the clock and the work."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from firsttoken.engine.blocks import BlockPool
+from firsttoken.engine.executor import Executor
+from firsttoken.engine.preemption import make_policy
+from firsttoken.engine.preemption.base import PreemptionPolicy
+from firsttoken.engine.preemptor import Preemptor, Recovery
+from firsttoken.engine.request import GREEDY, Request, Sampling, Work
+from firsttoken.engine.schedulers import SCHEDULERS
+from firsttoken.engine.schedulers.base import VICTIMS, Bounds, Scheduler
+from firsttoken.study.errors import ProfileError, RequestError
+from firsttoken.study.profile import unknown
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How requests share the pool.
+
+    ``victim`` names who is preempted (LIFO in the paper, 2.2); ``watermark`` is the share of blocks that admission
+    leaves free (vLLM: 0.01; CPS: 0, 3.1); ``requests`` run at once, ``prefill_tokens`` are prefilled in one step;
+    ``overtake`` lets a swapped request that fits come back before an earlier one that does not (vLLM: no).
+    """
+
+    scheduler: str = "prefill_first"
+    preemption: str = "recompute"
+    victim: str = "last_arrived"
+    watermark: float = 0.01
+    requests: int = 256
+    prefill_tokens: int = 2048
+    overtake: bool = False
+
+    def __post_init__(self) -> None:
+        for what, name, known in (
+            ("scheduler", self.scheduler, SCHEDULERS),
+            ("victim choice", self.victim, VICTIMS),
+        ):
+            if name not in known:
+                raise ProfileError(f"engine: no {what} {name!r}; {unknown(name, known)}")
+        if not 0 <= self.watermark < 1:
+            raise ProfileError(f"engine: watermark must be a share from 0 to below 1, not {self.watermark}")
+        for name in ("requests", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ProfileError(f"engine: {name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as it was: ``prefills`` are (cached, new) tokens, ``contexts`` the cached tokens of each decode."""
+
+    at_s: float
+    seconds: float
+    prefills: tuple[tuple[int, int], ...]
+    contexts: tuple[int, ...]
+
+
+@dataclass
+class Trace:
+    """What an observer of the engine keeps."""
+
+    steps: list[Step] = field(default_factory=list)
+    recoveries: list[Recovery] = field(default_factory=list)
+
+
+class Engine:
+    """Requests go in, tokens come out of ``step``; nothing runs between two steps.
+
+    ``policy`` overrides the one that the configuration names; ``trace`` collects steps and recoveries if given.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig = EngineConfig(),
+        *,
+        policy: PreemptionPolicy | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.executor = executor
+        self.config = config
+        self.trace = trace
+        self.pool = BlockPool(executor.blocks, watermark=int(config.watermark * executor.blocks))
+        self.preemptor = Preemptor(
+            policy or make_policy(config.preemption), executor, trace.recoveries.append if trace else None
+        )
+        self.scheduler: Scheduler = SCHEDULERS[config.scheduler](
+            self.pool,
+            executor.block_tokens,
+            Bounds(config.requests, config.prefill_tokens, config.overtake),
+            self.preemptor,
+            VICTIMS[config.victim],
+        )
+        self._coming: list[tuple[tuple[float, int], Request]] = []
+        self._open: dict[int, Request] = {}
+        self._numbers = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is open."""
+        return bool(self._open)
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling = GREEDY, arrival_s: float | None = None) -> Request:
+        """Take a request that arrives at ``arrival_s`` of the executor's clock (now, unless given).
+
+        Raises RequestError for an empty prompt, a token outside the vocabulary, or more tokens than the model's context
+        or the pool can ever hold.
+        """
+        request = Request(self._numbers, prompt, sampling, self.executor.now() if arrival_s is None else arrival_s)
+        self._check(request)
+        self._numbers += 1
+        self._open[request.number] = request
+        heapq.heappush(self._coming, (request.order, request))
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request early, wherever it stands; its blocks are free at once."""
+        if self._open.pop(request.number, None) is None:
+            return
+        self._coming = [entry for entry in self._coming if entry[1] is not request]
+        heapq.heapify(self._coming)
+        self.scheduler.end(request)
+
+    def step(self) -> list[tuple[Request, int]]:
+        """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet."""
+        works = self._next_works()
+        if not works:
+            return []
+        start = self.executor.now()
+        tokens = self.executor.execute(works)
+        now = self.executor.now()
+        self._account(works, start, now - start)
+        produced = []
+        for work, token in zip(works, tokens, strict=True):
+            request, completes = work.request, work.completes
+            request.cached += work.tokens
+            if completes:
+                produced.append((request, token))
+                if request.append(token, now):
+                    self._end(request)
+        return produced
+
+    def run(self) -> None:
+        """Step until no request is open."""
+        while self.busy:
+            self.step()
+
+    def serve(self, items: Iterable[tuple[Sequence[int], Sampling, float]]) -> list[Request]:
+        """Run (prompt, sampling, seconds from now) to the end; the requests in the order given."""
+        start = self.executor.now()
+        requests = [self.submit(prompt, sampling, start + after_s) for prompt, sampling, after_s in items]
+        self.run()
+        return requests
+
+    def _next_works(self) -> list[Work]:
+        """Let arrivals in and schedule; waits for the next arrival or transfer when that yields nothing."""
+        while self.busy:
+            now = self.executor.now()
+            while self._coming and self._coming[0][0][0] <= now:
+                self.scheduler.arrive(heapq.heappop(self._coming)[1])
+            self.scheduler.collect()
+            before = self._standing()
+            if works := self.scheduler.schedule():
+                return works
+            if self.scheduler.restoring:
+                self.scheduler.collect(wait=True)
+            elif self._standing() == before:  # else a preemption made room: schedule again
+                if not self._coming:
+                    raise AssertionError("requests are open, and the scheduler runs none of them")
+                self.executor.wait_until(self._coming[0][0][0])
+        return []
+
+    def _standing(self) -> tuple[int, ...]:
+        queues = self.scheduler.waiting, self.scheduler.running, self.scheduler.restoring, self.scheduler.swapped
+        return tuple(len(queue) for queue in queues)
+
+    def _account(self, works: Sequence[Work], at_s: float, seconds: float) -> None:
+        """Record the step, and what its whole prompts say about the cost of recomputing."""
+        prefills = [work for work in works if not work.request.decoding]
+        contexts = tuple(work.request.cached for work in works if work.request.decoding)
+        if self.trace is not None:
+            shapes = tuple((work.request.cached, work.tokens) for work in prefills)
+            self.trace.steps.append(Step(at_s, seconds, shapes, contexts))
+        new = sum(work.tokens for work in works)
+        for work in prefills:
+            if work.completes:
+                self.preemptor.prefilled(work.request, work.tokens, seconds * work.tokens / new)
+
+    def _end(self, request: Request) -> None:
+        del self._open[request.number]
+        self.scheduler.end(request)
+
+    def _check(self, request: Request) -> None:
+        limits, most = self.executor.limits, request.prompt_tokens + request.sampling.max_tokens
+        asked = f"a prompt of {request.prompt_tokens} tokens and {request.sampling.max_tokens} new ones"
+        if most > limits.context:
+            raise RequestError(f"{asked} exceed the model's context of {limits.context} tokens; ask for fewer")
+        usable = self.pool.count - self.pool.watermark
+        if -(-request.most_cached // self.executor.block_tokens) > usable:
+            room = usable * self.executor.block_tokens
+            raise RequestError(f"{asked} exceed the KV pool of {room} tokens; ask for fewer or make the pool larger")
+        if not all(0 <= token < limits.vocabulary for token in request.tokens):
+            raise RequestError(f"the prompt holds a token outside the vocabulary of {limits.vocabulary}")

@@ -1,0 +1,64 @@
+"""What carries a scheduler's decisions out. The live one runs a model, the simulated one charges a cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from firsttoken.engine.request import Request, Work
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an executor can hold: tokens of one request, ids of the vocabulary."""
+
+    context: int
+    vocabulary: int
+
+
+class Moved(Protocol):
+    """Seconds that one way of a swap took: making the list of copies, and copying (CPS 3.2.1)."""
+
+    prep_s: float
+    copy_s: float
+
+
+class Transfer(Protocol):
+    """A request's keys and values on their way back."""
+
+    @property
+    def done(self) -> bool:
+        """Whether they have arrived."""
+
+    def wait(self) -> Moved:
+        """Wait until they have, and say how long they took."""
+
+
+class Executor(Protocol):
+    """Runs steps and moves keys and values, on a clock of its own."""
+
+    limits: Limits
+    block_tokens: int
+    blocks: int
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+
+    def wait_until(self, moment_s: float) -> None:
+        """Let the time pass, as nothing can run before ``moment_s``."""
+
+    def execute(self, works: Sequence[Work]) -> list[int]:
+        """Process the tokens of ``works``; the next token after each (of no meaning where the work is partial)."""
+
+    def swap_out(self, request: Request) -> Moved | None:
+        """Copy the request's blocks to host memory and set ``request.host``; None when there is no room for them."""
+
+    def swap_in(self, request: Request) -> Transfer:
+        """Begin to copy ``request.host`` into the request's blocks."""
+
+    def drop(self, host: Any) -> None:
+        """Give up a copy in host memory."""
+
+    def close(self) -> None:
+        """Give back what the executor holds."""

@@ -1,0 +1,1 @@
+"""The engine's experiments, and how their results are drawn and tabled."""

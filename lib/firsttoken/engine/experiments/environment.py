@@ -1,0 +1,107 @@
+"""The environment of CPS (Table 1) beside this machine's, and which of its parts cannot have been together."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firsttoken.study.machine import describe
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+
+_PCI = Path("/sys/bus/pci/devices")
+_DISPLAY = "0x03"  # PCI class of display controllers, data-centre GPUs included
+_GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}  # GT/s of a lane -> PCI Express
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of Table 1, as printed."""
+
+    component: str
+    paper: str
+
+
+TABLE_1 = (
+    Part("CPU", "Intel Core i5-10210U, 1.60 GHz"),
+    Part("GPU", "NVIDIA RTX A6000, 48 GB"),
+    Part("system memory", "512 GB"),
+    Part("interconnect", "PCIe 4.0 x16"),
+    Part("engine", "vLLM 0.2.4, CUDA 12.1"),
+    Part("model", "Qwen2.5-0.5B"),
+    Part("temperature", "1.0"),
+    Part("dataset", "ShareGPT, 200 samples"),
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a part allows, and what Table 1 puts beside it; the two cannot go together where ``asked`` is more."""
+
+    part: str
+    other: str
+    allows: float
+    asked: float
+    unit: str
+    source: str
+
+    @property
+    def broken(self) -> bool:
+        return self.asked > self.allows
+
+
+LIMITS = (
+    Limit("CPU", "system memory", 64, 512, "GB", "Intel's product page of the i5-10210U: at most 64 GB"),
+    Limit("CPU", "interconnect", 3, 4, "PCIe generation", "Intel's product page of the i5-10210U: PCI Express 3.0"),
+    Limit("CPU", "interconnect", 16, 16, "PCIe lanes", "Intel's product page of the i5-10210U: up to 16 lanes"),
+    Limit("engine", "model", 0.2, 0.3, "vLLM minor version", "vLLM issue 3463: Qwen2 needs 0.3.0 or later"),
+    Limit("GPU", "interconnect", 4, 4, "PCIe generation", "NVIDIA's data sheet of the RTX A6000: PCI Express 4.0 x16"),
+)
+
+
+def environment(profile: Profile) -> Outcome:
+    """Rows {what: part | limit, ...}: Table 1 beside this machine, and its limits one by one."""
+    here = describe()
+    rows: Rows = [{"what": "part", "component": part.component, "paper": part.paper} for part in TABLE_1]
+    for row in rows:
+        row["here"] = _here(row["component"], here, profile)
+    for limit in LIMITS:
+        rows.append({"what": "limit", **vars(limit), "broken": limit.broken})
+    broken = sum(limit.broken for limit in LIMITS)
+    return Outcome(rows, {}, {"impossible_pairs": {"value": broken, "n": len(LIMITS)}}, {"source": "this machine"})
+
+
+def _here(component: str, machine: dict[str, Any], profile: Profile) -> str:
+    engine = f"firsttoken {_version('firsttoken')}, torch {machine['packages']['torch']}"
+    told = {
+        "CPU": f"{machine['cpu']}, {machine['cores']} cores",
+        "GPU": machine["gpu"] or "none",
+        "system memory": f"{machine['memory_bytes'] / 1e9:.0f} GB",
+        "interconnect": link_of_gpu() or "none to a GPU",
+        "engine": engine,
+        "model": profile.model,
+        "temperature": "0 (greedy), for equal tokens under every policy",
+        "dataset": "ShareGPT, 200 conversations a seed (replayed)",
+    }
+    return told[component]
+
+
+def link_of_gpu(devices: Path = _PCI) -> str | None:
+    """ "PCIe 4.0 x16" of the first display controller whose link Linux knows; None where there is none."""
+    for device in sorted(devices.glob("*")):
+        try:
+            if not (device / "class").read_text().startswith(_DISPLAY):
+                continue
+            speed = (device / "max_link_speed").read_text().split()[0]
+            width = (device / "max_link_width").read_text().strip()
+        except (OSError, IndexError):
+            continue
+        if speed in _GENERATIONS:
+            return f"PCIe {_GENERATIONS[speed]}.0 x{width}"
+    return None
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(package)

@@ -1,0 +1,152 @@
+"""The tables of notebooks 20 to 23, from results alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from firsttoken.engine.costs.published import TABLE_2, decomposed
+from firsttoken.engine.experiments.policies_live import METRICS
+from firsttoken.engine.experiments.policies_replayed import CONTROLS
+from firsttoken.engine.experiments.recovery_latency import swap_ms
+from firsttoken.engine.experiments.styles import PATHS, POLICIES, SYSTEMS
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.show import interval
+
+
+def environment_rows(result: Result) -> Rows:
+    """Table 1 beside this machine."""
+    parts = [row for row in result.rows if row["what"] == "part"]
+    return [{key: row[key] for key in ("component", "paper", "here")} for row in parts]
+
+
+def limit_rows(result: Result) -> Rows:
+    """What each part of Table 1 allows, what stands beside it, and whether both can be."""
+    return [
+        {
+            "pair": f"{row['part']} and {row['other']}",
+            "allows": f"{row['allows']:g} {row['unit']}",
+            "Table 1 has": f"{row['asked']:g}",
+            "together": "impossible" if row["broken"] else "possible",
+            "source": row["source"],
+        }
+        for row in result.rows
+        if row["what"] == "limit"
+    ]
+
+
+def throughput_rows(result: Result) -> Rows:
+    """Tokens per second of every system, and the packed engine over it."""
+    cases = {(row["dtype"], row["requests"]): None for row in result.rows}
+    rows = []
+    for name, label in SYSTEMS.items():
+        line: dict[str, Any] = {}
+        for dtype, count in cases:
+            case = f"{dtype}_{count}"
+            line[f"{dtype}, {count} requests: tokens/s"] = interval(result.summary.get(f"{name}_{case}"), 0)
+            for engine in ("engine", "engine_packed"):
+                ratio = result.summary.get(f"{engine}_over_{name}_{case}")
+                line[f"{engine} / it ({dtype}, {count})"] = interval(ratio, 2)
+        if any(line.values()):
+            rows.append({"system": label} | {key: value for key, value in line.items() if value or "tokens/s" in key})
+    return rows
+
+
+def published_rows() -> Rows:
+    """Table 2 as printed, and what a copy of 4 KiB costs in it if the bytes cross at 25 GB/s."""
+    rows = []
+    for line in TABLE_2:
+        parts = decomposed(line.tokens)
+        rows.append(
+            {
+                "tokens": line.tokens,
+                "out, ms": line.out_ms,
+                "prep, ms": line.prep_ms,
+                "in, ms": line.in_ms,
+                "swap, ms": line.swap_ms,
+                "recompute, ms": line.recompute_ms,
+                "copies each way": parts.copies,
+                "bytes at 25 GB/s, ms each way": round(parts.wire_s * 1e3, 2),
+                "rest, us a copy (out, in)": f"{parts.out_us_per_copy:.2f}, {parts.in_us_per_copy:.2f}",
+            }
+        )
+    return rows
+
+
+def recovery_rows(result: Result) -> Rows:
+    """Table 2 of this machine: medians by length."""
+    rows = []
+    for tokens in sorted({row["tokens"] for row in result.rows if row["what"] == "recompute"}):
+        line: dict[str, Any] = {"tokens": tokens}
+        for name in PATHS:
+            mine = [row for row in result.rows if row["what"] == "swap" and row["path"] == name]
+            line[f"swap {name}, ms"] = _median([swap_ms(row) for row in mine if row["tokens"] == tokens])
+        line["plain copies out and in, ms"] = result.floors[f"swap_{tokens}_tokens"]["value"]
+        again = [row["ms"] for row in result.rows if row["what"] == "recompute" and row["tokens"] == tokens]
+        line["recompute, ms"] = _median(again)
+        rows.append({key: value if key == "tokens" else _digits(value) for key, value in line.items()})
+    return rows
+
+
+def policy_rows(result: Result) -> Rows:
+    """Figure 2 in numbers: means over workloads with intervals."""
+    names = ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "recovery_s", "preemptions")
+    rows = []
+    for name, (label, _, _) in POLICIES.items():
+        if f"{name}_mean_ttft_ms" in result.summary:
+            line = {"policy": label}
+            for measure in names:
+                digits = {"recovery_s": 2, "mean_ttft_ms": 0, "preemptions": 0}.get(measure, 1)
+                line[measure] = interval(result.summary[f"{name}_{measure}"], digits)
+            rows.append(line)
+    return rows
+
+
+def gain_rows(result: Result) -> Rows:
+    """By how much CrossPoint and the controls lie below others, paired by workload; the paper's values beside them."""
+    summary, paper = result.summary, {"p99_tpot_below_swap_pct": "13.1", "p99_tpot_below_recompute_pct": "20.1"}
+    said = {"mean_ttft": "mean TTFT", "mean_tpot": "mean TPOT", "p99_tpot": "P99 TPOT", "recovery": "recovery cost"}
+    rows = [
+        {
+            "what": f"{label} of CrossPoint below {POLICIES[other][0]}, %",
+            "measured": interval(summary[f"{name}_below_{other}_pct"]),
+            "paper": paper.get(f"{name}_below_{other}_pct", ""),
+        }
+        for name, label in said.items()
+        for other in ("swap", "recompute")
+    ]
+    for name in CONTROLS:
+        for other in ("swap", "cross_point"):
+            what = f"P99 TPOT of {POLICIES[name][0].removeprefix('control: ')} below {POLICIES[other][0]}, %"
+            rows.append({"what": what, "measured": interval(summary[f"{name}_p99_tpot_below_{other}_pct"])})
+    coalesced = {
+        "coalesced_recovery_below_pct": "recovery cost of Swap with coalesced copies below CrossPoint, %",
+        "coalesced_p99_tpot_below_swap_pct": "P99 TPOT of CrossPoint below Swap, both with coalesced copies, %",
+        "recovery_share_pct": "share of all recoveries in a run of CrossPoint, %",
+    }
+    rows += [{"what": what, "measured": interval(summary[name], 2)} for name, what in coalesced.items()]
+    bound = summary["least_mean_ttft_ms"]["value"] / 1e3
+    rows.append(
+        {"what": "least mean TTFT with 512 blocks of 16 tokens, s", "measured": f"{bound:.1f}", "paper": "1.65"}
+    )
+    return rows
+
+
+def simulator_rows(result: Result) -> Rows:
+    """How far the simulated runs are from the live ones."""
+    rows = []
+    for name in METRICS:
+        measure = f"simulator_{name.removesuffix('_ms')}"
+        worst = result.summary[f"{measure}_worst_pct"]["value"]
+        mean = interval(result.summary[f"{measure}_off_pct"])
+        rows.append({"metric": name, "off, % (mean over runs)": mean, "worst run, %": f"{worst:.1f}"})
+    return rows
+
+
+def _median(values: list[float]) -> float:
+    return float(np.median(values))
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"

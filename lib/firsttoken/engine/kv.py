@@ -1,0 +1,85 @@
+"""The KV cache: its shape in tokens and bytes, and the pool of blocks that every request draws from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from firsttoken.study.errors import RequestError
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one token's keys and values are, and how many tokens make a block."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim", "block_tokens"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"KV cache: {name} must be at least 1, not {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype, block_tokens: int = 16) -> KVShape:
+        """The shape that a model of ``config`` needs."""
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return cls(config.num_hidden_layers, kv_heads, head_dim, dtype, block_tokens)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """All layers, keys and values."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * self.bytes_per_token
+
+    @property
+    def copy_bytes(self) -> int:
+        """One block of one layer, keys or values: what vLLM 0.2.4 moves with one copy."""
+        return self.block_bytes // (2 * self.layers)
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that hold ``tokens`` tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def copies(self, tokens: int) -> int:
+        """Copies that vLLM 0.2.4 makes to move ``tokens`` tokens one way: one a block, layer, and keys or values."""
+        return self.blocks(tokens) * self.layers * 2
+
+
+class KVPool:
+    """Keys and values of all requests in ``rows`` [blocks, layers, 2, block_tokens, kv_heads, head_dim].
+
+    Block-major: one block, with all its layers, is one contiguous row, so a request is moved by moving rows. The memory
+    is written once when it is made, so that no request pays for its first touch.
+    """
+
+    def __init__(self, shape: KVShape, blocks: int, device: torch.device | str = "cpu") -> None:
+        if blocks < 1:
+            raise RequestError(f"KV cache: it needs at least 1 block, not {blocks}")
+        self.shape = shape
+        self.device = torch.device(device)
+        size = (blocks, shape.layers, 2, shape.block_tokens, shape.kv_heads, shape.head_dim)
+        self.rows = torch.empty(size, dtype=shape.dtype, device=self.device).zero_()
+
+    @property
+    def blocks(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def block_rows(self) -> torch.Tensor:
+        """[blocks * layers * 2, block_tokens * kv_heads * head_dim]: a row is one layer's keys or values of a block."""
+        return self.rows.view(self.blocks * self.shape.layers * 2, -1)
+
+    @property
+    def token_rows(self) -> torch.Tensor:
+        """[blocks * layers * 2 * block_tokens, kv_heads * head_dim]: a row is one layer's key or value of a token."""
+        return self.rows.view(-1, self.shape.kv_heads * self.shape.head_dim)

@@ -1,0 +1,89 @@
+"""Tokens per second of a stock vLLM on given prompts: the baseline beside this project's own engine.
+
+``python -m firsttoken.engine.on_vllm.throughput --model DIR --prompts FILE.json`` prints one JSON object as its last
+line. It runs in the environment that ``env/vllm/setup.sh`` makes, with the settings that were fastest on CPU: the engine
+in this process (one of its own polls, and takes a core from the model), all usable cores (vLLM leaves one to itself),
+and a compiled model where there is a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from firsttoken.study.errors import RequestError
+
+BLOCK_TOKENS = 128  # vLLM's own choice on CPU; 32 was no faster
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Tokens per second of vLLM on given prompts; prints one JSON object")
+    parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON list of lists of token ids")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated for every prompt, greedily")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs, after one to warm up")
+    options = parser.parse_args(arguments)
+    prompts = json.loads(options.prompts.read_text(encoding="utf-8"))
+    if not prompts or not all(prompts):
+        raise RequestError(f"{options.prompts.name}: expected a list of prompts, each a list of token ids")
+
+    # read when torch and vLLM are imported, which is why that comes only now
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    print(json.dumps(measure(options.model, prompts, options.new_tokens, options.dtype, options.repeats)))
+
+
+def measure(model: str, prompts: list[list[int]], new_tokens: int, dtype: str, repeats: int) -> dict:
+    """Every run generates ``new_tokens`` tokens for all ``prompts`` at once, and no request is ever preempted."""
+    import torch
+    import vllm
+    from transformers import AutoConfig
+
+    from firsttoken.engine.kv import KVShape
+    from firsttoken.study.profile import DTYPES
+
+    shape = KVShape.of(AutoConfig.from_pretrained(model), DTYPES[dtype], BLOCK_TOKENS)
+    blocks = sum(shape.blocks(len(prompt) + new_tokens) for prompt in prompts)
+    compiles = shutil.which(os.environ.get("CXX", "g++")) is not None
+    llm = vllm.LLM(
+        model=model,
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        max_model_len=max(map(len, prompts)) + new_tokens,
+        max_num_seqs=len(prompts),
+        block_size=BLOCK_TOKENS,
+        kv_cache_memory_bytes=(blocks + 1) * shape.block_bytes,  # vLLM keeps one for itself
+        enable_prefix_caching=False,
+        enforce_eager=not compiles,
+    )
+    greedy = vllm.SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    seconds = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        outputs = llm.generate(asked, greedy, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    llm.llm_engine.engine_core.shutdown()
+    timed = seconds[1:]
+    return {
+        "vllm": vllm.__version__,
+        "dtype": dtype,
+        "tokens_per_s": [len(prompts) * new_tokens / run for run in timed],
+        "seconds": timed,
+        "requests": len(prompts),
+        "new_tokens": new_tokens,
+        "threads": torch.get_num_threads(),
+        "compiled": compiles,
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Paged attention with stock SDPA, on any device: the reference.
+
+Decodes share one call, padded to the longest context; query heads of one KV head are packed into the query axis, so
+keys and values are never repeated. Each prefill has a call of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from firsttoken.engine.attention import Attend, layer_steps
+from firsttoken.engine.kv import KVPool
+from firsttoken.engine.request import Work
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """Tokens ``start`` to ``end`` of the step; ``reads`` [layers, 2 * blocks] and ``mask`` where some are cached."""
+
+    start: int
+    end: int
+    reads: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+class PaddedAttend(Attend):
+    """``works`` in the order of the step's tokens, those of one token first."""
+
+    def __init__(self, pool: KVPool, works: list[Work], blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+        super().__init__(pool, blocks, offsets)
+        self.single = sum(work.tokens == 1 for work in works)
+        if self.single:
+            self._plan_single(works[: self.single])
+        self.prefills: list[_Prefill] = []
+        start = self.single
+        for work in works[self.single :]:
+            self.prefills.append(self._plan_prefill(work, start))
+            start += work.tokens
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        shape = self.pool.shape
+        _, heads, tokens, width = query.shape
+        group = heads // shape.kv_heads
+        out = query.new_empty(tokens, heads, width)
+        if n := self.single:
+            keys, values = self._read(self.reads[layer], n)
+            packed = query[0, :, :n].transpose(0, 1).reshape(n, shape.kv_heads, group, width)
+            seen = F.scaled_dot_product_attention(packed, keys, values, attn_mask=self.mask, scale=scaling)
+            out[:n] = seen.reshape(n, heads, width)
+        for part in self.prefills:
+            new = slice(part.start, part.end)
+            q, k, v, mask = query[:, :, new], key[:, :, new], value[:, :, new], part.mask
+            if mask is not None:
+                k, v = (half[:, :, : mask.shape[-1]] for half in self._read(part.reads[layer], 1))
+            seen = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=group > 1
+            )
+            out[new] = seen[0].transpose(0, 1)
+        return out[None]
+
+    def _read(self, rows: torch.Tensor, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [requests, kv_heads, context, head_dim] of block rows [requests * 2 * blocks]."""
+        shape = self.pool.shape
+        both = self.pool.block_rows.index_select(0, rows)
+        both = both.view(requests, 2, -1, shape.kv_heads, shape.head_dim)
+        return both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
+
+    def _plan_single(self, works: list[Work]) -> None:
+        """Block tables padded with the request's own first block; a mask hides what lies behind each context."""
+        shape, device = self.pool.shape, self.pool.device
+        contexts = torch.tensor([work.request.cached + 1 for work in works])
+        width = shape.blocks(int(contexts.max()))
+        tables = [(work.request.blocks + [work.request.blocks[0]] * width)[:width] for work in works]
+        self.reads = self._rows(torch.tensor(tables))
+        hidden = torch.arange(width * shape.block_tokens) >= contexts[:, None]
+        mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf"))
+        self.mask = mask[:, None, None].to(device)
+
+    def _plan_prefill(self, work: Work, start: int) -> _Prefill:
+        request, end = work.request, start + work.tokens
+        if not request.cached:
+            return _Prefill(start, end, None, None)
+        shape = self.pool.shape
+        context = request.cached + work.tokens
+        table = torch.tensor([request.blocks[: shape.blocks(context)]])
+        hidden = torch.arange(context) > torch.arange(request.cached, context)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf"))
+        return _Prefill(start, end, self._rows(table), mask.to(self.pool.device))
+
+    def _rows(self, tables: torch.Tensor) -> torch.Tensor:
+        """Block tables [requests, blocks] as rows of ``KVPool.block_rows`` [layers, requests * 2 * blocks]."""
+        keys = (tables * (self.pool.shape.layers * 2)).to(self.pool.device)
+        return torch.stack([keys, keys + 1], 1).flatten() + layer_steps(self.pool, 2)

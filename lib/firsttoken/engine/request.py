@@ -1,0 +1,144 @@
+"""A request: what a client asked for, and how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from operator import index
+from typing import Any
+
+import torch
+
+from firsttoken.study.errors import RequestError
+
+
+class Phase(StrEnum):
+    """Where a request stands. A restoring one has its blocks again, but its keys and values are still on the way."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    RESTORING = "restoring"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen and when to end.
+
+    ``temperature`` 0 is greedy; ``top_p`` keeps the likeliest tokens that make up this share; ``stop`` are token ids
+    that end the request, and are part of its output. ``seed`` makes a request's draws its own: they do not depend on
+    what else is in the batch.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stop: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise RequestError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if not -(2**63) <= self.seed < 2**64:
+            raise RequestError(f"seed must have at most 64 bits, not {self.seed}")
+
+
+GREEDY = Sampling()
+
+
+class Request:
+    """One request of the engine; ``arrival_s`` and ``times_s`` (of each output token) are on the engine's clock."""
+
+    def __init__(self, number: int, prompt: Sequence[int], sampling: Sampling, arrival_s: float) -> None:
+        try:
+            self.tokens = [index(token) for token in prompt]  # the output is appended
+        except TypeError as error:
+            raise RequestError(f"the prompt holds something that is no token id: {error}") from None
+        if not self.tokens:
+            raise RequestError("the prompt is empty; give at least one token")
+        self.number = number
+        self.sampling = sampling
+        self.arrival_s = arrival_s
+        self.prompt_tokens = len(self.tokens)
+        self.times_s: list[float] = []
+        self.phase = Phase.WAITING
+        self.cached = 0  # tokens whose keys and values are in the pool, or in the host's
+        self.blocks: list[int] = []
+        self.host: Any = None  # the executor's handle of the copy in host memory
+        self.transfer: Any = None  # on its way back
+        self.recomputing = False  # the marker of CPS 3.2.2: the next prefill is a recovery
+        self.preemptions = 0
+        self._generator: torch.Generator | None = None
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def most_cached(self) -> int:
+        """Tokens whose keys and values are in the pool at most; those of the last token are never needed."""
+        return self.prompt_tokens + self.sampling.max_tokens - 1
+
+    @property
+    def todo(self) -> int:
+        """Tokens to process before the next one can be chosen; 1 while decoding."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def decoding(self) -> bool:
+        """Whether all but the latest token are cached."""
+        return self.cached > 0 and self.todo == 1
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is over."""
+        return self.phase is Phase.FINISHED
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """First come, first served."""
+        return self.arrival_s, self.number
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The source of this request's draws, made on first use."""
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(self.sampling.seed)
+        return self._generator
+
+    def append(self, token: int, now_s: float) -> bool:
+        """Take the next token; whether it is the last."""
+        self.tokens.append(token)
+        self.times_s.append(now_s)
+        return len(self.times_s) >= self.sampling.max_tokens or token in self.sampling.stop
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from arrival to the first token."""
+        return self.times_s[0] - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per token after the first; None for a single token."""
+        gaps = len(self.times_s) - 1
+        return (self.times_s[-1] - self.times_s[0]) / gaps if gaps else None
+
+
+@dataclass(frozen=True)
+class Work:
+    """``tokens`` of ``request``, the next ones that are not cached, in the coming step."""
+
+    request: Request
+    tokens: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the step gives the request its next token."""
+        return self.tokens == self.request.todo

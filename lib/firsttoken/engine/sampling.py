@@ -1,0 +1,32 @@
+"""From logits to tokens: greedy for all at once, draws one request at a time from its own generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from firsttoken.engine.request import Request, Work
+
+
+def next_tokens(logits: torch.Tensor, works: Sequence[Work]) -> list[int]:
+    """The token after each of ``works`` from its ``logits`` [works, vocabulary].
+
+    A partial work draws nothing: what a request says must not hang on how its prompt was cut.
+    """
+    tokens = logits.argmax(-1).tolist()
+    for row, work in enumerate(works):
+        if work.completes and work.request.sampling.temperature > 0:
+            tokens[row] = _draw(logits[row].double().cpu(), work.request)
+    return tokens
+
+
+def _draw(logits: torch.Tensor, request: Request) -> int:
+    """One draw from the tempered distribution, cut to the nucleus (Holtzman et al., ICLR 2020)."""
+    sampling = request.sampling
+    below = logits - logits.max()  # never above 0, and in double: the smallest temperature leaves the largest alone
+    shares, order = (below / sampling.temperature).softmax(-1).sort(descending=True)
+    if sampling.top_p < 1:
+        before = shares.cumsum(0) - shares
+        shares = shares.masked_fill(before >= sampling.top_p, 0.0)
+    return int(order[torch.multinomial(shares, 1, generator=request.generator)])

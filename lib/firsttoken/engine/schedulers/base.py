@@ -1,0 +1,168 @@
+"""What every scheduler shares: queues, admission, blocks, preemption. A policy is one method, ``schedule``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from firsttoken.engine.blocks import BlockPool
+from firsttoken.engine.preemptor import Preemptor
+from firsttoken.engine.request import Phase, Request, Work
+
+Victim = Callable[[list[Request]], Request]
+
+VICTIMS: dict[str, Victim] = {
+    "last_arrived": lambda running: max(running, key=lambda request: request.order),  # LIFO, CPS 2.2
+    "first_arrived": lambda running: min(running, key=lambda request: request.order),
+    "longest": lambda running: max(running, key=lambda request: (request.cached, request.order)),
+    "shortest": lambda running: min(running, key=lambda request: (request.cached, request.order)),
+}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a step may hold: requests at once, and prompt tokens prefilled in one step (a longer prompt goes alone).
+
+    ``overtake``: a swapped request that fits may come back before one that came earlier and does not.
+    """
+
+    requests: int
+    prefill_tokens: int
+    overtake: bool = False
+
+
+class Scheduler(ABC):
+    """Says what the coming step processes.
+
+    The queues: ``waiting`` (new, or to be recomputed; those go first), ``running`` and ``restoring`` (they have
+    blocks), ``swapped``. Blocks are counted in ``pool``; ``block_tokens`` tokens fill one.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(
+        self, pool: BlockPool, block_tokens: int, bounds: Bounds, preemptor: Preemptor, victim: Victim
+    ) -> None:
+        self.pool = pool
+        self.block_tokens = block_tokens
+        self.bounds = bounds
+        self.preemptor = preemptor
+        self.victim = victim
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.restoring: list[Request] = []
+        self.swapped: list[Request] = []
+
+    @abstractmethod
+    def schedule(self) -> list[Work]:
+        """The work of the coming step, its blocks taken; empty when nothing can run now."""
+
+    # -- what policies are made of
+
+    def admit(self, *, reserve: bool = False) -> Request | None:
+        """The first waiting request, running now, with blocks for all its tokens; None when there is no room.
+
+        ``reserve`` takes blocks for as many tokens as it may ever have.
+        """
+        if not self.waiting or len(self.running) + len(self.restoring) >= self.bounds.requests:
+            return None
+        request = self.waiting[0]
+        tokens = request.most_cached if reserve else len(request.tokens)
+        blocks = self.pool.take(self._missing(request, tokens), admission=True)
+        if blocks is None:
+            return None
+        request.blocks += blocks
+        request.phase = Phase.RUNNING
+        self.running.append(self.waiting.popleft())
+        return request
+
+    def prefills(self, *, reserve: bool = False) -> list[Work]:
+        """Admit whole prompts until requests, blocks or the prefill budget run out; the first may exceed the budget."""
+        works: list[Work] = []
+        left = self.bounds.prefill_tokens
+        while self.waiting and (not works or self.waiting[0].todo <= left):
+            request = self.admit(reserve=reserve)
+            if request is None:
+                break
+            works.append(Work(request, request.todo))
+            left -= request.todo
+        return works
+
+    def decodes(self) -> list[Work]:
+        """One token of every decoding request, the first come first; who finds no block left preempts others."""
+        works: list[Work] = []
+        for request in sorted(self.running, key=lambda request: request.order):
+            if request.phase is Phase.RUNNING and request.decoding and self._grow(request, works):
+                works.append(Work(request, 1))
+        return works
+
+    def resume(self) -> None:
+        """Give blocks back to swapped requests, the first come first, as long as there are enough.
+
+        Where the first does not fit the others wait too, unless ``bounds.overtake`` lets any that fits go ahead.
+        """
+        for request in sorted(self.swapped, key=lambda request: request.order):
+            if len(self.running) + len(self.restoring) >= self.bounds.requests:
+                return
+            blocks = self.pool.take(self._missing(request, request.cached + 1), admission=True)
+            if blocks is not None:
+                request.blocks = blocks
+                self.swapped.remove(request)
+                self.preemptor.restore(request)
+                (self.running if request.phase is Phase.RUNNING else self.restoring).append(request)
+            elif not self.bounds.overtake:
+                return
+
+    # -- what the engine calls
+
+    def arrive(self, request: Request) -> None:
+        """A new request."""
+        self.waiting.append(request)
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Requests whose keys and values have come back run again; with ``wait``, wait for the first."""
+        for request in list(self.restoring):
+            if self.preemptor.poll(request, wait=wait):
+                self.restoring.remove(request)
+                self.running.append(request)
+                wait = False
+
+    def end(self, request: Request) -> None:
+        """The request is over, wherever it stands; its blocks are free again."""
+        self.preemptor.forget(request)
+        for queue in (self.waiting, self.running, self.restoring, self.swapped):
+            if request in queue:
+                queue.remove(request)
+        self._release(request)
+        request.phase = Phase.FINISHED
+
+    def preempt(self, victim: Request) -> None:
+        """Take the blocks of ``victim`` away; it waits, before all who never ran, or is swapped out."""
+        self.running.remove(victim)
+        self.preemptor.evict(victim)
+        self._release(victim)
+        if victim.phase is Phase.SWAPPED:
+            self.swapped.append(victim)
+        else:
+            self.waiting.appendleft(victim)
+
+    def _grow(self, request: Request, planned: list[Work]) -> bool:
+        """Take the block that the next token of ``request`` may need; False when it had to give up its own."""
+        while (blocks := self.pool.take(self._missing(request, request.cached + 1))) is None:
+            fixed = {work.request.number for work in planned}
+            victim = self.victim([other for other in self.running if other.number not in fixed])
+            self.preempt(victim)
+            if victim is request:
+                return False
+        request.blocks += blocks
+        return True
+
+    def _missing(self, request: Request, tokens: int) -> int:
+        return max(0, -(-tokens // self.block_tokens) - len(request.blocks))
+
+    def _release(self, request: Request) -> None:
+        self.pool.give(request.blocks)
+        request.blocks = []

@@ -1,0 +1,27 @@
+"""Prefill-first scheduling (vLLM 0.2, Kwon et al., SOSP 2023): prompts whenever there is room, else decodes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from firsttoken.engine.request import Work
+from firsttoken.engine.schedulers.base import Scheduler
+
+
+class PrefillFirst(Scheduler):
+    """Swapped requests come back before anyone new is admitted, and not in a step that had to preempt."""
+
+    name: ClassVar[str] = "prefill_first"
+
+    def schedule(self) -> list[Work]:
+        if not self.swapped:
+            works = self.prefills()
+            if works:
+                return works
+        preempted = len(self.swapped) + len(self.waiting)
+        works = self.decodes()
+        if len(self.swapped) + len(self.waiting) == preempted:
+            before = len(self.running)
+            self.resume()
+            works += [Work(request, 1) for request in self.running[before:]]
+        return works

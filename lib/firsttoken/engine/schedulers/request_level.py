@@ -1,0 +1,19 @@
+"""Request-level scheduling (FasterTransformer): a batch is closed until its last request ends."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from firsttoken.engine.request import Work
+from firsttoken.engine.schedulers.base import Scheduler
+
+
+class RequestLevel(Scheduler):
+    """Blocks are reserved for all tokens that a request may have, so nobody is preempted."""
+
+    name: ClassVar[str] = "request_level"
+
+    def schedule(self) -> list[Work]:
+        if self.running:
+            return self.decodes()
+        return self.prefills(reserve=True)

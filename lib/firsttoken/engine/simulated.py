@@ -1,0 +1,105 @@
+"""The executor that charges a cost model: the engine itself becomes the simulator. Its tokens mean nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.executor import Limits
+from firsttoken.engine.request import Request, Work
+
+NO_LIMIT = 1 << 62
+TOKEN = 0  # what every request says
+
+
+@dataclass(frozen=True)
+class Charged:
+    """Seconds that one way of a swap was charged."""
+
+    copy_s: float
+    prep_s: float = 0.0
+
+
+class SimulatedExecutor:
+    """Time passes by ``costs``, one model or a function from the time in s to the model that holds then.
+
+    ``overlap``: a swap-in passes beside the steps instead of between them, over one link.
+    """
+
+    def __init__(
+        self,
+        costs: Costs | Callable[[float], Costs],
+        blocks: int,
+        *,
+        block_tokens: int = 16,
+        host_blocks: int = 0,
+        overlap: bool = False,
+        context: int = NO_LIMIT,
+    ) -> None:
+        self.costs_at = (lambda now_s: costs) if isinstance(costs, Costs) else costs
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self.limits = Limits(context, NO_LIMIT)
+        self._host_free = host_blocks
+        self._overlap = overlap
+        self._now = 0.0
+        self._link_free_s = 0.0
+
+    def now(self) -> float:
+        """Simulated seconds."""
+        return self._now
+
+    def wait_until(self, moment_s: float) -> None:
+        """Jump there."""
+        self._now = max(self._now, moment_s)
+
+    def execute(self, works: Sequence[Work]) -> list[int]:
+        """Charge the step."""
+        prefills = [(work.request.cached, work.tokens) for work in works if not work.request.decoding]
+        contexts = [work.request.cached for work in works if work.request.decoding]
+        self._now += self.costs_at(self._now).step_s(prefills, contexts)
+        return [TOKEN] * len(works)
+
+    def swap_out(self, request: Request) -> Charged | None:
+        """Charge the way out, if the host pool has room."""
+        blocks = -(-request.cached // self.block_tokens)
+        if blocks > self._host_free:
+            return None
+        self._host_free -= blocks
+        request.host = blocks
+        charged = Charged(self.costs_at(self._now).swap_out_s(request.cached))
+        self._now = max(self._now, self._link_free_s) + charged.copy_s
+        return charged
+
+    def swap_in(self, request: Request) -> Charging:
+        """Charge the way back, now or beside the coming steps."""
+        seconds = self.costs_at(self._now).swap_in_s(request.cached)
+        self._link_free_s = max(self._now, self._link_free_s) + seconds
+        if not self._overlap:
+            self._now = self._link_free_s
+        return Charging(self, self._link_free_s, Charged(seconds))
+
+    def drop(self, host: int) -> None:
+        """Give blocks back to the host pool."""
+        self._host_free += host
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+@dataclass(frozen=True)
+class Charging:
+    """A way back that ends at ``ends_s``."""
+
+    executor: SimulatedExecutor
+    ends_s: float
+    charged: Charged
+
+    @property
+    def done(self) -> bool:
+        return self.executor.now() >= self.ends_s
+
+    def wait(self) -> Charged:
+        self.executor.wait_until(self.ends_s)
+        return self.charged

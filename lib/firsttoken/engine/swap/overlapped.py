@@ -1,0 +1,78 @@
+"""The coalesced swap, with the way back beside the computation of other requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+from firsttoken.engine.kv import KVPool
+from firsttoken.engine.swap.arena import HostArena, Span
+from firsttoken.engine.swap.coalesced import Coalesced
+from firsttoken.engine.swap.path import Job, Moved, OnStream, Transfer, start
+
+
+class Overlapped(Coalesced):
+    """``into`` returns at once; until its transfer is done, nobody may use its blocks or give its span back.
+
+    On a GPU all movements are queued on one side stream, after what the current stream holds when they are asked for:
+    its kernels may still read the blocks. On a CPU one worker thread does the transfers, in turn. ``out`` stays
+    synchronous, as its blocks are wanted at once.
+    """
+
+    name = "overlapped"
+
+    def __init__(self, pool: KVPool, arena: HostArena) -> None:
+        super().__init__(pool, arena)
+        if pool.device.type == "cuda":
+            self._side = torch.cuda.Stream(pool.device)
+        else:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="swap-in")
+
+    def out(self, blocks: Sequence[int], span: Span) -> Moved:
+        with self._beside():
+            return super().out(blocks, span)
+
+    def into(self, span: Span, blocks: Sequence[int]) -> Transfer:
+        with self._beside():
+            job = self._job(self._plan_into, blocks, span)
+            if self.pool.device.type == "cuda":
+                return OnStream(job, self.pool.device)
+            return OnThread(self._worker.submit(_run, job, self.pool.device))
+
+    def close(self) -> None:
+        super().close()
+        if self.pool.device.type == "cuda":
+            self._side.synchronize()
+        else:
+            self._worker.shutdown()
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a GPU, queue on the side stream, behind the current one."""
+        if self.pool.device.type == "cuda":
+            self._side.wait_stream(torch.cuda.current_stream(self.pool.device))
+            with torch.cuda.stream(self._side):
+                yield
+        else:
+            yield
+
+
+class OnThread(Transfer):
+    """A job that a worker thread does."""
+
+    def __init__(self, future: Future[Moved]) -> None:
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> Moved:
+        return self._future.result()
+
+
+def _run(job: Job, device: torch.device) -> Moved:
+    return start(job, device).wait()

@@ -1,0 +1,47 @@
+"""Paged attention with one variable-length call for the whole step: CUDA, half precision."""
+
+from __future__ import annotations
+
+import torch
+
+from firsttoken.engine.attention import Attend, layer_steps
+from firsttoken.engine.kv import KVPool
+from firsttoken.engine.request import Work
+
+
+class VarlenAttend(Attend):
+    """Keys and values of all contexts are gathered end to end; nothing is padded.
+
+    ``varlen_attn`` can read block tables itself, but only with FlashAttention 3.
+    """
+
+    def __init__(self, pool: KVPool, works: list[Work], blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+        super().__init__(pool, blocks, offsets)
+        shape, device = pool.shape, pool.device
+        new = torch.tensor([0] + [work.tokens for work in works])
+        contexts = torch.tensor([0] + [work.request.cached + work.tokens for work in works])
+        self.longest = int(new.max()), int(contexts.max())
+        self.ends = tuple(lengths.cumsum(0).to(device, torch.int32) for lengths in (new, contexts))
+        keys = torch.cat([self._token_rows(work) for work in works]).to(device)
+        self.reads = torch.cat([keys, keys + shape.block_tokens]) + layer_steps(pool, 2 * shape.block_tokens)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        shape = self.pool.shape
+        both = self.pool.token_rows.index_select(0, self.reads[layer])
+        keys, values = both.view(2, -1, shape.kv_heads, shape.head_dim)
+        q = query[0].transpose(0, 1).contiguous()
+        causal, grouped = (-1, 0), query.shape[1] > shape.kv_heads
+        return varlen_attn(
+            q, keys, values, *self.ends, *self.longest, scale=scaling, window_size=causal, enable_gqa=grouped
+        )[None]
+
+    def _token_rows(self, work: Work) -> torch.Tensor:
+        """Rows of ``KVPool.token_rows`` of the keys in the first layer, of all that the request sees."""
+        shape = self.pool.shape
+        positions = torch.arange(work.request.cached + work.tokens)
+        blocks = torch.tensor(work.request.blocks)[positions // shape.block_tokens]
+        return blocks * (shape.layers * 2 * shape.block_tokens) + positions % shape.block_tokens

@@ -1,0 +1,63 @@
+"""One request of a workload: when it comes, how long its prompt is, and how long its answer will be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from firsttoken.study.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A request; a workload is a tuple of them, sorted by ``arrival_s``.
+
+    ``prompt`` holds the token ids where the text is real, and nothing where only its length is known. The answer is
+    as long as ``output_tokens`` says, whatever the model would have said. Raises RequestError for a time that is
+    negative or not finite, an empty prompt or answer, and ids whose number is not ``prompt_tokens``.
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prompt: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.arrival_s < math.inf:
+            raise RequestError(f"a request cannot arrive at {self.arrival_s} s; give a time from 0 on")
+        if self.prompt_tokens < 1 or self.output_tokens < 1:
+            raise RequestError(
+                f"a request of {self.prompt_tokens} prompt and {self.output_tokens} output tokens: give both 1 or more"
+            )
+        if self.prompt and len(self.prompt) != self.prompt_tokens:
+            raise RequestError(
+                f"a request says {self.prompt_tokens} prompt tokens and brings {len(self.prompt)}; make them agree"
+            )
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and answer: the length by which the report calls a request short or long (4.1)."""
+        return self.prompt_tokens + self.output_tokens
+
+
+def with_ids(items: Sequence[Item], vocabulary: int, seed: int = 0) -> tuple[Item, ...]:
+    """The items, those without token ids with random ones below ``vocabulary``: for live runs on random weights.
+
+    Ids that an item has are kept. Raises RequestError for an empty vocabulary, and for a kept id that is not in it.
+    """
+    if vocabulary < 1:
+        raise RequestError(f"no token ids can be drawn from a vocabulary of {vocabulary}; give the model's")
+    rng = np.random.default_rng(seed)
+    filled = []
+    for item in items:
+        if not item.prompt:
+            item = replace(item, prompt=tuple(rng.integers(vocabulary, size=item.prompt_tokens).tolist()))
+        elif max(item.prompt) >= vocabulary:
+            raise RequestError(
+                f"token id {max(item.prompt)} is not in a vocabulary of {vocabulary}; use the model's own tokenizer"
+            )
+        filled.append(item)
+    return tuple(filled)

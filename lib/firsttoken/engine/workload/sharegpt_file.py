@@ -1,0 +1,93 @@
+"""The ShareGPT file, which is one JSON list that may break off anywhere: question and answer of each conversation."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+from firsttoken.study.errors import CorpusError
+
+_CHUNK = 1 << 22  # bytes; the longest conversation of the pinned file has 437,874
+_GAP = re.compile(r"[\s,]*")
+_ROLES = ("human", "gpt")
+
+
+def first_pairs(path: Path) -> list[tuple[str, str]]:
+    """(question, answer) of every conversation: its first human turn that the model answers at once.
+
+    vLLM's benchmark_serving takes the first two turns, whoever wrote them; of the pinned file a third would then be
+    answers that pose as prompts, as long conversations were split and their later parts begin with an answer. The
+    pairs come in the order of a hash of their text, so that any beginning is a fair sample. Raises CorpusError for a
+    file without such pairs, or that is no list of conversations; a last record that breaks off is left out.
+    """
+    pairs: list[tuple[str, str]] = []
+    for number, record in enumerate(read_records(path), 1):
+        try:
+            turns = [(turn["from"], turn["value"]) for turn in record["conversations"]]
+            answered = ((a, b) for (asker, a), (teller, b) in pairwise(turns) if (asker, teller) == _ROLES)
+            pairs += [(_encodable(a), _encodable(b)) for a, b in islice(answered, 1)]
+        except (TypeError, KeyError, AttributeError) as error:
+            raise CorpusError(
+                f"{path}, record {number}: it is no conversation of turns with `from` and `value`; use a ShareGPT file"
+            ) from error
+    if not pairs:
+        raise CorpusError(f"{path} has no question that is answered; it is cut too early or of another format")
+    return sorted(pairs, key=lambda pair: hashlib.sha256("\n".join(pair).encode()).digest())
+
+
+def read_records(path: Path) -> Iterator[Any]:
+    """The complete records of a JSON list, one after the other, with no more in memory than a chunk and a record.
+
+    Raises CorpusError for a file that cannot be read, and for what is no JSON list, other than that it ends early.
+    """
+    decode = json.JSONDecoder().raw_decode
+    text, opened, number = "", False, 0
+    for more in _chunks(path):
+        text, at = text + more, 0
+        if not opened and (text := text.lstrip()):
+            if text[0] != "[":
+                raise CorpusError(f"{path} is no JSON list of conversations; use a ShareGPT .json file")
+            opened, at = True, 1
+        while (at := _GAP.match(text, at).end()) < len(text):
+            if text[at] == "]":
+                return
+            try:
+                record, at = decode(text, at)
+            except json.JSONDecodeError as error:
+                if _ends_early(error, text):
+                    break
+                raise CorpusError(
+                    f"{path}: there is no JSON after record {number} ({error.msg}); download the file again"
+                ) from error
+            number += 1
+            yield record
+        text = text[at:]
+
+
+def _chunks(path: Path) -> Iterator[str]:
+    """The text of a file; a letter that the file's end cuts in two is left out."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                yield decoder.decode(chunk)
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{path} is not UTF-8 text; unpack it if it is compressed, or download it again") from error
+    except OSError as error:
+        raise CorpusError(f"cannot read {path}: {error.strerror}; check the path") from error
+
+
+def _ends_early(error: json.JSONDecodeError, text: str) -> bool:
+    """Whether more text could mend it: an open string, or a fault in the last letters (half an escape, half a word)."""
+    return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip()) - 8
+
+
+def _encodable(text: str) -> str:
+    """Half a surrogate pair, which JSON can hold and UTF-8 cannot, becomes a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")

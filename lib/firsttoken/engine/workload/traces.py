@@ -1,0 +1,191 @@
+"""Arrival traces of real services: Azure LLM inference, BurstGPT and Mooncake, as their authors publish them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from firsttoken.engine.workload.items import Item
+from firsttoken.study.errors import CorpusError
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace as read; ``dropped`` requests had no prompt or no answer (BurstGPT: failures)."""
+
+    format: str
+    items: tuple[Item, ...]
+    dropped: int
+
+
+@dataclass(frozen=True)
+class _Format:
+    """The columns (or JSON fields) of a published trace, and how its time becomes seconds."""
+
+    name: str
+    time: str
+    prompt: str
+    output: str
+    seconds: Callable[[Any], float]
+
+    @property
+    def columns(self) -> tuple[str, str, str]:
+        return self.time, self.prompt, self.output
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(number := float(value)):
+        raise ValueError
+    return number
+
+
+def _clock(value: Any) -> float:
+    """Seconds of "2023-11-16 18:15:46.6805900" (2023) or "2024-05-10 00:00:00.009930+00:00" (2024)."""
+    moment = datetime.fromisoformat(value)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+_AZURE = _Format("Azure LLM inference", "TIMESTAMP", "ContextTokens", "GeneratedTokens", _clock)
+# release 2.0 has two more columns (Session ID, Elapsed time): columns are found by name
+_BURSTGPT = _Format("BurstGPT", "Timestamp", "Request tokens", "Response tokens", _number)
+_MOONCAKE = _Format("Mooncake", "timestamp", "input_length", "output_length", lambda value: _number(value) / 1000)
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> tuple[Item, ...]:
+    """The items of ``load_trace``: a workload without token ids."""
+    return load_trace(path, limit).items
+
+
+def load_trace(path: str | Path, limit: int | None = None) -> Trace:
+    """Read a trace file, or its first ``limit`` requests that have a prompt and an answer; what it is, it says itself.
+
+    Times are seconds since the first request read, to the microsecond; items are sorted by them. Raises CorpusError
+    naming file, line and mend for a file that cannot be read, is empty, not UTF-8 or of another format, for a torn
+    line, and for a value that is no number or negative.
+    """
+    path = Path(path).expanduser()
+    if limit is not None and limit < 1:
+        raise CorpusError(f"{path.name}: at least 1 request must be read, not {limit}")
+    rows: list[tuple[float, int, int]] = []
+    dropped = 0
+    with closing(_lines(path)) as lines:
+        shape, values = _opened(path, lines)
+        for line, row in values:
+            time, prompt, output = _parsed(path, line, shape, row)
+            if prompt and output:
+                rows.append((time, prompt, output))
+            else:
+                dropped += 1
+            if len(rows) == limit:
+                break
+    if not rows:
+        raise CorpusError(f"{path} has no request with a prompt and an answer ({dropped} without); use another file")
+    rows.sort(key=lambda row: row[0])
+    start = rows[0][0]
+    return Trace(shape.name, tuple(Item(round(t - start, 6), p, o) for t, p, o in rows), dropped)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines with something on them, numbered from 1; a progress bar where reading takes more than five seconds."""
+    number = 0
+    try:
+        label = {"desc": path.name, "unit": "B", "unit_scale": True, "delay": 5, "disable": None}
+        with path.open("rb") as file, tqdm(total=path.stat().st_size, **label) as bar:
+            for number, raw in enumerate(file, 1):
+                bar.update(len(raw))
+                if line := raw.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                    yield number, line
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"{path}, line {number}: this is not UTF-8 text; unpack the file if it is compressed, or save it as UTF-8"
+        ) from error
+    except OSError as error:
+        raise CorpusError(f"cannot read the trace {path}: {error.strerror}; check the path") from error
+
+
+def _opened(path: Path, lines: Iterator[tuple[int, str]]) -> tuple[_Format, Iterator[tuple[int, list[Any]]]]:
+    """The format, and (line, [time, prompt, output]) of every request."""
+    first = next(lines, None)
+    if first is None:
+        raise CorpusError(f"{path} is empty; download it again")
+    if first[1].startswith("{"):
+        return _MOONCAKE, _json_rows(path, chain([first], lines))
+    number, header = first
+    names = [name.strip() for name in _fields(path, number, header)]
+    shape = max((_AZURE, _BURSTGPT), key=lambda known: len({*known.columns} & {*names}))
+    missing = [name for name in shape.columns if name not in names]
+    if len(missing) == len(shape.columns):
+        raise CorpusError(
+            f"{path}, line {number}: no trace format has the header {header[:80]!r}; known are CSV of Azure LLM "
+            "inference (TIMESTAMP, ...) and BurstGPT (Timestamp, ...), and JSON lines of Mooncake"
+        )
+    if missing:
+        raise CorpusError(
+            f"{path}, line {number}: the header lacks {', '.join(missing)}, which a trace of {shape.name} has; "
+            "download the file again, or name its columns so"
+        )
+    places = [names.index(name) for name in shape.columns]
+    return shape, _csv_rows(path, lines, len(names), places)
+
+
+def _csv_rows(
+    path: Path, lines: Iterator[tuple[int, str]], width: int, places: list[int]
+) -> Iterator[tuple[int, list[Any]]]:
+    for number, line in lines:
+        fields = _fields(path, number, line)
+        if len(fields) != width:
+            raise _torn(path, number, f"has {len(fields)} fields and the header {width}")
+        yield number, [fields[place] for place in places]
+
+
+def _json_rows(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, list[Any]]]:
+    for number, line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise _torn(path, number, "is no complete JSON") from error
+        missing = [name for name in _MOONCAKE.columns if not isinstance(row, dict) or name not in row]
+        if missing:
+            raise CorpusError(
+                f"{path}, line {number}: it lacks {', '.join(missing)}, which a line of {_MOONCAKE.name} has; "
+                "download the file again, or name its fields so"
+            )
+        yield number, [row[name] for name in _MOONCAKE.columns]
+
+
+def _fields(path: Path, number: int, line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]))
+    except csv.Error as error:
+        raise _torn(path, number, f"is no CSV ({error})") from error
+
+
+def _torn(path: Path, number: int, what: str) -> CorpusError:
+    return CorpusError(f"{path}, line {number}: it is torn or altered, it {what}; download the file again")
+
+
+def _parsed(path: Path, number: int, shape: _Format, row: list[Any]) -> tuple[float, int, int]:
+    """Seconds, prompt and output tokens of a row."""
+    numbers = []
+    for name, value, convert in zip(shape.columns, row, (shape.seconds, _number, _number), strict=True):
+        try:
+            numbers.append(convert(value))
+        except (ValueError, TypeError, OverflowError) as error:
+            kind = "time" if convert is _clock else "number"
+            raise CorpusError(f"{path}, line {number}: {name} is {value!r}, no {kind}; mend the line") from error
+    for name, tokens in zip(shape.columns[1:], numbers[1:], strict=True):
+        if tokens < 0 or tokens != int(tokens):
+            raise CorpusError(
+                f"{path}, line {number}: {name} is {tokens:g}, it must be a whole number from 0 on; mend the line"
+            )
+    return numbers[0], int(numbers[1]), int(numbers[2])

@@ -1,0 +1,149 @@
+"""Draws: from the right distribution, and a request's own, whatever its company and however often it is preempted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from firsttoken.engine.request import Request, Sampling, Work
+from firsttoken.engine.sampling import next_tokens
+
+SHARES = torch.tensor([0.02, 0.4, 0.05, 0.3, 0.13, 0.1])
+LOGITS = SHARES.log() + 3.0
+DRAWS = 3000
+
+
+def waiting(sampling: Sampling, number: int = 0) -> Work:
+    """A prompt of one token that is about to get its first."""
+    return Work(Request(number, [0], sampling, 0.0), 1)
+
+
+def draws(**sampling) -> Counter:
+    """How often each token comes, one draw for each of ``DRAWS`` seeds."""
+    works = [waiting(Sampling(seed=seed, **sampling)) for seed in range(DRAWS)]
+    return Counter(next_tokens(LOGITS.expand(DRAWS, -1), works))
+
+
+def check_frequencies(seen: Counter, shares: torch.Tensor) -> None:
+    """Each within five standard deviations; what has no share never comes."""
+    for token, share in enumerate(shares.tolist()):
+        assert abs(seen[token] - DRAWS * share) <= 5 * (DRAWS * share * (1 - share)) ** 0.5
+
+
+def test_greedy_is_the_largest() -> None:
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
+    works = [waiting(Sampling()) for _ in range(50)]
+    assert next_tokens(logits, works) == logits.argmax(-1).tolist()
+    assert next_tokens(logits.bfloat16(), works) == logits.bfloat16().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_are_those_of_the_tempered_softmax(temperature: float) -> None:
+    check_frequencies(draws(temperature=temperature), (LOGITS / temperature).softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [
+        (0.01, [1]),
+        (0.39, [1]),
+        (0.41, [1, 3]),
+        (0.69, [1, 3]),
+        (0.75, [1, 3, 4]),
+        (0.95, [1, 3, 4, 5, 2]),
+        (1.0, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_nucleus_is_the_fewest_that_make_up_the_share(top_p: float, kept: list[int]) -> None:
+    shares = torch.zeros(6)
+    shares[kept] = SHARES[kept]
+    check_frequencies(draws(temperature=1.0, top_p=top_p), shares / shares.sum())
+
+
+def test_the_nucleus_is_that_of_the_tempered_shares() -> None:
+    """At 0.25 the likeliest has 0.75 of the whole, at 1 it has 0.4."""
+    assert set(draws(temperature=0.25, top_p=0.69)) == {1}
+    assert set(draws(temperature=1.0, top_p=0.69)) == {1, 3}
+
+
+@pytest.mark.parametrize("temperature", [1e-2, 1e-40, 5e-324])
+def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
+    """The smallest that a float can be must not make numbers of which none can be drawn."""
+    assert set(draws(temperature=temperature)) == {1}
+
+
+def test_each_draw_moves_on_and_a_seed_repeats_them_all() -> None:
+    def series(seed: int) -> list[int]:
+        work = waiting(Sampling(temperature=1.0, seed=seed))
+        return [next_tokens(LOGITS[None], [work])[0] for _ in range(40)]
+
+    assert series(7) == series(7)
+    assert len({tuple(series(seed)) for seed in (-5, 0, 1, 2, 2**64 - 1)}) == 5
+    assert len(set(series(0))) > 2
+    torch.manual_seed(0)
+    first = series(7)
+    torch.manual_seed(1)
+    assert series(7) == first
+
+
+def test_half_a_prompt_draws_nothing() -> None:
+    request = Request(0, [1, 2, 3], Sampling(temperature=1.0, seed=3), 0.0)
+    whole = [next_tokens(LOGITS[None], [Work(request, 3)])[0] for _ in range(20)]
+    again = Request(0, [1, 2, 3], Sampling(temperature=1.0, seed=3), 0.0)
+    cut = []
+    for _ in range(20):
+        next_tokens(LOGITS[None], [Work(again, 2)])
+        cut += next_tokens(LOGITS[None], [Work(again, 3)])
+    assert cut == whole
+
+
+# -- in the engine
+
+
+SAMPLED = [Sampling(24, temperature=1.0 + n / 10, top_p=1.0 - n / 20, seed=n) for n in range(5)]
+
+
+@pytest.fixture(scope="module")
+def alone(lab, llama) -> list[list[int]]:
+    """What each of five prompts says by itself, in a pool where nobody is preempted."""
+    outputs = []
+    for one, sampling in zip(llama.known[-5:], SAMPLED, strict=True):
+        run = lab.live(llama.model, 200)
+        run.submit(one.prompt, sampling)
+        outputs += run.finish()
+        assert outputs[-1] != list(one.answer)
+    return outputs
+
+
+@pytest.mark.parametrize("blocks", [26, 200])
+@pytest.mark.parametrize("policy", ["swap", "recompute"])
+@pytest.mark.parametrize("scheduler", ["iteration_level", "prefill_first"])
+def test_company_and_preemption_change_no_draw(lab, llama, alone, blocks: int, policy: str, scheduler: str) -> None:
+    run = lab.live(llama.model, blocks, host_blocks=200, preemption=policy, scheduler=scheduler)
+    for one, sampling in zip(llama.known[-5:], SAMPLED, strict=True):
+        run.submit(one.prompt, sampling, 0.0)
+        run.submit(one.prompt, Sampling(24), 0.0)
+    outputs = run.finish()
+    assert outputs[::2] == alone
+    assert outputs[1::2] == [list(one.answer) for one in llama.known[-5:]]
+    assert bool(run.trace.recoveries) == (blocks == 26 and scheduler == "prefill_first")
+
+
+def test_other_seeds_say_something_else(lab, llama) -> None:
+    run = lab.live(llama.model, 500)
+    for seed in range(6):
+        run.submit(llama.known[-1].prompt, Sampling(24, temperature=1.0, seed=seed))
+    outputs = run.finish()
+    assert len({tuple(output) for output in outputs}) == 6
+
+
+def test_a_token_that_was_drawn_can_end_a_request(lab, llama, alone) -> None:
+    sampling, stop = SAMPLED[0], alone[0][5]
+    run = lab.live(llama.model, 50)
+    run.submit(
+        llama.known[-5].prompt,
+        Sampling(24, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed, stop=(stop,)),
+    )
+    assert run.finish() == [alone[0][: alone[0].index(stop) + 1]]

@@ -1,0 +1,143 @@
+"""Published traces as their authors write them, and every way in which a file can be wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firsttoken.engine.workload.items import Item
+from firsttoken.engine.workload.traces import load_trace, read_trace
+from firsttoken.study.errors import CorpusError
+
+AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,4808,10
+2023-11-16 18:17:04.0319600,3180,8
+2023-11-16 18:18:03,110,27
+"""
+AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
+2024-05-10 00:00:00.009930+00:00,2162,5
+2024-05-10 00:00:00.017335+00:00,2399,6
+"""
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,ChatGPT,1087,230,1317,Conversation log
+1106,ChatGPT,0,0,0,Conversation log
+1107,GPT-4,417,0,417,API log
+"""
+BURSTGPT_2 = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type
+5.5,17,2.5,ChatGPT,472,18,490,Conversation log
+6.0,,1.0,GPT-4,3,2,5,API log
+"""
+MOONCAKE = """{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
+{"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": [46, 47, 2366]}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a trace file and gives its path."""
+
+    def write(text, name="trace.csv"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "items", "dropped"),
+    [
+        (
+            AZURE_2023,
+            "Azure LLM inference",
+            (Item(0, 4808, 10), Item(0.052, 3180, 8), Item(59.02004, 110, 27)),
+            0,
+        ),
+        (AZURE_2024, "Azure LLM inference", (Item(0, 2162, 5), Item(0.007405, 2399, 6)), 0),
+        (BURSTGPT, "BurstGPT", (Item(0, 472, 18), Item(40, 1087, 230)), 2),
+        (BURSTGPT_2, "BurstGPT", (Item(0, 472, 18), Item(0.5, 3, 2)), 0),
+        (MOONCAKE, "Mooncake", (Item(0, 6955, 52), Item(3.053, 6472, 26)), 0),
+    ],
+    ids=["azure-2023", "azure-2024", "burstgpt", "burstgpt-2", "mooncake"],
+)
+def test_each_published_format(write, text, name, items, dropped):
+    path = write(text)
+    trace = load_trace(path)
+    assert (trace.format, trace.items, trace.dropped) == (name, items, dropped)
+    assert read_trace(str(path)) == items
+    assert read_trace(path, limit=1) == items[:1]
+    for other in (text.replace("\n", "\r\n"), "\ufeff" + text, text.rstrip("\n"), text.replace("\n", "\n\n")):
+        assert read_trace(write(other)) == items, "line ends, byte order marks and empty lines change nothing"
+
+
+def test_a_limit_reads_no_further(write):
+    path = write(BURSTGPT + "this is torn")
+    assert len(read_trace(path, limit=2)) == 2
+    with pytest.raises(CorpusError, match="line 6"):
+        read_trace(path, limit=3)
+    with pytest.raises(CorpusError, match="at least 1 request must be read, not 0"):
+        read_trace(path, limit=0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=20))
+def test_items_are_sorted_from_zero_and_none_is_lost(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("trace") / "mooncake.jsonl"
+    names = ("timestamp", "input_length", "output_length")
+    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows))
+    served = sorted((row for row in rows if row[1] and row[2]), key=lambda row: row[0])
+    if not served:
+        with pytest.raises(CorpusError, match=rf"no request with a prompt and an answer \({len(rows)} without\)"):
+            load_trace(path)
+        return
+    trace = load_trace(path)
+    assert trace.dropped == len(rows) - len(served)
+    assert [(item.prompt_tokens, item.output_tokens) for item in trace.items] == [row[1:] for row in served]
+    assert [item.arrival_s for item in trace.items] == pytest.approx([(row[0] - served[0][0]) / 1e3 for row in served])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", r"is empty; download it again"),
+        ("\n \n", r"is empty; download it again"),
+        ("a,b,c\n1,2,3\n", r"line 1: no trace format has the header 'a,b,c'; known are .*Azure.*BurstGPT.*Mooncake"),
+        (AZURE_2023.replace("ContextTokens", "Tokens"), r"line 1: the header lacks ContextTokens, which .*Azure"),
+        (BURSTGPT.replace("Re", "re"), r"line 1: the header lacks Request tokens, Response tokens, which .*BurstGPT"),
+        (MOONCAKE.replace("input_length", "length"), r"line 1: it lacks input_length, which a line of Mooncake has"),
+        (MOONCAKE + "[1, 2]\n", r"line 3: it lacks timestamp, input_length, output_length"),
+        (MOONCAKE[:-40], r"line 2: it is torn or altered, it is no complete JSON; download the file again"),
+        (AZURE_2023 + "2023-11-16 18:1", r"line 5: it is torn or altered, it has 1 fields and the header 3; download"),
+        (BURSTGPT + "9,GPT-4,1,2,3,API log,x\n", r"line 6: it is torn or altered, it has 7 fields and the header 6"),
+        (BURSTGPT + '9,"GPT' + "x" * 140_000, r"line 6: it is torn or altered, it is no CSV"),
+        (BURSTGPT.replace("1087", "many"), r"line 3: Request tokens is 'many', no number; mend the line"),
+        (BURSTGPT.replace("1087", "nan"), r"line 3: Request tokens is 'nan', no number"),
+        (BURSTGPT.replace("1087", ""), r"line 3: Request tokens is '', no number"),
+        (BURSTGPT.replace("45,", "inf,"), r"line 3: Timestamp is 'inf', no number"),
+        (MOONCAKE.replace("6472", "null"), r"line 2: input_length is None, no number"),
+        (MOONCAKE.replace("6472", "true"), r"line 2: input_length is True, no number"),
+        (MOONCAKE.replace("6472", "1" + "0" * 400), r"line 2: input_length is 10+, no number"),
+        (AZURE_2023.replace("2023-11-16 18:18:03", "yesterday"), r"line 4: TIMESTAMP is 'yesterday', no time; mend"),
+        (BURSTGPT.replace("1087", "-7"), r"line 3: Request tokens is -7, it must be a whole number from 0 on; mend"),
+        (MOONCAKE.replace("52", "5.5"), r"line 1: output_length is 5.5, it must be a whole number"),
+        (BURSTGPT.encode() + b"9,\xff\xfe,1,2,3,API log\n", r"line 6: this is not UTF-8 text; unpack the file if"),
+        (gzip.compress(AZURE_2023.encode()), r"line 1: this is not UTF-8 text; unpack the file if it is compressed"),
+    ],
+)
+def test_a_bad_file_is_one_clear_line(write, text, words):
+    path = write(text)
+    with pytest.raises(CorpusError, match=words) as caught:
+        read_trace(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(CorpusError, match=r"cannot read the trace .*none.csv: No such file or directory; check"):
+        read_trace(tmp_path / "none.csv")
+    with pytest.raises(CorpusError, match="Is a directory"):
+        read_trace(tmp_path)

@@ -1,0 +1,308 @@
+"""Cross-Point Scheduling on a real vLLM, with a tiny random Llama: `tests/run.sh --vllm` runs this."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+vllm = pytest.importorskip("vllm", reason="needs the environment that env/vllm/setup.sh makes")
+
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from firsttoken.engine.on_vllm import throughput  # noqa: E402
+from firsttoken.engine.on_vllm.host import HostPool  # noqa: E402
+from firsttoken.study.errors import ProfileError  # noqa: E402
+
+BLOCK_TOKENS = 32
+CONTEXT = 256
+FEW_BLOCKS = 20  # two and a half contexts for ten requests
+NEW_TOKENS = 80
+HOST_BYTES = 64 << 20
+SHUFFLED = random.Random(0)
+PROMPTS = [[SHUFFLED.randrange(512) for _ in range(SHUFFLED.randrange(10, 150))] for _ in range(10)]
+
+SCHEDULER = "firsttoken.engine.on_vllm.scheduler.CrossPointScheduler"
+ENGINE = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",  # in bfloat16 another batch can already mean another token
+    "block_size": BLOCK_TOKENS,
+    "max_model_len": CONTEXT,
+    "kv_cache_memory_bytes": 64 << 20,
+    "enforce_eager": True,
+}
+
+
+def connector(**extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "CrossPointConnector",
+        "kv_connector_module_path": "firsttoken.engine.on_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine_in_this_process() -> Iterator[None]:
+    """So that a test can look into the scheduler, and an error arrives as it was raised."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.3,  # large enough that every token depends on all before it
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def started(model: Path, **options: Any) -> Iterator[vllm.LLM]:
+    llm = vllm.LLM(model=str(model), **ENGINE | {"enable_prefix_caching": False} | options)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def with_cross_point(model: Path, threshold: int, host_bytes: int = HOST_BYTES, **options: Any):
+    transfer = connector(threshold_tokens=threshold, host_bytes=host_bytes)
+    few = {"num_gpu_blocks_override": FEW_BLOCKS, "scheduler_cls": SCHEDULER, "kv_transfer_config": transfer}
+    return started(model, **few | options)
+
+
+def sampling(new_tokens: int = NEW_TOKENS) -> vllm.SamplingParams:
+    return vllm.SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
+
+
+def generate(llm: vllm.LLM) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, sampling(), use_tqdm=False)]
+
+
+def finish(engine: Any) -> dict[str, list[int]]:
+    """Step until nothing is left; each finished request's tokens."""
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step() if output.finished}
+    return done
+
+
+def scheduler_of(llm: vllm.LLM):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def counts_of(llm: vllm.LLM) -> Counter[str]:
+    return scheduler_of(llm).connector.counts
+
+
+@pytest.fixture(scope="module")
+def unconstrained(model: Path) -> list[list[int]]:
+    """The tokens of a stock vLLM that never preempts."""
+    with started(model) as llm:
+        return generate(llm)
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["no-prefix-cache", "prefix-cache"])
+@pytest.mark.parametrize(
+    ("threshold", "expected"),
+    [(10**6, {"swapped"}), (0, {"over_threshold"}), (130, {"swapped", "over_threshold"})],
+    ids=["all-swapped", "all-recomputed", "mixed"],
+)
+def test_tokens_are_those_without_preemption(
+    model: Path, unconstrained: list, threshold: int, expected: set, caching: bool
+) -> None:
+    with with_cross_point(model, threshold, enable_prefix_caching=caching) as llm:
+        assert generate(llm) == unconstrained
+        counts = counts_of(llm)
+        assert {way for way in counts if counts[way]} - {"restored"} == expected
+        assert counts["restored"] == counts["swapped"]
+        assert scheduler_of(llm).connector.held == {}
+
+
+def test_restoring_anything_else_gives_other_tokens(
+    model: Path, unconstrained: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_in = HostPool.copy_in
+
+    def zeros(pool: HostPool, held: range, blocks: list[int]) -> None:
+        pool.rows[:, held.start : held.stop] = 0
+        copy_in(pool, held, blocks)
+
+    monkeypatch.setattr(HostPool, "copy_in", zeros)
+    with with_cross_point(model, 10**6) as llm:
+        assert generate(llm) != unconstrained
+        assert counts_of(llm)["restored"] > 0
+
+
+def test_a_full_host_pool_means_recompute(model: Path, unconstrained: list) -> None:
+    with with_cross_point(model, 10**6, host_bytes=HOST_BYTES // 256) as llm:
+        assert generate(llm) == unconstrained
+        assert counts_of(llm)["host_full"] > 0
+        assert counts_of(llm)["swapped"] > 0
+        assert counts_of(llm)["over_threshold"] == 0
+
+
+def test_a_victim_in_the_middle_of_its_prefill_is_recomputed(model: Path, unconstrained: list) -> None:
+    chunks = {"max_num_batched_tokens": 16, "max_num_seqs": 10, "scheduler_reserve_full_isl": False}
+    with with_cross_point(model, 10**6, **chunks) as llm:
+        assert generate(llm) == unconstrained
+        assert counts_of(llm)["partial_prefill"] > 0
+
+
+def test_an_aborted_request_leaves_the_host_pool(model: Path, unconstrained: list) -> None:
+    with with_cross_point(model, 10**6) as llm:
+        engine, cross_point = llm.llm_engine, scheduler_of(llm).connector
+        room = cross_point.host.free
+        ids = [engine.add_request(f"{at}", {"prompt_token_ids": ids}, sampling()) for at, ids in enumerate(PROMPTS)]
+        while not cross_point.held:
+            engine.step()
+        (swapped, *_) = cross_point.held
+        assert cross_point.host.free < room
+        engine.abort_request([swapped], internal=True)
+        assert swapped not in cross_point.held
+        done = {}
+        while engine.has_unfinished_requests():
+            done |= {
+                output.request_id: list(output.outputs[0].token_ids) for output in engine.step() if output.finished
+            }
+        assert len(done) == len(ids) - 1
+        assert all(tokens == unconstrained[int(at)] for at, tokens in done.items())
+        assert cross_point.held == {} and cross_point.host.free == room
+
+
+def test_a_reset_forgets_what_is_swapped(model: Path, unconstrained: list) -> None:
+    """A reset means new weights: what was computed with the old ones must not come back."""
+    with with_cross_point(model, 10**6) as llm:
+        engine, scheduler = llm.llm_engine, scheduler_of(llm)
+        for at, ids in enumerate(PROMPTS):
+            engine.add_request(f"{at}", {"prompt_token_ids": ids}, sampling())
+        while not scheduler.connector.held:
+            engine.step()
+        before = scheduler.connector.counts.copy()
+        assert llm.reset_prefix_cache(reset_running_requests=True)
+        assert scheduler.connector.held == {} and scheduler.connector.counts == before
+        done = {}
+        while engine.has_unfinished_requests():
+            done |= {
+                output.request_id: list(output.outputs[0].token_ids) for output in engine.step() if output.finished
+            }
+        assert [done[str(at)] for at in range(len(PROMPTS))] == unconstrained
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_transfer_config": connector(threshold=8, host_bytes=1 << 20)}, "unknown key 'threshold'"),
+        ({"kv_transfer_config": connector(threshold_tokens=-1, host_bytes=1 << 20)}, "must be 0 or more, not -1"),
+        ({"kv_transfer_config": connector(threshold_tokens=8, host_bytes=8)}, "host_bytes is 8, and one KV block"),
+        ({"kv_transfer_config": None}, "CrossPointScheduler needs --kv-transfer-config"),
+        ({"scheduler_cls": None}, "vLLM's own scheduler; add --scheduler-cls"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+            "speculative decoding",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_is_refused_at_the_start(model: Path, options: dict, message: str) -> None:
+    with pytest.raises(ProfileError, match=message), with_cross_point(model, 8, **options):
+        pass
+
+
+def test_throughput_prints_one_json_object(
+    model: Path, unconstrained: list, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps(PROMPTS), encoding="utf-8")
+    options = f"--model {model} --prompts {prompts} --new-tokens {NEW_TOKENS} --dtype float32 --repeats 2".split()
+    throughput.main(options)
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert report["tokens"] == unconstrained
+    assert (report["requests"], report["new_tokens"]) == (len(PROMPTS), NEW_TOKENS)
+    assert len(report["seconds"]) == len(report["tokens_per_s"]) == 2
+
+
+@contextmanager
+def serving(model: Path, log: Path) -> Iterator[str]:
+    """The OpenAI server as a user starts it, on a free port; its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    transfer = json.dumps(connector(threshold_tokens=130, host_bytes=HOST_BYTES))
+    options = {"model": str(model), "host": "127.0.0.1", "port": port, "num-gpu-blocks-override": FEW_BLOCKS}
+    options |= {"scheduler-cls": SCHEDULER, "kv-transfer-config": transfer}
+    for name, value in ENGINE.items():
+        options[name.replace("_", "-")] = "" if value is True else value
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value)) if word]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
+    with log.open("w") as lines:
+        server = subprocess.Popen(command, stdout=lines, stderr=lines, env=environment, start_new_session=True)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        until = time.monotonic() + 300
+        while time.monotonic() < until and server.poll() is None:
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        else:
+            pytest.fail(f"the server did not come up:\n{log.read_text()[-3000:]}")
+        yield address
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def test_the_server_answers_as_without_preemption(model: Path, unconstrained: list, tmp_path: Path) -> None:
+    def complete(prompt: list[int]) -> tuple[int, list[int]]:
+        asked = {"model": str(model), "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0}
+        asked |= {"ignore_eos": True, "return_token_ids": True}
+        request = urllib.request.Request(
+            f"{address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, json.load(answer)["choices"][0]["token_ids"]
+
+    log = tmp_path / "server.log"
+    with serving(model, log) as address:
+        with ThreadPoolExecutor(len(PROMPTS)) as clients:
+            assert list(clients.map(complete, PROMPTS)) == [(200, tokens) for tokens in unconstrained]
+        until = time.monotonic() + 20
+        while "KV Transfer metrics" not in log.read_text() and time.monotonic() < until:
+            time.sleep(0.5)
+    assert "swapped=" in log.read_text()

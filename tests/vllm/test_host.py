@@ -1,0 +1,77 @@
+"""Host memory of the vLLM connector: ranges that never overlap, copies that bring back every bit. Needs no vLLM."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firsttoken.engine.on_vllm.host import HostPool, HostRanges
+from firsttoken.engine.on_vllm.settings import CrossPointSettings
+from firsttoken.study.errors import ProfileError, RequestError
+
+COUNT = 24
+
+
+@given(st.lists(st.integers(1, 12) | st.integers(-COUNT, -1), max_size=60))
+def test_ranges_are_disjoint_and_come_back_whole(steps: list[int]) -> None:
+    """A positive step takes as many blocks, a negative one gives some range back."""
+    ranges, taken = HostRanges(COUNT), []
+    for step in steps:
+        if step > 0:
+            got = ranges.take(step)
+            gaps = "".join("x" if any(block in held for held in taken) else "." for block in range(COUNT)).split("x")
+            assert (got is None) == (max(map(len, gaps)) < step)
+            taken += [got] if got else []
+        elif taken:
+            ranges.give(taken.pop(step % len(taken)))
+        blocks = [block for held in taken for block in held]
+        assert len(blocks) == len(set(blocks)) == COUNT - ranges.free
+    for held in taken:
+        ranges.give(held)
+    assert ranges.take(COUNT) == range(COUNT)
+
+
+def test_a_range_is_given_back_once() -> None:
+    ranges = HostRanges(8)
+    first, second = ranges.take(3), ranges.take(2)
+    ranges.give(first)
+    for wrong in (first, range(2, 4), range(second.stop, 8)):
+        with pytest.raises(RequestError, match="nobody has it"):
+            ranges.give(wrong)
+
+
+def test_blocks_come_back_as_they_went() -> None:
+    caches = [torch.randn(9, 2, 4, 6) for _ in range(3)]
+    before = [cache.clone() for cache in caches]
+    pool = HostPool(caches, blocks=5, pin_memory=False)
+    pool.copy_out([7, 2, 4], range(1, 4))
+    for cache in caches:
+        cache[[7, 2, 4]] = 0
+    pool.copy_in(range(2, 4), [8, 0])  # the last two, to other blocks
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache[[8, 0]], old[[2, 4]])
+        assert torch.equal(cache[[1, 3, 5, 6]], old[[1, 3, 5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"threshold_tokens": 8, "host_byte": 1}, r"unknown key 'host_byte'.*did you mean 'host_bytes'"),
+        ({"threshold_tokens": 8}, "missing key 'host_bytes'"),
+        ({"threshold_tokens": -1, "host_bytes": 1}, "threshold_tokens must be 0 or more, not -1"),
+        ({"threshold_tokens": 8.5, "host_bytes": 1}, "expected int, not 8.5"),
+    ],
+)
+def test_settings_that_cannot_be_are_one_line(values: dict, message: str) -> None:
+    with pytest.raises(ProfileError, match=f"^kv_connector_extra_config.*{message}") as caught:
+        CrossPointSettings.of(values)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_host_holds_whole_blocks() -> None:
+    settings = CrossPointSettings(threshold_tokens=8, host_bytes=1000)
+    assert settings.host_blocks(300) == 3
+    with pytest.raises(ProfileError, match="host_bytes is 1000, and one KV block has 1001 bytes"):
+        settings.host_blocks(1001)
