@@ -10,7 +10,8 @@ case "${1:-}" in
     --vllm)
         env/vllm/setup.sh
         # one thread: two that wait for each other on busy cores took 20 to 100 times as long for this tiny model
-        exec env OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -o addopts=--import-mode=importlib tests/vllm
+        export OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR
+        exec .venv-vllm/bin/python -m pytest -q --disable-warnings -o addopts=--import-mode=importlib tests/vllm
         ;;
     *) echo "usage: tests/run.sh [--unit | --vllm]" >&2 && exit 2 ;;
 esac

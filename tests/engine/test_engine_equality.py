@@ -65,6 +65,7 @@ def draw_schedule(seed: int, numbers: int, arrivals: bool) -> Schedule:
         watermark=rng.choice((0.0, 0.0, rng.uniform(0, 0.5))),
         requests=rng.choice((256, 256, rng.randint(1, 8))),
         prefill_tokens=rng.choice((2048, 2048, rng.randint(1, 100))),
+        overtake=rng.random() < 0.3,
     )
     return Schedule(
         asked=asked,

@@ -117,8 +117,11 @@ def test_who_has_reserved_is_never_preempted(lab, asked: list[Asked], scheduler:
     spare=st.integers(0, 12),
     share=st.sampled_from([0.0, 0.2]),
     budget=st.integers(1, 60),
+    overtake=st.booleans(),
 )
-def test_rules_of_prefill_first(lab, asked, policy: str, victim: str, spare: int, share: float, budget: int) -> None:
+def test_rules_of_prefill_first(
+    lab, asked: list[Asked], policy: str, victim: str, spare: int, share: float, budget: int, overtake: bool
+) -> None:
     """No mixing, the budget, the watermark, nobody new before the swapped, first come first admitted."""
     blocks = needed = max(-(-(prompt + new - 1) // 4) for prompt, new, _ in asked)
     while blocks - int(share * blocks) < needed:
@@ -130,6 +133,7 @@ def test_rules_of_prefill_first(lab, asked, policy: str, victim: str, spare: int
         victim=victim,
         watermark=share,
         prefill_tokens=budget,
+        overtake=overtake,
     )
     offer(run, *asked)
     scheduler, pool = run.engine.scheduler, run.engine.pool
@@ -182,8 +186,8 @@ def test_the_victim(lab, action: Action, victim: str, tokens: int) -> None:
     run.finish()
 
 
-def test_last_come_first_preempted_and_first_come_first_restored(lab) -> None:
-    run = offer(lab.simulated(6, host_blocks=50, preemption="swap"), *[(8, 12, 0.0)] * 3)
+def goings(run) -> tuple[list[int], list[int]]:
+    """Run to the end; who was swapped out, and who came back, in order."""
     gone: list[int] = []
     back: list[int] = []
     away: set[int] = set()
@@ -193,6 +197,20 @@ def test_last_come_first_preempted_and_first_come_first_restored(lab) -> None:
         gone += sorted(now - away, reverse=True)
         back += sorted(away - now)
         away = now
+    return gone, back
+
+
+@pytest.mark.parametrize(("overtake", "expected"), [(False, [1, 2]), (True, [2, 1])])
+def test_the_swapped_overtake_each_other_where_they_may(lab, overtake: bool, expected: list[int]) -> None:
+    """The second left three blocks and needs four; the third needs two."""
+    run = lab.simulated(5, host_blocks=50, preemption="swap", overtake=overtake)
+    gone, back = goings(offer(run, (4, 12, 0.0), (12, 5, 0.0), (4, 3, 0.0)))
+    assert gone[:2] == [2, 1] and back[:2] == expected
+
+
+def test_last_come_first_preempted_and_first_come_first_restored(lab) -> None:
+    run = offer(lab.simulated(6, host_blocks=50, preemption="swap"), *[(8, 12, 0.0)] * 3)
+    gone, back = goings(run)
     assert gone[:2] == [2, 1] and back[:2] == [1, 2]
     ends = [request.times_s[-1] for request in run.requests]
     assert ends == sorted(ends)
@@ -217,9 +235,12 @@ def test_the_recomputed_go_before_those_who_never_ran(lab) -> None:
     assert run.requests[1].preemptions == 1 and run.requests[2].times_s[0] > run.requests[0].times_s[-1]
 
 
+THREE_LONG = (10, 16, 0.0), (6, 16, 0.0), (8, 16, 0.0)
+
+
 def test_a_step_that_had_to_preempt_restores_nobody(lab) -> None:
-    """Else what was just swapped out would come back at once, and go out again."""
-    run = offer(lab.simulated(8, host_blocks=50, preemption="swap", victim="longest"), *[(8, 16, 0.0)] * 4)
+    """Else the blocks that one had to give up would go to another who waits; here there is such a step."""
+    run = offer(lab.simulated(8, host_blocks=50, preemption="swap", victim="longest"), *THREE_LONG)
     while run.engine.busy:
         preempted = sum(request.preemptions for request in run.requests)
         away = set(run.engine.scheduler.swapped)

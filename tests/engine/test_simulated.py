@@ -48,6 +48,7 @@ def test_everybody_gets_all_tokens_and_every_block_comes_back(lab, data, asked, 
         victim=data.draw(st.sampled_from(sorted(VICTIMS))),
         requests=data.draw(st.sampled_from([1, 3, 256])),
         prefill_tokens=data.draw(st.integers(1, 200)),
+        overtake=data.draw(st.booleans()),
     )
     for prompt, new, at_s in asked:
         run.submit([0] * prompt, Sampling(new), at_s)

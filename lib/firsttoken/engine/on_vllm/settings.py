@@ -57,7 +57,7 @@ def supported_cache(config: VllmConfig, cache: KVCacheConfig) -> FullAttentionSp
         "vLLM's own scheduler; add --scheduler-cls firsttoken.engine.on_vllm.scheduler.CrossPointScheduler": (
             config.scheduler_config.scheduler_cls is None
         ),
-        f"a KV cache of {', '.join(type(spec).__name__ for spec in specs)}; the model must have full attention only": (
+        f"a KV cache of {', '.join(type(spec).__name__ for spec in specs)}; some layers must have full attention": (
             len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec)
         ),
     }

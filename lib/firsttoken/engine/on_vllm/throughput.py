@@ -1,9 +1,9 @@
 """Tokens per second of a stock vLLM on given prompts: the baseline beside this project's own engine.
 
 ``python -m firsttoken.engine.on_vllm.throughput --model DIR --prompts FILE.json`` prints one JSON object as its last
-line. It runs in the environment that ``env/vllm/setup.sh`` makes, with the settings that were fastest on CPU: the engine
-in this process (one of its own polls, and takes a core from the model), all usable cores (vLLM leaves one to itself),
-and a compiled model where there is a C++ compiler.
+line. It runs in the environment that ``env/vllm/setup.sh`` makes, and with the settings that were fastest on CPU: all
+usable cores (vLLM leaves one to itself), the engine in this process (one of its own polls, and takes a core from the
+model), and a compiled model where there is a C++ compiler.
 """
 
 from __future__ import annotations
