@@ -168,6 +168,14 @@ class Toy(Costs):
 class Lab:
     """Makes engines, live and simulated, and at the end closes them."""
 
+    @staticmethod
+    def smallest_pool(sizes: Iterable[tuple[int, int]], block_tokens: int, watermark: float = 0.0) -> int:
+        """The fewest blocks that each of some requests of (prompt, new) tokens could run in."""
+        blocks = needed = max(-(-(prompt + new - 1) // block_tokens) for prompt, new in sizes)
+        while blocks - int(watermark * blocks) < needed:
+            blocks += 1
+        return blocks
+
     def __init__(self) -> None:
         self._executors: list[Executor] = []
 

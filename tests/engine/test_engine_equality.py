@@ -78,14 +78,6 @@ def draw_schedule(seed: int, numbers: int, arrivals: bool) -> Schedule:
     )
 
 
-def smallest_pool(needed: int, watermark: float) -> int:
-    """Blocks of which ``needed`` may be given out."""
-    blocks = needed
-    while blocks - int(watermark * blocks) < needed:
-        blocks += 1
-    return blocks
-
-
 def perform(lab, subject, schedule: Schedule) -> Counter:
     """Run ``schedule``, hold every answer to the known one, and count what happened on the way."""
     known = [subject.known[asked.number] for asked in schedule.asked]
@@ -93,11 +85,11 @@ def perform(lab, subject, schedule: Schedule) -> Counter:
         Sampling(asked.max_tokens, stop=() if asked.stop is None else (one.answer[asked.stop],))
         for asked, one in zip(schedule.asked, known, strict=True)
     ]
-    most = max(len(one.prompt) + s.max_tokens - 1 for one, s in zip(known, samplings, strict=True))
+    sizes = [(len(one.prompt), sampling.max_tokens) for one, sampling in zip(known, samplings, strict=True)]
     name, threshold = schedule.policy
     run = lab.live(
         subject.model,
-        smallest_pool(-(-most // schedule.block_tokens), schedule.config.watermark) + schedule.spare,
+        lab.smallest_pool(sizes, schedule.block_tokens, schedule.config.watermark) + schedule.spare,
         block_tokens=schedule.block_tokens,
         host_blocks=schedule.host_blocks,
         swap=schedule.swap,
@@ -109,7 +101,7 @@ def perform(lab, subject, schedule: Schedule) -> Counter:
         run.submit(one.prompt, sampling, start + asked.after_ms / 1e3)
     outputs = run.finish()
     assert outputs == [one.expected(sampling) for one, sampling in zip(known, samplings, strict=True)]
-    assert sum(request.preemptions for request in run.requests) >= len(run.trace.recoveries)
+    assert sum(request.preemptions for request in run.requests) == len(run.trace.recoveries)
     seen = Counter(f"{recovery.action}: {recovery.reason}" for recovery in run.trace.recoveries)
     return seen + Counter(mixed=any(step.prefills and step.contexts for step in run.trace.steps))
 

@@ -101,8 +101,8 @@ def test_blocks_are_reserved_for_the_whole_answer(lab, scheduler: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(asked=WORKLOADS, scheduler=st.sampled_from(["request_level", "iteration_level"]), spare=st.integers(0, 20))
 def test_who_has_reserved_is_never_preempted(lab, asked: list[Asked], scheduler: str, spare: int) -> None:
-    needed = max(-(-(prompt + new - 1) // 4) for prompt, new, _ in asked)
-    run = offer(lab.simulated(needed + spare, scheduler=scheduler, host_blocks=100, preemption="swap"), *asked)
+    blocks = lab.smallest_pool([one[:2] for one in asked], 4) + spare
+    run = offer(lab.simulated(blocks, scheduler=scheduler, host_blocks=100, preemption="swap"), *asked)
     run.finish()
     assert not run.trace.recoveries and not any(request.preemptions for request in run.requests)
     if scheduler == "request_level":
@@ -123,11 +123,8 @@ def test_rules_of_prefill_first(
     lab, asked: list[Asked], policy: str, victim: str, spare: int, share: float, budget: int, overtake: bool
 ) -> None:
     """No mixing, the budget, the watermark, nobody new before the swapped, first come first admitted."""
-    blocks = needed = max(-(-(prompt + new - 1) // 4) for prompt, new, _ in asked)
-    while blocks - int(share * blocks) < needed:
-        blocks += 1
     run = lab.simulated(
-        blocks + spare,
+        lab.smallest_pool([one[:2] for one in asked], 4, share) + spare,
         host_blocks=1000,
         preemption=policy,
         victim=victim,

@@ -24,20 +24,12 @@ POLICIES = st.sampled_from(["swap", "recompute", "online"]).map(make_policy) | s
 )
 
 
-def pool_for(asked, block_tokens: int, watermark: float = 0.0) -> int:
-    """The fewest blocks that every request of ``asked`` could have to itself."""
-    needed = blocks = max(-(-(prompt + new - 1) // block_tokens) for prompt, new, _ in asked)
-    while blocks - int(watermark * blocks) < needed:
-        blocks += 1
-    return blocks
-
-
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), asked=WORKLOADS, policy=POLICIES, overlap=st.booleans(), published=st.booleans())
 def test_everybody_gets_all_tokens_and_every_block_comes_back(lab, data, asked, policy, overlap, published) -> None:
     block_tokens, watermark = data.draw(st.integers(1, 16)), data.draw(st.sampled_from([0.0, 0.01, 0.3]))
     run = lab.simulated(
-        pool_for(asked, block_tokens, watermark) + data.draw(st.integers(0, 20)),
+        lab.smallest_pool([one[:2] for one in asked], block_tokens, watermark) + data.draw(st.integers(0, 20)),
         costs=PublishedCosts(decode_s=0.01) if published else None,
         policy=policy,
         block_tokens=block_tokens,
@@ -149,7 +141,9 @@ class Listening(PreemptionPolicy):
 @given(asked=WORKLOADS, scheduler=st.sampled_from(sorted(SCHEDULERS)))
 def test_a_policy_learns_every_recovery_and_every_prompt_once(lab, asked, scheduler: str) -> None:
     policy = Listening()
-    run = lab.simulated(pool_for(asked, 4), policy=policy, host_blocks=1000, scheduler=scheduler)
+    run = lab.simulated(
+        lab.smallest_pool([one[:2] for one in asked], 4), policy=policy, host_blocks=1000, scheduler=scheduler
+    )
     for prompt, new, at_s in asked:
         run.submit([0] * prompt, Sampling(new), at_s)
     run.finish()
@@ -185,9 +179,9 @@ def test_live_and_simulated_decide_alike(lab, llama) -> None:
         rng = random.Random(seed)
         picked = rng.choices(llama.known, k=rng.randint(3, 7))
         sizes = [rng.randint(4, 24) for _ in picked]
-        asked = [(len(one.prompt), new, 0.0) for one, new in zip(picked, sizes, strict=True)]
+        lengths = [(len(one.prompt), new) for one, new in zip(picked, sizes, strict=True)]
         block_tokens, watermark = rng.randint(1, 8), rng.choice((0.0, 0.1))
-        blocks = pool_for(asked, block_tokens, watermark) + rng.randint(0, 3)
+        blocks = lab.smallest_pool(lengths, block_tokens, watermark) + rng.randint(0, 3)
         name, threshold = rng.choice(("swap", "recompute", "cross_point")), rng.uniform(0, 50)
         options = {
             "block_tokens": block_tokens,

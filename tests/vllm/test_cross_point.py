@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: E402
 
 from firsttoken.engine.on_vllm.host import HostPool  # noqa: E402
 from firsttoken.engine.on_vllm.settings import supported_cache  # noqa: E402
+from firsttoken.engine.swap.spans import Span  # noqa: E402
 from firsttoken.study.errors import ProfileError  # noqa: E402
 
 BLOCK_TOKENS = 32
@@ -163,8 +164,8 @@ def test_restoring_anything_else_gives_other_tokens(
 ) -> None:
     copy_in = HostPool.copy_in
 
-    def zeros(pool: HostPool, held: range, blocks: list[int]) -> None:
-        pool.rows[:, held.start : held.stop] = 0
+    def zeros(pool: HostPool, held: Span, blocks: list[int]) -> None:
+        pool.rows[:, held.start : held.end] = 0
         copy_in(pool, held, blocks)
 
     monkeypatch.setattr(HostPool, "copy_in", zeros)

@@ -15,8 +15,9 @@ from firsttoken.engine.padded import PaddedAttend
 from firsttoken.engine.request import Request, Work
 from firsttoken.engine.sampling import next_tokens
 from firsttoken.engine.swap import make_path
-from firsttoken.engine.swap.arena import HostArena, Span
+from firsttoken.engine.swap.arena import HostArena
 from firsttoken.engine.swap.path import Moved, SwapPath, Transfer
+from firsttoken.engine.swap.spans import Span
 from firsttoken.engine.varlen import VarlenAttend
 from firsttoken.study.errors import ModelError
 

@@ -32,7 +32,7 @@ def throughput_bars(result: Result) -> Figure:
             entry = result.summary.get(f"{name}_{dtype}_{count}")
             if entry:
                 ours = name.startswith("engine")
-                ax.barh(place, entry["value"], color=COLOURS["measured" if ours else "recorded"], height=0.65)
+                ax.barh(place, entry["value"], color=COLOURS["measured"] if ours else "#BBBBBB", height=0.65)
                 ax.plot([entry["low"], entry["high"]], [place] * 2, color=COLOURS["floor"], linewidth=1.5)
         ax.set_title(f"{dtype}, {count} requests")
         ax.set_xlabel("tokens/s")
@@ -116,7 +116,7 @@ def block_sizes(result: Result) -> Figure:
     here.xaxis.set_minor_formatter("")
     here.set_title(f"{result.slug}, measured")
     paper.legend(fontsize=8.5, ncols=2, loc="upper left")
-    paper.set_ylim(0.15, 6)
+    paper.set_ylim(0.13, 14)
     here.legend(fontsize=8.5)
     return fig
 

@@ -34,7 +34,7 @@ def totals(result: Result) -> Figure:
             ax.plot(over.mean(), at, marker, color=colour, markersize=8, label=None if place else label)
     ax.axvline(1, color=COLOURS["floor"], linestyle=":", label="Oracle")
     ax.set(xscale="log", xlabel="total recovery cost / the oracle's")
-    ticks = (1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
+    ticks = (1, 1.25, 1.5, 2, 3, 5, 10, 20)
     ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.xaxis.set_minor_formatter("")
     ax.set_yticks(range(len(paid)), list(paid))

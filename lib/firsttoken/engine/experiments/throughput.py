@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import tempfile
@@ -160,7 +161,8 @@ def _vllm(model: nn.Module, prompts: Prompts, dtype: str, config: ThroughputConf
         command = [str(VLLM_PYTHON), "-m", "firsttoken.engine.on_vllm.throughput", "--model", model.name_or_path]
         command += ["--prompts", str(file), "--new-tokens", str(config.new_tokens), "--dtype", dtype]
         command += ["--repeats", str(config.repeats)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise FirstTokenError(
             f"throughput: vLLM failed: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"

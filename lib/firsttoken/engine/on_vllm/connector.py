@@ -20,8 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from firsttoken.engine.on_vllm.host import HostPool, HostRanges
+from firsttoken.engine.on_vllm.host import HostPool
 from firsttoken.engine.on_vllm.settings import CrossPointSettings, supported_cache
+from firsttoken.engine.swap.spans import Span, Spans
 from firsttoken.study.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -40,15 +41,15 @@ class Held:
     """What the host holds of one request: its first ``tokens`` tokens, in ``blocks``."""
 
     tokens: int
-    blocks: range
+    blocks: Span
 
 
 @dataclass
 class Copies(KVConnectorMetadata):
     """One step's copies: (KV blocks, host blocks), outward first."""
 
-    out: list[tuple[list[int], range]] = field(default_factory=list)
-    back: list[tuple[list[int], range]] = field(default_factory=list)
+    out: list[tuple[list[int], Span]] = field(default_factory=list)
+    back: list[tuple[list[int], Span]] = field(default_factory=list)
 
 
 class PreemptionStats(KVConnectorStats):
@@ -87,7 +88,7 @@ class CrossPointConnector(KVConnectorBase_V1):
         self.counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self.held: dict[str, Held] = {}
-        self.host = HostRanges(self._host_blocks)
+        self.host = Spans(self._host_blocks)
         self._copies = Copies()
 
     # The worker's side.
@@ -144,7 +145,8 @@ class CrossPointConnector(KVConnectorBase_V1):
         if num_external_tokens:  # a prefix cache may have kept the first blocks; they are shared, and not written to
             first = (held.tokens - num_external_tokens) // self._block_tokens
             (own,) = blocks.get_block_ids()
-            self._copies.back.append((own[first : len(held.blocks)], held.blocks[first:]))
+            rest = Span(held.blocks.start + first, held.blocks.blocks - first)
+            self._copies.back.append((own[first : held.blocks.blocks], rest))
             self.counts["restored"] += 1
         # Free for the next step's victims: the worker has read it by then, and no step both admits and preempts.
         self._release(request.request_id)

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 import torch
 
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.swap.arena import HostArena, Span
+from firsttoken.engine.swap.arena import HostArena
 from firsttoken.engine.swap.coalesced import Coalesced
 from firsttoken.engine.swap.path import Job, Moved, OnStream, Transfer, start
+from firsttoken.engine.swap.spans import Span
 
 
 class Overlapped(Coalesced):

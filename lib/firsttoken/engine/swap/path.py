@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.swap.arena import HostArena, Span
+from firsttoken.engine.swap.arena import HostArena
+from firsttoken.engine.swap.spans import Span
 from firsttoken.study.errors import RequestError
 
 Move = Callable[[], None]  # makes the copies of one movement on a CPU, or queues them on the current stream of a GPU

@@ -8,8 +8,9 @@ from itertools import chain
 import torch
 
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.swap.arena import HostArena, Span
+from firsttoken.engine.swap.arena import HostArena
 from firsttoken.engine.swap.path import Move, SwapPath
+from firsttoken.engine.swap.spans import Span
 
 Pieces = Sequence[torch.Tensor]
 

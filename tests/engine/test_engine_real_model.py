@@ -1,0 +1,47 @@
+"""The pinned model on real conversations: the engine says what ``generate`` says, whatever is done to its requests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from firsttoken.assets.models import load_model
+from firsttoken.engine.engine import Engine, EngineConfig, Trace
+from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.preemption import make_policy
+from firsttoken.engine.request import Sampling
+from firsttoken.engine.workload.sharegpt import threshold_mix
+
+NEW = 24
+pytestmark = pytest.mark.assets
+
+
+@pytest.fixture(scope="module")
+def told():
+    """The model in fp32, eight ShareGPT prompts, and what plain generation of one at a time answers."""
+    loaded = load_model("smollm2-135m", dtype=torch.float32)
+    items = threshold_mix(loaded.tokenizer, 4, 4, scale=0.1, seed=3)
+    prompts = [list(item.prompt) for item in items]
+    loaded.model.generation_config.eos_token_id = None  # the engine ends where it is told to, and nowhere else
+    answers = []
+    for prompt in prompts:
+        out = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        answers.append(out[0, len(prompt) :].tolist())
+    return loaded.model, prompts, answers
+
+
+@pytest.mark.parametrize("policy", ["swap", "recompute", "cross_point"])
+def test_real_conversations_are_answered_as_by_generate(told, policy: str) -> None:
+    model, prompts, answers = told
+    longest = max(map(len, prompts)) + NEW
+    executor = LiveExecutor(model, 2 * longest // 16, host_blocks=64)
+    trace = Trace()
+    made = make_policy(policy, threshold=100) if policy == "cross_point" else make_policy(policy)
+    try:
+        engine = Engine(executor, EngineConfig(watermark=0.0), policy=made, trace=trace)
+        requests = engine.serve([(prompt, Sampling(NEW), 0.0) for prompt in prompts])
+    finally:
+        executor.close()
+    assert [request.output for request in requests] == answers
+    assert trace.recoveries, "nobody was preempted: the test shows nothing"
+    assert engine.pool.free == engine.pool.count
