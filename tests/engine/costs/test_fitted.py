@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from firsttoken.engine.costs.fitted import FittedCosts, StepSample, SwapSample, fit_costs, held_out_errors
+from firsttoken.engine.costs.fitted import FittedCosts, StepSample, SwapSample, fit_costs
 from firsttoken.study.errors import CorpusError, ProfileError
 
 KNOWN = FittedCosts(
@@ -42,15 +42,12 @@ def test_known_prices_come_back() -> None:
     assert fit_costs(*samples()).as_dict() == pytest.approx(KNOWN.as_dict(), rel=1e-6)
 
 
-def test_noise_leaves_the_predictions_and_shows_in_the_report() -> None:
+def test_noise_leaves_the_predictions() -> None:
     steps, swaps = samples(spread=0.05)
     costs = fit_costs(steps, swaps)
     assert all(price >= 0 for price in costs.as_dict().values())
     assert costs.recompute_s(1024) == pytest.approx(KNOWN.recompute_s(1024), rel=0.03)
     assert costs.swap_s(1024) == pytest.approx(KNOWN.swap_s(1024), rel=0.03)
-    report = held_out_errors(steps, swaps)
-    assert (report["step"]["n"], report["swap"]["n"]) == (len(steps), len(swaps))
-    assert 0.02 < report["step"]["median"] < 0.05 < report["step"]["p90"] < 0.12
 
 
 def test_a_price_that_nothing_speaks_for_is_zero() -> None:

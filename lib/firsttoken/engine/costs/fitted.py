@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +31,6 @@ class SwapSample:
     tokens: int
     out_s: float
     in_s: float
-
-
-Sample = TypeVar("Sample", StepSample, SwapSample)
 
 
 @dataclass(frozen=True)
@@ -89,30 +86,6 @@ def fit_costs(steps: Sequence[StepSample], swaps: Sequence[SwapSample]) -> Fitte
     )
 
 
-def held_out_errors(
-    steps: Sequence[StepSample], swaps: Sequence[SwapSample], folds: int = 5, seed: int = 0
-) -> dict[str, dict[str, float]]:
-    """Median and 90th percentile of the absolute relative error on samples that the fit did not see, by fold.
-
-    "step" and "swap" map to {"median", "p90", "n"}. Raises CorpusError as ``fit_costs`` does.
-    """
-    rng = np.random.default_rng(seed)
-    step_folds, swap_folds = rng.permutation(len(steps)) % folds, rng.permutation(len(swaps)) % folds
-    step_errors: list[float] = []
-    swap_errors: list[float] = []
-    for fold in range(folds):
-        seen_steps, new_steps = _split(steps, step_folds == fold)
-        seen_swaps, new_swaps = _split(swaps, swap_folds == fold)
-        costs = fit_costs(seen_steps, seen_swaps)
-        step_errors += [abs(costs.step_s(new.prefills, new.contexts) / new.seconds - 1) for new in new_steps]
-        swap_errors += [abs(costs.swap_s(new.tokens) / (new.out_s + new.in_s) - 1) for new in new_swaps]
-    named = {"step": step_errors, "swap": swap_errors}
-    return {
-        name: {"median": float(np.median(errors)), "p90": float(np.percentile(errors, 90)), "n": len(errors)}
-        for name, errors in named.items()
-    }
-
-
 def _parts(prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> list[float]:
     """What a step consists of [6], in the order of the prices."""
     new = sum(new for _, new in prefills)
@@ -126,8 +99,3 @@ def _relative_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
     if not (seen > 0).all():
         raise CorpusError("costs: a step or swap was seen to take no time; check the clock that measured it")
     return non_negative(np.asarray(rows, dtype=float) / seen[:, None], np.ones(len(seen)))
-
-
-def _split(samples: Sequence[Sample], held: np.ndarray) -> tuple[list[Sample], list[Sample]]:
-    pairs = list(zip(samples, held, strict=True))
-    return [sample for sample, out in pairs if not out], [sample for sample, out in pairs if out]

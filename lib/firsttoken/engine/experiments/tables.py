@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from firsttoken.engine.costs.published import TABLE_2, decomposed
+from firsttoken.engine.costs.crossing import Crossing, crossing, fit_crossing
+from firsttoken.engine.costs.published import TABLE_2, Table2Row, decomposed
 from firsttoken.engine.experiments.policies_live import METRICS
 from firsttoken.engine.experiments.policies_replayed import CONTROLS
 from firsttoken.engine.experiments.recovery_latency import swap_ms
@@ -71,6 +74,19 @@ def published_rows() -> Rows:
                 "rest, us a copy (out, in)": f"{parts.out_us_per_copy:.2f}, {parts.in_us_per_copy:.2f}",
             }
         )
+    return rows
+
+
+def published_crossing_rows() -> Rows:
+    """Where Table 2 crosses, by how one reads it, and with each of its lines left out."""
+    rows = [
+        {"read": "straight between the points", "verdict": _crossing(crossing, TABLE_2)},
+        {"read": "the same on a log2 axis", "verdict": _crossing(partial(crossing, log2=True), TABLE_2)},
+        {"read": "one straight line each, relative errors", "verdict": _crossing(fit_crossing, TABLE_2)},
+    ]
+    for left in TABLE_2:
+        kept = [line for line in TABLE_2 if line is not left]
+        rows.append({"read": f"straight lines, without {left.tokens} tokens", "verdict": _crossing(fit_crossing, kept)})
     return rows
 
 
@@ -142,6 +158,11 @@ def simulator_rows(result: Result) -> Rows:
         mean = interval(result.summary[f"{measure}_off_pct"])
         rows.append({"metric": name, "off, % (mean over runs)": mean, "worst run, %": f"{worst:.1f}"})
     return rows
+
+
+def _crossing(estimate: Callable[..., Crossing], lines: Sequence[Table2Row]) -> str:
+    swap, again = [line.swap_ms for line in lines], [line.recompute_ms for line in lines]
+    return estimate([line.tokens for line in lines], swap, again).verdict
 
 
 def _median(values: list[float]) -> float:
