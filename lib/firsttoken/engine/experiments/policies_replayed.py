@@ -99,11 +99,12 @@ def calibrated(loads: Sequence[Sequence[Item]], blocks: int) -> float:
 
 
 def least_mean_ttft_s(items: Sequence[Item], blocks: int, step_s: float) -> float:
-    """A bound on the mean TTFT of requests that all arrive at once, whatever the policy.
+    """A bound on the mean TTFT of requests that all arrive at once, whatever the policy, where a step takes ``step_s``.
 
     A request holds prompt + k tokens in its k-th step, and a pool of C tokens serves at most C token-steps a step, so
     the i-th request to end cannot end before the i smallest needs are served. A mean TTFT is the mean end less the mean
-    time from first token to last, which is TPOT times the tokens between them: ``step_s`` is the TPOT.
+    time from first token to last, taken as a step for each token between them: ``step_s`` is the TPOT, and a request
+    that waits between two tokens has a longer one. Shorter steps with long waits in between lower the bound.
     """
     capacity = blocks * PAPER_SHAPE.block_tokens
     needs = sorted(sum(range(item.prompt_tokens, item.total_tokens)) for item in items)
