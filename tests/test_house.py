@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from firsttoken.__main__ import main
 from firsttoken.experiments import EXPERIMENTS
 from firsttoken.study import paths
 from firsttoken.study.claims import load_claims
@@ -37,7 +38,7 @@ def test_every_path_in_the_readme_exists():
     assert [path for path in named if not (paths.ROOT / path).exists()] == []
 
 
-def test_every_command_in_the_readme_exists():
+def test_every_command_in_the_readme_exists(capsys):
     commands = set(re.findall(r"firsttoken (\w+)", TEXT)) & {
         "run",
         "measure",
@@ -48,9 +49,12 @@ def test_every_command_in_the_readme_exists():
         "doctor",
     }
     assert {"measure", "doctor"} <= commands
-    for command in commands:
-        shown = subprocess.run([sys.executable, "-m", "firsttoken", command, "--help"], capture_output=True, text=True)
-        assert shown.returncode == 0 and "usage" in shown.stdout
+    shown = subprocess.run([sys.executable, "-m", "firsttoken", "--help"], capture_output=True, text=True)
+    assert shown.returncode == 0 and "usage" in shown.stdout
+    for command in commands:  # in this process: another would import torch for each
+        with pytest.raises(SystemExit) as stopped:
+            main([command, "--help"])
+        assert stopped.value.code == 0 and f"usage: firsttoken {command}" in capsys.readouterr().out
     for line in re.findall(r"firsttoken measure ([a-z_ ]+)", TEXT):
         assert set(line.split()) <= set(EXPERIMENTS)
     assert set(re.findall(r"--profile ([a-z]+)", TEXT)) <= set(profile_names())

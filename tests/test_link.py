@@ -96,9 +96,10 @@ def test_parallel_readers_get_their_own_bytes(weights: Path, handle: int, pieces
 
 def test_readers_share_one_wire(handle: int) -> None:
     """Two readers of half the file take as long as one of the whole, and end at about the same time."""
-    link, half, ends = Link(LinkConfig(0.1)), SIZE // 2, []
+    link, half, ends, together = Link(LinkConfig(0.1)), SIZE // 2, [], threading.Barrier(2)
 
     def read(offset: int) -> None:
+        together.wait()
         link.read_into(handle, memoryview(bytearray(half)), offset)
         ends.append(time.monotonic())
 
@@ -114,17 +115,19 @@ def test_readers_share_one_wire(handle: int) -> None:
 
 
 def test_the_measured_rate_is_the_rate(weights: Path) -> None:
-    assert 0.3 * 25e6 < validate(LinkConfig(0.2, latency_ms=500), weights) <= 25e6 * 1.001
-    assert validate(LinkConfig(), weights) > 5e6
+    """A busy machine makes it less now and then, and none makes it more."""
+    rates = [validate(LinkConfig(0.2, latency_ms=500), weights) for _ in range(3)]
+    assert 0.3 * 25e6 < max(rates) <= 25e6 * 1.001
+    assert max(validate(LinkConfig(), weights) for _ in range(3)) > 5e6
 
 
-def test_each_file_waits_for_its_first_byte(handle: int) -> None:
-    link, buffer = Link(LinkConfig(latency_ms=200)), memoryview(bytearray(1000))
-    start = time.monotonic()
+def test_each_file_waits_for_its_first_byte(handle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, buffer, waits = Link(LinkConfig(latency_ms=200)), memoryview(bytearray(1000)), []
+    monkeypatch.setattr("firsttoken.link.time.sleep", waits.append)
     link.read_into(handle, buffer, 4096)
-    later = time.monotonic()
+    assert waits == []
     link.read_into(handle, buffer, 0)
-    assert time.monotonic() - later >= 0.2 > later - start
+    assert waits == [0.2]
 
 
 @pytest.mark.parametrize("gbit_per_s", [0.0, 10.0])

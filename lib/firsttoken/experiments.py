@@ -43,6 +43,7 @@ _PROGRESSIVE = "firsttoken.progressive.experiments"
 _COLDSTART = "firsttoken.progressive.coldstart"
 _RECOVERY = "firsttoken.progressive.recovery"
 _ENGINE = "firsttoken.engine.experiments"
+_KVREUSE = "firsttoken.kvreuse.experiments"
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
@@ -87,6 +88,14 @@ EXPERIMENTS: dict[str, Experiment] = {
             f"{_ENGINE}.policies_live:crosspoint_live",
         ),
         Experiment("online_crosspoint", "A threshold that learns", "23", f"{_ENGINE}.online:online_crosspoint"),
+        Experiment("layer_profile", "Which layers to recompute", "30", f"{_KVREUSE}.profiling:layer_profile"),
+        Experiment("transitions", "Why one contiguous group", "31", f"{_KVREUSE}.transitions:transitions"),
+        Experiment("pipelined_loading", "E first, KV meanwhile", "32", f"{_KVREUSE}.loading:pipelined_loading"),
+        Experiment("prefill_latency", "How long each method computes", "33", f"{_KVREUSE}.latency:prefill_latency"),
+        Experiment("reuse_methods", "What each method answers", "33", f"{_KVREUSE}.methods:reuse_methods"),
+        Experiment("adaptive_group", "A group for this link", "35", f"{_KVREUSE}.loading:adaptive_group"),
+        Experiment("quality_gate", "A gate before the answer", "35", f"{_KVREUSE}.gating:quality_gate"),
+        Experiment("reuse_training", "Models to share between", "30", f"{_KVREUSE}.training:reuse_training", LONG),
     )
 }
 

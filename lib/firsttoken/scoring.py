@@ -1,6 +1,7 @@
-"""Answer scores as the official SQuAD scripts define them: normalise, then exact match and token F1.
+"""Answer scores: exact match and token F1 as the official SQuAD scripts have them, ROUGE-L, edit similarity.
 
-The report asks for that normalisation (ProgressiveServe, 3.1.2). Empty answers are scored as in v2.0; v1.1 has none.
+The reports ask for SQuAD's normalisation (ProgressiveServe, 3.1.2), F1, ROUGE-L and edit similarity (DroidSpeak, 5.1).
+Empty answers are scored as in v2.0 of SQuAD's script; v1.1 has none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+_ROUGE_WORD = re.compile(r"[a-z0-9]+")  # rouge-score's: an accented letter parts words
 _PUNCTUATION = frozenset(string.punctuation)  # ASCII only, as in the official script: a typographic quote stays
 
 
@@ -28,6 +30,29 @@ def exact_match(prediction: str, answers: Iterable[str]) -> float:
 def token_f1(prediction: str, answers: Iterable[str]) -> float:
     """The best token F1 over the answers, in 0..1. Where either side is empty, 1.0 only if both are."""
     return max(_f1(normalise(prediction).split(), normalise(a).split()) for a in _or_empty(answers))
+
+
+def rouge_l(prediction: str, answers: Iterable[str]) -> float:
+    """The best F-measure over the answers of the longest common subsequence of words, in 0..1.
+
+    As rougeL of the rouge-score package without stemming, of which each answer is one sentence; 0.0 where either side
+    has no word.
+    """
+    from rapidfuzz.distance import Indel  # 1 - distance / (both lengths) = 2 LCS / (both lengths): the F-measure
+
+    predicted = _ROUGE_WORD.findall(prediction.lower())
+    golds = [_ROUGE_WORD.findall(a.lower()) for a in _or_empty(answers)]
+    return max(Indel.normalized_similarity(predicted, gold) if predicted and gold else 0.0 for gold in golds)
+
+
+def edit_similarity(prediction: str, answers: Iterable[str]) -> float:
+    """The best similarity of characters over the answers, in 0..1: twice the common subsequence over both lengths.
+
+    LongBench calls it code similarity (``fuzz.ratio`` / 100); two empty texts have 1.0.
+    """
+    from rapidfuzz.distance import Indel
+
+    return max(Indel.normalized_similarity(prediction, a) for a in _or_empty(answers))
 
 
 def _f1(predicted: list[str], gold: list[str]) -> float:

@@ -16,7 +16,7 @@ from firsttoken.engine.serving import Server, Stream
 from firsttoken.engine.swap.path import Moved, Transfer
 from firsttoken.study.errors import BusyError, RequestError
 
-PATIENCE = 30.0  # s; nothing here takes one of them
+PATIENCE = 120.0  # s; nothing here takes one of them
 ANSWER = Sampling(24)
 
 

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 from firsttoken.assets import corpora
+from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.lock import load_lock
 from firsttoken.assets.shapes import shape_config
 from firsttoken.progressive import training
-from firsttoken.progressive.adapters import export_adapter
 from firsttoken.progressive.checkpoint.manifest import Manifest
 from firsttoken.progressive.checkpoint.plan import LoadPlan, staged
 from firsttoken.progressive.checkpoint.sources import ModelSource, Origin

@@ -12,8 +12,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from firsttoken.progressive import adapters
-from firsttoken.progressive.adapters import WEIGHTS, check_fit, export_adapter, load_adapter, read_recipe
+from firsttoken.assets import adapters
+from firsttoken.assets.adapters import WEIGHTS, export_adapter, read_recipe
+from firsttoken.progressive.adapters import check_fit, load_adapter
 from firsttoken.progressive.passlayer import pass_layers, restore_layers
 from firsttoken.progressive.recipe import SEVEN_PROJECTIONS
 from firsttoken.study.errors import StageError

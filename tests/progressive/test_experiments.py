@@ -8,9 +8,9 @@ import json
 import pytest
 import torch
 
+from firsttoken.assets.adapters import WEIGHTS, read_recipe
 from firsttoken.experiments import run_experiment
 from firsttoken.progressive import training
-from firsttoken.progressive.adapters import WEIGHTS, read_recipe
 from firsttoken.progressive.experiments import (
     DistanceConfig,
     healing_live,

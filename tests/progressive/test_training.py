@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 
+from firsttoken.assets.adapters import WEIGHTS, read_recipe
 from firsttoken.assets.corpora import SPLITS, QAItem, boolq_prompts, load_qa, running_text, sciq
 from firsttoken.assets.models import layers_of
 from firsttoken.progressive import training
-from firsttoken.progressive.adapters import WEIGHTS, read_recipe
 from firsttoken.progressive.healing import Teacher
 from firsttoken.progressive.recipe import OURS, REPORT, TASK
 from firsttoken.progressive.training import HealingConfig, heal, healed, materials, present_without

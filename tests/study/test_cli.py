@@ -57,14 +57,14 @@ def test_ctrl_c_leaves_nothing_half_written(root: Path, write_notebook) -> None:
     environment = os.environ | {"FIRSTTOKEN_ROOT": str(root), "PYTHONPATH": search}
     process = subprocess.Popen([sys.executable, "-m", "firsttoken", "run"], env=environment, stderr=subprocess.PIPE)
     try:
-        wait_for(lambda: started.exists() and started.read_text(), 90)
+        wait_for(lambda: started.exists() and started.read_text(), 300)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert (process.returncode, b"interrupted" in err, b"Traceback" in err) == (130, True, False)
     assert list((root / "executed").rglob("*.ipynb")) == []
-    wait_for(lambda: not alive(int(started.read_text())), 30)
+    wait_for(lambda: not alive(int(started.read_text())), 120)
 
 
 def alive(process: int) -> bool:

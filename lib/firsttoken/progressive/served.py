@@ -17,8 +17,9 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from firsttoken.assets.adapters import WEIGHTS
 from firsttoken.assets.models import layers_of, load_model
-from firsttoken.progressive.adapters import WEIGHTS, check_fit, load_adapter
+from firsttoken.progressive.adapters import check_fit, load_adapter
 from firsttoken.progressive.passlayer import pass_layers, restore_layers
 from firsttoken.progressive.stages import StagePlan
 from firsttoken.study import paths

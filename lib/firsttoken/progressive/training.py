@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from peft import PeftModel
 
+from firsttoken.assets.adapters import export_adapter, read_recipe
 from firsttoken.assets.corpora import QAItem, boolq_prompts, load_qa, running_text, token_windows
-from firsttoken.progressive.adapters import export_adapter, read_recipe
 from firsttoken.progressive.healing import Curve, Teacher, attach, train
 from firsttoken.progressive.passlayer import pass_layers
 from firsttoken.progressive.quality import AnswerConfig, answer_scores, perplexity, text_scores

@@ -31,6 +31,10 @@ class StageError(FirstTokenError):
     """A layer block, stage plan or adapter that does not fit the model."""
 
 
+class CacheError(FirstTokenError):
+    """A KV cache that belongs to another model or context, is torn, or finds no room."""
+
+
 class LinkError(FirstTokenError):
     """A transfer broke off: the link died, or the file ended early."""
 

@@ -15,8 +15,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.models import load_model
-from firsttoken.progressive.adapters import export_adapter
 from firsttoken.progressive.checkpoint.manifest import read_manifest, verify
 from firsttoken.progressive.checkpoint.plan import HEAD, by_layers, coarse_first, staged, whole
 from firsttoken.progressive.checkpoint.sources import FolderSource, ModelSource, Origin, RandomSource

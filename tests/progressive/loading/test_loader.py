@@ -32,10 +32,22 @@ ALL = (1, 2, 3)
 def _no_thread_stays() -> Iterator[None]:
     yield
     mine = [t for t in threading.enumerate() if t.name == "placer" or t.name.startswith("reader-")]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     for thread in mine:
         thread.join(max(0, deadline - time.monotonic()))
     assert not [thread for thread in mine if thread.is_alive()]
+
+
+class Held(Link):
+    """A link that moves its first ``mark`` bytes, and no more until it is let go."""
+
+    def __init__(self, mark: int) -> None:
+        super().__init__()
+        self._mark, self.go = mark, threading.Event()
+
+    def read_into(self, handle: int, buffer: memoryview, offset: int) -> None:
+        assert self.bytes_moved < self._mark or self.go.wait(60)
+        super().read_into(handle, buffer, offset)
 
 
 class Loads:
@@ -252,11 +264,12 @@ def test_gates_go_when_the_block_ends_and_hold_up_no_other_stage(stage, ids):
     loads = Loads(staged)
     coarse = loads.bring(1)
     expected = loads.answer(ids)
-    link = Link(LinkConfig(0.001))
+    link = Held(1)
     load = loads.begin(2, links=[link], threads=1)
     with load.streaming():
         assert torch.equal(loads.answer(ids, coarse), expected)
         assert not load.arrived and load.stalled_s == 0
+        link.go.set()
     view = load.wait()
     for module in [*view.layers, *view.ends.values()]:
         assert not module._forward_pre_hooks
@@ -401,7 +414,7 @@ def test_closing_ends_a_load_and_whoever_waits_in_it(stage, ids):
     waiting = threading.Thread(target=client)
     waiting.start()
     load.close()
-    waiting.join(10)
+    waiting.join(60)
     assert len(raised) == 1 and isinstance(raised[0], LinkError) and "was stopped" in str(raised[0])
     with pytest.raises(LinkError, match="was stopped"):
         load.wait()
@@ -474,7 +487,7 @@ def test_readers_ahead_of_their_buffers(stage, ids, few_buffers, links, threads)
     result = []
     waiting = threading.Thread(target=lambda: result.append(loads.begin(*ALL, threads=threads).wait()), daemon=True)
     waiting.start()
-    waiting.join(15)
+    waiting.join(60)
     assert result, "the readers wait for buffers, and the buffers for the readers"
     assert torch.equal(loads.answer(ids, result[0]), stock_answer(staged.folder, ids))
 

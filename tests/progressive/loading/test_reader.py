@@ -40,7 +40,7 @@ def _quiet_threads() -> Iterator[None]:
         yield
     for thread in threading.enumerate():
         if thread.name.startswith("reader-"):
-            thread.join(5)
+            thread.join(60)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("reader-")]
 
 
@@ -70,7 +70,7 @@ def outcomes(reader: BlobReader) -> list[bytes | Exception]:
         target=lambda: found.extend([outcome(reader, i) for i in range(len(reader.blobs))]), daemon=True
     )
     waiter.start()
-    waiter.join(20)
+    waiter.join(60)
     assert not waiter.is_alive(), f"blob {len(found)} is waited for without end"
     return found
 
@@ -339,7 +339,7 @@ def test_one_dead_link_of_three_stops_the_others(tmp_path: Path) -> None:
 
 def test_closing_in_the_middle(tmp_path: Path) -> None:
     blobs = [make_blob(tmp_path / f"{i}.bin", 30_000) for i in range(6)]
-    link = Link(LinkConfig(0.005))
+    link = Link(LinkConfig(0.001))
     reader = BlobReader(blobs, [link], threads=2, chunk_bytes=CHUNK)
     reader.start()
     first = reader.wait(0)
@@ -365,7 +365,7 @@ class FewBuffers:
         self._free = threading.Semaphore(count)
 
     def allocate(self, size: int) -> memoryview:
-        if not self._free.acquire(timeout=15):
+        if not self._free.acquire(timeout=60):
             raise RuntimeError("no buffer came back")
         return host_memory(size)
 
@@ -385,7 +385,7 @@ class SlowStart(Link):
         if offset == 0 and self.bytes_moved == 0 and self._wanted:
             wanted, self._wanted = self._wanted, 0
             for _ in range(wanted):
-                assert self._others.acquire(timeout=10)
+                assert self._others.acquire(timeout=60)
             threading.Event().wait(0.05)  # the others are at the next buffer by now
         super().read_into(handle, buffer, offset)
         self._others.release()

@@ -17,6 +17,7 @@ from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.manifest import MANIFEST
 from firsttoken.progressive.checkpoint.plan import coarse_first, whole
 from firsttoken.progressive.loading.blobs import adapter_blobs, part_blobs
+from firsttoken.progressive.recovery import growth
 from firsttoken.progressive.recovery.engine import Engine, EngineConfig
 from firsttoken.progressive.recovery.sessions import Session, TokenEvent
 from firsttoken.progressive.recovery.transitions import FromBoundary, Naive, PrefillAgain, Transition
@@ -24,13 +25,17 @@ from firsttoken.progressive.served import at_stage
 from firsttoken.study.errors import BusyError, LinkError, ModelError, RequestError
 
 PROMPT = [20, 31, 42, 53, 64]
-PATIENCE = 30.0  # s; nothing here takes one of them
+PATIENCE = 120.0  # s; nothing here takes one of them
 OURS = ("engine", "recovery", "placer", "reader-")
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Engine]]:
-    """Starts engines, and at the end holds them to having ended: none of their threads is left."""
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Starts engines, and at the end holds them to having ended: none of their threads is left.
+
+    What was mended is found soon, though a slow machine has failed many times by then: answers are open meanwhile.
+    """
+    monkeypatch.setattr(growth, "LONGEST_PAUSE_S", 0.05)
     engines: list[Engine] = []
 
     def start(staged, link: Link | None = None, policy: Transition | None = None, **config) -> Engine:

@@ -34,7 +34,7 @@ def started() -> Iterator[Callable[..., Engine]]:
     def start(folder: Path, link: Link | None = None, stage: int = 3) -> Engine:
         engines.append(Engine(folder, [link or Link()], LIMITS))
         engines[-1].start()
-        assert not stage or engines[-1].wait_stage(stage, timeout_s=30)
+        assert not stage or engines[-1].wait_stage(stage, timeout_s=120)
         return engines[-1]
 
     yield start
@@ -185,7 +185,7 @@ class TestRefusals:
     def test_one_request_too_many_is_told_to_come_back(self, started, tiny):
         async def send() -> list[httpx.Response]:
             async with client_of(started(tiny), tiny) as client:
-                one = {"prompt": "the inn", "max_tokens": 200}
+                one = {"prompt": "the inn", "max_tokens": 400}
                 return await asyncio.gather(*(client.post("/v1/completions", json=one) for _ in range(4)))
 
         responses = asyncio.run(send())

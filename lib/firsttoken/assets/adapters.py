@@ -1,0 +1,61 @@
+"""PEFT folders on disk, in 16 bits and with the recipe beside them.
+
+Plain ``PeftModel.from_pretrained`` loads them; ``recipe.json`` says what they were made from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from firsttoken.study.errors import StageError
+from firsttoken.study.files import write_text
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def export_adapter(peft: PeftModel, folder: Path, recipe: dict[str, Any]) -> Path:
+    """Write the active adapter to ``folder`` in fp16 with ``recipe`` as recipe.json; the folder appears whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as made:
+        draft = Path(made) / folder.name
+        peft.save_pretrained(draft)
+        (draft / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+        _portable(draft / "adapter_config.json")
+        halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in load_file(draft / WEIGHTS).items()}
+        save_file(halves, draft / WEIGHTS, metadata={"format": "pt"})
+        (draft / WEIGHTS).chmod(0o644)  # PEFT and safetensors keep the umask of a temporary file
+        write_text(draft / "recipe.json", _dump(recipe))
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
+    return folder
+
+
+def _portable(config: Path) -> None:
+    """PEFT records the base's folder on the machine that trained; the recipe's base hash says it for any machine."""
+    content = json.loads(config.read_text(encoding="utf-8")) | {"base_model_name_or_path": None}
+    for key in ("target_modules", "layers_to_transform"):  # sets: in a new order each time they are saved
+        content[key] = content[key] and sorted(content[key])
+    write_text(config, json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def _dump(recipe: dict[str, Any]) -> str:
+    """JSON with one line a step of the curve, so that the file can be read and compared."""
+    head = json.dumps({k: v for k, v in recipe.items() if k != "curve"}, indent=1, sort_keys=True)
+    steps = ",\n".join("  " + json.dumps(row) for row in recipe["curve"])
+    return f'{head[:-2]},\n "curve": [\n{steps}\n ]\n}}\n'
+
+
+def read_recipe(folder: Path) -> dict[str, Any]:
+    """The recipe.json of an adapter. Raises StageError when the folder is no adapter of this project."""
+    try:
+        return json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StageError(f"no adapter in {folder}: recipe.json cannot be read; train it or check it out") from error

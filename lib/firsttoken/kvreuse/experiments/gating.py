@@ -1,0 +1,124 @@
+"""Does a probe see a spoiled answer coming? Calibrated on one set of items, judged on another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from firsttoken.kvreuse import gate
+from firsttoken.kvreuse.decode import greedy
+from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
+from firsttoken.kvreuse.experiments.setting import Setting, batches
+from firsttoken.kvreuse.forward import cache_of, layer_kv
+from firsttoken.kvreuse.pairs import Variant
+from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.kvreuse.prefix import Prefix
+from firsttoken.kvreuse.probes import TOKENS, answer_doubt, answer_entropy, head_deviation, tail_divergence
+from firsttoken.kvreuse.profile.pareto import frontier, smallest_within
+from firsttoken.kvreuse.tasks.items import Encoded
+from firsttoken.kvreuse.tasks.load import task_of
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome
+
+SIGNALS = ("entropy", "doubt", "head", "tail")
+_FAILED = 0.5  # an answer that scores this much less than the receiver's own counts as spoiled
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """Gates are calibrated to miss at most ``miss_budget`` of the spoiled answers of the profile's first run."""
+
+    miss_budget: float
+
+
+def quality_gate(profile: Profile) -> Outcome:
+    """One row an item and cache: the score over it and over the receiver's own, and every signal.
+
+    The caches: all layers reused, the chosen group recomputed, and a group of half as many layers.
+    """
+    setting, config = Setting(profile), profile.section("gate", GateConfig)
+    run = setting.runs[0]
+    receiver, sender = setting.pair(run)
+    sets = dict(zip(("calibrate", "judge"), setting.items(run, receiver.tokenizer), strict=True))
+    groups = profiled_groups(run_profile(setting, run, receiver, sender, sets["calibrate"]))
+    chosen = smallest_within(groups, BOUND).group
+    half = max((g.group for g in frontier(groups) if 2 * len(g.group) <= len(chosen)), key=len)
+    rows = []
+    for name, items in sets.items():
+        parts = list(batches(items, setting.config.batch))
+        for part in tqdm(parts, desc=f"gate, {name}", unit="batch", disable=None):
+            found = _batch(receiver, sender, part, [NOTHING, half, chosen])
+            rows += [run.row() | {"set": name} | row for row in found]
+    return Outcome(rows, {}, summaries(rows, config.miss_budget), {"models": setting.models.provenance})
+
+
+@torch.inference_mode()
+def _batch(
+    receiver: Variant, sender: Variant, part: Sequence[Encoded], groups: Sequence[Group]
+) -> list[dict[str, Any]]:
+    model, task = receiver.model, task_of(part[0].item)
+    prefix = Prefix.of([item.prefix for item in part], model.device)
+    sent = full_prefill(sender.model, prefix, {g.lo for g in groups if g.needs_edge})
+    own = full_prefill(model, prefix)
+
+    def scores(cache: Any) -> list[float]:
+        suffix = [item.suffix for item in part]
+        said = greedy(model, receiver.tokenizer, prefix, suffix, cache, task.answer_tokens, task.stop)
+        return [task.score(answer, item.item.answers) for answer, item in zip(said, part, strict=True)]
+
+    reference, rows = scores(cache_of(own.kv)), []
+    suffix = torch.tensor([item.suffix for item in part], device=model.device)
+    for group in groups:
+        cache = partial_prefill(model, prefix, sent, group)
+        deviation = head_deviation(model, prefix, cache, TOKENS)
+        logits = suffix_logits(model, prefix, suffix, _copy(cache), keep=1)
+        signals = {
+            "entropy": answer_entropy(logits),
+            "doubt": answer_doubt(logits),
+            "head": deviation,
+            "tail": tail_divergence(model, prefix, cache, suffix, logits[:, -1], TOKENS),
+        }
+        for index, (got, best) in enumerate(zip(scores(cache), reference, strict=True)):
+            row = {"group": str(group), "item": part[index].item.id, "score": round(got, 4), "own": round(best, 4)}
+            rows.append(row | {name: round(values[index].item(), 6) for name, values in signals.items()})
+    return rows
+
+
+def summaries(rows: Sequence[dict[str, Any]], miss_budget: float) -> dict[str, dict[str, Any]]:
+    """By cache: how many answers are spoiled; by signal: area under the curve, and what its gate does elsewhere."""
+    found: dict[str, dict[str, Any]] = {}
+    for index, group in enumerate(dict.fromkeys(row["group"] for row in rows)):
+        tag = ("reuse", "half", "chosen")[index]
+        sets = {name: [r for r in rows if (r["set"], r["group"]) == (name, group)] for name in ("calibrate", "judge")}
+        judged = sets["judge"]
+        failed = {name: [r["own"] - r["score"] >= _FAILED for r in of] for name, of in sets.items()}
+        n = len(judged)
+        found[f"{tag}_group"] = {"value": group, "unit": "layers"}
+        found[f"{tag}_spoiled_pct"] = {"value": 100 * sum(failed["judge"]) / n, "n": n, "unit": "%"}
+        if not all(any(of) and not all(of) for of in failed.values()):
+            continue  # a gate needs answers of both kinds
+        for signal in SIGNALS:
+            seen = {name: [r[signal] for r in of] for name, of in sets.items()}
+            chosen = gate.calibrate(seen["calibrate"], failed["calibrate"], signal=signal, miss_budget=miss_budget)
+            rates = gate.rates(chosen, seen["judge"], failed["judge"])
+            kept = [r["score"] if chosen.accepts(r[signal]) else r["own"] for r in judged]
+            area = gate.auc(gate.roc(seen["judge"], failed["judge"]))
+            for name, value, unit in (
+                ("auc", area, "of 1"),
+                ("miss_pct", 100 * rates.miss, "% of the spoiled"),
+                ("false_alarm_pct", 100 * rates.false_alarm, "% of the good"),
+                ("fallback_pct", 100 * rates.fallback_share, "% of requests"),
+                ("loss_points", 100 * sum(r["own"] - k for r, k in zip(judged, kept, strict=True)) / n, "points"),
+            ):
+                found[f"{tag}_{signal}_{name}"] = {"value": value, "n": n, "unit": unit}
+    return found
+
+
+def _copy(cache: DynamicCache) -> DynamicCache:
+    """The same tensors in a cache of its own, which may grow."""
+    return cache_of(layer_kv(cache, layer) for layer in range(len(cache.layers)))

@@ -1,0 +1,131 @@
+"""How long each method computes: partial prefill by the size of its group, CacheBlend, the smaller model (Figure 14).
+
+The share of layers matters, not which: one pair of random weights of the profile's shape would do, and on a GPU does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from firsttoken.assets.models import load_model
+from firsttoken.kvreuse.blend import blended_cache, tokens_per_layer
+from firsttoken.kvreuse.forward import cache_of
+from firsttoken.kvreuse.pairs import half_the_layers
+from firsttoken.kvreuse.prefill import Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.kvreuse.prefix import Prefix, PrefixCache
+from firsttoken.study.clock import Stopwatch
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome
+from firsttoken.study.stats import bootstrap
+
+SUFFIX = 4  # tokens behind the prefix, as "\nAnswer:" has
+
+
+@dataclass(frozen=True)
+class LatencyConfig:
+    """Prefixes of ``tokens`` tokens, groups of ``layers`` layers, CacheBlend at ``shares``; ``rounds`` of all of it.
+
+    ``model`` is timed where it is given ("random:llama-2-7b"), else the profile's.
+    """
+
+    model: str
+    tokens: tuple[int, ...]
+    layers: tuple[int, ...]
+    shares: tuple[float, ...]
+    rounds: int
+
+
+def prefill_latency(profile: Profile) -> Outcome:
+    """One row a method, length and round: seconds to the first token, and of the pass behind the prefix alone.
+
+    Within a round the order is random. Partial prefill is held against k / L of the full prefill of the same round plus
+    the work of the first token.
+    """
+    config, device = profile.section("latency", LatencyConfig), profile.torch_device()
+    loaded = load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=device, with_tokenizer=False)
+    model, depth = loaded.model, loaded.model.config.num_hidden_layers
+    half = half_the_layers(load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=device).model)
+    rng, rows = random.Random(profile.seed), []
+    draw = torch.Generator().manual_seed(profile.seed)
+    for tokens in config.tokens:
+        ids = torch.randint(model.config.vocab_size, (1, tokens + SUFFIX), generator=draw).to(device)
+        prefix, suffix = Prefix(ids[:, :tokens]), ids[:, tokens:]
+        groups = [Group((depth - k) // 2, (depth - k) // 2 + k) for k in config.layers]
+        sent = full_prefill(model, prefix, {group.lo for group in groups if group.needs_edge})
+        ways = _ways(model, half, prefix, sent, groups, config.shares)
+        for step in tqdm(range(-1, config.rounds), desc=f"prefill, {tokens} tokens", unit="round", disable=None):
+            for name, compute in rng.sample(list(ways), len(ways)):
+                row = _timed(half if name == "smaller model" else model, ways[name, compute], prefix, suffix)
+                if step >= 0:  # the first round warms up
+                    rows.append({"method": name, "tokens": tokens, "compute": round(compute, 4), "round": step} | row)
+    summary = summaries(rows, depth)
+    return Outcome(rows, {}, summary, loaded.provenance.as_dict())
+
+
+def _ways(
+    model: PreTrainedModel,
+    half: PreTrainedModel,
+    prefix: Prefix,
+    sent: PrefixCache,
+    groups: Sequence[Group],
+    shares: Sequence[float],
+) -> dict[tuple[str, float], Callable[[], DynamicCache]]:
+    """How to come by a cache, by method and share of a prefill that it computes."""
+    depth = model.config.num_hidden_layers
+    ways: dict[tuple[str, float], Callable[[], DynamicCache]] = {
+        ("full prefill", 1.0): lambda: cache_of(full_prefill(model, prefix).kv),
+        ("smaller model", 0.5): lambda: cache_of(full_prefill(half, prefix).kv),
+    }
+    for group in groups:
+        ways["DroidSpeak", len(group) / depth] = partial(partial_prefill, model, prefix, sent, group)
+    for share in shares:
+        compute = sum(tokens_per_layer(prefix.tokens, depth, share)) / (prefix.tokens * depth)
+        ways["CacheBlend", compute] = partial(blended_cache, model, prefix, sent, share)
+    return ways
+
+
+@torch.inference_mode()
+def _timed(
+    model: PreTrainedModel, make: Callable[[], DynamicCache], prefix: Prefix, suffix: torch.Tensor
+) -> dict[str, float]:
+    with Stopwatch(prefix.ids.device) as watch:
+        cache = make()
+        prefilled = watch.seconds
+        suffix_logits(model, prefix, suffix, cache, keep=1)
+    return {"prefill_s": round(prefilled, 6), "first_token_s": round(watch.seconds, 6)}
+
+
+def summaries(rows: list[dict[str, Any]], depth: int) -> dict[str, dict[str, Any]]:
+    """By length: the worst ratio of partial prefill to (k + first token) / L of a full one, and speed-ups."""
+    found = {}
+    for tokens in sorted({row["tokens"] for row in rows}):
+        of = [row for row in rows if row["tokens"] == tokens]
+        full = {row["round"]: row for row in of if row["method"] == "full prefill"}
+        behind = {step: row["first_token_s"] - row["prefill_s"] for step, row in full.items()}
+        ratios: dict[float, list[float]] = {}
+        for row in of:
+            if row["method"] == "DroidSpeak" and row["compute"] < 1:
+                expected = row["compute"] * full[row["round"]]["prefill_s"] + behind[row["round"]]
+                ratios.setdefault(row["compute"], []).append(row["first_token_s"] / expected)
+        each = {compute: bootstrap(values, "median") for compute, values in ratios.items()}
+        if each:
+            worst = max(each.values(), key=lambda interval: interval.estimate)
+            found[f"partial_over_share_{tokens}"] = worst.summary("x of (k + first token) / L")
+        for name in ("DroidSpeak", "CacheBlend", "smaller model"):
+            for compute in sorted({row["compute"] for row in of if row["method"] == name}):
+                gains = [
+                    full[row["round"]]["first_token_s"] / row["first_token_s"]
+                    for row in of
+                    if row["method"] == name and row["compute"] == compute
+                ]
+                slug = f"{name.replace(' ', '_').lower()}_{round(compute * depth, 1):g}_of_{depth}_{tokens}_x"
+                found[slug.replace(".", "p")] = bootstrap(gains, "median").summary("x")
+    return found

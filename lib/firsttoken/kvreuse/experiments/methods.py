@@ -1,0 +1,178 @@
+"""Every method on every run: what it answers, decoded and scored, and the share of a prefill it computes (Figure 14).
+
+Groups come from the profile of other items (``profiling``); what takes how long is measured apart (``latency``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from firsttoken.kvreuse.blend import SHARE, blended_cache, tokens_per_layer
+from firsttoken.kvreuse.decode import greedy
+from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
+from firsttoken.kvreuse.experiments.setting import Run, Setting, batches
+from firsttoken.kvreuse.forward import cache_of
+from firsttoken.kvreuse.pairs import HALF, Variant
+from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, partial_prefill
+from firsttoken.kvreuse.prefix import Prefix, PrefixCache
+from firsttoken.kvreuse.profile.pareto import Profiled, frontier, smallest_within
+from firsttoken.kvreuse.tasks.items import Encoded
+from firsttoken.kvreuse.tasks.load import task_of
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome
+from firsttoken.study.stats import bootstrap, paired_bootstrap
+
+OWN, REUSE, DROIDSPEAK, SENDER, SMALLER = "full prefill", "full reuse", "DroidSpeak", "sender", "smaller model"
+
+
+@dataclass(frozen=True)
+class MethodsConfig:
+    """``frontier`` more groups of each profile's Pareto frontier are answered over, besides the chosen one.
+
+    ``blends`` are (share, gradual, whole) as text, "0.15", "0.15 gradual", "0.15 from 2"; "equal" takes the share that
+    computes as much as the chosen group. ``smaller`` is the adapter of the smaller model ("": none), for its own tasks.
+    """
+
+    frontier: int
+    blends: tuple[str, ...]
+    smaller: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to have a cache; ``compute`` is its share of a prefill's token-layers, ``group`` what it recomputes."""
+
+    name: str
+    compute: float
+    cache: Callable[[Prefix, PrefixCache], DynamicCache]
+    model: Variant
+    group: Group = NOTHING
+
+
+def reuse_methods(profile: Profile) -> Outcome:
+    """One row a run and method: score, share of compute, and each item's ``score``."""
+    setting, config = Setting(profile), profile.section("methods", MethodsConfig)
+    rows, summary = [], {}
+    for run in setting.runs:
+        receiver, sender = setting.pair(run)
+        to_choose, to_judge = setting.items(run, receiver.tokenizer)
+        groups = profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
+        methods = list(_methods(setting, config, run, receiver, sender, groups))
+        scored = _scores(setting, run, methods, sender, to_judge)
+        of_run = [_row(run, method, scored[method.name], to_judge) for method in methods]
+        rows += of_run
+        summary |= summaries(run.key, of_run)
+    return Outcome(rows, {}, summary, {"models": setting.models.provenance})
+
+
+def _methods(
+    setting: Setting,
+    config: MethodsConfig,
+    run: Run,
+    receiver: Variant,
+    sender: Variant,
+    groups: Sequence[Profiled],
+) -> Iterator[Method]:
+    model, depth = receiver.model, receiver.model.config.num_hidden_layers
+    yield Method(OWN, 1.0, lambda prefix, sent: _own_cache(receiver, prefix), receiver, Group(0, depth))
+    yield Method(SENDER, 1.0, lambda prefix, sent: cache_of(sent.kv), sender)
+    yield Method(REUSE, 0.0, lambda prefix, sent: cache_of(sent.kv), receiver)
+    chosen = smallest_within(groups, BOUND).group
+    for group in dict.fromkeys([chosen, *_spread(groups, chosen, config.frontier)]):
+        name = DROIDSPEAK if group == chosen else f"{DROIDSPEAK} {group}"
+
+        def mixed(prefix: Prefix, sent: PrefixCache, group: Group = group) -> DynamicCache:
+            return partial_prefill(model, prefix, sent, group)
+
+        yield Method(name, len(group) / depth, mixed, receiver, group)
+    for text in config.blends:
+        share, gradual, whole = _blend(text, chosen, depth)
+
+        def blended(
+            prefix: Prefix, sent: PrefixCache, share: float = share, gradual: bool = gradual, whole: int = whole
+        ) -> DynamicCache:
+            return blended_cache(model, prefix, sent, share, gradual, whole=whole)
+
+        compute = sum(tokens_per_layer(1000, depth, share, gradual, whole)) / (1000 * depth)
+        yield Method(f"CacheBlend {text}", compute, blended, receiver)
+    if config.smaller and run.task in config.smaller.removeprefix(f"{HALF}-").split("-"):
+        half = setting.models.load(config.smaller)
+        yield Method(SMALLER, 0.5, lambda prefix, sent: _own_cache(half, prefix), half)
+
+
+def _spread(groups: Sequence[Profiled], chosen: Group, count: int) -> list[Group]:
+    """``count`` groups of the frontier besides ``chosen``, evenly over its sizes; neither none nor all layers."""
+    depth = max(len(g.group) for g in groups)
+    inner = [g.group for g in frontier(groups) if 0 < len(g.group) < depth and g.group != chosen]
+    if len(inner) <= count:
+        return inner
+    return [inner[round(i * (len(inner) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def _blend(text: str, chosen: Group, depth: int) -> tuple[float, bool, int]:
+    """Share, gradual and whole layers of a blend as the profile writes it."""
+    share, _, rest = text.partition(" ")
+    whole = int(rest.removeprefix("from ")) if rest.startswith("from ") else 1
+    if share == "equal":
+        return max(0.0, (len(chosen) - whole) / (depth - whole)), rest == "gradual", whole
+    return float(share or SHARE), rest == "gradual", whole
+
+
+def _own_cache(variant: Variant, prefix: Prefix) -> DynamicCache:
+    return cache_of(full_prefill(variant.model, prefix).kv)
+
+
+def _scores(
+    setting: Setting, run: Run, methods: Sequence[Method], sender: Variant, items: Sequence[Encoded]
+) -> dict[str, list[float]]:
+    """Each method's score of each item, all in one order."""
+    edges = {method.group.lo for method in methods if method.group.needs_edge}
+    scores: dict[str, list[float]] = {method.name: [] for method in methods}
+    parts = list(batches(items, setting.config.batch))
+    for part in tqdm(parts, desc=f"methods {run.name}", unit="batch", disable=None):
+        prefix = Prefix.of([item.prefix for item in part], sender.model.device)
+        sent = full_prefill(sender.model, prefix, edges)
+        suffix = [item.suffix for item in part]
+        task = task_of(part[0].item)
+        for method in methods:
+            variant, cache = method.model, method.cache(prefix, sent)
+            said = greedy(variant.model, variant.tokenizer, prefix, suffix, cache, task.answer_tokens, task.stop)
+            pairs = zip(said, part, strict=True)
+            scores[method.name] += [task.score(answer, item.item.answers) for answer, item in pairs]
+    return scores
+
+
+def _row(run: Run, method: Method, scores: Sequence[float], items: Sequence[Encoded]) -> dict[str, Any]:
+    return run.row() | {
+        "method": method.name,
+        "metric": task_of(items[0].item).metric,
+        "compute": round(method.compute, 4),
+        "lo": method.group.lo,
+        "hi": method.group.hi,
+        "n": len(scores),
+        "score": sum(scores) / len(scores),
+        "item_score": [round(score, 4) for score in scores],
+    }
+
+
+def summaries(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The scores of a run, what each method loses against the receiver's own prefill, and the lead over CacheBlend."""
+    by_name = {row["method"]: row for row in rows}
+    own = by_name[OWN]["item_score"]
+    found = {}
+    for name, row in by_name.items():
+        slug = f"{key}_{name.replace(' ', '_').replace('-', '_').lower()}"
+        found[f"{slug}_pct"] = bootstrap(row["item_score"]).summary("%", 100)
+        if name != OWN:
+            found[f"{slug}_loss_points"] = paired_bootstrap(own, row["item_score"]).summary("points", 100)
+    equal = [row for name, row in by_name.items() if name.startswith("CacheBlend equal")]
+    if equal:
+        best = max(equal, key=lambda row: row["score"])
+        lead = paired_bootstrap(by_name[DROIDSPEAK]["item_score"], best["item_score"])
+        found[f"{key}_over_cacheblend_points"] = lead.summary("points", 100)
+    return found

@@ -1,0 +1,132 @@
+"""Single layers and contiguous groups of every run (DroidSpeak, 3.2 and 4.2; Figures 7, 8 and 11).
+
+A batch that is done is kept in the cache folder, so that a run that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from firsttoken.kvreuse.experiments.setting import Run, Setting, batches
+from firsttoken.kvreuse.pairs import Distance, Variant
+from firsttoken.kvreuse.prefill import NOTHING, Group
+from firsttoken.kvreuse.profile.bank import Bank, Questions, Score
+from firsttoken.kvreuse.profile.pareto import Profiled, critical_layers, smallest_within
+from firsttoken.kvreuse.tasks.items import Encoded
+from firsttoken.study import paths
+from firsttoken.study.files import write_text
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome
+
+BOUND = 0.05  # of the receiver's own score (DroidSpeak, 5.1: "within 5 %"; the report: points, errata I41)
+_SCORING = 1  # raised when what a batch holds is made in another way
+_CRITICAL = 0.10  # Figure 7: a layer whose reuse alone costs more than a tenth of the score
+
+
+def layer_profile(profile: Profile) -> Outcome:
+    """One row a run and mixture, with an item's ``accuracy`` and ``nll`` each in lists of one order."""
+    setting = Setting(profile)
+    rows, summary = [], {}
+    for run in setting.runs:
+        receiver, sender = setting.pair(run)
+        chosen, _ = setting.items(run, receiver.tokenizer)
+        profiled = run_profile(setting, run, receiver, sender, chosen)
+        rows += [run.row() | row for row in profiled]
+        summary |= summaries(run.key, profiled)
+        distance = Distance.between(receiver.model, sender.model)
+        summary[f"{run.key}_weight_distance_pct"] = {"value": 100 * distance.whole, "unit": "% of |sender|"}
+    return Outcome(rows, {}, summary, {"models": setting.models.provenance})
+
+
+def run_profile(
+    setting: Setting, run: Run, receiver: Variant, sender: Variant, items: Sequence[Encoded]
+) -> list[dict[str, Any]]:
+    """Rows of one run: ``what`` is own, sender, reuse, layer or group, with ``lo`` and ``hi`` where it has layers."""
+    parts = list(batches(items, setting.config.batch))
+    folder = paths.CACHE / "profiles" / _key(setting, receiver, sender, parts)
+    gathered: dict[tuple[str, int, int], dict[str, list[float]]] = {}
+    passes = seconds = 0.0
+    for index, part in enumerate(tqdm(parts, desc=f"profile {run.name}", unit="batch", disable=None)):
+        kept = folder / f"{index}.json"
+        if not kept.is_file():
+            write_text(kept, json.dumps(_batch(setting, receiver, sender, part)))
+        done = json.loads(kept.read_text(encoding="utf-8"))
+        seconds, passes = seconds + done["seconds"], passes + done["prefix_layers"]
+        for what, lo, hi, nll, accuracy in done["scores"]:
+            entry = gathered.setdefault((what, lo, hi), {"item_nll": [], "item_accuracy": []})
+            entry["item_nll"] += nll
+            entry["item_accuracy"] += accuracy
+    rows = [
+        {"what": what, "lo": lo, "hi": hi, "layers": hi - lo, "n": len(scores["item_nll"])}
+        | {name.replace("item_", ""): round(sum(v) / len(v), 5) for name, v in scores.items()}
+        | scores
+        for (what, lo, hi), scores in gathered.items()
+    ]
+    passes_an_item = round(passes / len(parts))  # every batch takes the same ones
+    return [*rows, {"what": "cost", "seconds": round(seconds, 2), "prefix_layers": passes_an_item, "n": len(items)}]
+
+
+def _key(setting: Setting, receiver: Variant, sender: Variant, parts: Sequence[Sequence[Encoded]]) -> str:
+    """What a kept batch depends on: both models, the items as they are batched, the edges, and how scores are made."""
+    tokens = [[(i.prefix, i.suffix, i.target) for i in part] for part in parts]
+    models = [(v.weights, v.adapter, str(v.model.dtype)) for v in (receiver, sender)]
+    said = repr((_SCORING, models, setting.config.group_layers, tokens))
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def _batch(setting: Setting, receiver: Variant, sender: Variant, part: Sequence[Encoded]) -> dict[str, Any]:
+    start = time.perf_counter()
+    edges = setting.config.edges(receiver.model.config.num_hidden_layers)
+    questions = Questions.of(part, receiver.model.device)
+    bank = Bank(sender.model, receiver.model, questions, edges[:-1])
+    scores = [_kept("own", NOTHING, bank.prefill()), _kept("sender", NOTHING, bank.sender_itself())]
+    scores += [_kept("layer", Group(layer, layer + 1), score) for layer, score in bank.single_layers()]
+    scores += [_kept("group" if len(g) else "reuse", g, score) for g, score in bank.groups(edges)]
+    return {"seconds": time.perf_counter() - start, "prefix_layers": bank.prefix_layers, "scores": scores}
+
+
+def _kept(what: str, group: Group, score: Score) -> list[Any]:
+    rounded = ([round(v, 3) for v in values.tolist()] for values in (score.nll, score.accuracy))
+    return [what, group.lo, group.hi, *rounded]
+
+
+def profiled_groups(rows: Sequence[dict[str, Any]]) -> list[Profiled]:
+    """What was profiled of one run, with each mixture's loss of accuracy against the receiver's own, by item."""
+    own = next(row for row in rows if row["what"] == "own")["item_accuracy"]
+    return [
+        Profiled(Group(row["lo"], row["hi"]), tuple(own), tuple(row["item_accuracy"]))
+        for row in rows
+        if row["what"] in ("group", "reuse")
+    ]
+
+
+def summaries(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What a run's profile says in numbers."""
+    own = next(row for row in rows if row["what"] == "own")
+    groups = profiled_groups(rows)
+    reuse = next(group for group in groups if not len(group.group))
+    layers = [(row["lo"], row["accuracy"]) for row in rows if row["what"] == "layer"]
+    critical = critical_layers(layers, own["accuracy"], _CRITICAL)
+    chosen = smallest_within(groups, BOUND)
+    cost = next(row for row in rows if row["what"] == "cost")
+    depth = len(layers)
+    return {
+        f"{key}_own_accuracy_pct": {"value": 100 * own["accuracy"], "n": own["n"], "unit": "%"},
+        f"{key}_reuse_loss_points": reuse.loss.summary("points", 100),
+        f"{key}_critical_layers_pct": {"value": 100 * len(critical) / depth, "n": depth, "unit": "% of layers"},
+        f"{key}_group": {"value": str(chosen.group), "unit": "layers"},
+        f"{key}_group_layers_pct": {"value": 100 * len(chosen.group) / depth, "n": own["n"], "unit": "% of layers"},
+        f"{key}_group_loss_points": chosen.loss.summary("points", 100),
+        f"{key}_profile_s": {"value": cost["seconds"], "n": cost["n"], "unit": "s"},
+        f"{key}_prefix_passes": {"value": cost["prefix_layers"] / depth, "unit": "prefills an item"},
+        f"{key}_naive_prefix_passes": {
+            "value": sum(len(g.group) for g in groups) / depth,
+            "unit": "prefills an item",
+        },
+    }

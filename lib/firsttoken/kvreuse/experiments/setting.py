@@ -1,0 +1,106 @@
+"""What every experiment here starts from: runs of a pair on a task, and held-out items that no model was tuned on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from firsttoken.kvreuse.pairs import Models, Pair, Variant
+from firsttoken.kvreuse.tasks.items import Encoded, encode
+from firsttoken.kvreuse.tasks.load import load_items
+from firsttoken.study.errors import CorpusError, ProfileError
+from firsttoken.study.profile import Profile
+
+
+@dataclass(frozen=True)
+class ReuseConfig:
+    """``runs`` as "receiver <- sender: task, 320 tokens" (the longest prefix); ``adapters`` as in ``adapters_folder``.
+
+    ``items`` held-out items serve to choose a group and ``eval_items`` others to judge it; ``batch`` of them are run at
+    a time. Groups end at every ``group_layers``-th layer (the paper: 2).
+    """
+
+    runs: tuple[str, ...]
+    adapters: str
+    items: int
+    eval_items: int
+    batch: int
+    group_layers: int
+
+    def edges(self, depth: int) -> list[int]:
+        """Where groups may begin and end in a model of ``depth`` layers."""
+        return [*range(0, depth, self.group_layers), depth]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A pair on a task, with prefixes of up to ``tokens`` tokens."""
+
+    pair: Pair
+    task: str
+    tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Run:
+        """ "receiver <- sender: task, 320 tokens". Raises ProfileError for anything else."""
+        found = re.fullmatch(r"(.+):\s*(\S.*?)\s*,\s*(\d+) tokens", text)
+        if not found:
+            raise ProfileError(f"run {text!r}: write it as 'receiver <- sender: task, 320 tokens'")
+        return cls(Pair.parse(found[1]), found[2], int(found[3]))
+
+    @property
+    def name(self) -> str:
+        """As in the profile, with a task's file by its name only."""
+        return f"{self.pair}: {Path(self.task).stem}"
+
+    @property
+    def key(self) -> str:
+        """The name as part of a measure's name."""
+        words = (self.pair.receiver, "from", self.pair.sender, self.row()["task"])
+        return re.sub(r"\W+", "_", " ".join(words))
+
+    def row(self) -> dict[str, str]:
+        """The columns that say which run a row belongs to."""
+        pair, task = self.pair, Path(self.task).stem
+        return {"run": self.name, "receiver": pair.receiver, "sender": pair.sender, "task": task}
+
+
+class Setting:
+    """A profile's runs with their models and items."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.config = profile.section("reuse", ReuseConfig)
+        self.runs = [Run.parse(text) for text in self.config.runs]
+        self.models = Models(profile, self.config.adapters)
+        self.seed = profile.seed
+
+    def pair(self, run: Run) -> tuple[Variant, Variant]:
+        """Receiver and sender of ``run``. Raises ModelError when they are not of one architecture and tokenizer."""
+        receiver, sender = self.models.load(run.pair.receiver), self.models.load(run.pair.sender)
+        receiver.check_sender(sender)
+        return receiver, sender
+
+    def items(self, run: Run, tokenizer: object) -> tuple[list[Encoded], list[Encoded]]:
+        """Held-out items to choose with and items to judge with, none in both.
+
+        Raises CorpusError when the held-out splits have too few.
+        """
+        config = self.config
+        wanted = config.items + config.eval_items
+        test, more = (load_items(run.task, split, tokenizer, run.tokens, None) for split in ("test", "validation"))
+        found = [encode(item, tokenizer) for item in [*more, *test][:wanted]]
+        if len(found) < wanted:
+            raise CorpusError(
+                f"{run.name} has {len(found)} held-out items with prefixes of {run.tokens} tokens, not {wanted}; "
+                "lower reuse.items or reuse.eval_items, or allow longer prefixes"
+            )
+        return found[: config.items], found[config.items :]
+
+
+def batches(items: Sequence[Encoded], size: int) -> Iterator[list[Encoded]]:
+    """``items`` in batches, those of like length together, so that little is padded."""
+    ordered = sorted(items, key=lambda item: (len(item.prefix), item.item.id))
+    for at in range(0, len(ordered), size):
+        yield ordered[at : at + size]

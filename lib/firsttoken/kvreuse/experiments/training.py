@@ -1,0 +1,64 @@
+"""The adapters of the committed pairs, trained again (an adapter that exactly this recipe made is kept)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from firsttoken.assets.models import load_model
+from firsttoken.kvreuse.experiments.setting import ReuseConfig
+from firsttoken.kvreuse.pairs import HALF, adapters_folder, half_the_layers
+from firsttoken.kvreuse.tasks.items import encode
+from firsttoken.kvreuse.tasks.load import load_items
+from firsttoken.kvreuse.tuning import TuningConfig, tuned
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome
+
+
+@dataclass(frozen=True)
+class ReuseTrainingConfig:
+    """``adapters`` as "name: task + task: steps"; a name that begins with "half" takes every second layer of the base.
+
+    Each task has ``items`` training items with prefixes of up to ``tokens`` tokens; a step takes ``batch`` of them.
+    """
+
+    adapters: tuple[str, ...]
+    rank: int
+    learning_rate: float
+    batch: int
+    tokens: int
+    items: int
+
+
+def reuse_training(profile: Profile) -> Outcome:
+    """One row a step and adapter: the loss of the answer's tokens, nats."""
+    config = profile.section("reuse_training", ReuseTrainingConfig)
+    folder = adapters_folder(profile.section("reuse", ReuseConfig).adapters)
+    rows, summary, provenance = [], {}, {}
+    for line in config.adapters:
+        name, tasks, steps = _parse(line)
+        base = load_model(profile.model, dtype=torch.bfloat16, device=profile.torch_device())
+        model = half_the_layers(base.model) if name.startswith(HALF) else base.model
+        data = {
+            task: [
+                encode(item, base.tokenizer)
+                for item in load_items(task, "train", base.tokenizer, config.tokens, config.items)
+            ]
+            for task in tasks
+        }
+        tuning = TuningConfig(config.rank, config.learning_rate, steps, config.batch, config.tokens, config.items)
+        recipe = tuned(folder / name, model, base.provenance.sha256, data, tuning, profile.seed)
+        rows += [{"adapter": name, "seed": profile.seed} | row for row in recipe["curve"]]
+        summary[f"{name}_train_s"] = {"value": recipe["train_s"], "n": steps, "unit": "s"}
+        provenance["base"] = base.provenance.as_dict()
+    return Outcome(rows, {}, summary, provenance)
+
+
+def _parse(line: str) -> tuple[str, list[str], int]:
+    parts = [part.strip() for part in line.split(":")]
+    if len(parts) != 3 or not all(parts) or not parts[2].isdigit() or int(parts[2]) < 1:
+        raise ProfileError(f"adapter {line!r}: write it as 'name: task + task: steps'")
+    name, tasks, steps = parts
+    return name, [task.strip() for task in tasks.split("+")], int(steps)

@@ -1,0 +1,102 @@
+"""Why one contiguous group: the error by the number of transitions, equally many layers (DroidSpeak, Figure 10)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tqdm import tqdm
+
+from firsttoken.kvreuse.experiments.setting import Setting, batches
+from firsttoken.kvreuse.prefill import spans
+from firsttoken.kvreuse.profile.bank import Bank, Questions
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome
+from firsttoken.study.stats import bootstrap
+
+
+@dataclass(frozen=True)
+class TransitionsConfig:
+    """``layers`` are recomputed in each of ``transitions`` numbers of contiguous runs, ``draws`` random sets of each.
+
+    ``items`` held-out items of the first ``runs`` runs of the profile are answered over each set.
+    """
+
+    layers: int
+    transitions: tuple[int, ...]
+    draws: int
+    items: int
+    runs: int
+
+
+def transitions(profile: Profile) -> Outcome:
+    """One row a run and set of layers: distance of the output from the receiver's own, likelihood and accuracy lost."""
+    setting, config = Setting(profile), profile.section("transitions", TransitionsConfig)
+    rows, summary = [], {}
+    for run in setting.runs[: config.runs]:
+        receiver, sender = setting.pair(run)
+        items = setting.items(run, receiver.tokenizer)[0][: config.items]
+        depth = receiver.model.config.num_hidden_layers
+        sets = list(layer_sets(depth, config, setting.seed))
+        sums = {layers: [0.0, 0.0, 0.0] for _, layers in sets}
+        own = [0.0, 0.0]
+        parts = list(batches(items, setting.config.batch))
+        for part in tqdm(parts, desc=f"transitions {run.name}", unit="batch", disable=None):
+            bank = Bank(sender.model, receiver.model, Questions.of(part, receiver.model.device), range(depth))
+            reference = bank.prefill()
+            own = [own[0] + reference.nll.sum().item(), own[1] + reference.accuracy.sum().item()]
+            for _, layers in sets:
+                score = bank.scattered(layers)
+                for at, values in enumerate((score.deviation, score.nll, score.accuracy)):
+                    sums[layers][at] += values.sum().item()
+        n = len(items)
+        for count, layers in sets:
+            deviation, nll, accuracy = (value / n for value in sums[layers])
+            rows.append(
+                run.row()
+                | {"transitions": count, "layers": ",".join(map(str, layers)), "n": n, "seed": setting.seed}
+                | {"deviation": round(deviation, 5), "nll_lost": round(nll - own[0] / n, 5)}
+                | {"accuracy_lost": round(own[1] / n - accuracy, 5)}
+            )
+        for count in config.transitions:
+            of = [row["deviation"] for row in rows if row["run"] == run.name and row["transitions"] == count]
+            summary[f"{run.key}_deviation_{count}"] = bootstrap(of).summary("of the output's length")
+    return Outcome(rows, {}, summary, {"models": setting.models.provenance})
+
+
+def layer_sets(depth: int, config: TransitionsConfig, seed: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(transitions, layers): different random sets, uniform over those with that many contiguous runs.
+
+    There are fewer where no more different ones were found in a hundred times as many draws.
+    """
+    rng = random.Random(seed)
+    for count in config.transitions:
+        seen: set[tuple[int, ...]] = set()
+        for _ in range(100 * config.draws):
+            if len(seen) == config.draws:
+                break
+            drawn = _runs(depth, config.layers, count, rng)
+            if drawn not in seen:
+                seen.add(drawn)
+                yield count, drawn
+
+
+def _runs(depth: int, layers: int, count: int, rng: random.Random) -> tuple[int, ...]:
+    """``layers`` of ``depth`` in exactly ``count`` runs: compositions of the recomputed and of the reused layers."""
+    lengths = _parts(layers, count, rng)
+    gaps = [gap - 1 for gap in _parts(depth - layers - (count - 1) + count + 1, count + 1, rng)]
+    found: list[int] = []
+    at = gaps[0]
+    for i, length in enumerate(lengths):
+        found += range(at, at + length)
+        at += length + gaps[i + 1] + 1  # at least one reused layer between two runs
+    assert len(spans(found)) == count
+    return tuple(found)
+
+
+def _parts(total: int, count: int, rng: random.Random) -> list[int]:
+    """``total`` as a sum of ``count`` numbers of at least 1, every such sum equally likely."""
+    cuts = [0, *sorted(rng.sample(range(1, total), count - 1)), total]
+    return [b - a for a, b in pairwise(cuts)]

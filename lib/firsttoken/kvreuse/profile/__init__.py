@@ -1,0 +1,1 @@
+"""Which layers to recompute: sensitivity of single layers, quality of contiguous groups, the Pareto frontier."""

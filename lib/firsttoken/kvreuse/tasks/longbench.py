@@ -1,0 +1,151 @@
+"""The six LongBench sets of the paper (DroidSpeak, 5.1), read from their .jsonl files; prompts in our own words.
+
+The question opens the prefix, as in the constructed tasks. Scores are LongBench's but for three things: ROUGE-L is that
+of the rouge-score package (LongBench takes the package ``rouge``, which unites sentences), edit similarity is not
+rounded to whole per cents, and the indentation of code does not count, because answers are stripped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from firsttoken.assets.corpora import SPLITS
+from firsttoken.kvreuse.tasks.items import Task, TaskItem
+from firsttoken.scoring import edit_similarity, rouge_l, token_f1
+from firsttoken.study.errors import CorpusError
+
+_EDGES = {"train": (0.0, 0.25), "validation": (0.25, 0.30), "test": (0.30, 1.0)}  # of 200 items, 50 to profile on
+_COMMENT = ("`", "#", "//")
+
+
+def code_similarity(prediction: str, answers: Iterable[str]) -> float:
+    """Edit similarity, in 0..1, of the first line of ``prediction`` without a comment or fence, as in LongBench."""
+    lines = prediction.strip("\n").split("\n")
+    code = next((line for line in lines if not any(mark in line for mark in _COMMENT)), "")
+    return edit_similarity(code.strip(), [answer.strip() for answer in answers])
+
+
+@dataclass(frozen=True)
+class _Set:
+    """The words around a context; ``head`` may hold the row's {input}. The suffix opens the answer."""
+
+    head: str
+    suffix: str
+    task: Task
+    joins_input: bool = False  # the row's input is the end of the context
+
+
+_CODE = Task("edit similarity", code_similarity, 64)
+_SETS = {
+    "hotpotqa": _Set("Question: {input}", "\nAnswer:", Task("F1", token_f1, 32)),
+    "2wikimqa": _Set("Question: {input}", "\nAnswer:", Task("F1", token_f1, 32)),
+    "multifieldqa_en": _Set("Question: {input}", "\nAnswer:", Task("F1", token_f1, 64)),
+    "multi_news": _Set("News about one event", "\nSummary:", Task("ROUGE-L", rouge_l, 512, stop="")),
+    "lcc": _Set("Code to be continued", "\nNext line:", _CODE),
+    "repobench-p": _Set("Code to be continued", "\nNext line:", _CODE, joins_input=True),
+}
+
+TASKS = {name: one.task for name, one in _SETS.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a file, with the fields that are used; ``dataset`` is one of ``TASKS``."""
+
+    id: str
+    dataset: str
+    input: str
+    context: str
+    answers: tuple[str, ...]
+
+
+def read(path: str | Path) -> list[Row]:
+    """The rows of a LongBench file, also of LongBench-E.
+
+    Raises CorpusError naming line and field where a line is torn, lacks a field, or is of a set that is not used here.
+    """
+    path = Path(path).expanduser()
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise CorpusError(f"cannot read {path}: {error.strerror}; give the path of a LongBench .jsonl file") from error
+    rows = [_row(line, f"{path.name}, line {number}") for number, line in enumerate(lines, 1)]
+    if not rows:
+        raise CorpusError(f"{path} is empty; download it again")
+    return rows
+
+
+def items(
+    path: str | Path, split: str, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int | None
+) -> list[TaskItem]:
+    """The first ``count`` items (None: all) of a split of the file, in a fixed shuffle, each prefix at most ``tokens`` tokens long.
+
+    A hash of the context cuts 25 % train, 5 % validation, 70 % test: the paper profiles on 50 contexts. Of a longer
+    context the middle is left out, as LongBench does. Raises CorpusError as ``read`` does, for an unknown split, for
+    too few items, and when a question alone is longer than ``tokens``.
+    """
+    if split not in _EDGES:
+        raise CorpusError(f"no split is called {split!r}; known: {', '.join(SPLITS)}")
+    low, high = _EDGES[split]
+    rows = [row for row in read(path) if low <= _unit(row.context) < high]
+    if count is not None and len(rows) < count:
+        raise CorpusError(f"{path} has {len(rows)} items of {split}, {count} are asked for; ask for fewer")
+    rows.sort(key=lambda row: _unit(f"{row.context}\n{row.input}"))
+    return [_item(row, tokenizer, tokens) for row in rows[:count]]
+
+
+def _item(row: Row, tokenizer: PreTrainedTokenizerBase, tokens: int) -> TaskItem:
+    one = _SETS[row.dataset]
+    body = row.context + (row.input if one.joins_input else "")
+    ids = tokenizer.encode(body.strip("\n"), add_special_tokens=False)
+    kept = max(2, min(len(ids), tokens))
+    while kept > 1:
+        prefix = f"{one.head.format(input=row.input.strip())}\n\n{_without_middle(ids, kept, tokenizer)}\n"
+        over = len(tokenizer.encode(prefix)) - tokens
+        if over <= 0:
+            return TaskItem(f"{row.dataset}-{row.id}", row.dataset, prefix, one.suffix, row.answers)
+        kept -= over
+    raise CorpusError(f"the question of {row.dataset}-{row.id} leaves no room in {tokens} tokens; allow more")
+
+
+def _without_middle(ids: list[int], kept: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of ``ids``, or of the first and last ``kept`` // 2 where there are more than ``kept``."""
+    if len(ids) <= kept:
+        return tokenizer.decode(ids)
+    return tokenizer.decode(ids[: kept // 2]) + tokenizer.decode(ids[-(kept // 2) :])
+
+
+def _row(line: bytes, place: str) -> Row:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise CorpusError(f"{place} is torn or no JSON; download the file again") from error
+    if not isinstance(fields, dict):
+        raise CorpusError(f"{place} is no JSON object; give a LongBench .jsonl file")
+    dataset = _text(fields, "dataset", place).removesuffix("_e")
+    if dataset not in _SETS:
+        raise CorpusError(f"{place}: no set called {dataset!r} is used here; known: {', '.join(_SETS)}")
+    answers = fields.get("answers")
+    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        raise CorpusError(f"{place}: the field answers is missing or no list of texts; give a LongBench .jsonl file")
+    texts = (_text(fields, name, place) for name in ("input", "context"))
+    return Row(_text(fields, "_id", place), dataset, *texts, tuple(answers))
+
+
+def _text(fields: dict[str, Any], name: str, place: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise CorpusError(f"{place}: the field {name} is missing or no text; give a LongBench .jsonl file")
+    return value
+
+
+def _unit(text: str) -> float:
+    """A fixed pseudo-random number in [0, 1) from a text."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:13], 16) / 16**13
