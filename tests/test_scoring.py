@@ -1,12 +1,15 @@
-"""Scores that agree with the official SQuAD scripts, case by case, and what must hold for any text."""
+"""Scores that agree with the official scripts and packages, case by case, and what must hold for any text."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.scoring import exact_match, normalise, token_f1
+from firsttoken.scoring import edit_similarity, exact_match, normalise, rouge_l, token_f1
 
 # Worked out by hand from the rules of evaluate-v1.1.py and evaluate-v2.0.py; the two agree on all of these.
 GOLDEN = {
@@ -45,6 +48,39 @@ GOLDEN = {
     "nothing to say": ("cat", [], 0, 0),
 }
 
+# What rouge-score 0.1.2 says (rougeL, no stemmer, F-measure).
+ROUGE = {
+    "equal": ("The cat sat.", ["the cat sat"], 1),
+    "one word of six": ("the cat sat on the mat", ["the cat lay on the mat"], 5 / 6),
+    "articles count": ("Cats, cats!", ["the cats"], 1 / 2),
+    "order counts": ("b a c", ["a b c"], 2 / 3),
+    "the longest run of either": ("the a b\nc d", ["c d a b"], 4 / 9),
+    "no stemming": ("running", ["run"], 0),
+    "a hyphen parts": ("well-known", ["well known"], 1),
+    "an underscore parts": ("x_1", ["x 1"], 1),
+    "full stops and commas part": ("U.S. 1,000", ["us 1000"], 0),
+    "an accented letter parts": ("naïve café", ["naive cafe"], 0),
+    "an accented letter is no word": ("état", ["tat"], 1),
+    "other scripts have no words": ("東京", ["東京"], 0),
+    "best of several": ("red car", ["blue bus", "a red car"], 4 / 5),
+    "nothing said": ("", ["a"], 0),
+    "nothing for nothing": ("...", [""], 0),
+    "no answers": ("a", [], 0),
+}
+
+# What rapidfuzz's fuzz.ratio / 100 says, worked out by hand: twice the common subsequence over both lengths.
+EDIT = {
+    "equal": ("return x", ["return x"], 1),
+    "one letter changed": ("return x", ["return y"], 14 / 16),
+    "one letter more": ("abc", ["abcd"], 6 / 7),
+    "case and white space count": ("A b", ["a  b"], 4 / 7),
+    "order counts": ("ab", ["ba"], 1 / 2),
+    "other scripts": ("東京都", ["東京"], 4 / 5),
+    "best of several": ("abc", ["x", "abd"], 4 / 6),
+    "nothing said": ("", ["abc"], 0),
+    "nothing for nothing": ("", [], 1),
+}
+
 words = st.lists(st.sampled_from(["a", "the", "cat", "Cat", "hat", "hat.", "\u2019", "é", "", " "]), max_size=6)
 texts = st.one_of(st.text(max_size=20), words.map(" ".join))
 
@@ -58,6 +94,16 @@ def test_golden_cases(prediction: str, answers: list[str], em: float, f1: float)
 @pytest.mark.parametrize(("prediction", "answers"), [("", []), ("", [""]), ("The!", [""]), ("", ["a", "cat"])])
 def test_nothing_for_nothing_is_right_as_in_version_2(prediction: str, answers: list[str]) -> None:
     assert exact_match(prediction, answers) == token_f1(prediction, answers) == 1.0
+
+
+@pytest.mark.parametrize(("prediction", "answers", "score"), ROUGE.values(), ids=ROUGE)
+def test_rouge_l(prediction: str, answers: list[str], score: float) -> None:
+    assert rouge_l(prediction, answers) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(("prediction", "answers", "score"), EDIT.values(), ids=EDIT)
+def test_edit_similarity(prediction: str, answers: list[str], score: float) -> None:
+    assert edit_similarity(prediction, answers) == pytest.approx(score)
 
 
 def test_normalise() -> None:
@@ -81,6 +127,8 @@ def test_scores_are_ordered_and_an_exact_match_has_full_f1(prediction: str, answ
 @settings(max_examples=200, deadline=None)
 def test_either_text_may_be_the_answer(one: str, other: str) -> None:
     assert token_f1(one, [other]) == token_f1(other, [one])
+    assert rouge_l(one, [other]) == rouge_l(other, [one])
+    assert edit_similarity(one, [other]) == edit_similarity(other, [one])
     assert exact_match(one, [other]) == exact_match(other, [one])
 
 
@@ -88,5 +136,24 @@ def test_either_text_may_be_the_answer(one: str, other: str) -> None:
 @settings(max_examples=100, deadline=None)
 def test_another_accepted_answer_never_hurts(prediction: str, answers: list[str], more: str) -> None:
     assert exact_match(prediction, [*answers, more]) >= exact_match(prediction, answers)
-    assert token_f1(prediction, [*answers, more]) >= token_f1(prediction, answers)
+    for score in (token_f1, rouge_l, edit_similarity):
+        assert 0 <= score(prediction, answers) <= score(prediction, [*answers, more]) <= 1
     assert exact_match(more, [*answers, more]) == 1.0
+
+
+@given(texts, texts)
+@settings(max_examples=200, deadline=None)
+def test_similarities_are_those_of_the_longest_common_subsequence(one: str, other: str) -> None:
+    assert edit_similarity(one, [other]) == pytest.approx(_similarity(one, other) if one or other else 1.0)
+    first, second = (re.findall("[a-z0-9]+", text.lower()) for text in (one, other))
+    assert rouge_l(one, [other]) == pytest.approx(_similarity(first, second) if first and second else 0.0)
+
+
+def _similarity(one: Sequence[str], other: Sequence[str]) -> float:
+    """Twice the longest common subsequence over both lengths, by the textbook's table."""
+    best = [0] * (len(other) + 1)
+    for symbol in one:
+        last = list(best)
+        for i, candidate in enumerate(other):
+            best[i + 1] = last[i] + 1 if symbol == candidate else max(last[i + 1], best[i])
+    return 2 * best[-1] / (len(one) + len(other))

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,11 @@ def boolq_prompts(split: str) -> list[tuple[str, str]]:
     of one article). Fixed shuffle; raises CorpusError for an unknown split.
     """
     _check_split(split)
+    return list(_boolq(split))
+
+
+@cache  # the overlap of two thousand passages takes seconds to find, and several parts of one run ask for it
+def _boolq(split: str) -> tuple[tuple[str, str], ...]:
     held_out = [(row["passage"].strip(), _asked(row["question"])) for row in arrow_rows("boolq-validation.arrow")]
     taken = {_key(passage) for passage, _ in held_out}
     train = [pair for pair in _boolq_train() if _key(pair[0]) not in taken]
@@ -101,7 +107,7 @@ def boolq_prompts(split: str) -> list[tuple[str, str]]:
         known = {shingle for passage in {p for p, _ in train} for shingle in _shingles(passage)}
         half = [pair for pair in held_out if (_unit(_letters(pair[0])) < 0.5) == (split == "validation")]
         pairs = [pair for pair in half if _share(pair[0], known) <= _MOST_SHARED]
-    return sorted(pairs, key=lambda pair: _digest("\n".join(pair)))
+    return tuple(sorted(pairs, key=lambda pair: _digest("\n".join(pair))))
 
 
 def running_text(split: str) -> list[str]:

@@ -6,6 +6,7 @@ knows: a folder, a Hub id. So the paper's own pairs (Table 1) need no other code
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.adapters import WEIGHTS, read_recipe
 from firsttoken.assets.lock import file_sha256
-from firsttoken.assets.models import layers_of, load_model
+from firsttoken.assets.models import PINNED, layers_of, load_model
 from firsttoken.kvreuse.identity import ModelIdentity, check_compatible, identify
 from firsttoken.study import paths
 from firsttoken.study.errors import ModelError, ProfileError
@@ -44,7 +45,12 @@ class Pair:
         return cls(receiver, sender)
 
     def __str__(self) -> str:
-        return f"{self.receiver} <- {self.sender}"
+        return f"{shown(self.receiver)} <- {shown(self.sender)}"
+
+
+def shown(name: str) -> str:
+    """``name`` as results have it: of a folder its last part, because where it lies is nobody else's business."""
+    return Path(name).name if name.startswith(("/", ".", "~")) else name
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Models:
     @property
     def provenance(self) -> dict[str, Any]:
         """Where the models that were loaded come from."""
-        return {name: variant.provenance for name, variant in self._loaded.items()}
+        return {shown(name): variant.provenance for name, variant in self._loaded.items()}
 
     def load(self, name: str) -> Variant:
         """The model called ``name``. Raises ModelError as ``load_model`` does, or for an adapter of another base."""
@@ -90,6 +96,11 @@ class Models:
 
     def _plain(self, name: str) -> Variant:
         spec, profile = self._profile.model if name == BASE else name, self._profile
+        if name != BASE and re.fullmatch(r"[\w-]+", name) and name != PINNED and not Path(name).is_dir():
+            raise ModelError(
+                f"{name!r} is no adapter in {self._folder} and no model; train it (firsttoken measure reuse_training), "
+                "or name a folder or a Hub id"
+            )
         loaded = load_model(spec, dtype=profile.torch_dtype(), device=profile.torch_device(), seed=profile.seed)
         provenance = loaded.provenance
         return Variant(

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.kvreuse.forward import Forward, cache_of, layer_kv
 from firsttoken.kvreuse.prefix import LayerKV, Prefix, PrefixCache
-from firsttoken.study.errors import RequestError
+from firsttoken.study.errors import CacheError, RequestError
 
 
 @dataclass(frozen=True, order=True)
@@ -80,12 +80,11 @@ def partial_prefill(
 ) -> DynamicCache:
     """The receiver's cache for ``prefix``: its own keys and values in ``group``, the sender's in the other layers.
 
-    Raises RequestError when the group does not fit the model, or when ``sent`` lacks the E-cache at its lower edge.
+    Raises RequestError when the group does not fit the model, or when ``sent`` lacks the E-cache at its lower edge, and
+    CacheError when what is used of ``sent`` is not of this model's shape and dtype, or of other tokens.
     """
     forward = forward or Forward(model, prefix)
-    group.check(forward.depth)
-    if len(sent.kv) != forward.depth:
-        raise RequestError(f"the cache has {len(sent.kv)} layers, the model {forward.depth}")
+    _check_fit(sent, forward, group.check(forward.depth))
     cache = cache_of(None if layer in group else kv for layer, kv in enumerate(sent.kv))
     if len(group):
         forward.run(start_of(forward, sent, group), group.layers, cache)
@@ -100,6 +99,25 @@ def start_of(forward: Forward, sent: PrefixCache, group: Group) -> Tensor:
         held = ", ".join(map(str, sorted(sent.edges))) or "none"
         raise RequestError(f"no E-cache at layer {group.lo} was stored (there: {held}); store that edge too")
     return sent.edges[group.lo]
+
+
+def _check_fit(sent: PrefixCache, forward: Forward, group: Group) -> None:
+    """Raise CacheError for the first part of ``sent``, of what ``group`` leaves in use, that ``forward`` cannot use."""
+    if len(sent.kv) != forward.depth:
+        raise CacheError(f"the cache has {len(sent.kv)} layers, the model {forward.depth}; it belongs to another model")
+    config, (batch, tokens) = forward.model.config, forward.prefix.ids.shape
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv, hidden = (batch, heads, tokens, head_dim), (batch, tokens, config.hidden_size)
+    used = [(f"layer {i}", part, kv) for i, layer in enumerate(sent.kv) if i not in group for part in layer]
+    if group.needs_edge and group.lo in sent.edges:
+        used.append((f"the E-cache at layer {group.lo}", sent.edges[group.lo], hidden))
+    for name, part, wanted in used:
+        if tuple(part.shape) != wanted or part.dtype != forward.model.dtype:
+            raise CacheError(
+                f"{name} of the cache is {list(part.shape)} of {part.dtype}, the model computes {list(wanted)} of "
+                f"{forward.model.dtype} for this prefix; it belongs to another model or prefix"
+            )
 
 
 def spans(layers: Iterable[int]) -> list[Group]:

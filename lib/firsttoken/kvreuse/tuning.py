@@ -51,6 +51,8 @@ def tune(
     Returns the model and one row a step. The base keeps its dtype; the adapter is fp32 under bf16 autocast, with a
     cosine schedule. Raises CorpusError for a task without items.
     """
+    if not tasks or not all(tasks):  # before the model gets an adapter
+        raise CorpusError("a task has no training items; lower the profile's reuse_training.items or use a larger file")
     torch.manual_seed(seed)
     lora = LoraConfig(
         r=config.rank, lora_alpha=2 * config.rank, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"
@@ -125,8 +127,6 @@ def answer_loss(model: PreTrainedModel, items: Sequence[Encoded]) -> Tensor:
 
 def _draws(tasks: Sequence[Sequence[Encoded]], seed: int) -> Iterator[Encoded]:
     """One item of each task in turn, without end; every item of a task once before any comes again."""
-    if not tasks or not all(tasks):
-        raise CorpusError("a task has no training items; lower the profile's reuse_tuning.items or use a larger file")
     draw = torch.Generator().manual_seed(seed)
     orders: list[list[int]] = [[] for _ in tasks]
     while True:

@@ -94,7 +94,10 @@ def test_every_answer_scores_in_full(task, tokenizer):
 
 
 def test_too_few_items_and_unknown_names(tokenizer):
-    with pytest.raises(CorpusError, match=r"qa has \d\d items of test with a prefix of 400 tokens, 61 are asked for"):
+    there = build("qa", "test", tokenizer, 400, None)
+    assert build("qa", "test", tokenizer, 400, len(there)) == there
+    refused = f"qa has {len(there)} items of test with a prefix of 400 tokens, 61 are asked for"
+    with pytest.raises(CorpusError, match=refused):
         build("qa", "test", tokenizer, 400, 61)
     with pytest.raises(CorpusError, match="qa has 0 items of test with a prefix of 30 tokens"):
         build("qa", "test", tokenizer, 30, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,8 @@ class GateConfig:
 def quality_gate(profile: Profile) -> Outcome:
     """One row an item and cache: the score over it and over the receiver's own, and every signal.
 
-    The caches: all layers reused, the chosen group recomputed, and a group of half as many layers.
+    The caches: all layers reused, the chosen group recomputed, and a group of half as many layers; those of them that
+    are one have one row.
     """
     setting, config = Setting(profile), profile.section("gate", GateConfig)
     run = setting.runs[0]
@@ -48,13 +49,13 @@ def quality_gate(profile: Profile) -> Outcome:
     groups = profiled_groups(run_profile(setting, run, receiver, sender, sets["calibrate"]))
     chosen = smallest_within(groups, BOUND).group
     half = max((g.group for g in frontier(groups) if 2 * len(g.group) <= len(chosen)), key=len)
-    rows = []
+    caches, rows = {"reuse": NOTHING, "half": half, "chosen": chosen}, []
     for name, items in sets.items():
         parts = list(batches(items, setting.config.batch))
         for part in tqdm(parts, desc=f"gate, {name}", unit="batch", disable=None):
-            found = _batch(receiver, sender, part, [NOTHING, half, chosen])
+            found = _batch(receiver, sender, part, list(dict.fromkeys(caches.values())))
             rows += [run.row() | {"set": name} | row for row in found]
-    return Outcome(rows, {}, summaries(rows, config.miss_budget), {"models": setting.models.provenance})
+    return Outcome(rows, {}, summaries(rows, caches, config.miss_budget), {"models": setting.models.provenance})
 
 
 @torch.inference_mode()
@@ -72,16 +73,17 @@ def _batch(
         return [task.score(answer, item.item.answers) for answer, item in zip(said, part, strict=True)]
 
     reference, rows = scores(cache_of(own.kv)), []
-    suffix = torch.tensor([item.suffix for item in part], device=model.device)
+    suffix, mask = _padded([item.suffix for item in part], model.device)
+    last = mask.sum(1) - 1
     for group in groups:
         cache = partial_prefill(model, prefix, sent, group)
         deviation = head_deviation(model, prefix, cache, TOKENS)
-        logits = suffix_logits(model, prefix, suffix, _copy(cache), keep=1)
+        logits = suffix_logits(model, prefix, suffix, _copy(cache), mask)[torch.arange(len(part)), last]
         signals = {
-            "entropy": answer_entropy(logits),
-            "doubt": answer_doubt(logits),
+            "entropy": answer_entropy(logits[:, None]),
+            "doubt": answer_doubt(logits[:, None]),
             "head": deviation,
-            "tail": tail_divergence(model, prefix, cache, suffix, logits[:, -1], TOKENS),
+            "tail": tail_divergence(model, prefix, cache, suffix, logits, TOKENS, mask),
         }
         for index, (got, best) in enumerate(zip(scores(cache), reference, strict=True)):
             row = {"group": str(group), "item": part[index].item.id, "score": round(got, 4), "own": round(best, 4)}
@@ -89,11 +91,12 @@ def _batch(
     return rows
 
 
-def summaries(rows: Sequence[dict[str, Any]], miss_budget: float) -> dict[str, dict[str, Any]]:
+def summaries(
+    rows: Sequence[dict[str, Any]], caches: Mapping[str, Group], miss_budget: float
+) -> dict[str, dict[str, Any]]:
     """By cache: how many answers are spoiled; by signal: area under the curve, and what its gate does elsewhere."""
     found: dict[str, dict[str, Any]] = {}
-    for index, group in enumerate(dict.fromkeys(row["group"] for row in rows)):
-        tag = ("reuse", "half", "chosen")[index]
+    for tag, group in ((tag, str(group)) for tag, group in caches.items()):
         sets = {name: [r for r in rows if (r["set"], r["group"]) == (name, group)] for name in ("calibrate", "judge")}
         judged = sets["judge"]
         failed = {name: [r["own"] - r["score"] >= _FAILED for r in of] for name, of in sets.items()}
@@ -117,6 +120,14 @@ def summaries(rows: Sequence[dict[str, Any]], miss_budget: float) -> dict[str, d
             ):
                 found[f"{tag}_{signal}_{name}"] = {"value": value, "n": n, "unit": unit}
     return found
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask [batch, width], padded on the right."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    lengths = torch.tensor([[len(row)] for row in rows], device=device)
+    return ids, (torch.arange(width, device=device) < lengths).long()
 
 
 def _copy(cache: DynamicCache) -> DynamicCache:

@@ -17,10 +17,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.assets.models import load_model
 from firsttoken.kvreuse.blend import blended_cache, tokens_per_layer
+from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
+from firsttoken.kvreuse.experiments.setting import Setting
 from firsttoken.kvreuse.forward import cache_of
 from firsttoken.kvreuse.pairs import half_the_layers
 from firsttoken.kvreuse.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.kvreuse.prefix import Prefix, PrefixCache
+from firsttoken.kvreuse.profile.pareto import smallest_within
 from firsttoken.study.clock import Stopwatch
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome
@@ -52,13 +55,15 @@ def prefill_latency(profile: Profile) -> Outcome:
     config, device = profile.section("latency", LatencyConfig), profile.torch_device()
     loaded = load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=device, with_tokenizer=False)
     model, depth = loaded.model, loaded.model.config.num_hidden_layers
+    chosen = {} if config.model else chosen_groups(Setting(profile))
     half = half_the_layers(load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=device).model)
     rng, rows = random.Random(profile.seed), []
     draw = torch.Generator().manual_seed(profile.seed)
     for tokens in config.tokens:
         ids = torch.randint(model.config.vocab_size, (1, tokens + SUFFIX), generator=draw).to(device)
         prefix, suffix = Prefix(ids[:, :tokens]), ids[:, tokens:]
-        groups = [Group((depth - k) // 2, (depth - k) // 2 + k) for k in config.layers]
+        sizes = {*config.layers, *(len(group) for bounds in chosen.values() for group in bounds.values())}
+        groups = [Group((depth - k) // 2, (depth - k) // 2 + k) for k in sorted(sizes)]
         sent = full_prefill(model, prefix, {group.lo for group in groups if group.needs_edge})
         ways = _ways(model, half, prefix, sent, groups, config.shares)
         for step in tqdm(range(-1, config.rounds), desc=f"prefill, {tokens} tokens", unit="round", disable=None):
@@ -66,8 +71,22 @@ def prefill_latency(profile: Profile) -> Outcome:
                 row = _timed(half if name == "smaller model" else model, ways[name, compute], prefix, suffix)
                 if step >= 0:  # the first round warms up
                     rows.append({"method": name, "tokens": tokens, "compute": round(compute, 4), "round": step} | row)
-    summary = summaries(rows, depth)
+    summary = summaries(rows, depth) | speedups(rows, chosen, depth)
     return Outcome(rows, {}, summary, loaded.provenance.as_dict())
+
+
+def chosen_groups(setting: Setting) -> dict[str, dict[str, Group]]:
+    """By run, the smallest group within 5 % of the receiver's score ("relative") and within 5 points ("absolute")."""
+    found = {}
+    for run in setting.runs:
+        receiver, sender = setting.pair(run)
+        items, _ = setting.items(run, receiver.tokenizer)
+        profiled = profiled_groups(run_profile(setting, run, receiver, sender, items))
+        found[run.key] = {
+            "relative": smallest_within(profiled, BOUND).group,
+            "absolute": smallest_within(profiled, BOUND, absolute=True).group,
+        }
+    return found
 
 
 def _ways(
@@ -82,7 +101,7 @@ def _ways(
     depth = model.config.num_hidden_layers
     ways: dict[tuple[str, float], Callable[[], DynamicCache]] = {
         ("full prefill", 1.0): lambda: cache_of(full_prefill(model, prefix).kv),
-        ("smaller model", 0.5): lambda: cache_of(full_prefill(half, prefix).kv),
+        ("smaller model", half.config.num_hidden_layers / depth): lambda: cache_of(full_prefill(half, prefix).kv),
     }
     for group in groups:
         ways["DroidSpeak", len(group) / depth] = partial(partial_prefill, model, prefix, sent, group)
@@ -128,4 +147,25 @@ def summaries(rows: list[dict[str, Any]], depth: int) -> dict[str, dict[str, Any
                 ]
                 slug = f"{name.replace(' ', '_').lower()}_{round(compute * depth, 1):g}_of_{depth}_{tokens}_x"
                 found[slug.replace(".", "p")] = bootstrap(gains, "median").summary("x")
+    return found
+
+
+def speedups(rows: list[dict[str, Any]], chosen: dict[str, dict[str, Group]], depth: int) -> dict[str, dict[str, Any]]:
+    """How much earlier the first token comes with each run's chosen group, at the longest prefix; computation only."""
+    if not chosen:
+        return {}
+    tokens = max(row["tokens"] for row in rows)
+    of = [row for row in rows if row["tokens"] == tokens]
+    full = {row["round"]: row["first_token_s"] for row in of if row["method"] == "full prefill"}
+    found: dict[str, dict[str, Any]] = {}
+    for bound in ("relative", "absolute"):
+        medians = []
+        for key, groups in chosen.items():
+            compute = round(len(groups[bound]) / depth, 4)
+            mine = [row for row in of if row["method"] == "DroidSpeak" and row["compute"] == compute]
+            gain = bootstrap([full[row["round"]] / row["first_token_s"] for row in mine], "median")
+            found[f"{key}_speedup_{bound}_x"] = gain.summary("x")
+            medians.append(gain.estimate)
+        found[f"speedup_mean_{bound}_x"] = bootstrap(medians).summary("x")
+        found[f"speedup_least_{bound}_x"] = {"value": min(medians), "n": len(medians), "unit": "x"}
     return found

@@ -17,7 +17,7 @@ from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run
 from firsttoken.kvreuse.experiments.setting import Setting
 from firsttoken.kvreuse.pairs import Variant
 from firsttoken.kvreuse.pipeline.live import FirstToken, first_token, pieces_of, sent_pieces
-from firsttoken.kvreuse.pipeline.schedule import Schedule
+from firsttoken.kvreuse.pipeline.schedule import Job, Schedule, simulate
 from firsttoken.kvreuse.pipeline.transfer import Buffers, Piece
 from firsttoken.kvreuse.prefill import Group, full_prefill
 from firsttoken.kvreuse.prefix import Prefix
@@ -60,6 +60,16 @@ class Wire:
         self.pieces: dict[str, Piece] = pieces_of(store.locate(context, sender.identity))
         self._buffers: dict[tuple[Group, Schedule], Buffers] = {}
 
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return self.pieces["layer.0"].nbytes // self.prefix.tokens
+
+    @property
+    def edge_token_bytes(self) -> int:
+        """Bytes of one token's hidden state; a group that starts at layer 0 needs none, so none may be stored."""
+        return self.model.config.hidden_size * self.model.dtype.itemsize
+
     def ask(self, group: Group, link: LinkConfig, schedule: Schedule = Schedule.PIPELINED) -> FirstToken:
         """One request over a fresh link; buffers are kept from request to request, as a server would."""
         key = (group, schedule)
@@ -97,12 +107,27 @@ def pipelined_loading(profile: Profile) -> Outcome:
                     | _rounded(edge_s=marks.edge_s, last_byte_s=marks.last_byte_s, start_s=marks.recompute_start_s)
                 )
     _add_floors(rows)
-    kv, edge = (wire.pieces[f"{name}.{group.lo}"].nbytes for name in ("layer", "edge"))
     summary = loading_summary(rows) | {
-        "edge_over_kv": {"value": edge / kv, "unit": "x of one layer's KV"},
+        "edge_over_kv": {"value": wire.edge_token_bytes / wire.kv_token_bytes, "unit": "x of one layer's KV"},
         "group": {"value": str(group), "unit": "layers"},
     }
+    summary |= arithmetic()
     return Outcome(rows, {}, summary, {"models": setting.models.provenance})
+
+
+def arithmetic() -> dict[str, dict[str, Any]]:
+    """What the paper's formulas and its Figure 13 give, exactly."""
+    shapes = {"llama_3_8b": (4096, 8, 128), "llama_3_70b": (8192, 8, 128), "llama_2_7b": (4096, 32, 128)}
+    found = {
+        f"edge_over_kv_{name}": {"value": hidden / (2 * kv_heads * head_dim), "unit": "x of one layer's KV"}
+        for name, (hidden, kv_heads, head_dim) in shapes.items()
+    }
+    jobs = [Job("A", 0, 10, Group(3, 10)), Job("B", 2, 10, Group(0, 3))]
+    for schedule in (Schedule.SEND_ALL, Schedule.SEND_REUSED, Schedule.PIPELINED):
+        name = f"fig13_{str(schedule).replace(' ', '_')}"
+        found[name] = {"value": simulate(jobs, schedule).total, "unit": "units, two requests"}
+    toy_bytes = 2 * 6 * 1 * 2 * 4 * 1 * 2  # K and V, layers, heads, head_dim, tokens, batch, bytes
+    return found | {"toy_kv_bytes": {"value": toy_bytes, "unit": "bytes"}}
 
 
 def _add_floors(rows: list[dict[str, Any]]) -> None:
@@ -110,10 +135,11 @@ def _add_floors(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         same = (r for r in rows if (r["gbit_per_s"], r["round"]) == (row["gbit_per_s"], row["round"]))
         plain = next(r for r in same if r["schedule"] == Schedule.SEND_REUSED)
-        compute = plain["ttft_s"] - plain["last_byte_s"]
+        last_byte_s = plain.get("last_byte_s", 0.0)  # nothing is sent where the group is all layers
+        compute = plain["ttft_s"] - last_byte_s
         if row["schedule"] == Schedule.RECOMPUTE:
             continue
-        transfer = row["bytes"] / (row["gbit_per_s"] * 1e9 / 8) if row["gbit_per_s"] else plain["last_byte_s"]
+        transfer = row["bytes"] / (row["gbit_per_s"] * 1e9 / 8) if row["gbit_per_s"] else last_byte_s
         row |= {"compute_s": round(compute, 6), "transfer_s": round(transfer, 6)}
         row["floor_s"] = round(max(compute, transfer), 6)
 
@@ -136,7 +162,8 @@ def loading_summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]
             name = f"{str(other).replace(' ', '_')}_over_pipelined_{tag}"
             found[name] = bootstrap(gains, "median").summary("x")
     shaped = [entry for name, entry in found.items() if name.startswith("pipelined_over_floor") and name[-2:] != "_0"]
-    found["pipelined_over_floor_worst"] = max(shaped, key=lambda entry: entry["value"])
+    if shaped:
+        found["pipelined_over_floor_worst"] = max(shaped, key=lambda entry: entry["value"])
     return found
 
 
@@ -156,12 +183,13 @@ def adaptive_group(profile: Profile) -> Outcome:
     candidates = [Scored(g.group, g.relative_loss) for _, g in sorted(best_by_size.items())]
     depth = receiver.model.config.num_hidden_layers
     partial = [c for c in candidates if len(c.group) < depth]
-    rivals = [partial[round(i * (len(partial) - 1) / max(1, config.rivals - 1))] for i in range(config.rivals)]
+    count = config.rivals if partial else 0
+    rivals = [partial[round(i * (len(partial) - 1) / max(1, count - 1))] for i in range(count)]
     rivals = list(dict.fromkeys([*rivals, Scored(Group(0, depth), 0.0)]))
     rng, rows = random.Random(profile.seed), []
     with tempfile.TemporaryDirectory(prefix="firsttoken-") as folder:
         wire = Wire(sender, receiver, config.tokens, [c.group for c in candidates], Path(folder))
-        costs = measured_costs(wire, partial[0].group)
+        costs = measured_costs(wire, next(c.group for c in candidates if len(c.group)))
         for rate in tqdm(config.gbit_per_s, desc="choices", unit="link", disable=None):
             estimate, link = LinkEstimate(1e9 / 8), LinkConfig(rate)
             for step in range(-1, config.rounds):
@@ -189,10 +217,8 @@ def measured_costs(wire: Wire, group: Group) -> GroupCosts:
         if step:
             layer.append((marks.recompute_end_s - marks.recompute_start_s) / len(group))
             behind.append(marks.first_token_s - marks.recompute_end_s)
-    tokens = wire.prefix.tokens
-    kv, edge = (wire.pieces[name].nbytes // tokens for name in ("layer.0", f"edge.{group.lo}"))
     depth = wire.model.config.num_hidden_layers
-    return GroupCosts(depth, sorted(layer)[1], 0.0, sorted(behind)[1], kv, edge)
+    return GroupCosts(depth, sorted(layer)[1], 0.0, sorted(behind)[1], wire.kv_token_bytes, wire.edge_token_bytes)
 
 
 def adaptive_summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

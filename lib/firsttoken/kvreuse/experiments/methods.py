@@ -5,6 +5,7 @@ Groups come from the profile of other items (``profiling``); what takes how long
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from firsttoken.kvreuse.blend import SHARE, blended_cache, tokens_per_layer
+from firsttoken.kvreuse.blend import blended_cache, tokens_per_layer
 from firsttoken.kvreuse.decode import greedy
 from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
 from firsttoken.kvreuse.experiments.setting import Run, Setting, batches
@@ -23,6 +24,7 @@ from firsttoken.kvreuse.prefix import Prefix, PrefixCache
 from firsttoken.kvreuse.profile.pareto import Profiled, frontier, smallest_within
 from firsttoken.kvreuse.tasks.items import Encoded
 from firsttoken.kvreuse.tasks.load import task_of
+from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome
 from firsttoken.study.stats import bootstrap, paired_bootstrap
@@ -67,6 +69,9 @@ def reuse_methods(profile: Profile) -> Outcome:
         of_run = [_row(run, method, scored[method.name], to_judge) for method in methods]
         rows += of_run
         summary |= summaries(run.key, of_run)
+    leads = [entry["value"] for name, entry in summary.items() if name.endswith("_over_cacheblend_points")]
+    if leads:
+        summary["over_cacheblend_mean_points"] = bootstrap(leads).summary("points")
     return Outcome(rows, {}, summary, {"models": setting.models.provenance})
 
 
@@ -102,7 +107,9 @@ def _methods(
         yield Method(f"CacheBlend {text}", compute, blended, receiver)
     if config.smaller and run.task in config.smaller.removeprefix(f"{HALF}-").split("-"):
         half = setting.models.load(config.smaller)
-        yield Method(SMALLER, 0.5, lambda prefix, sent: _own_cache(half, prefix), half)
+        yield Method(
+            SMALLER, half.model.config.num_hidden_layers / depth, lambda prefix, sent: _own_cache(half, prefix), half
+        )
 
 
 def _spread(groups: Sequence[Profiled], chosen: Group, count: int) -> list[Group]:
@@ -115,12 +122,13 @@ def _spread(groups: Sequence[Profiled], chosen: Group, count: int) -> list[Group
 
 
 def _blend(text: str, chosen: Group, depth: int) -> tuple[float, bool, int]:
-    """Share, gradual and whole layers of a blend as the profile writes it."""
-    share, _, rest = text.partition(" ")
-    whole = int(rest.removeprefix("from ")) if rest.startswith("from ") else 1
-    if share == "equal":
-        return max(0.0, (len(chosen) - whole) / (depth - whole)), rest == "gradual", whole
-    return float(share or SHARE), rest == "gradual", whole
+    """Share, gradual and whole layers of a blend as the profile writes it. Raises ProfileError for anything else."""
+    found = re.fullmatch(r"(equal|[01]|0?\.\d+)( gradual)?(?: from (\d+))?", text)
+    whole = int(found[3] or 1) if found else 0
+    if not found or not 1 <= whole < depth:
+        raise ProfileError(f"blend {text!r}: write it as '0.15', 'equal', '0.15 gradual' or '0.15 from 2' (< {depth})")
+    share = max(0.0, (len(chosen) - whole) / (depth - whole)) if found[1] == "equal" else float(found[1])
+    return share, bool(found[2]), whole
 
 
 def _own_cache(variant: Variant, prefix: Prefix) -> DynamicCache:

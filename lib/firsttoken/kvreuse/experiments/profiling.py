@@ -41,6 +41,18 @@ def layer_profile(profile: Profile) -> Outcome:
         summary |= summaries(run.key, profiled)
         distance = Distance.between(receiver.model, sender.model)
         summary[f"{run.key}_weight_distance_pct"] = {"value": 100 * distance.whole, "unit": "% of |sender|"}
+    keys, depth = [run.key for run in setting.runs], receiver.model.config.num_hidden_layers
+    summary |= {
+        "critical_layers_mean_pct": _mean([summary[f"{key}_critical_layers_pct"] for key in keys]),
+        "group_layers_mean_pct": _mean([summary[f"{key}_group_layers_pct"] for key in keys]),
+        "reuse_relative_loss_worst_pct": max(
+            (summary[f"{key}_reuse_relative_loss_pct"] for key in keys), key=lambda entry: entry["value"]
+        ),
+        "two_layer_groups_x": {
+            "value": naive_passes(depth, 1) / naive_passes(depth, 2),
+            "unit": "x fewer layers over a prefix",
+        },
+    }
     return Outcome(rows, {}, summary, {"models": setting.models.provenance})
 
 
@@ -119,6 +131,7 @@ def summaries(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, A
     return {
         f"{key}_own_accuracy_pct": {"value": 100 * own["accuracy"], "n": own["n"], "unit": "%"},
         f"{key}_reuse_loss_points": reuse.loss.summary("points", 100),
+        f"{key}_reuse_relative_loss_pct": {"value": 100 * reuse.relative_loss, "n": own["n"], "unit": "% of own"},
         f"{key}_critical_layers_pct": {"value": 100 * len(critical) / depth, "n": depth, "unit": "% of layers"},
         f"{key}_group": {"value": str(chosen.group), "unit": "layers"},
         f"{key}_group_layers_pct": {"value": 100 * len(chosen.group) / depth, "n": own["n"], "unit": "% of layers"},
@@ -129,4 +142,19 @@ def summaries(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, A
             "value": sum(len(g.group) for g in groups) / depth,
             "unit": "prefills an item",
         },
+    }
+
+
+def naive_passes(depth: int, group_layers: int) -> float:
+    """Prefills an item takes where every contiguous group is prefilled by itself, in units of ``depth`` layers."""
+    edges = [*range(0, depth, group_layers), depth]
+    return sum(hi - lo for i, lo in enumerate(edges) for hi in edges[i + 1 :]) / depth
+
+
+def _mean(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of one measure over runs."""
+    return {
+        "value": sum(entry["value"] for entry in entries) / len(entries),
+        "n": len(entries),
+        "unit": entries[0]["unit"],
     }

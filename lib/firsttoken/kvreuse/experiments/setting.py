@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from firsttoken.kvreuse.pairs import Models, Pair, Variant
+from firsttoken.kvreuse.pairs import Models, Pair, Variant, shown
 from firsttoken.kvreuse.tasks.items import Encoded, encode
 from firsttoken.kvreuse.tasks.load import load_items
-from firsttoken.study.errors import CorpusError, ProfileError
+from firsttoken.study.errors import CorpusError, ModelError, ProfileError
 from firsttoken.study.profile import Profile
 
 
@@ -58,13 +58,13 @@ class Run:
     @property
     def key(self) -> str:
         """The name as part of a measure's name."""
-        words = (self.pair.receiver, "from", self.pair.sender, self.row()["task"])
-        return re.sub(r"\W+", "_", " ".join(words))
+        row = self.row()
+        return re.sub(r"\W+", "_", " ".join((row["receiver"], "from", row["sender"], row["task"])))
 
     def row(self) -> dict[str, str]:
         """The columns that say which run a row belongs to."""
-        pair, task = self.pair, Path(self.task).stem
-        return {"run": self.name, "receiver": pair.receiver, "sender": pair.sender, "task": task}
+        receiver, sender = shown(self.pair.receiver), shown(self.pair.sender)
+        return {"run": self.name, "receiver": receiver, "sender": sender, "task": Path(self.task).stem}
 
 
 class Setting:
@@ -77,9 +77,14 @@ class Setting:
         self.seed = profile.seed
 
     def pair(self, run: Run) -> tuple[Variant, Variant]:
-        """Receiver and sender of ``run``. Raises ModelError when they are not of one architecture and tokenizer."""
+        """Receiver and sender of ``run``.
+
+        Raises CacheError when they are not of one architecture and tokenizer, ModelError when they have none.
+        """
         receiver, sender = self.models.load(run.pair.receiver), self.models.load(run.pair.sender)
         receiver.check_sender(sender)
+        if receiver.tokenizer is None:
+            raise ModelError(f"{run.pair} has no tokenizer, so it can be asked nothing; take models that come with one")
         return receiver, sender
 
     def items(self, run: Run, tokenizer: object) -> tuple[list[Encoded], list[Encoded]]:

@@ -21,7 +21,7 @@ from firsttoken.study.record import Outcome
 class ReuseTrainingConfig:
     """``adapters`` as "name: task + task: steps"; a name that begins with "half" takes every second layer of the base.
 
-    Each task has ``items`` training items with prefixes of up to ``tokens`` tokens; a step takes ``batch`` of them.
+    Each task has ``items`` training items (0: all there are) with prefixes of up to ``tokens`` tokens; a step takes ``batch`` of them.
     """
 
     adapters: tuple[str, ...]
@@ -44,7 +44,7 @@ def reuse_training(profile: Profile) -> Outcome:
         data = {
             task: [
                 encode(item, base.tokenizer)
-                for item in load_items(task, "train", base.tokenizer, config.tokens, config.items)
+                for item in load_items(task, "train", base.tokenizer, config.tokens, config.items or None)
             ]
             for task in tasks
         }

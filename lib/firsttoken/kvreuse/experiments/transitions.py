@@ -12,6 +12,7 @@ from tqdm import tqdm
 from firsttoken.kvreuse.experiments.setting import Setting, batches
 from firsttoken.kvreuse.prefill import spans
 from firsttoken.kvreuse.profile.bank import Bank, Questions
+from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome
 from firsttoken.study.stats import bootstrap
@@ -69,9 +70,17 @@ def transitions(profile: Profile) -> Outcome:
 def layer_sets(depth: int, config: TransitionsConfig, seed: int) -> Iterator[tuple[int, tuple[int, ...]]]:
     """(transitions, layers): different random sets, uniform over those with that many contiguous runs.
 
-    There are fewer where no more different ones were found in a hundred times as many draws.
+    There are fewer where no more different ones were found in a hundred times as many draws. Raises ProfileError for
+    a number of runs that so many layers cannot be in.
     """
-    rng = random.Random(seed)
+    rng, most = random.Random(seed), min(config.layers, depth - config.layers + 1)
+    for count in config.transitions:
+        if not 1 <= count <= most:
+            raise ProfileError(
+                f"transitions: {config.layers} of {depth} layers lie in 1 to {most} contiguous runs, not in {count}"
+                if most > 0
+                else f"transitions: {config.layers} layers do not fit {depth}; give 1 to {depth}"
+            )
     for count in config.transitions:
         seen: set[tuple[int, ...]] = set()
         for _ in range(100 * config.draws):

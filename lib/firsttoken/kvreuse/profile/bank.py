@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from firsttoken.kvreuse.forward import Forward, cache_of, fill, layer_kv
-from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, spans
+from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, spans, start_of
 from firsttoken.kvreuse.prefix import LayerKV, Prefix
 from firsttoken.kvreuse.tasks.items import Encoded
 
@@ -84,12 +84,14 @@ class Bank:
 
     @torch.inference_mode()
     def recomputed(self, group: Group) -> list[LayerKV]:
-        """The receiver's keys and values of ``group``, from the sender's E-cache at its lower edge."""
-        kept = self._recomputed.get(group.lo, [])
+        """The receiver's keys and values of ``group``, from the sender's E-cache at its lower edge.
+
+        Raises RequestError for a group that does not fit, or whose lower edge is none of ``edges``.
+        """
+        kept = self._recomputed.get(group.check(self.depth).lo, [])
         if len(kept) < len(group):
             cache = cache_of([None] * self.depth)
-            hidden = self.sent.edges[group.lo] if group.lo else self._over_prefix.embed()
-            self._over_prefix.run(hidden, group.layers, cache)
+            self._over_prefix.run(start_of(self._over_prefix, self.sent, group), group.layers, cache)
             kept = self._recomputed[group.lo] = [layer_kv(cache, i) for i in group.layers]
             self.prefix_layers += len(group)
         return kept[: len(group)]

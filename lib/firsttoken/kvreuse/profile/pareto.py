@@ -48,12 +48,13 @@ def frontier(groups: Sequence[Profiled]) -> list[Profiled]:
     return best
 
 
-def smallest_within(groups: Sequence[Profiled], bound: float) -> Profiled:
+def smallest_within(groups: Sequence[Profiled], bound: float, *, absolute: bool = False) -> Profiled:
     """The group of fewest layers whose loss is at most ``bound`` of the receiver's own score; of equals the least loss.
 
+    ``absolute``: at most ``bound`` in the unit of the score (0.05: five points), as the report reads it (errata I41).
     Raises RequestError when there is none, which cannot be where the group of all layers was profiled.
     """
-    within = [group for group in groups if group.relative_loss <= bound]
+    within = [g for g in groups if (g.loss.estimate if absolute else g.relative_loss) <= bound]
     if not within:
         raise RequestError(f"no profiled group loses at most {100 * bound:g} %; profile the group of all layers too")
     return min(within, key=lambda g: (len(g.group), g.relative_loss, g.group.lo))

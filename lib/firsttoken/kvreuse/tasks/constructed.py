@@ -50,11 +50,11 @@ class _Sought:
 def build(
     task: str, split: str, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int | None, seed: int = 0
 ) -> list[TaskItem]:
-    """``count`` (None: all) items of ``task`` ("qa", "lead", "copy"), each about another passage, with up to ``tokens`` of prefix.
+    """``count`` (None: all) items of ``task`` ("qa", "lead", "copy"), each about another passage.
 
-    The passage that holds the answer takes at most half of the prefix; others of the same split fill it up, in random
-    order. ``seed`` draws order, places and distractors. Raises CorpusError for an unknown task or split, and when the
-    split has fewer items that fit.
+    A prefix has at most ``tokens`` tokens. The passage that holds the answer takes at most half of it; others of the
+    same split fill it up, in random order. ``seed`` draws order, places and distractors. Raises CorpusError for an
+    unknown task or split, and when the split has fewer items that fit.
     """
     if task not in _SOURCES:
         raise CorpusError(f"no constructed task is called {task!r}; known: {', '.join(_SOURCES)}")

@@ -85,7 +85,7 @@ def read(path: str | Path) -> list[Row]:
 def items(
     path: str | Path, split: str, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int | None
 ) -> list[TaskItem]:
-    """The first ``count`` items (None: all) of a split of the file, in a fixed shuffle, each prefix at most ``tokens`` tokens long.
+    """The first ``count`` items (None: all) of a split of the file, in a fixed shuffle, prefixes of ``tokens`` at most.
 
     A hash of the context cuts 25 % train, 5 % validation, 70 % test: the paper profiles on 50 contexts. Of a longer
     context the middle is left out, as LongBench does. Raises CorpusError as ``read`` does, for an unknown split, for

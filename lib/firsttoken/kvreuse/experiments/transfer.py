@@ -1,0 +1,152 @@
+"""A group chosen by the profile of one task, used on another task of the same pair (DroidSpeak, Figure 17)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
+from firsttoken.kvreuse.experiments.setting import Run, Setting
+from firsttoken.kvreuse.profile.pareto import Profiled, smallest_within
+from firsttoken.kvreuse.profile.transfer import Chooser, best_of_size, resampled, transfer
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome
+from firsttoken.study.stats import bootstrap
+
+SEEN = "the same items"  # in place of a task's name: the choice was made on the very items that judge it
+AT_BOUND, OF_SIZE = "at the bound", "of a size"
+_DRAWS = 20  # random halvings; an item judges one choice in each
+_RESAMPLES = 100
+_SHARES = (4, 2, 1)  # samples of a quarter, half and all of the items: 32, 64, 128
+
+Profiles = dict[str, Sequence[Profiled]]  # by task
+
+
+def profile_transfer(profile: Profile) -> Outcome:
+    """Rows of two kinds: ``what`` is transfer (a choice made on ``chosen_on``, judged on ``judged_on``) or choice.
+
+    A transfer has the loss of every item, the mean over the choices it judged; ``rule`` is "at the bound" (the fewest
+    layers that lose at most 5 %) or "of a size" (the best group of ``layers`` layers, so that foreign and own choice
+    compute equally much). A choice has the ``group`` that a sample of ``items`` made, and its loss on the others.
+    """
+    setting = Setting(profile)
+    pairs: dict[str, tuple[Run, Profiles]] = {}
+    for run in setting.runs:
+        receiver, sender = setting.pair(run)
+        to_choose, _ = setting.items(run, receiver.tokenizer)
+        groups = profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
+        pairs.setdefault(str(run.pair), (run, {}))[1][run.row()["task"]] = groups
+    rows = []
+    for run, by_task in pairs.values():
+        of_pair = {name: run.row()[name] for name in ("receiver", "sender")} | {"seed": setting.seed}
+        for row in [*_transfers(by_task, setting.seed), *_choices(by_task, setting.seed)]:
+            rows.append(of_pair | row)
+    return Outcome(rows, {}, summaries(rows), {"models": setting.models.provenance})
+
+
+def _transfers(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
+    sizes = sorted({len(p.group) for p in next(iter(by_task.values()))})
+    rules: list[tuple[str, Chooser]] = [(AT_BOUND, lambda groups: smallest_within(groups, BOUND))]
+    rules += [(OF_SIZE, best_of_size(size)) for size in sizes if 0 < size < sizes[-1]]
+    for judged_on, judging in by_task.items():
+        for chosen_on in (SEEN, *by_task):
+            choosing = by_task.get(chosen_on, judging)
+            for rule, choose in rules:
+                found = transfer(choosing, judging, choose, draws=_DRAWS, seed=seed, seen=chosen_on == SEEN)
+                yield {
+                    "what": "transfer",
+                    "rule": rule,
+                    "chosen_on": chosen_on,
+                    "judged_on": judged_on,
+                    "layers": round(found.layers, 2),
+                    "group": str(found.usual),
+                    "n": len(found.item_loss),
+                    "loss": sum(found.item_loss) / len(found.item_loss),
+                    "item_loss": [round(loss, 4) for loss in found.item_loss],
+                }
+
+
+def _choices(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
+    for task, groups in by_task.items():
+        whole = len(groups[0].own)
+        for items in sorted({max(1, whole // share) for share in _SHARES}):
+            for draw, found in enumerate(resampled(groups, items, BOUND, draws=_RESAMPLES, seed=seed)):
+                group = {"lo": found.group.lo, "hi": found.group.hi, "layers": len(found.group)}
+                yield (
+                    {"what": "choice", "chosen_on": task, "items": items, "draw": draw}
+                    | group
+                    | {"relative_loss": round(found.relative_loss, 5)}
+                )
+
+
+def over_own(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[float]:
+    """By item: what the choices of ``row`` lose more than those made on other items of the task that judges them.
+
+    Of groups of a size, those of the same size are compared.
+    """
+    same = ["what", "receiver", "sender", "rule", "judged_on", *(["layers"] if row["rule"] == OF_SIZE else [])]
+    wanted = {name: row[name] for name in same} | {"chosen_on": row["judged_on"]}
+    own = next(other for other in rows if all(other.get(name) == value for name, value in wanted.items()))
+    return [mine - theirs for mine, theirs in zip(row["item_loss"], own["item_loss"], strict=True)]
+
+
+def is_foreign(row: dict[str, Any]) -> bool:
+    """Whether the choices of a transfer were made on another task than they were used on."""
+    return row["what"] == "transfer" and row["chosen_on"] not in (SEEN, row["judged_on"])
+
+
+def summaries(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What each choice loses where it is used, what a foreign one loses more than the task's own, how stable one is."""
+    found = {}
+    for row in rows:
+        if row["what"] == "transfer" and row["rule"] == AT_BOUND:
+            found[f"{_key(row)}_loss_points"] = bootstrap(row["item_loss"]).summary("points", 100)
+            if row["chosen_on"] == SEEN:  # the optimism of a choice about its own items
+                unseen = bootstrap([-difference for difference in over_own(rows, row)])
+                found[f"{_key(row, row['judged_on'])}_unseen_points"] = unseen.summary("points", 100)
+    return found | _foreign(rows, AT_BOUND, "") | _foreign(rows, OF_SIZE, "same_size_") | _stability(rows)
+
+
+def _foreign(rows: Sequence[dict[str, Any]], rule: str, prefix: str) -> dict[str, dict[str, Any]]:
+    """What foreign choices lose more than the task's own: each, their mean, and the one whose estimate is largest.
+
+    The sizes of one transfer are averaged item by item, and so are the foreign choices that one item judged.
+    """
+    each: dict[str, list[list[float]]] = {}
+    by_item: dict[tuple[str, str, int], list[float]] = {}
+    for row in rows:
+        if is_foreign(row) and row["rule"] == rule:
+            differences = over_own(rows, row)
+            each.setdefault(_key(row), []).append(differences)
+            for item, difference in enumerate(differences):
+                by_item.setdefault((row["receiver"], row["judged_on"], item), []).append(difference)
+    if not each:
+        return {}
+    over = {key: bootstrap([sum(of) / len(of) for of in zip(*lists, strict=True)]) for key, lists in each.items()}
+    over["worst"] = max(over.values(), key=lambda interval: interval.estimate)
+    over["mean"] = bootstrap([sum(of) / len(of) for of in by_item.values()])
+    return {f"{prefix}{key}_over_own_points": interval.summary("points", 100) for key, interval in over.items()}
+
+
+def _stability(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By task and sample size: the layers chosen (95 % of the draws), and how often other items lose more than 5 %."""
+    found: dict[str, dict[str, Any]] = {}
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["what"] == "choice":
+            cells.setdefault(f"{_key(row, row['items'])}_items", []).append(row)
+    for key, of in cells.items():
+        layers = sorted(row["layers"] for row in of)
+        middle, low, high = (layers[round(share * (len(layers) - 1))] for share in (0.5, 0.025, 0.975))
+        found[f"{key}_layers"] = {"value": middle, "low": low, "high": high, "n": len(of), "unit": "layers"}
+        broken = 100 * sum(row["relative_loss"] > BOUND for row in of) / len(of)
+        found[f"{key}_broken_pct"] = {"value": broken, "n": len(of), "unit": "% of choices"}
+    return found
+
+
+def _key(row: dict[str, Any], *last: object) -> str:
+    """Pair and task as part of a measure's name; of a transfer where it was made and where it was used."""
+    words = last or ("to", row["judged_on"])
+    start = () if row["what"] == "transfer" and last else (row["chosen_on"],)
+    return re.sub(r"\W+", "_", " ".join(map(str, (row["receiver"], "from", row["sender"], *start, *words))))
