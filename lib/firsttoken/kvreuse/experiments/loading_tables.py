@@ -1,0 +1,85 @@
+"""The tables of notebook 32: sizes, the schedules of Figure 13, and the live run, from arithmetic and results alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from firsttoken.kvreuse.experiments.published import FIGURE_13, PUBLISHED_UNITS, SHAPES, edge_over_kv, kv_bytes
+from firsttoken.kvreuse.pipeline.schedule import Schedule, simulate
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.show import interval
+
+
+def edge_rows(result: Result) -> Rows:
+    """E-cache over KV of one layer, by shape; of the model that was run, by the bytes of its files as well."""
+    measured = result.summary["edge_over_kv"]["value"]
+    return [
+        {
+            "model": name,
+            "hidden": hidden,
+            "KV heads x head dimension": f"{kv_heads} x {head_dim}",
+            "E-cache / KV of a layer": edge_over_kv(hidden, kv_heads, head_dim),
+            "paper": paper,
+            "by its files": measured if "(here)" in name else "",
+        }
+        for name, (hidden, kv_heads, head_dim, paper) in SHAPES.items()
+    ]
+
+
+def toy_rows() -> Rows:
+    """The report's toy example: 1 head of 2, 4 tokens, 2 bytes (errata I36)."""
+    return [
+        {"layers": layers, "KV, bytes": size, "KV, GB": f"{size / 1e9:.2e}", "report, GB": "1.28e-07"}
+        for layers, size in ((layers, kv_bytes(layers, 1, 2, 4)) for layers in (6, 4))
+    ]
+
+
+def schedule_rows() -> Rows:
+    """Figure 13: the sums of both requests, as published and under other assumptions, and each request alone."""
+    free = tuple(replace(job, edge_units=0) for job in FIGURE_13)
+    rows = []
+    for schedule, paper in PUBLISHED_UNITS.items():
+        timeline = simulate(FIGURE_13, schedule)
+        rows.append(
+            {"schedule": str(schedule), "paper": paper, "sum": timeline.total}
+            | {f"request {job.name}": timeline.ttft[job.name] for job in FIGURE_13}
+            | {
+                "requests overlap": simulate(FIGURE_13, schedule, overlap=True).total,
+                "E-cache free": simulate(free, schedule).total,
+                "both": simulate(free, schedule, overlap=True).total,
+            }
+        )
+    return rows
+
+
+def loading_rows(result: Result) -> Rows:
+    """Figure 20 in numbers: median TTFT of every schedule by link, the floor, and what pipelining gains."""
+    rows = []
+    for rate, of in by_rate(result.rows):
+        tag = f"{rate:g}".replace(".", "p")
+        line: dict[str, Any] = {"link, Gbit/s": f"{rate:g}" if rate else "not shaped"}
+        for schedule in Schedule:
+            line[f"{schedule}, s"] = f"{median_ttft(of, schedule):.3f}"
+        piped = [row for row in of if row["schedule"] == Schedule.PIPELINED]
+        line["floor, s"] = f"{np.median([row['floor_s'] for row in piped]):.3f}"
+        line["pipelined / floor"] = interval(result.summary[f"pipelined_over_floor_{tag}"], 2)
+        for other in (Schedule.SEND_REUSED, Schedule.RECOMPUTE):
+            gain = result.summary[f"{str(other).replace(' ', '_')}_over_pipelined_{tag}"]
+            line[f"{other} / pipelined"] = interval(gain, 2)
+        rows.append(line)
+    return rows
+
+
+def by_rate(rows: Rows) -> Iterator[tuple[float, Rows]]:
+    """The rows of each link, from slow to fast; 0 Gbit/s, a link that is not shaped, comes last."""
+    for rate in sorted({row["gbit_per_s"] for row in rows}, key=lambda rate: rate or float("inf")):
+        yield rate, [row for row in rows if row["gbit_per_s"] == rate]
+
+
+def median_ttft(rows: Rows, schedule: Schedule) -> float:
+    """Seconds, over the rounds of one link."""
+    return float(np.median([row["ttft_s"] for row in rows if row["schedule"] == schedule]))

@@ -1,0 +1,181 @@
+"""The tables of notebooks 30 and 31, from results alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups
+from firsttoken.kvreuse.experiments.setting import Run
+from firsttoken.kvreuse.pairs import Pair
+from firsttoken.kvreuse.profile.pareto import Profiled, critical_layers, smallest_within
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
+
+CRITICAL = 0.10  # Figure 7: a layer whose reuse alone costs more than a tenth of the score
+
+
+def key_of(row: dict[str, Any]) -> str:
+    """How the measures of a row's run begin in a summary."""
+    return Run(Pair(row["receiver"], row["sender"]), row["task"], 0).key
+
+
+def by_run(result: Result) -> dict[str, Rows]:
+    """The rows of each run, in the order of the profile."""
+    found: dict[str, Rows] = {}
+    for row in result.rows:
+        found.setdefault(row["run"], []).append(row)
+    return found
+
+
+def only(rows: Iterable[dict[str, Any]], what: str) -> dict[str, Any]:
+    """The one row of a run's profile that is ``what``: own, sender, reuse or cost."""
+    (row,) = (row for row in rows if row["what"] == what)
+    return row
+
+
+def layer_losses(rows: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Items' losses [layers, items] of accuracy (0..1) and likelihood (nats) where one layer alone is reused."""
+    own = only(rows, "own")
+    layers = sorted((row for row in rows if row["what"] == "layer"), key=lambda row: row["lo"])
+    accuracy = np.array(own["item_accuracy"]) - np.array([row["item_accuracy"] for row in layers])
+    return accuracy, np.array([row["item_nll"] for row in layers]) - np.array(own["item_nll"])
+
+
+def relative_loss(own: Sequence[float], mixed: Sequence[float]) -> Interval:
+    """Loss as a share of the receiver's own score, in %, items resampled in pairs; of at least one item above 0."""
+    return bootstrap(np.column_stack([own, mixed]), _lost_pct)
+
+
+def critical_of(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """The critical layers of a run, by the rule of Figure 7."""
+    layers = [(row["lo"], row["accuracy"]) for row in rows if row["what"] == "layer"]
+    return critical_layers(layers, only(rows, "own")["accuracy"], CRITICAL)
+
+
+def smallest_within_points(groups: Sequence[Profiled], points: float) -> Profiled:
+    """As ``smallest_within``, with the bound in points of the score, as the report has it (errata I41)."""
+    own = float(np.mean(groups[0].own))
+    return smallest_within(groups, points / own if own else points)
+
+
+def reuse_rows(result: Result) -> Rows:
+    """Figure 6 in numbers, with the distance of each pair."""
+    rows = []
+    for run, of in by_run(result).items():
+        own, reuse, sender = (only(of, what)["item_accuracy"] for what in ("own", "reuse", "sender"))
+        rows.append(
+            {"run": run, "weights apart, %": f"{result.summary[key_of(of[0]) + '_weight_distance_pct']['value']:.2f}"}
+            | {
+                f"{name}, %": interval(bootstrap(values).summary(scale=100))
+                for name, values in {"own prefill": own, "full reuse": reuse, "sender": sender}.items()
+            }
+            | {
+                "full reuse loses, points": interval(paired_bootstrap(own, reuse).summary(scale=100)),
+                "relative, %": interval(relative_loss(own, reuse).summary()),
+                "n": len(own),
+            }
+        )
+    return rows
+
+
+def sensitivity_rows(result: Result) -> Rows:
+    """Figures 7 and 8 in numbers: critical layers, the worst one, and the one where items differ most."""
+    rows = []
+    for run, of in by_run(result).items():
+        accuracy, _ = layer_losses(of)
+        critical, own = critical_of(of), only(of, "own")["accuracy"]
+        worst, spread = int(accuracy.mean(1).argmax()), accuracy.std(1)
+        rows.append(
+            {
+                "run": run,
+                "critical layers": ", ".join(map(str, critical)) or "none",
+                "share, % (paper: 11)": round(100 * len(critical) / len(accuracy), 1),
+                "most sensitive": worst,
+                "it alone loses, %": round(100 * float(accuracy.mean(1).max()) / own, 1),
+                "most variable": int(spread.argmax()),
+                "its standard deviation, points": round(100 * float(spread.max()), 1),
+            }
+        )
+    return rows
+
+
+def group_rows(result: Result) -> Rows:
+    """Figure 11 in numbers: the fewest layers within 5 % of the receiver's own score, and within 5 points of it."""
+    rows = []
+    for run, of in by_run(result).items():
+        groups, depth = profiled_groups(of), sum(row["what"] == "layer" for row in of)
+        line: dict[str, Any] = {"run": run}
+        for name, chosen in (
+            ("5 %", smallest_within(groups, BOUND)),
+            ("5 points", smallest_within_points(groups, BOUND)),
+        ):
+            line[f"within {name}"] = f"{chosen.group} ({len(chosen.group)} of {depth})"
+            line[f"{name}: loss, points"] = interval(chosen.loss.summary(scale=100))
+            line[f"{name}: relative, %"] = f"{100 * chosen.relative_loss:.1f}"
+        rows.append(line | {"critical, of layers": f"{len(critical_of(of))} of {depth}"})
+    return rows
+
+
+def transition_rows(result: Result) -> Rows:
+    """Figure 10 in numbers: means over sets of equally many layers, with intervals over the sets."""
+    rows = []
+    for run, of in by_run(result).items():
+        for count in sorted({row["transitions"] for row in of}):
+            sets = [row for row in of if row["transitions"] == count]
+            rows.append(
+                {
+                    "contiguous runs": count,
+                    "of": run,
+                    "layers recomputed": len(sets[0]["layers"].split(",")),
+                    "sets": len(sets),
+                    "output moved, %": interval(bootstrap([r["deviation"] for r in sets]).summary(scale=100)),
+                    "likelihood lost, nats": interval(bootstrap([r["nll_lost"] for r in sets]).summary(), 2),
+                    "accuracy lost, points": interval(bootstrap([r["accuracy_lost"] for r in sets]).summary(scale=100)),
+                }
+            )
+    return rows
+
+
+def cost_rows(result: Result) -> Rows:
+    """What a profile costs in prefills of an item: naive, every group anew; shared, once for every lower edge.
+
+    Counted for 32 layers (the paper's example) and for the model that was profiled, beside what was counted there.
+    """
+    of = next(iter(by_run(result).values()))
+    cost, depth = only(of, "cost"), sum(row["what"] == "layer" for row in of)
+    step = result.parameters["reuse"]["group_layers"]
+    rows = []
+    for layers, size in sorted({(32, 1), (32, 2), (depth, 1), (depth, 2), (depth, step)}):
+        groups, naive, shared = profiling_cost([*range(0, layers, size), layers])
+        counted = cost["prefix_layers"] / depth if (layers, size) == (depth, step) else None
+        rows.append(
+            {
+                "layers, group size": f"{layers}, {size}",
+                "groups": groups,
+                "naive, prefills": round(naive, 1),
+                "one a lower edge, prefills": round(shared, 1),
+                "counted, prefills": "" if counted is None else round(counted, 1),
+                "measured, s an item": "" if counted is None else round(cost["seconds"] / cost["n"], 2),
+            }
+        )
+    return rows
+
+
+def profiling_cost(edges: Sequence[int]) -> tuple[int, float, float]:
+    """(groups, prefills an item when each is prefilled anew, prefills when each lower edge is run through once).
+
+    ``edges`` rise from 0 to the number of layers. The last one counts the sender's own prefill
+    too, which leaves the E-caches.
+    """
+    depth = edges[-1]
+    naive = sum(hi - lo for i, lo in enumerate(edges) for hi in edges[i + 1 :])
+    return len(edges) * (len(edges) - 1) // 2, naive / depth, 1 + sum(depth - lo for lo in edges[:-1]) / depth
+
+
+def _lost_pct(pairs: np.ndarray) -> float:
+    own, mixed = pairs.sum(0)
+    return 100 * (own - mixed) / own if own else 0.0
