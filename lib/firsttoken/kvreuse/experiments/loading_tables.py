@@ -15,7 +15,7 @@ from firsttoken.study.show import interval
 
 
 def edge_rows(result: Result) -> Rows:
-    """E-cache over KV of one layer, by shape; of the model that was run, by the bytes of its files as well."""
+    """E-cache over KV of one layer, by shape; of the model that was run, as it was measured, too."""
     measured = result.summary["edge_over_kv"]["value"]
     return [
         {
@@ -24,7 +24,7 @@ def edge_rows(result: Result) -> Rows:
             "KV heads x head dimension": f"{kv_heads} x {head_dim}",
             "E-cache / KV of a layer": edge_over_kv(hidden, kv_heads, head_dim),
             "paper": paper,
-            "by its files": measured if "(here)" in name else "",
+            "measured": measured if "(here)" in name else "",
         }
         for name, (hidden, kv_heads, head_dim, paper) in SHAPES.items()
     ]

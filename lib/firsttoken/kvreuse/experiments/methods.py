@@ -37,12 +37,13 @@ class MethodsConfig:
     """``frontier`` more groups of each profile's Pareto frontier are answered over, besides the chosen one.
 
     ``blends`` are (share, gradual, whole) as text, "0.15", "0.15 gradual", "0.15 from 2"; "equal" takes the share that
-    computes as much as the chosen group. ``smaller`` is the adapter of the smaller model ("": none), for its own tasks.
+    computes as much as the chosen group. The first ``runs`` runs of the profile are asked. ``smaller`` is the adapter of the smaller model ("": none), for its own tasks.
     """
 
     frontier: int
     blends: tuple[str, ...]
     smaller: str
+    runs: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def reuse_methods(profile: Profile) -> Outcome:
     """One row a run and method: score, share of compute, and each item's ``score``."""
     setting, config = Setting(profile), profile.section("methods", MethodsConfig)
     rows, summary = [], {}
-    for run in setting.runs:
+    for run in setting.runs[: config.runs]:
         receiver, sender = setting.pair(run)
         to_choose, to_judge = setting.items(run, receiver.tokenizer)
         groups = profiled_groups(run_profile(setting, run, receiver, sender, to_choose))

@@ -61,13 +61,13 @@ def run_profile(
 ) -> list[dict[str, Any]]:
     """Rows of one run: ``what`` is own, sender, reuse, layer or group, with ``lo`` and ``hi`` where it has layers."""
     parts = list(batches(items, setting.config.batch))
-    folder = paths.CACHE / "profiles" / _key(setting, receiver, sender, parts)
+    folder = paths.CACHE / "profiles" / _key(run, receiver, sender, parts)
     gathered: dict[tuple[str, int, int], dict[str, list[float]]] = {}
     passes = seconds = 0.0
     for index, part in enumerate(tqdm(parts, desc=f"profile {run.name}", unit="batch", disable=None)):
         kept = folder / f"{index}.json"
         if not kept.is_file():
-            write_text(kept, json.dumps(_batch(setting, receiver, sender, part)))
+            write_text(kept, json.dumps(_batch(run, receiver, sender, part)))
         done = json.loads(kept.read_text(encoding="utf-8"))
         seconds, passes = seconds + done["seconds"], passes + done["prefix_layers"]
         for what, lo, hi, nll, accuracy in done["scores"]:
@@ -84,17 +84,17 @@ def run_profile(
     return [*rows, {"what": "cost", "seconds": round(seconds, 2), "prefix_layers": passes_an_item, "n": len(items)}]
 
 
-def _key(setting: Setting, receiver: Variant, sender: Variant, parts: Sequence[Sequence[Encoded]]) -> str:
+def _key(run: Run, receiver: Variant, sender: Variant, parts: Sequence[Sequence[Encoded]]) -> str:
     """What a kept batch depends on: both models, the items as they are batched, the edges, and how scores are made."""
     tokens = [[(i.prefix, i.suffix, i.target) for i in part] for part in parts]
     models = [(v.weights, v.adapter, str(v.model.dtype)) for v in (receiver, sender)]
-    said = repr((_SCORING, models, setting.config.group_layers, tokens))
+    said = repr((_SCORING, models, run.step, tokens))
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def _batch(setting: Setting, receiver: Variant, sender: Variant, part: Sequence[Encoded]) -> dict[str, Any]:
+def _batch(run: Run, receiver: Variant, sender: Variant, part: Sequence[Encoded]) -> dict[str, Any]:
     start = time.perf_counter()
-    edges = setting.config.edges(receiver.model.config.num_hidden_layers)
+    edges = run.edges(receiver.model.config.num_hidden_layers)
     questions = Questions.of(part, receiver.model.device)
     bank = Bank(sender.model, receiver.model, questions, edges[:-1])
     scores = [_kept("own", NOTHING, bank.prefill()), _kept("sender", NOTHING, bank.sender_itself())]

@@ -16,10 +16,10 @@ from firsttoken.study.profile import Profile
 
 @dataclass(frozen=True)
 class ReuseConfig:
-    """``runs`` as "receiver <- sender: task, 320 tokens" (the longest prefix); ``adapters`` as in ``adapters_folder``.
+    """``runs`` as ``Run.parse`` reads them; ``adapters`` as in ``adapters_folder``.
 
     ``items`` held-out items serve to choose a group and ``eval_items`` others to judge it; ``batch`` of them are run at
-    a time. Groups end at every ``group_layers``-th layer (the paper: 2).
+    a time.
     """
 
     runs: tuple[str, ...]
@@ -27,28 +27,31 @@ class ReuseConfig:
     items: int
     eval_items: int
     batch: int
-    group_layers: int
-
-    def edges(self, depth: int) -> list[int]:
-        """Where groups may begin and end in a model of ``depth`` layers."""
-        return [*range(0, depth, self.group_layers), depth]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A pair on a task, with prefixes of up to ``tokens`` tokens."""
+    """A pair on a task, with prefixes of up to ``tokens`` tokens; groups begin and end at every ``step``-th layer."""
 
     pair: Pair
     task: str
     tokens: int
+    step: int = 2
 
     @classmethod
     def parse(cls, text: str) -> Run:
-        """ "receiver <- sender: task, 320 tokens". Raises ProfileError for anything else."""
-        found = re.fullmatch(r"(.+):\s*(\S.*?)\s*,\s*(\d+) tokens", text)
+        """ "receiver <- sender: task, 320 tokens", and if need be ", groups of 5" (without: of 2, as in the paper).
+
+        Raises ProfileError for anything else.
+        """
+        found = re.fullmatch(r"(.+):\s*(\S.*?)\s*,\s*(\d+) tokens(?:,\s*groups of ([1-9]\d*))?", text)
         if not found:
             raise ProfileError(f"run {text!r}: write it as 'receiver <- sender: task, 320 tokens'")
-        return cls(Pair.parse(found[1]), found[2], int(found[3]))
+        return cls(Pair.parse(found[1]), found[2], int(found[3]), int(found[4] or 2))
+
+    def edges(self, depth: int) -> list[int]:
+        """Where groups may begin and end in a model of ``depth`` layers."""
+        return [*range(0, depth, self.step), depth]
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups
+from firsttoken.kvreuse.experiments.profiling import BOUND, naive_passes, profiled_groups
 from firsttoken.kvreuse.experiments.setting import Run
 from firsttoken.kvreuse.pairs import Pair
 from firsttoken.kvreuse.profile.pareto import Profiled, critical_layers, smallest_within
@@ -150,30 +150,20 @@ def cost_rows(result: Result) -> Rows:
     step = result.parameters["reuse"]["group_layers"]
     rows = []
     for layers, size in sorted({(32, 1), (32, 2), (depth, 1), (depth, 2), (depth, step)}):
-        groups, naive, shared = profiling_cost([*range(0, layers, size), layers])
+        edges = [*range(0, layers, size), layers]
+        shared = 1 + sum(layers - lo for lo in edges[:-1]) / layers  # the sender's prefill leaves the E-caches
         counted = cost["prefix_layers"] / depth if (layers, size) == (depth, step) else None
         rows.append(
             {
                 "layers, group size": f"{layers}, {size}",
-                "groups": groups,
-                "naive, prefills": round(naive, 1),
+                "groups": len(edges) * (len(edges) - 1) // 2,
+                "naive, prefills": round(naive_passes(layers, size), 1),
                 "one a lower edge, prefills": round(shared, 1),
                 "counted, prefills": "" if counted is None else round(counted, 1),
                 "measured, s an item": "" if counted is None else round(cost["seconds"] / cost["n"], 2),
             }
         )
     return rows
-
-
-def profiling_cost(edges: Sequence[int]) -> tuple[int, float, float]:
-    """(groups, prefills an item when each is prefilled anew, prefills when each lower edge is run through once).
-
-    ``edges`` rise from 0 to the number of layers. The last one counts the sender's own prefill
-    too, which leaves the E-caches.
-    """
-    depth = edges[-1]
-    naive = sum(hi - lo for i, lo in enumerate(edges) for hi in edges[i + 1 :])
-    return len(edges) * (len(edges) - 1) // 2, naive / depth, 1 + sum(depth - lo for lo in edges[:-1]) / depth
 
 
 def _lost_pct(pairs: np.ndarray) -> float:

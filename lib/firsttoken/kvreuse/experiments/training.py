@@ -21,7 +21,8 @@ from firsttoken.study.record import Outcome
 class ReuseTrainingConfig:
     """``adapters`` as "name: task + task: steps"; a name that begins with "half" takes every second layer of the base.
 
-    Each task has ``items`` training items (0: all there are) with prefixes of up to ``tokens`` tokens; a step takes ``batch`` of them.
+    Each task has ``items`` training items (0: all there are) with prefixes of up to ``tokens`` tokens; a step takes
+    ``batch`` of them.
     """
 
     adapters: tuple[str, ...]

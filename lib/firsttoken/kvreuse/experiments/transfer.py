@@ -47,7 +47,7 @@ def profile_transfer(profile: Profile) -> Outcome:
 
 def _transfers(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
     sizes = sorted({len(p.group) for p in next(iter(by_task.values()))})
-    rules: list[tuple[str, Chooser]] = [(AT_BOUND, lambda groups: smallest_within(groups, BOUND))]
+    rules: list[tuple[str, Chooser]] = [(AT_BOUND, _at_bound)]
     rules += [(OF_SIZE, best_of_size(size)) for size in sizes if 0 < size < sizes[-1]]
     for judged_on, judging in by_task.items():
         for chosen_on in (SEEN, *by_task):
@@ -67,11 +67,15 @@ def _transfers(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
                 }
 
 
+def _at_bound(groups: Sequence[Profiled]) -> Profiled:
+    return smallest_within(groups, BOUND)
+
+
 def _choices(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
     for task, groups in by_task.items():
         whole = len(groups[0].own)
         for items in sorted({max(1, whole // share) for share in _SHARES}):
-            for draw, found in enumerate(resampled(groups, items, BOUND, draws=_RESAMPLES, seed=seed)):
+            for draw, found in enumerate(resampled(groups, items, _at_bound, draws=_RESAMPLES, seed=seed)):
                 group = {"lo": found.group.lo, "hi": found.group.hi, "layers": len(found.group)}
                 yield (
                     {"what": "choice", "chosen_on": task, "items": items, "draw": draw}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from firsttoken.kvreuse.prefill import Group
-from firsttoken.kvreuse.profile.pareto import Profiled, smallest_within
+from firsttoken.kvreuse.profile.pareto import Profiled
 from firsttoken.study.errors import RequestError
 
 Chooser = Callable[[Sequence[Profiled]], Profiled]
@@ -78,8 +78,10 @@ def transfer(
     return Transferred(tuple(loss), sum(map(len, groups)) / len(groups), tuple(groups))
 
 
-def resampled(profiles: Sequence[Profiled], items: int, bound: float, *, draws: int, seed: int = 0) -> list[Resampled]:
-    """The choices within ``bound`` that ``draws`` samples of ``items`` items would have made.
+def resampled(
+    profiles: Sequence[Profiled], items: int, choose: Chooser, *, draws: int, seed: int = 0
+) -> list[Resampled]:
+    """The choices that ``draws`` samples of ``items`` items would have made.
 
     Drawn with replacement, so that as many items as were profiled can be drawn and some are still left to judge; a draw
     that leaves none is drawn again. Raises RequestError unless ``items`` is 1 to all of at least two items.
@@ -90,7 +92,7 @@ def resampled(profiles: Sequence[Profiled], items: int, bound: float, *, draws: 
     while len(found) < draws:
         drawn = rng.choices(range(there), k=items)
         if left := sorted(set(range(there)) - set(drawn)):
-            group = smallest_within(taken(profiles, drawn), bound).group
+            group = choose(taken(profiles, drawn)).group
             (judged,) = taken([p for p in profiles if p.group == group], left)
             found.append(Resampled(group, judged.relative_loss))
     return found
