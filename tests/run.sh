@@ -20,5 +20,5 @@ source env/setup.sh
 "$FIRSTTOKEN_PYTHON" -m firsttoken fetch
 "$FIRSTTOKEN_PYTHON" -m ruff check .
 "$FIRSTTOKEN_PYTHON" -m ruff format --check .
-"$FIRSTTOKEN_PYTHON" -m pytest -q tests
+"$FIRSTTOKEN_PYTHON" -m pytest -q -n 2 --dist loadfile tests  # each process computes on one thread
 [[ "${1:-}" == --unit ]] || "$FIRSTTOKEN_PYTHON" -m pytest -q --nbval notebooks

@@ -1,13 +1,17 @@
-"""Tiny models of several kinds whose layers matter, each made once."""
+"""Tiny models of several kinds whose layers matter, each made once; the same in folders, with a tokenizer and items."""
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 torch.set_num_threads(1)
 
@@ -62,3 +66,36 @@ def tiny() -> MakeModel:
         return model
 
     return make
+
+
+def _bytes_tokenizer(end: str) -> PreTrainedTokenizerFast:
+    """One token a byte; token 0 is the end of text."""
+    symbols = [end, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture(scope="session")
+def folders(tiny: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of models of 4 layers: "base" and "other" make a pair, "qwen2" and "stranger" (tokenizer) fit neither.
+
+    Beside them "hotpotqa.jsonl", 60 rows of LongBench's form with contexts of more than 96 bytes.
+    """
+    root = tmp_path_factory.mktemp("models")
+    for name, seed, kind, end in (
+        ("base", 1, "llama", "<end>"),
+        ("other", 2, "llama", "<end>"),
+        ("qwen2", 1, "qwen2", "<end>"),
+        ("stranger", 1, "llama", "<stop>"),
+    ):
+        tiny(seed, 4, kind, vocabulary=257).save_pretrained(root / name)
+        _bytes_tokenizer(end).save_pretrained(root / name)
+    draw, lines = random.Random(0), []
+    for number in range(60):
+        context = " ".join("".join(draw.choices("abcdefgh", k=4)) for _ in range(40))
+        row = {"_id": f"r{number}", "dataset": "hotpotqa", "input": f"Which {number}?", "context": context}
+        lines.append(json.dumps(row | {"answers": ["ab"]}))
+    (root / "hotpotqa.jsonl").write_text("\n".join(lines))
+    return root

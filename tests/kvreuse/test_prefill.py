@@ -251,7 +251,7 @@ def test_kv_of_another_shape_or_dtype_is_refused(receiver, sent, odd):
 @pytest.mark.parametrize("spoil", [lambda e: e[:, 1:], lambda e: e[:1], lambda e: e[..., :16], lambda e: e.double()])
 def test_an_edge_of_another_shape_or_dtype_is_refused(receiver, sent, spoil):
     bad = replace(sent, edges={2: spoil(sent.edges[2])})
-    with pytest.raises(CacheError, match="the E-cache at layer 2 of the cache is .*another model or prefix"):
+    with pytest.raises(CacheError, match=r"the E-cache at layer 2 of the cache is .*another model or prefix"):
         partial_prefill(receiver, PREFIX, bad, Group(2, 3))
 
 
@@ -271,7 +271,7 @@ def test_layers_that_do_not_see_the_whole_prefix_are_refused(tiny):
         num_key_value_heads=2,
         sliding_window=16,
     )
-    with pytest.raises(ModelError, match="MistralForCausalLM has .*full attention only"):
+    with pytest.raises(ModelError, match=r"MistralForCausalLM has .*full attention only"):
         full_prefill(MistralForCausalLM(config), PREFIX)
     config.sliding_window = None
     check_supported(MistralForCausalLM(config))
@@ -282,7 +282,7 @@ def test_layers_that_do_not_see_the_whole_prefix_are_refused(tiny):
 
 
 def test_rope_that_follows_the_length_is_refused(tiny):
-    with pytest.raises(ModelError, match="rope type 'dynamic' turns keys by the length.*set a fixed scaling"):
+    with pytest.raises(ModelError, match=r"rope type 'dynamic' turns keys by the length.*set a fixed scaling"):
         full_prefill(tiny(1, DEPTH, "llama", "dynamic"), PREFIX)
 
 
@@ -309,7 +309,9 @@ def test_mixed_takes_each_layer_from_where_it_should(receiver, sent):
     own = full_prefill(receiver, PREFIX).kv
     cache = mixed(sent, [(Group(0, 1), own[:1]), (Group(2, 4), own[2:])])
     for layer, source in enumerate((own, sent.kv, own, own)):
-        assert layer_kv(cache, layer).keys is source[layer].keys and layer_kv(cache, layer).values is source[layer].values
+        assert (
+            layer_kv(cache, layer).keys is source[layer].keys and layer_kv(cache, layer).values is source[layer].values
+        )
 
 
 def test_a_group_reads_as_it_is_written():

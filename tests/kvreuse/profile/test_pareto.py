@@ -71,7 +71,7 @@ def test_losses_are_of_the_mean_and_of_the_receiver_s_own():
 
 
 def test_critical_layers_lose_more_than_their_share():
-    scores = [(0, 0.8), (1, 0.72), (2, 0.71), (3, 0.9), (4, 0.0)]
-    assert critical_layers(scores, 0.8, 0.1) == [2, 4]
-    assert critical_layers(scores, 0.8, 0.0) == [1, 2, 4]
-    assert critical_layers([], 0.8, 0.1) == []
+    scores = [(0, 1.0), (1, 0.75), (2, 0.7), (3, 1.1), (4, 0.0)]
+    assert critical_layers(scores, 1.0, 0.25) == [2, 4]
+    assert critical_layers(scores, 1.0, 0.0) == [1, 2, 4]
+    assert critical_layers([], 1.0, 0.25) == []

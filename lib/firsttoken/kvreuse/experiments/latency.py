@@ -151,7 +151,11 @@ def summaries(rows: list[dict[str, Any]], depth: int) -> dict[str, dict[str, Any
 
 
 def speedups(rows: list[dict[str, Any]], chosen: dict[str, dict[str, Group]], depth: int) -> dict[str, dict[str, Any]]:
-    """How much earlier the first token comes with each run's chosen group, at the longest prefix; computation only."""
+    """How much earlier the first token comes with each run's chosen group, at the longest prefix; computation only.
+
+    Mean and least are over the runs in which something must be recomputed: where full reuse keeps to the bound, there
+    is nothing for the method to win.
+    """
     if not chosen:
         return {}
     tokens = max(row["tokens"] for row in rows)
@@ -165,7 +169,10 @@ def speedups(rows: list[dict[str, Any]], chosen: dict[str, dict[str, Group]], de
             mine = [row for row in of if row["method"] == "DroidSpeak" and row["compute"] == compute]
             gain = bootstrap([full[row["round"]] / row["first_token_s"] for row in mine], "median")
             found[f"{key}_speedup_{bound}_x"] = gain.summary("x")
-            medians.append(gain.estimate)
+            if len(groups[bound]):
+                medians.append(gain.estimate)
+        if not medians:
+            continue
         found[f"speedup_mean_{bound}_x"] = bootstrap(medians).summary("x")
         found[f"speedup_least_{bound}_x"] = {"value": min(medians), "n": len(medians), "unit": "x"}
     return found

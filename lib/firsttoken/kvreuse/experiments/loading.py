@@ -162,6 +162,8 @@ def loading_summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]
             name = f"{str(other).replace(' ', '_')}_over_pipelined_{tag}"
             found[name] = bootstrap(gains, "median").summary("x")
     shaped = [entry for name, entry in found.items() if name.startswith("pipelined_over_floor") and name[-2:] != "_0"]
+    gains = [entry for name, entry in found.items() if name.startswith("send_reused_over_pipelined")]
+    found["send_reused_over_pipelined_most"] = max(gains, key=lambda entry: entry["value"])
     if shaped:
         found["pipelined_over_floor_worst"] = max(shaped, key=lambda entry: entry["value"])
     return found

@@ -72,41 +72,54 @@ def ttft_by_link(result: Result) -> Figure:
         )
         over = [median_ttft(rows, schedule) / _floor(rows) for _, rows in links]
         ratios.plot(rates, over, "-", **look)
-    times.plot(rates, [_floor(rows) for _, rows in links], ":", color=COLOURS["floor"], label="floor of pipelined")
+    times.plot(
+        rates,
+        [_floor(rows) for _, rows in links],
+        ":",
+        color=COLOURS["floor"],
+        label="floor of pipelined: max(transfer, computation)",
+    )
     ratios.axhline(1, linestyle=":", color=COLOURS["floor"])
     balance = _balance(links[0][1])
     for ax in (times, ratios):
         ax.set(xscale="log", yscale="log", xlabel="link, Gbit/s (shaped)")
         ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
         ax.xaxis.set_minor_formatter("")
+        low, high = ax.get_ylim()
+        ticks = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 5)]
+        ax.set_yticks([tick for tick in ticks if low <= tick <= high])
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("")
         if balance and rates[0] / 2 <= balance <= rates[-1] * 2:
             ax.axvline(balance, color="#666666", linestyle="--", linewidth=1.2)
-            up = ax.get_xaxis_transform()
-            ax.annotate(
-                " transfer =\n computation", (balance, 0.99), xycoords=up, va="top", fontsize=9, color="#666666"
-            )
-    for axis in (times.yaxis, ratios.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("{x:g}")
-        axis.set_tick_params(which="minor", labelsize=8)
+    if balance:
+        times.plot([], [], color="#666666", linestyle="--", linewidth=1.2, label="its transfer = its computation")
     times.set_ylabel("time to first token, s")
-    ratios.set_ylabel("over the floor of pipelined, x")
+    ratios.set_ylabel("over pipelined's floor, x")
     row = links[0][1][0]
     fig.suptitle(f"{result.slug}: prefix of {row['tokens']} tokens, layers {row['group']} recomputed", fontsize=11)
-    fig.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
+    fig.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9.5)
     return fig
 
 
 def _draw(ax: Axes, span: Span, job: Job) -> None:
-    """One unit of work, with its layer counted from 1 as the paper does; the second request is hatched."""
+    """One unit of work, with its layer counted from 1 as the paper does; the second request is outlined."""
     lane = {LINK: 0, PROCESSOR: 1}[span.resource]
     name = span.what.removeprefix("KV ")
     colour = COMPUTED if span.resource == PROCESSOR else EDGE
     if span.what.startswith("KV"):
         colour = IN_VAIN if int(name) in job.group else KV
-    hatch = "///" if job is FIGURE_13[1] else ""
+    second = job is FIGURE_13[1]
     width = span.end - span.start
-    ax.barh(lane, width, left=span.start, color=colour, edgecolor="white", linewidth=1, height=0.85, hatch=hatch)
+    ax.barh(
+        lane,
+        width - 0.08,
+        left=span.start + 0.04,
+        color=colour,
+        edgecolor="black" if second else colour,
+        linewidth=1.2,
+        height=0.82,
+    )
     text = f"{job.name}\n{name if name == 'E' else int(name) + 1}"
     light = colour in (IN_VAIN, KV)
     middle = (span.start + span.end) / 2

@@ -83,3 +83,29 @@ def by_rate(rows: Rows) -> Iterator[tuple[float, Rows]]:
 def median_ttft(rows: Rows, schedule: Schedule) -> float:
     """Seconds, over the rounds of one link."""
     return float(np.median([row["ttft_s"] for row in rows if row["schedule"] == schedule]))
+
+
+def loading_comparison(result: Result) -> Rows:
+    """Paper, measured and floor: the arithmetic of Figure 13 and 4.1, and the live run at its worst link."""
+    value = {name: entry["value"] for name, entry in result.summary.items()}
+    rows: Rows = [
+        {
+            "what": f"Figure 13, {schedule}, two requests",
+            "paper": paper,
+            "measured": value[f"fig13_{str(schedule).replace(' ', '_')}"],
+            "floor": sum(job.floor for job in FIGURE_13),
+            "unit": "units",
+        }
+        for schedule, paper in PUBLISHED_UNITS.items()
+    ]
+    rows += [
+        {"what": f"E-cache over KV, {name}", "paper": paper, "measured": value[f"edge_over_kv_{key}"], "unit": "x"}
+        for name, key, paper in (("Llama-3-8B", "llama_3_8b", 2), ("Llama-3.1-70B", "llama_3_70b", 4))
+    ]
+    rows.append(
+        {"what": "KV of the toy example", "paper": "128 (report)", "measured": value["toy_kv_bytes"], "unit": "B"}
+    )
+    if (worst := value.get("pipelined_over_floor_worst")) is not None:
+        what = "pipelined TTFT over max(transfer, compute), worst link"
+        rows.append({"what": what, "measured": worst, "floor": 1.0, "unit": "x"})
+    return rows

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PAPER_GAIN, PAPER_MEAN_GAIN = (1.7, 3.1), 2.1  # 5.2, 8 pairs with 3 data sets each
 PAPER_LEAD, PAPER_MEAN_LEAD = (5, 33), 16  # over CacheBlend at equal latency, 5.2
 TARGET = 1.10  # of (k + first token) / L
-_FILLS = {"": "full", "gradual": "none", "from 2": "left"}  # CacheBlend's variants
+_FILLS = {"": "full", "gradual": "none", "from": "left"}  # CacheBlend's variants
 
 
 def quality_by_latency(methods: Result, times: TimeShares) -> Figure:
@@ -70,7 +70,7 @@ def _panel(ax: Axes, rows: Rows, times: TimeShares) -> None:
             look.marker,
             color=look.colour,
             label=label,
-            fillstyle="none" if other_group else _FILLS[_variant(method)],
+            fillstyle="none" if other_group else _FILLS[_variant(method).partition(" ")[0]],
             markersize=6 if other_group else 9 if method == DROIDSPEAK or equal else 7.5,
         )
     ax.set_xlim(-0.02, max(1.05, ax.get_xlim()[1]))
@@ -86,8 +86,8 @@ def label_of(method: str) -> str:
         return style_of(method).label
     share = method.split()[1]
     said = "at equal compute" if share == "equal" else f"{100 * float(share):g} %"
-    variant = {"": "", "gradual": ", gradual", "from 2": ", from its 2nd layer"}[_variant(method)]
-    return f"CacheBlend {said}{variant}"
+    start, _, layers = _variant(method).partition(" ")
+    return f"CacheBlend {said}" + {"": "", "gradual": ", gradual", "from": f", first {layers} layers whole"}[start]
 
 
 def _variant(method: str) -> str:
@@ -107,11 +107,12 @@ def gains(rows: Rows, methods: Result) -> Figure:
     for shift, (bound, marker) in enumerate(zip(BOUNDS, ("o", "s"), strict=True)):
         of = [row for row in rows if row["bound"] == bound]
         for row in of:
-            _dot(left, row["gain"], runs.index(row["run"]) + 0.24 * (shift - 0.5), marker, shift == 0, row is of[0], bound)
+            at = runs.index(row["run"]) + 0.24 * (shift - 0.5)
+            _dot(left, row["gain"], at, marker, f"here: losing at most {bound}" if row is of[0] else None)
     for row in (row for row in methods.rows if row["method"] == OWN):
         entry = methods.summary.get(f"{key_of(row)}_over_cacheblend_points")
         if entry and row["run"] in runs:
-            _dot(right, entry, runs.index(row["run"]), "o", True, False, "")
+            _dot(right, entry, runs.index(row["run"]), "o")
     left.axvline(1, color=COLOURS["floor"], linestyle=":", linewidth=1.2, label="no gain")
     right.axvline(0, color=COLOURS["floor"], linestyle=":", linewidth=1.2)
     left.set_xlabel("full prefill's time to first token / DroidSpeak's")
@@ -122,13 +123,10 @@ def gains(rows: Rows, methods: Result) -> Figure:
     return fig
 
 
-def _dot(ax: Axes, entry: dict[str, Any], at: float, marker: str, filled: bool, named: bool, bound: str) -> None:
-    colour = METHODS[DROIDSPEAK].colour
+def _dot(ax: Axes, entry: dict[str, Any], at: float, marker: str, label: str | None = None) -> None:
+    colour, fill = METHODS[DROIDSPEAK].colour, "full" if marker == "o" else "none"
     ax.plot([entry["low"], entry["high"]], [at, at], color=colour, linewidth=1.8, alpha=0.7)
-    label = f"here: losing at most {bound}" if named else None
-    ax.plot(
-        entry["value"], at, marker, color=colour, markersize=8, fillstyle="full" if filled else "none", label=label
-    )
+    ax.plot(entry["value"], at, marker, color=colour, markersize=8, fillstyle=fill, label=label)
 
 
 def partial_times(latency: Result) -> Figure:
@@ -142,7 +140,7 @@ def partial_times(latency: Result) -> Figure:
     for tokens, marker in zip(lengths, "os^Dv", strict=False):
         over = over_floor([row for row in latency.rows if row["tokens"] == tokens])
         shares = [100 * share for share in over]
-        middle, low, high = (np.array([getattr(o, name) for o in over.values()]) for name in ("estimate", "low", "high"))
+        low, middle, high = np.array([[found.low, found.estimate, found.high] for found in over.values()]).T
         right.errorbar(
             shares,
             middle,
@@ -226,3 +224,29 @@ def gain_rows(rows: Rows) -> Rows:
         }
         for row in rows
     ]
+
+
+def paper_rows(latency: Result, methods: Result) -> Rows:
+    """What the paper says beside what was measured, and the floor of a time."""
+    summary = latency.summary
+    rows = [
+        {
+            "what": f"mean speed-up, losing at most {bound}, computation alone",
+            "paper": f"{PAPER_MEAN_GAIN} ({PAPER_GAIN[0]}-{PAPER_GAIN[1]})",
+            "measured": interval(summary.get(f"speedup_mean_{name}_x"), 2),
+            "unit": "x",
+        }
+        for bound, name in zip(BOUNDS, ("relative", "absolute"), strict=True)
+    ]
+    leads = [entry["value"] for name, entry in methods.summary.items() if name.endswith("_over_cacheblend_points")]
+    if leads:
+        span = f"{min(leads):.1f} to {max(leads):.1f}"
+        paper = f"{PAPER_MEAN_LEAD} ({PAPER_LEAD[0]}-{PAPER_LEAD[1]})"
+        rows.append({"what": "lead over CacheBlend", "paper": paper, "measured": span, "unit": "points"})
+    for name, entry in summary.items():
+        if name.startswith("partial_over_share_"):
+            what = f"partial prefill, {int(name.split('_')[-1]):,} tokens, its worst size"
+            rows.append(
+                {"what": what, "measured": interval(entry, 2), "floor": 1.0, "unit": "x of (k + first token) / L"}
+            )
+    return rows

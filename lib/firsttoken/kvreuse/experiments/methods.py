@@ -37,7 +37,8 @@ class MethodsConfig:
     """``frontier`` more groups of each profile's Pareto frontier are answered over, besides the chosen one.
 
     ``blends`` are (share, gradual, whole) as text, "0.15", "0.15 gradual", "0.15 from 2"; "equal" takes the share that
-    computes as much as the chosen group. The first ``runs`` runs of the profile are asked. ``smaller`` is the adapter of the smaller model ("": none), for its own tasks.
+    computes as much as the chosen group. ``smaller`` is the adapter of the smaller model ("": none), for its own tasks.
+    The first ``runs`` runs of the profile are asked.
     """
 
     frontier: int
@@ -106,7 +107,7 @@ def _methods(
 
         compute = sum(tokens_per_layer(1000, depth, share, gradual, whole)) / (1000 * depth)
         yield Method(f"CacheBlend {text}", compute, blended, receiver)
-    if config.smaller and run.task in config.smaller.removeprefix(f"{HALF}-").split("-"):
+    if config.smaller and run.row()["task"] in config.smaller.removeprefix(f"{HALF}-").split("-"):
         half = setting.models.load(config.smaller)
         yield Method(
             SMALLER, half.model.config.num_hidden_layers / depth, lambda prefix, sent: _own_cache(half, prefix), half

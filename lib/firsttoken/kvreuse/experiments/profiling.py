@@ -41,10 +41,12 @@ def layer_profile(profile: Profile) -> Outcome:
         summary |= summaries(run.key, profiled)
         distance = Distance.between(receiver.model, sender.model)
         summary[f"{run.key}_weight_distance_pct"] = {"value": 100 * distance.whole, "unit": "% of |sender|"}
+    losing = [run.key for run in setting.runs if summary[f"{run.key}_group_layers_pct"]["value"]]
     keys, depth = [run.key for run in setting.runs], receiver.model.config.num_hidden_layers
     summary |= {
         "critical_layers_mean_pct": _mean([summary[f"{key}_critical_layers_pct"] for key in keys]),
-        "group_layers_mean_pct": _mean([summary[f"{key}_group_layers_pct"] for key in keys]),
+        "runs_with_loss": {"value": len(losing), "n": len(keys), "unit": "runs in which full reuse breaks the bound"},
+        "group_layers_mean_pct": _mean([summary[f"{key}_group_layers_pct"] for key in losing or keys]),
         "reuse_relative_loss_worst_pct": max(
             (summary[f"{key}_reuse_relative_loss_pct"] for key in keys), key=lambda entry: entry["value"]
         ),

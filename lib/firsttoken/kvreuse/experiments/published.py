@@ -1,9 +1,14 @@
-"""What DroidSpeak states as plain arithmetic: the requests of Figure 13, and the sizes of E- and KV-caches (4.1)."""
+"""What DroidSpeak prints: layers of Figures 8 and 10, the requests of Figure 13, sizes of E- and KV-caches (4.1)."""
 
 from __future__ import annotations
 
 from firsttoken.kvreuse.pipeline.schedule import Job, Schedule
 from firsttoken.kvreuse.prefill import Group
+
+# layers of 32, as printed: whether they count from 0 or from 1 is not said
+PAPER_DEPTH = 32
+FIGURE_8_LAYER = 23  # where the quality of inputs differs most
+FIGURE_10_CRITICAL, FIGURE_10_GROUP = (16, 17, 18, 20, 25, 26, 27), (16, 27)
 
 FIGURE_13 = (Job("A", 0, 10, Group(3, 10)), Job("B", 2, 10, Group(0, 3)))
 PUBLISHED_UNITS = {Schedule.SEND_ALL: 47, Schedule.SEND_REUSED: 30, Schedule.PIPELINED: 17}

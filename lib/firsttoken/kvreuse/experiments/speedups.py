@@ -58,15 +58,15 @@ class TimeShares:
         low, high = shares[at - 1], shares[at]
         return line[low] + (line[high] - line[low]) * (compute - low) / (high - low)
 
-    def gain(self, layers: Sequence[int], depth: int, seed: int = 0) -> Interval:
-        """How many times faster the first of ``layers`` recomputed layers is; the interval is over the others.
+    def gain(self, layers: int, again: Sequence[int], depth: int, seed: int = 0) -> Interval:
+        """How many times faster the first token comes with ``layers`` of ``depth`` recomputed; median over rounds.
 
-        One of them and one round of the timing are drawn at a time.
+        The interval is over ``again``, other choices that might have been, each timed in a round drawn at random.
         """
         rng = np.random.default_rng(seed)
-        drawn = [rng.choice(1 / self.of("DroidSpeak", of / depth)) for of in layers[1:]]
-        low, high = np.percentile(drawn, [2.5, 97.5])
-        return Interval(float(np.median(1 / self.of("DroidSpeak", layers[0] / depth))), low, high, len(drawn))
+        drawn = [rng.choice(1 / self.of("DroidSpeak", other / depth)) for other in again]
+        low, high = map(float, np.percentile(drawn, [2.5, 97.5]))
+        return Interval(float(np.median(1 / self.of("DroidSpeak", layers / depth))), low, high, len(drawn))
 
 
 def speedups(profile: Result, times: TimeShares) -> Rows:
@@ -80,7 +80,7 @@ def speedups(profile: Result, times: TimeShares) -> Rows:
         for bound, choose in BOUNDS.items():
             chosen = choose(groups)
             again = resampled(groups, len(chosen.own), choose, draws=_DRAWS)
-            gain = times.gain([len(chosen.group), *(len(choice.group) for choice in again)], depth)
+            gain = times.gain(len(chosen.group), [len(choice.group) for choice in again], depth)
             rows.append(
                 {"run": run, "bound": bound, "group": str(chosen.group), "layers": len(chosen.group), "depth": depth}
                 | {"gain": gain.summary("x"), "loss": chosen.loss.summary("points", 100)}

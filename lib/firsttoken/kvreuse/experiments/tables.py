@@ -166,6 +166,57 @@ def cost_rows(result: Result) -> Rows:
     return rows
 
 
+def reuse_comparison(result: Result) -> Rows:
+    """Paper and measured for full reuse and single layers; what is counted has no floor."""
+    value = {name: entry["value"] for name, entry in result.summary.items()}
+    return [
+        {
+            "what": "full reuse, the worst run: loss of its own score",
+            "paper": "> 50 (HotpotQA)",
+            "measured": value["reuse_relative_loss_worst_pct"],
+            "unit": "%",
+        },
+        {
+            "what": "critical layers, mean over runs",
+            "paper": "11 (text: 10)",
+            "measured": value["critical_layers_mean_pct"],
+            "unit": "% of layers",
+        },
+        {
+            "what": "layers recomputed within 5 %, mean over runs",
+            "paper": "38 (12 of 32), 34 (11 of 32)",
+            "measured": value["group_layers_mean_pct"],
+            "unit": "% of layers",
+        },
+    ]
+
+
+def cost_comparison(result: Result) -> Rows:
+    """Paper and measured for the cost of a profile."""
+    of = next(iter(by_run(result).values()))
+    key, cost = key_of(of[0]), only(of, "cost")
+    value = {name: entry["value"] for name, entry in result.summary.items()}
+    return [
+        {
+            "what": "a profile of one run, 50 items",
+            "paper": "3 h (A100, Llama-3-8B)",
+            "measured": 50 * cost["seconds"] / cost["n"] / 60,
+            "unit": "min",
+        },
+        {
+            "what": "groups of two layers against single ones, layers over a prefix",
+            "paper": "about 3",
+            "measured": value["two_layer_groups_x"],
+            "unit": "x fewer",
+        },
+        {
+            "what": "naive prefills over those that were run",
+            "measured": value[f"{key}_naive_prefix_passes"] / value[f"{key}_prefix_passes"],
+            "unit": "x fewer",
+        },
+    ]
+
+
 def _lost_pct(pairs: np.ndarray) -> float:
     own, mixed = pairs.sum(0)
     return 100 * (own - mixed) / own if own else 0.0

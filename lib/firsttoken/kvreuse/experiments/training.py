@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -43,7 +44,7 @@ def reuse_training(profile: Profile) -> Outcome:
         base = load_model(profile.model, dtype=torch.bfloat16, device=profile.torch_device())
         model = half_the_layers(base.model) if name.startswith(HALF) else base.model
         data = {
-            task: [
+            Path(task).stem: [  # of a file its name only: the recipe is given away
                 encode(item, base.tokenizer)
                 for item in load_items(task, "train", base.tokenizer, config.tokens, config.items or None)
             ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
 from firsttoken.kvreuse.experiments.setting import Run, Setting
+from firsttoken.kvreuse.pairs import Pair
 from firsttoken.kvreuse.profile.pareto import Profiled, smallest_within
 from firsttoken.kvreuse.profile.transfer import Chooser, best_of_size, resampled, transfer
 from firsttoken.study.profile import Profile
@@ -26,17 +27,19 @@ Profiles = dict[str, Sequence[Profiled]]  # by task
 def profile_transfer(profile: Profile) -> Outcome:
     """Rows of two kinds: ``what`` is transfer (a choice made on ``chosen_on``, judged on ``judged_on``) or choice.
 
+    Tasks of one pair choose among the groups that were profiled on all of them.
+
     A transfer has the loss of every item, the mean over the choices it judged; ``rule`` is "at the bound" (the fewest
     layers that lose at most 5 %) or "of a size" (the best group of ``layers`` layers, so that foreign and own choice
     compute equally much). A choice has the ``group`` that a sample of ``items`` made, and its loss on the others.
     """
     setting = Setting(profile)
-    pairs: dict[str, tuple[Run, Profiles]] = {}
+    pairs: dict[Pair, tuple[Run, Profiles]] = {}
     for run in setting.runs:
         receiver, sender = setting.pair(run)
         to_choose, _ = setting.items(run, receiver.tokenizer)
         groups = profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
-        pairs.setdefault(str(run.pair), (run, {}))[1][run.row()["task"]] = groups
+        pairs.setdefault(run.pair, (run, {}))[1][run.row()["task"]] = groups
     rows = []
     for run, by_task in pairs.values():
         of_pair = {name: run.row()[name] for name in ("receiver", "sender")} | {"seed": setting.seed}
@@ -46,7 +49,9 @@ def profile_transfer(profile: Profile) -> Outcome:
 
 
 def _transfers(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
-    sizes = sorted({len(p.group) for p in next(iter(by_task.values()))})
+    shared = set.intersection(*({p.group for p in groups} for groups in by_task.values()))
+    by_task = {task: [p for p in groups if p.group in shared] for task, groups in by_task.items()}
+    sizes = sorted({len(group) for group in shared})
     rules: list[tuple[str, Chooser]] = [(AT_BOUND, _at_bound)]
     rules += [(OF_SIZE, best_of_size(size)) for size in sizes if 0 < size < sizes[-1]]
     for judged_on, judging in by_task.items():

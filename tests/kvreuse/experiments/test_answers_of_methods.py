@@ -1,0 +1,153 @@
+"""What the methods answer and how long they take, and whether a probe sees a spoiled answer coming."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from firsttoken.kvreuse.experiments import gating
+from firsttoken.kvreuse.experiments.gating import quality_gate
+from firsttoken.kvreuse.experiments.methods import _blend, reuse_methods
+from firsttoken.kvreuse.experiments.setting import Setting
+from firsttoken.kvreuse.prefill import Group
+from firsttoken.study.errors import ProfileError, RequestError
+
+ALWAYS = ["full prefill", "sender", "full reuse", "DroidSpeak"]
+BLENDS = ["CacheBlend 0.15 gradual", "CacheBlend equal", "CacheBlend equal from 2"]
+
+
+def test_what_each_method_answers(study):
+    result = study.run("reuse_methods")
+    for sender in ("base", "other"):
+        rows = {row["method"]: row for row in result.rows if row["sender"] == sender}
+        assert set(rows) >= {*ALWAYS, *BLENDS, "smaller model"}
+        assert all(row["metric"] == "F1" and row["n"] == len(row["item_score"]) == 6 for row in rows.values())
+        assert [rows[m]["compute"] for m in ("full prefill", "sender", "full reuse", "smaller model")] == [1, 1, 0, 0.5]
+        for name, row in rows.items():
+            assert 0 <= row["score"] <= 1 and row["score"] == pytest.approx(sum(row["item_score"]) / 6, abs=1e-4)
+            if name.startswith("DroidSpeak"):
+                assert row["compute"] == (row["hi"] - row["lo"]) / 4
+        assert rows["full prefill"]["score"] > 0.5, "the receiver has learnt its task"
+        key = f"tuned_from_{sender}_hotpotqa"
+        assert {f"{key}_full_prefill_pct", f"{key}_over_cacheblend_points"} <= set(result.summary)
+        assert f"{key}_full_prefill_loss_points" not in result.summary
+        for name in (*ALWAYS[1:], *BLENDS):
+            slug = f"{key}_{name.replace(' ', '_').lower()}"
+            assert {f"{slug}_pct", f"{slug}_loss_points"} <= set(result.summary)
+    content = json.loads(result.path.read_text())
+    del content["parameters"]
+    assert str(study.folder.parent) not in json.dumps(content)
+
+
+def test_a_sender_that_is_the_receiver_answers_the_same_by_every_method(study, same):
+    outcome = reuse_methods(study.profile(**{"reuse.runs": [same], "methods.smaller": "", "reuse.eval_items": 3}))
+    assert {row["method"] for row in outcome.rows} >= {*ALWAYS, *BLENDS}
+    assert len({tuple(row["item_score"]) for row in outcome.rows}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0.15", (0.15, False, 1)),
+        ("0.15 gradual", (0.15, True, 1)),
+        (".5 from 2", (0.5, False, 2)),
+        ("equal", (3 / 5, False, 1)),
+        ("equal gradual", (3 / 5, True, 1)),
+        ("equal from 3", (1 / 3, False, 3)),
+        ("equal from 5", (0, False, 5)),
+        ("1", (1, False, 1)),
+    ],
+)
+def test_blends_are_read(text, expected):
+    assert _blend(text, Group(1, 5), 6) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a lot", "0.15 gradul", "1.5", "-0.1", "equal from 6", "0.1 from 0", "1 from x"])
+def test_what_is_no_blend_is_refused(text):
+    with pytest.raises(ProfileError, match=r"write it as '0.15', 'equal'"):
+        _blend(text, Group(1, 5), 6)
+
+
+def test_how_long_each_method_computes(study):
+    result = study.run("prefill_latency")
+    assert len(result.rows) == 2 * (2 + 3 + 1)
+    for step in (0, 1):
+        rows = [row for row in result.rows if row["round"] == step]
+        computed = sorted((row["method"], row["compute"]) for row in rows)
+        assert [c for c in computed if c[0] != "CacheBlend"] == [
+            ("DroidSpeak", 0),
+            ("DroidSpeak", 0.5),
+            ("DroidSpeak", 1),
+            ("full prefill", 1),
+            ("smaller model", 0.5),
+        ]
+        assert all(0 <= row["prefill_s"] < row["first_token_s"] for row in rows)
+    gains = {"droidspeak_0_of_4_40_x", "droidspeak_2_of_4_40_x", "droidspeak_4_of_4_40_x", "smaller_model_2_of_4_40_x"}
+    assert gains | {"partial_over_share_40"} <= set(result.summary)
+    for bound in ("relative", "absolute"):
+        each = [
+            result.summary[f"tuned_from_{sender}_hotpotqa_speedup_{bound}_x"]["value"] for sender in ("base", "other")
+        ]
+        assert result.summary[f"speedup_least_{bound}_x"]["value"] == min(each)
+        assert result.summary[f"speedup_mean_{bound}_x"]["value"] == pytest.approx(sum(each) / 2)
+
+
+def test_a_group_that_the_model_has_no_layers_for_is_refused(study):
+    with pytest.raises(RequestError, match="does not fit 4 layers"):
+        study.run("prefill_latency", **{"latency.layers": [6]})
+
+
+def test_the_gate(study):
+    result = study.run("quality_gate", **{"reuse.runs": [f"tuned <- {study.other}: {study.task}, 96 tokens"]})
+    groups = dict.fromkeys(row["group"] for row in result.rows)
+    for row in result.rows:
+        assert 0 <= row["score"] <= 1 and 0 <= row["own"] <= 1
+        assert row["entropy"] >= 0 and 0 <= row["doubt"] <= 1 and row["head"] >= 0 and row["tail"] > -1e-4
+    cells = [(row["set"], row["group"], row["item"]) for row in result.rows]
+    assert len(cells) == len(set(cells)) == 12 * len(groups)
+    assert {f"{tag}_{name}" for tag in ("reuse", "half", "chosen") for name in ("group", "spoiled_pct")} <= set(
+        result.summary
+    )
+    assert result.summary["reuse_group"]["value"] == "none"
+
+
+def test_the_gate_where_nothing_need_be_recomputed(study, same):
+    outcome = quality_gate(study.profile(**{"reuse.runs": [same], "reuse.items": 2, "reuse.eval_items": 2}))
+    assert len(outcome.rows) == 4, "one cache, so one row an item"
+    for tag in ("reuse", "half", "chosen"):
+        assert outcome.summary[f"{tag}_group"]["value"] == "none"
+        assert outcome.summary[f"{tag}_spoiled_pct"] == {"value": 0, "n": 2, "unit": "%"}
+    assert all(row["tail"] == pytest.approx(0, abs=1e-3) and row["head"] < 1e-3 for row in outcome.rows)
+
+
+def test_gates_of_signals_that_see_it_and_that_do_not():
+    def row(where: str, spoiled: bool, index: int) -> dict:
+        signal = {"entropy": float(spoiled), "doubt": float(not spoiled), "head": 0.5, "tail": index + 10.0 * spoiled}
+        return {"set": where, "group": "none", "score": 0.2 if spoiled else 0.9, "own": 0.9} | signal
+
+    rows = [row(where, index % 4 == 0, index) for where in ("calibrate", "judge") for index in range(8)]
+    found = gating.summaries(rows, {"reuse": Group(0, 0), "chosen": Group(0, 0)}, 0.1)
+    value = {name: entry["value"] for name, entry in found.items()}
+    assert value["reuse_spoiled_pct"] == 25
+    assert [value[f"reuse_{s}_auc"] for s in ("entropy", "doubt", "head")] == [1, 0, 0.5]
+    assert (value["reuse_entropy_miss_pct"], value["reuse_entropy_false_alarm_pct"]) == (0, 0)
+    assert value["reuse_entropy_loss_points"] == 0 and value["reuse_entropy_fallback_pct"] == 25
+    assert value["reuse_doubt_fallback_pct"] == 100, "a signal that misleads sends everything back"
+    assert {name.replace("reuse", "chosen") for name in value if name.startswith("reuse")} <= set(value)
+
+
+def test_suffixes_of_different_lengths(study):
+    """As the copy task has them: each item's signals are those it has alone."""
+    setting = Setting(study.profile())
+    receiver, sender = setting.pair(setting.runs[1])
+    items = setting.items(setting.runs[1], receiver.tokenizer)[0][:3]
+    items = [type(i)(i.item, i.prefix[-70 - n :], i.suffix[: 1 + 3 * n], i.target) for n, i in enumerate(items)]
+    together = gating._batch(receiver, sender, items, [Group(0, 0), Group(2, 4)])
+    alone = [row for item in items for row in gating._batch(receiver, sender, [item], [Group(0, 0), Group(2, 4)])]
+    by_item = {(row["item"], row["group"]): row for row in alone}
+    assert len(by_item) == len(together) == 6
+    for row in together:
+        other = by_item[row["item"], row["group"]]
+        assert {k: row[k] for k in gating.SIGNALS} == pytest.approx({k: other[k] for k in gating.SIGNALS}, abs=2e-3)
+        assert row["score"] == other["score"]

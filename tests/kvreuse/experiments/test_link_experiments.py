@@ -1,0 +1,90 @@
+"""Caches on their way: every schedule over every link, whatever group the profile has chosen."""
+
+from __future__ import annotations
+
+import pytest
+
+from firsttoken.kvreuse.experiments import loading
+from firsttoken.kvreuse.experiments.loading import adaptive_group, pipelined_loading
+from firsttoken.kvreuse.pipeline.schedule import Schedule
+from firsttoken.kvreuse.prefill import Group
+
+TOKENS, DEPTH = 48, 4
+KV = 2 * 2 * 8 * 4 * TOKENS  # bytes of a layer: keys and values, 2 heads of 8, fp32
+EDGE = 32 * 4 * TOKENS
+SUMMARY = {f"{other}_over_pipelined" for other in ("recompute", "send_all", "send_reused")} | {"pipelined_over_floor"}
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, *groups: Group) -> None:
+    """Have the profile leave only these groups within the bound."""
+    everything = loading.profiled_groups
+
+    def some(rows):
+        kept = [g for g in everything(rows) if g.group in groups]
+        return [type(g)(g.group, g.own, g.own) for g in kept]
+
+    monkeypatch.setattr(loading, "profiled_groups", some)
+
+
+def test_the_table_of_schedules(study):
+    result = study.run("pipelined_loading")
+    cells = [(row["gbit_per_s"], row["round"], row["schedule"]) for row in result.rows]
+    assert len(cells) == len(set(cells)) == 2 * 2 * 4
+    names = {f"{name}_{rate}" for name in SUMMARY for rate in ("0", "0p02")}
+    more = {"pipelined_over_floor_worst", "send_reused_over_pipelined_most", "edge_over_kv", "group"}
+    exact = {name: entry["value"] for name, entry in result.summary.items() if name not in names | more}
+    assert names | more <= set(result.summary)
+    assert [exact[f"fig13_{name}"] for name in ("send_all", "send_reused", "pipelined")] == [47, 30, 17]
+    assert (exact["edge_over_kv_llama_3_8b"], exact["edge_over_kv_llama_2_7b"]) == (2, 0.5)
+    assert result.summary["edge_over_kv"]["value"] == EDGE / KV
+    assert result.summary["pipelined_over_floor_worst"] == result.summary["pipelined_over_floor_0p02"]
+
+
+@pytest.mark.parametrize("group", [Group(0, 0), Group(0, 2), Group(2, 4), Group(0, 4)], ids=str)
+def test_whatever_group_was_chosen(study, monkeypatch, group):
+    choose(monkeypatch, group)
+    outcome = pipelined_loading(study.profile(**{"loading.rounds": 1, "loading.gbit_per_s": [0.05]}))
+    rows = {row["schedule"]: row for row in outcome.rows}
+    reused = (DEPTH - len(group)) * KV + EDGE * group.needs_edge
+    sent = {name: row["bytes"] for name, row in rows.items()}
+    assert sent[Schedule.RECOMPUTE] == 0 and sent[Schedule.SEND_REUSED] == sent[Schedule.PIPELINED] == reused
+    assert sent[Schedule.SEND_ALL] >= DEPTH * KV
+    for name, row in rows.items():
+        assert row["group"] == str(group) and row["ttft_s"] > 0
+        if name == Schedule.RECOMPUTE:
+            assert "floor_s" not in row
+        else:
+            assert row["transfer_s"] == pytest.approx(row["bytes"] * 8 / 0.05e9, abs=1e-6)
+            assert row["floor_s"] == max(row["compute_s"], row["transfer_s"])
+
+
+def test_only_unshaped_links(study):
+    outcome = pipelined_loading(study.profile(**{"loading.rounds": 1, "loading.gbit_per_s": [0]}))
+    assert "pipelined_over_floor_0" in outcome.summary and "pipelined_over_floor_worst" not in outcome.summary
+
+
+def test_the_table_of_choices(study):
+    result = study.run("adaptive_group")
+    assert set(result.summary) == {"chosen_over_best_0", "chosen_over_best_0p02", "chosen_over_best_worst"}
+    chosen = [row for row in result.rows if row["how"] == "chosen"]
+    assert [(row["gbit_per_s"], row["round"]) for row in chosen] == [(0, 0), (0, 1), (0.02, 0), (0.02, 1)]
+    for row in result.rows:
+        assert row["layers"] == row["hi"] - row["lo"] and row["ttft_s"] > 0 and row["expected_s"] > 0
+    assert any(row["layers"] == DEPTH for row in result.rows if row["how"] == "fixed")
+    assert result.provenance["costs"]["kv_token_bytes"] == KV // TOKENS
+    assert result.provenance["costs"]["edge_token_bytes"] == EDGE // TOKENS
+
+
+@pytest.mark.parametrize(
+    "within",
+    [[], [Group(0, 0)], [Group(0, 2)], [Group(2, 4)], [Group(0, 0), Group(0, 2), Group(2, 4)]],
+    ids=lambda groups: " ".join(map(str, groups)) or "only all",
+)
+def test_whatever_groups_are_within_the_bound(study, monkeypatch, within):
+    choose(monkeypatch, *within, Group(0, 4))
+    outcome = adaptive_group(study.profile(**{"loading.rounds": 1, "loading.gbit_per_s": [0.05]}))
+    fixed = {Group(row["lo"], row["hi"]) for row in outcome.rows if row["how"] == "fixed"}
+    assert Group(0, 4) in fixed and fixed <= {*within, Group(0, 4)}
+    assert len(fixed) == 1 + min(len({len(g) for g in within}), 2)
+    (chosen,) = [row for row in outcome.rows if row["how"] == "chosen"]
+    assert Group(chosen["lo"], chosen["hi"]) in {*within, Group(0, 4)}
