@@ -34,6 +34,7 @@ def quality_by_latency(methods: Result, times: TimeShares) -> Figure:
     columns = min(3, len(runs))
     lines = -(-len(runs) // columns)
     fig, axes = plt.subplots(lines, columns, figsize=(3.7 * columns + 0.6, 3.3 * lines + 1.1), squeeze=False)
+    fig.get_layout_engine().set(w_pad=0.12)
     for ax, (run, rows) in zip(axes.flat, runs.items(), strict=False):
         _panel(ax, rows, times)
         ax.set_title(f"{run}, n = {rows[0]['n']}", fontsize=10.5)
