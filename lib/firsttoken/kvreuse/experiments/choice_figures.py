@@ -112,37 +112,42 @@ def choices(result: Result) -> Figure:
 def maps(plan: Map, result: Result) -> Figure:
     """The chosen share of layers (colour) and the TTFT over full prefill's (lines), computed from measured costs."""
     import matplotlib.pyplot as plt
+    from matplotlib.patheffects import withStroke
 
+    halo = [withStroke(linewidth=3, foreground="white")]
     live = sorted({row["gbit_per_s"] for row in result.rows})
     rates = np.geomspace(min(live) / 2, max(2 * plan.here(_PAPER_GBIT[1]), 2 * max(live)), _GRID[0])
     loads = np.geomspace(1, 8, _GRID[1])
     prefill_s = plan.costs.compute_s(plan.costs.full, Conditions(plan.tokens, 0.0))
     shares = np.geomspace(1e-5, 1, _GRID[1])  # of a full prefill
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.9), sharex=True)
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11.5, 5.2), sharex=True)
     by_load = [[plan.choice(rate * 1e9 / 8, load=load) for rate in rates] for load in loads]
     by_latency = [[plan.choice(rate * 1e9 / 8, latency_s=share * prefill_s) for rate in rates] for share in shares]
     for ax, y, found in ((left, loads, by_load), (right, shares, by_latency)):
         layers = np.array([[100 * len(group) / plan.costs.depth for group, _ in line] for line in found])
-        colours = ax.pcolormesh(rates, y, layers, cmap="cividis", vmin=0, vmax=100, shading="nearest", rasterized=True)
+        colours = ax.pcolormesh(rates, y, layers, cmap="YlGnBu", vmin=0, vmax=100, shading="nearest", rasterized=True)
         over = np.array([[ratio for _, ratio in line] for line in found])
-        lines = ax.contour(rates, y, over, levels=[0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99], colors="white")
-        ax.clabel(lines, fmt="%.2g", fontsize=9)
+        lines = ax.contour(rates, y, over, levels=[0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99], colors="black")
+        lines.set_path_effects(halo)
+        for text in ax.clabel(lines, fmt="%.2g", fontsize=9):
+            text.set_path_effects(halo)
         ax.set(xscale="log", yscale="log", xlabel="link, Gbit/s here")
         ax.xaxis.set_major_formatter("{x:g}")
         ax.grid(visible=False)
         for edge in _PAPER_GBIT:
-            ax.axvline(plan.here(edge), color=COLOURS["paper"], linestyle="--", linewidth=1.8)
-            ax.annotate(
-                f"{edge:g}", (plan.here(edge), 0.93), xycoords=("data", "axes fraction"), color="white", fontsize=9
-            )
+            ax.axvline(plan.here(edge), color=COLOURS["paper"], linestyle="--", linewidth=1.8, path_effects=halo)
+            there = {"xycoords": ("data", "axes fraction"), "ha": "center", "fontsize": 9}
+            ax.annotate(f"{edge:g} Gbit/s\nthere", (plan.here(edge), 1.01), **there)
     left.plot(live, [1.03] * len(live), "^", color=COLOURS["S1"], markersize=8, clip_on=False, label="measured links")
-    left.legend(loc="upper left", labelcolor="white")
+    left.legend(loc="upper right", frameon=True)
     left.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     left.yaxis.set_minor_formatter("")
     left.set_ylabel("load: times longer a computation takes")
     right.set_ylabel("latency of the link / full prefill")
     for rtt in _PAPER_RTT_S:
-        right.axhline(rtt / _PAPER_PREFILL_S, color=COLOURS["paper"], linestyle=":", linewidth=1.8)
+        share = rtt / _PAPER_PREFILL_S
+        right.axhline(share, color=COLOURS["paper"], linestyle=":", linewidth=2, path_effects=halo)
+        right.annotate(f"{1e3 * rtt:g} ms there", (rates[-2], 1.15 * share), ha="right", fontsize=9, path_effects=halo)
     fig.colorbar(colours, ax=right, label="layers recomputed by the choice, %")
     fig.suptitle(
         f"computed from measured costs, {plan.tokens:,} tokens; lines: TTFT / full prefill's under the same load",

@@ -105,27 +105,33 @@ def gains(rows: Rows, methods: Result) -> Figure:
         ax.axvspan(*span, color=COLOURS["paper"], alpha=0.25, linewidth=0, label="paper: range")
         ax.axvline(mean, color=COLOURS["paper"], linewidth=2, label="paper: mean")
         ax.grid(axis="y", visible=False)
+    reused = [row for row in rows if not row["layers"]]
     for shift, (bound, marker) in enumerate(zip(BOUNDS, ("o", "s"), strict=True)):
-        of = [row for row in rows if row["bound"] == bound]
-        for row in of:
-            at = runs.index(row["run"]) + 0.24 * (shift - 0.5)
-            _dot(left, row["gain"], at, marker, f"here: losing at most {bound}" if row is of[0] else None)
+        mended = [row for row in rows if row["bound"] == bound and row["layers"]]
+        for row in (row for row in rows if row["bound"] == bound):
+            at, look = runs.index(row["run"]) + 0.24 * (shift - 0.5), METHODS[DROIDSPEAK if row["layers"] else REUSE]
+            first = f"here: losing at most {bound}" if row in mended[:1] else None
+            label = "here: full reuse keeps to the bound" if row in reused[:1] else first
+            _dot(left, row["gain"], at, marker, look.colour, label)
     for row in (row for row in methods.rows if row["method"] == OWN):
         entry = methods.summary.get(f"{key_of(row)}_over_cacheblend_points")
         if entry and row["run"] in runs:
-            _dot(right, entry, runs.index(row["run"]), "o")
+            _dot(right, entry, runs.index(row["run"]), "o", METHODS[DROIDSPEAK].colour)
     left.axvline(1, color=COLOURS["floor"], linestyle=":", linewidth=1.2, label="no gain")
     right.axvline(0, color=COLOURS["floor"], linestyle=":", linewidth=1.2)
-    left.set_xlabel("full prefill's time to first token / DroidSpeak's")
+    left.set(xscale="log", xlabel="full prefill's time to first token / DroidSpeak's")
+    ticks = [tick for tick in (0.9, 1, 1.5, 2, 3, 5, 10, 20, 50) if tick <= 1.1 * max(r["gain"]["high"] for r in rows)]
+    left.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    left.xaxis.set_minor_formatter("")
     right.set_xlabel("score of DroidSpeak above CacheBlend's\nat equal compute, points")
     left.set_yticks(range(len(runs)), runs)
     left.set_ylim(len(runs) - 0.5, -0.5)
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
+    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     return fig
 
 
-def _dot(ax: Axes, entry: dict[str, Any], at: float, marker: str, label: str | None = None) -> None:
-    colour, fill = METHODS[DROIDSPEAK].colour, "full" if marker == "o" else "none"
+def _dot(ax: Axes, entry: dict[str, Any], at: float, marker: str, colour: str, label: str | None = None) -> None:
+    fill = "full" if marker == "o" else "none"
     ax.plot([entry["low"], entry["high"]], [at, at], color=colour, linewidth=1.8, alpha=0.7)
     ax.plot(entry["value"], at, marker, color=colour, markersize=8, fillstyle=fill, label=label)
 
