@@ -86,11 +86,13 @@ def test_how_long_each_method_computes(study):
     gains = {"droidspeak_0_of_4_40_x", "droidspeak_2_of_4_40_x", "droidspeak_4_of_4_40_x", "smaller_model_2_of_4_40_x"}
     assert gains | {"partial_over_share_40"} <= set(result.summary)
     for bound in ("relative", "absolute"):
-        each = [
+        gains = [
             result.summary[f"tuned_from_{sender}_hotpotqa_speedup_{bound}_x"]["value"] for sender in ("base", "other")
         ]
-        assert result.summary[f"speedup_least_{bound}_x"]["value"] == min(each)
-        assert result.summary[f"speedup_mean_{bound}_x"]["value"] == pytest.approx(sum(each) / 2)
+        nothing = result.summary["droidspeak_0_of_4_40_x"]["value"]  # where nothing is recomputed, nothing is won
+        each = [gain for gain in gains if gain != nothing]
+        assert each and result.summary[f"speedup_least_{bound}_x"]["value"] == min(each)
+        assert result.summary[f"speedup_mean_{bound}_x"]["value"] == pytest.approx(sum(each) / len(each))
 
 
 def test_a_group_that_the_model_has_no_layers_for_is_refused(study):

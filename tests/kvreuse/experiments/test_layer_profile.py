@@ -68,6 +68,7 @@ def test_the_table_of_two_runs(study):
         "critical_layers_mean_pct",
         "group_layers_mean_pct",
         "reuse_relative_loss_worst_pct",
+        "runs_with_loss",
         "two_layer_groups_x",
     }
     assert len(result.summary) == 2 * len(SUMMARY) + len(overall) and overall <= set(result.summary)

@@ -77,18 +77,12 @@ def choices(result: Result) -> Figure:
     look = METHODS["DroidSpeak"]
     middle = [float(np.median([row["ttft_s"] for row in of])) for of in chosen]
     above.plot(rates, middle, "o-", color=look.colour, linewidth=2.4, markersize=8, label="chosen for this link")
-    above.plot(
-        rates,
-        [float(np.median([row["expected_s"] for row in of])) for of in chosen],
-        "_",
-        color=COLOURS["floor"],
-        markersize=16,
-        label="expected of the choice (computed)",
-    )
-    for rate, of, at in zip(rates, chosen, middle, strict=True):
+    expected = [float(np.median([row["expected_s"] for row in of])) for of in chosen]
+    above.plot(rates, expected, "_", color=COLOURS["floor"], markersize=16, label="expected of the choice (computed)")
+    for rate, of, low in zip(rates, chosen, map(min, middle, expected), strict=True):
         groups = [f"{Group(row['lo'], row['hi'])}" for row in of]
         usual = max(sorted(set(groups)), key=groups.count)
-        above.annotate(usual, (rate, at), (0, -15), textcoords="offset points", ha="center", fontsize=9)
+        above.annotate(usual, (rate, low), (0, -16), textcoords="offset points", ha="center", fontsize=9)
     above.set(ylabel="time to first token, s", xscale="log", yscale="log")
     above.yaxis.set_major_formatter("{x:g}")
     above.yaxis.set_minor_formatter("{x:g}")

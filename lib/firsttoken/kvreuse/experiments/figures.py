@@ -63,7 +63,7 @@ def full_reuse(result: Result) -> Figure:
     ):
         ax.set_xlabel(label)
         ax.grid(axis="y", visible=False)
-    scores.set_xlim(0, 100)
+    scores.set_xlim(0, 104)  # a marker at 100 is seen whole
     for ax in (points, relative):
         ax.axvline(0, color="#666666", linewidth=0.8)
     relative.set_xlim(min(-5, relative.get_xlim()[0]), max(60, relative.get_xlim()[1]))
@@ -108,30 +108,29 @@ def item_spread(result: Result) -> Figure:
     run, rows = max(runs.items(), key=lambda of: _reuse_loss(of[1]))
     fig, axes = plt.subplots(2, 1, figsize=(9.5, 5.2), sharex=True)
     accuracy, nll = tables.layer_losses(rows)
-    depth = len(accuracy)
-    for ax, losses, label in (
-        (axes[0], 100 * accuracy, "right tokens lost,\npoints"),
-        (axes[1], nll, "likelihood lost,\nnats a token"),
-    ):
-        widest = int(losses.std(1).argmax())
-        ax.plot(range(depth), losses.mean(1), "o", color=RECOMPUTED, markersize=4, label="mean", zorder=4)
-        boxes = ax.boxplot(
-            losses.T, positions=range(depth), whis=(5, 95), flierprops={"marker": ".", "markersize": 2.5, "alpha": 0.4}
-        )
-        boxes["boxes"][widest].set_linewidth(2.5)
-        for median in boxes["medians"]:
-            median.set_color(REUSED)
-        ax.axvline(
-            (FIGURE_8_LAYER - 0.5) / PAPER_DEPTH * depth - 0.5, color=COLOURS["paper"], linestyle="--", linewidth=1.2
-        )
-        ax.set_ylabel(label)
-        ax.set_title(f"items differ most at layer {widest}", fontsize=10, loc="right")
-    axes[0].plot([], [], color=REUSED, label="median")
-    axes[0].plot([], [], color=COLOURS["paper"], linestyle="--", label="paper: layer 23 of 32, at its relative depth")
-    axes[1].set_xticks(range(0, depth, 2), [str(layer) for layer in range(0, depth, 2)])
-    axes[1].set_xlabel("layer that is reused, alone (0-based)")
+    depth, widest = len(accuracy), int(nll.std(1).argmax())
+    counts, spread = axes
+    counts.bar(range(depth), 100 * (accuracy > 0).mean(1), color=REUSED, label="answers worse")
+    counts.bar(range(depth), -100 * (accuracy < 0).mean(1), color="#6699CC", label="answers better")
+    counts.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+    counts.set_ylabel("items, %")
+    dots = {"marker": ".", "markersize": 2.5, "alpha": 0.4}
+    boxes = spread.boxplot(nll.T, positions=range(depth), whis=(5, 95), flierprops=dots)
+    boxes["boxes"][widest].set_linewidth(2.5)
+    for median in boxes["medians"]:
+        median.set_color(REUSED)
+    spread.plot(range(depth), nll.mean(1), "o", color=RECOMPUTED, markersize=4, zorder=4)
+    spread.set_ylabel("likelihood lost,\nnats a token")
+    spread.set_title(f"items differ most at layer {widest}", fontsize=10, loc="right")
+    for ax in axes:
+        at = (FIGURE_8_LAYER - 0.5) / PAPER_DEPTH * depth - 0.5
+        ax.axvline(at, color=COLOURS["paper"], linestyle="--", linewidth=1.2)
+    counts.plot([], [], "o", color=RECOMPUTED, markersize=4, label="mean")
+    counts.plot([], [], color=COLOURS["paper"], linestyle="--", label="paper: layer 23 of 32, at its relative depth")
+    spread.set_xticks(range(0, depth, 2), [str(layer) for layer in range(0, depth, 2)])
+    spread.set_xlabel("layer that is reused, alone (0-based)")
     fig.suptitle(f"{run}, {accuracy.shape[1]} items; boxes hold half of them, whiskers 90 %", fontsize=11)
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return fig
 
 

@@ -47,6 +47,8 @@ def curves(result: Result) -> Figure:
             if all(rates.values()):
                 at = rates["false_alarm"]["value"], 100 - rates["miss"]["value"]
                 ax.plot(*at, "o", color=colour, markersize=11, fillstyle="none", markeredgewidth=2)
+        ring = {"markersize": 9, "fillstyle": "none", "markeredgewidth": 2, "linestyle": ""}
+        ax.plot([], [], "o", color=COLOURS["floor"], label="the calibrated gate", **ring)
         ax.set_title(f"{TAGS[tag]} ({group}):\n{sum(failed)} of {len(failed)} answers spoiled", fontsize=10.5)
         ax.set_xlabel("good answers sent back, %")
         ax.legend(fontsize=9, loc="lower right")

@@ -72,7 +72,8 @@ def contiguous_groups(result: Result) -> Figure:
         reuse = next(g for g in groups if not len(g.group))
         ax.plot(0, 100 * reuse.relative_loss, METHODS["full reuse"].marker, color=REUSED, markersize=8)
         ax.plot(depth, 0, METHODS["full prefill"].marker, color=METHODS["full prefill"].colour, markersize=7)
-        ax.set_title(f"{run}: layers {chosen.group}", fontsize=11)
+        needed = f"layers {chosen.group}" if len(chosen.group) else "none needed"
+        ax.set_title(f"{run}: {needed}", fontsize=11)
         right = ax.secondary_yaxis("right", functions=(lambda y, own=own: y * own, lambda y, own=own: y / own))
         if ax.get_subplotspec().is_last_col():
             right.set_ylabel("points", fontsize=11)

@@ -162,7 +162,9 @@ def partial_times(latency: Result) -> Figure:
     right.axhline(1, color=COLOURS["floor"], linestyle=":", label="floor")
     right.set(xlabel="layers recomputed, % of all", ylabel="partial prefill / (k + first token) / L")
     right.set_xlim(-3, 103)
-    right.legend(fontsize=9)
+    bottom, top = right.get_ylim()
+    right.set_ylim(bottom, top + 0.45 * (top - bottom))  # room for the legend
+    right.legend(fontsize=9, loc="upper right")
     return fig
 
 
