@@ -77,6 +77,39 @@ def reuse_methods(profile: Profile) -> Outcome:
     return Outcome(rows, {}, summary, {"models": setting.models.provenance})
 
 
+def decoded_frontier(profile: Profile) -> Outcome:
+    """The bound held in the task's own score: the frontier's groups from the chosen one on, answers decoded.
+
+    A profile scores tokens of a given answer, which is cheap and ranks groups; a decoded answer is less forgiving.
+    """
+    setting, config = Setting(profile), profile.section("methods", MethodsConfig)
+    rows, summary = [], {}
+    for run in setting.runs[: config.runs]:
+        receiver, sender = setting.pair(run)
+        to_choose, to_judge = setting.items(run, receiver.tokenizer)
+        groups = profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
+        depth = receiver.model.config.num_hidden_layers
+        least = len(smallest_within(groups, BOUND).group)
+        wanted = [g.group for g in frontier(groups) if least <= len(g.group) < depth]
+        methods = [_own(receiver), *(_partial(f"{DROIDSPEAK} {group}", receiver, group) for group in wanted)]
+        scored = _scores(setting, run, methods, sender, to_judge)
+        of_run = [_row(run, method, scored[method.name], to_judge) for method in methods]
+        rows += of_run
+        own = of_run[0]["item_score"]
+        within = [row for row in of_run if sum(own) - sum(row["item_score"]) <= BOUND * sum(own)]
+        best = min(within, key=lambda row: row["compute"])
+        summary |= {
+            f"{run.key}_decoded_group": {"value": str(Group(best["lo"], best["hi"])), "unit": "layers"},
+            f"{run.key}_decoded_layers": {
+                "value": best["hi"] - best["lo"],
+                "n": best["n"],
+                "unit": f"of {depth} layers",
+            },
+            f"{run.key}_decoded_loss_points": paired_bootstrap(own, best["item_score"]).summary("points", 100),
+        }
+    return Outcome(rows, {}, summary, {"models": setting.models.provenance})
+
+
 def _methods(
     setting: Setting,
     config: MethodsConfig,
@@ -86,17 +119,12 @@ def _methods(
     groups: Sequence[Profiled],
 ) -> Iterator[Method]:
     model, depth = receiver.model, receiver.model.config.num_hidden_layers
-    yield Method(OWN, 1.0, lambda prefix, sent: _own_cache(receiver, prefix), receiver, Group(0, depth))
+    yield _own(receiver)
     yield Method(SENDER, 1.0, lambda prefix, sent: cache_of(sent.kv), sender)
     yield Method(REUSE, 0.0, lambda prefix, sent: cache_of(sent.kv), receiver)
     chosen = smallest_within(groups, BOUND).group
     for group in dict.fromkeys([chosen, *_spread(groups, chosen, config.frontier)]):
-        name = DROIDSPEAK if group == chosen else f"{DROIDSPEAK} {group}"
-
-        def mixed(prefix: Prefix, sent: PrefixCache, group: Group = group) -> DynamicCache:
-            return partial_prefill(model, prefix, sent, group)
-
-        yield Method(name, len(group) / depth, mixed, receiver, group)
+        yield _partial(DROIDSPEAK if group == chosen else f"{DROIDSPEAK} {group}", receiver, group)
     for text in config.blends:
         share, gradual, whole = _blend(text, chosen, depth)
 
@@ -112,6 +140,18 @@ def _methods(
         yield Method(
             SMALLER, half.model.config.num_hidden_layers / depth, lambda prefix, sent: _own_cache(half, prefix), half
         )
+
+
+def _own(receiver: Variant) -> Method:
+    depth = receiver.model.config.num_hidden_layers
+    return Method(OWN, 1.0, lambda prefix, sent: _own_cache(receiver, prefix), receiver, Group(0, depth))
+
+
+def _partial(name: str, receiver: Variant, group: Group) -> Method:
+    def mixed(prefix: Prefix, sent: PrefixCache) -> DynamicCache:
+        return partial_prefill(receiver.model, prefix, sent, group)
+
+    return Method(name, len(group) / receiver.model.config.num_hidden_layers, mixed, receiver, group)
 
 
 def _spread(groups: Sequence[Profiled], chosen: Group, count: int) -> list[Group]:

@@ -139,7 +139,7 @@ def _foreign(rows: Sequence[dict[str, Any]], rule: str, prefix: str) -> dict[str
 
 
 def _stability(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By task and sample size: the layers chosen (95 % of the draws), and the mean loss on items that were not drawn."""
+    """By task and sample size: the layers chosen (95 % of the draws), and the mean loss on items not drawn."""
     found: dict[str, dict[str, Any]] = {}
     cells: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
