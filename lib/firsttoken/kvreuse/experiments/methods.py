@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 from transformers import DynamicCache
 
@@ -71,42 +72,11 @@ def reuse_methods(profile: Profile) -> Outcome:
         of_run = [_row(run, method, scored[method.name], to_judge) for method in methods]
         rows += of_run
         summary |= summaries(run.key, of_run)
+    reused = [entry for name, entry in summary.items() if name.endswith("full_reuse_relative_loss_pct")]
+    summary["reuse_relative_loss_worst_pct"] = max(reused, key=lambda entry: entry["value"])
     leads = [entry["value"] for name, entry in summary.items() if name.endswith("_over_cacheblend_points")]
     if leads:
         summary["over_cacheblend_mean_points"] = bootstrap(leads).summary("points")
-    return Outcome(rows, {}, summary, {"models": setting.models.provenance})
-
-
-def decoded_frontier(profile: Profile) -> Outcome:
-    """The bound held in the task's own score: the frontier's groups from the chosen one on, answers decoded.
-
-    A profile scores tokens of a given answer, which is cheap and ranks groups; a decoded answer is less forgiving.
-    """
-    setting, config = Setting(profile), profile.section("methods", MethodsConfig)
-    rows, summary = [], {}
-    for run in setting.runs[: config.runs]:
-        receiver, sender = setting.pair(run)
-        to_choose, to_judge = setting.items(run, receiver.tokenizer)
-        groups = profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
-        depth = receiver.model.config.num_hidden_layers
-        least = len(smallest_within(groups, BOUND).group)
-        wanted = [g.group for g in frontier(groups) if least <= len(g.group) < depth]
-        methods = [_own(receiver), *(_partial(f"{DROIDSPEAK} {group}", receiver, group) for group in wanted)]
-        scored = _scores(setting, run, methods, sender, to_judge)
-        of_run = [_row(run, method, scored[method.name], to_judge) for method in methods]
-        rows += of_run
-        own = of_run[0]["item_score"]
-        within = [row for row in of_run if sum(own) - sum(row["item_score"]) <= BOUND * sum(own)]
-        best = min(within, key=lambda row: row["compute"])
-        summary |= {
-            f"{run.key}_decoded_group": {"value": str(Group(best["lo"], best["hi"])), "unit": "layers"},
-            f"{run.key}_decoded_layers": {
-                "value": best["hi"] - best["lo"],
-                "n": best["n"],
-                "unit": f"of {depth} layers",
-            },
-            f"{run.key}_decoded_loss_points": paired_bootstrap(own, best["item_score"]).summary("points", 100),
-        }
     return Outcome(rows, {}, summary, {"models": setting.models.provenance})
 
 
@@ -210,6 +180,12 @@ def _row(run: Run, method: Method, scores: Sequence[float], items: Sequence[Enco
     }
 
 
+def _relative_loss(scores: np.ndarray) -> float:
+    """Of [items, 2], own and other score: the share of the own that is lost."""
+    own, other = scores.mean(0)
+    return float(1 - other / own) if own else 0.0
+
+
 def summaries(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The scores of a run, what each method loses against the receiver's own prefill, and the lead over CacheBlend."""
     by_name = {row["method"]: row for row in rows}
@@ -220,6 +196,8 @@ def summaries(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, A
         found[f"{slug}_pct"] = bootstrap(row["item_score"]).summary("%", 100)
         if name != OWN:
             found[f"{slug}_loss_points"] = paired_bootstrap(own, row["item_score"]).summary("points", 100)
+            relative = bootstrap(np.column_stack([own, row["item_score"]]), _relative_loss)
+            found[f"{slug}_relative_loss_pct"] = relative.summary("% of own", 100)
     equal = [row for name, row in by_name.items() if name.startswith("CacheBlend equal")]
     if equal:
         best = max(equal, key=lambda row: row["score"])
