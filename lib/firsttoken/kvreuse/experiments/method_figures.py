@@ -33,7 +33,9 @@ def quality_by_latency(methods: Result, times: TimeShares) -> Figure:
     runs = by_run(methods)
     columns = min(3, len(runs))
     lines = -(-len(runs) // columns)
-    fig, axes = plt.subplots(lines, columns, figsize=(3.7 * columns + 0.6, 3.3 * lines + 1.1), squeeze=False)
+    fig, axes = plt.subplots(
+        lines, columns, figsize=((3.7 if columns > 2 else 5) * columns + 0.6, 3.3 * lines + 1.1), squeeze=False
+    )
     fig.get_layout_engine().set(w_pad=0.12)
     for ax, (run, rows) in zip(axes.flat, runs.items(), strict=False):
         _panel(ax, rows, times)
@@ -47,7 +49,7 @@ def quality_by_latency(methods: Result, times: TimeShares) -> Figure:
     for ax in axes.flat:
         handles, labels = ax.get_legend_handles_labels()
         shown |= {label: handle for handle, label in zip(handles, labels, strict=True) if label not in shown}
-    fig.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=min(4, 1 + columns), fontsize=9)
+    fig.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=min(4, max(2, columns)), fontsize=9)
     return fig
 
 

@@ -26,7 +26,7 @@ from firsttoken.study.record import Outcome
 
 BOUND = 0.05  # of the receiver's own score (DroidSpeak, 5.1: "within 5 %"; the report: points, errata I41)
 _SCORING = 1  # raised when what a batch holds is made in another way
-_CRITICAL = 0.10  # Figure 7: a layer whose reuse alone costs more than a tenth of the score
+CRITICAL = 0.10  # Figure 7: a layer whose reuse alone costs more than a tenth of the score
 
 
 def layer_profile(profile: Profile) -> Outcome:
@@ -126,7 +126,7 @@ def summaries(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, A
     groups = profiled_groups(rows)
     reuse = next(group for group in groups if not len(group.group))
     layers = [(row["lo"], row["accuracy"]) for row in rows if row["what"] == "layer"]
-    critical = critical_layers(layers, own["accuracy"], _CRITICAL)
+    critical = critical_layers(layers, own["accuracy"], CRITICAL)
     chosen = smallest_within(groups, BOUND)
     cost = next(row for row in rows if row["what"] == "cost")
     depth = len(layers)

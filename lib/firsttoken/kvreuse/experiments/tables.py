@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.kvreuse.experiments.profiling import BOUND, naive_passes, profiled_groups
+from firsttoken.kvreuse.experiments.profiling import BOUND, CRITICAL, naive_passes, profiled_groups
 from firsttoken.kvreuse.experiments.setting import Run
 from firsttoken.kvreuse.pairs import Pair
-from firsttoken.kvreuse.profile.pareto import Profiled, critical_layers, smallest_within
+from firsttoken.kvreuse.profile.pareto import critical_layers, smallest_within
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
-
-CRITICAL = 0.10  # Figure 7: a layer whose reuse alone costs more than a tenth of the score
 
 
 def key_of(row: dict[str, Any]) -> str:
@@ -54,12 +52,6 @@ def critical_of(rows: Sequence[dict[str, Any]]) -> list[int]:
     """The critical layers of a run, by the rule of Figure 7."""
     layers = [(row["lo"], row["accuracy"]) for row in rows if row["what"] == "layer"]
     return critical_layers(layers, only(rows, "own")["accuracy"], CRITICAL)
-
-
-def smallest_within_points(groups: Sequence[Profiled], points: float) -> Profiled:
-    """As ``smallest_within``, with the bound in points of the score, as the report has it (errata I41)."""
-    own = float(np.mean(groups[0].own))
-    return smallest_within(groups, points / own if own else points)
 
 
 def reuse_rows(result: Result) -> Rows:
@@ -111,7 +103,7 @@ def group_rows(result: Result) -> Rows:
         line: dict[str, Any] = {"run": run}
         for name, chosen in (
             ("5 %", smallest_within(groups, BOUND)),
-            ("5 points", smallest_within_points(groups, BOUND)),
+            ("5 points", smallest_within(groups, BOUND, absolute=True)),
         ):
             line[f"within {name}"] = f"{chosen.group} ({len(chosen.group)} of {depth})"
             line[f"{name}: loss, points"] = interval(chosen.loss.summary(scale=100))
