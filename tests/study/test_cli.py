@@ -55,7 +55,13 @@ def test_ctrl_c_leaves_nothing_half_written(root: Path, write_notebook) -> None:
     library = Path(sys.modules["firsttoken"].__file__).parents[1]
     search = os.pathsep.join([str(library), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"FIRSTTOKEN_ROOT": str(root), "PYTHONPATH": search}
-    process = subprocess.Popen([sys.executable, "-m", "firsttoken", "run"], env=environment, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "firsttoken", "run"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        # tests that run in the background of a shell ignore SIGINT, and what they start would too
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         wait_for(lambda: started.exists() and started.read_text(), 300)
         process.send_signal(signal.SIGINT)
