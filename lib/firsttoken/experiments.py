@@ -94,7 +94,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("prefill_latency", "How long each method computes", "33", f"{_KVREUSE}.latency:prefill_latency"),
         Experiment("reuse_methods", "What each method answers", "33", f"{_KVREUSE}.methods:reuse_methods"),
         Experiment("profile_transfer", "A profile on another task", "34", f"{_KVREUSE}.transfer:profile_transfer"),
-        Experiment("adaptive_group", "A group for this link", "35", f"{_KVREUSE}.loading:adaptive_group"),
+        Experiment("adaptive_group", "A group for this link", "35", f"{_KVREUSE}.adaptive:adaptive_group"),
         Experiment("quality_gate", "A gate before the answer", "35", f"{_KVREUSE}.gating:quality_gate"),
         Experiment("reuse_training", "Models to share between", "30", f"{_KVREUSE}.training:reuse_training", LONG),
     )

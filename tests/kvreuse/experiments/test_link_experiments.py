@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken.kvreuse.experiments import loading
-from firsttoken.kvreuse.experiments.loading import adaptive_group, pipelined_loading
+from firsttoken.kvreuse.experiments import profiling
+from firsttoken.kvreuse.experiments.adaptive import adaptive_group
+from firsttoken.kvreuse.experiments.loading import pipelined_loading
 from firsttoken.kvreuse.pipeline.schedule import Schedule
 from firsttoken.kvreuse.prefill import Group
 
@@ -17,13 +18,13 @@ SUMMARY = {f"{other}_over_pipelined" for other in ("recompute", "send_all", "sen
 
 def choose(monkeypatch: pytest.MonkeyPatch, *groups: Group) -> None:
     """Have the profile leave only these groups within the bound."""
-    everything = loading.profiled_groups
+    everything = profiling.profiled_groups
 
     def some(rows):
         kept = [g for g in everything(rows) if g.group in groups]
         return [type(g)(g.group, g.own, g.own) for g in kept]
 
-    monkeypatch.setattr(loading, "profiled_groups", some)
+    monkeypatch.setattr(profiling, "profiled_groups", some)
 
 
 def test_the_table_of_schedules(study):

@@ -17,8 +17,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.assets.models import load_model
 from firsttoken.kvreuse.blend import blended_cache, tokens_per_layer
-from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
+from firsttoken.kvreuse.experiments.profiling import BOUND, setting_profile
 from firsttoken.kvreuse.experiments.setting import Setting
+from firsttoken.kvreuse.experiments.wire import random_request
 from firsttoken.kvreuse.forward import cache_of
 from firsttoken.kvreuse.pairs import half_the_layers
 from firsttoken.kvreuse.prefill import Group, full_prefill, partial_prefill, suffix_logits
@@ -27,9 +28,7 @@ from firsttoken.kvreuse.profile.pareto import smallest_within
 from firsttoken.study.clock import Stopwatch
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome
-from firsttoken.study.stats import bootstrap
-
-SUFFIX = 4  # tokens behind the prefix, as "\nAnswer:" has
+from firsttoken.study.stats import Interval, bootstrap
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ def prefill_latency(profile: Profile) -> Outcome:
     rng, rows = random.Random(profile.seed), []
     draw = torch.Generator().manual_seed(profile.seed)
     for tokens in config.tokens:
-        ids = torch.randint(model.config.vocab_size, (1, tokens + SUFFIX), generator=draw).to(device)
-        prefix, suffix = Prefix(ids[:, :tokens]), ids[:, tokens:]
+        prefix, suffix = random_request(model, tokens, draw)
         sizes = {*config.layers, *(len(group) for bounds in chosen.values() for group in bounds.values())}
         groups = [Group((depth - k) // 2, (depth - k) // 2 + k) for k in sorted(sizes)]
         sent = full_prefill(model, prefix, {group.lo for group in groups if group.needs_edge})
@@ -79,9 +77,7 @@ def chosen_groups(setting: Setting) -> dict[str, dict[str, Group]]:
     """By run, the smallest group within 5 % of the receiver's score ("relative") and within 5 points ("absolute")."""
     found = {}
     for run in setting.runs:
-        receiver, sender = setting.pair(run)
-        items, _ = setting.items(run, receiver.tokenizer)
-        profiled = profiled_groups(run_profile(setting, run, receiver, sender, items))
+        _, _, profiled = setting_profile(setting, run)
         found[run.key] = {
             "relative": smallest_within(profiled, BOUND).group,
             "absolute": smallest_within(profiled, BOUND, absolute=True).group,
@@ -122,19 +118,28 @@ def _timed(
     return {"prefill_s": round(prefilled, 6), "first_token_s": round(watch.seconds, 6)}
 
 
+def over_floor(rows: Sequence[dict[str, Any]]) -> dict[float, Interval]:
+    """By share of layers: partial prefill's time over (k + first token) / L of the same round's full prefill.
+
+    ``rows`` are of one length.
+    """
+    full = {row["round"]: row for row in rows if row["method"] == "full prefill"}
+    ratios: dict[float, list[float]] = {}
+    for row in sorted(rows, key=lambda row: row["compute"]):
+        if row["method"] == "DroidSpeak" and row["compute"] < 1:
+            whole = full[row["round"]]
+            floor = row["compute"] * whole["prefill_s"] + whole["first_token_s"] - whole["prefill_s"]
+            ratios.setdefault(row["compute"], []).append(row["first_token_s"] / floor)
+    return {share: bootstrap(values, "median") for share, values in ratios.items()}
+
+
 def summaries(rows: list[dict[str, Any]], depth: int) -> dict[str, dict[str, Any]]:
     """By length: the worst ratio of partial prefill to (k + first token) / L of a full one, and speed-ups."""
     found = {}
     for tokens in sorted({row["tokens"] for row in rows}):
         of = [row for row in rows if row["tokens"] == tokens]
         full = {row["round"]: row for row in of if row["method"] == "full prefill"}
-        behind = {step: row["first_token_s"] - row["prefill_s"] for step, row in full.items()}
-        ratios: dict[float, list[float]] = {}
-        for row in of:
-            if row["method"] == "DroidSpeak" and row["compute"] < 1:
-                expected = row["compute"] * full[row["round"]]["prefill_s"] + behind[row["round"]]
-                ratios.setdefault(row["compute"], []).append(row["first_token_s"] / expected)
-        each = {compute: bootstrap(values, "median") for compute, values in ratios.items()}
+        each = over_floor(of)
         if each:
             worst = max(each.values(), key=lambda interval: interval.estimate)
             found[f"partial_over_share_{tokens}"] = worst.summary("x of (k + first token) / L")

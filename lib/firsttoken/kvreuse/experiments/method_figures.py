@@ -1,4 +1,4 @@
-"""The figures and tables of notebook 33, from results alone."""
+"""Figure 14 and the gains that follow from it, in notebook 33."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from firsttoken.kvreuse.experiments.styles import METHODS, style_of
 from firsttoken.kvreuse.experiments.tables import by_run, key_of
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 PAPER_GAIN, PAPER_MEAN_GAIN = (1.7, 3.1), 2.1  # 5.2, 8 pairs with 3 data sets each
 PAPER_LEAD, PAPER_MEAN_LEAD = (5, 33), 16  # over CacheBlend at equal latency, 5.2
-TARGET = 1.10  # of (k + first token) / L
 _FILLS = {"": "full", "gradual": "none", "from": "left"}  # CacheBlend's variants
 
 
@@ -136,128 +134,3 @@ def _dot(ax: Axes, entry: dict[str, Any], at: float, marker: str, colour: str, l
     fill = "full" if marker == "o" else "none"
     ax.plot([entry["low"], entry["high"]], [at, at], color=colour, linewidth=1.8, alpha=0.7)
     ax.plot(entry["value"], at, marker, color=colour, markersize=8, fillstyle=fill, label=label)
-
-
-def partial_times(latency: Result) -> Figure:
-    """Left: the time by the share that is computed, with its floor. Right: partial prefill over that floor."""
-    import matplotlib.pyplot as plt
-
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.3))
-    lengths = sorted({row["tokens"] for row in latency.rows})
-    _times(left, [row for row in latency.rows if row["tokens"] == lengths[0]])
-    left.set_title(f"{lengths[0]:,} tokens, medians of {1 + max(row['round'] for row in latency.rows)} rounds")
-    for tokens, marker in zip(lengths, "os^Dv", strict=False):
-        over = over_floor([row for row in latency.rows if row["tokens"] == tokens])
-        shares = [100 * share for share in over]
-        low, middle, high = np.array([[found.low, found.estimate, found.high] for found in over.values()]).T
-        right.errorbar(
-            shares,
-            middle,
-            [middle - low, high - middle],
-            marker=marker,
-            color=METHODS[DROIDSPEAK].colour,
-            alpha=1 if tokens == lengths[0] else 0.55,
-            label=f"{tokens:,} tokens",
-            capsize=2,
-        )
-    right.axhline(TARGET, color=COLOURS["report"], linestyle="--", label=f"target: at most {TARGET:.2f}")
-    right.axhline(1, color=COLOURS["floor"], linestyle=":", label="floor")
-    right.set(xlabel="layers recomputed, % of all", ylabel="partial prefill / (k + first token) / L")
-    right.set_xlim(-3, 103)
-    bottom, top = right.get_ylim()
-    right.set_ylim(bottom, top + 0.45 * (top - bottom))  # room for the legend
-    right.legend(fontsize=9, loc="upper right")
-    return fig
-
-
-def _times(ax: Axes, rows: Rows) -> None:
-    by: dict[str, dict[float, list[float]]] = {}
-    for row in rows:
-        by.setdefault(row["method"], {}).setdefault(row["compute"], []).append(row["first_token_s"])
-    for name, line in by.items():
-        points = sorted((100 * share, float(np.median(times))) for share, times in line.items())
-        look = style_of(name)
-        ax.plot(*zip(*points, strict=True), f"{look.marker}-", color=look.colour, label=look.label)
-    full = [row for row in rows if row["method"] == OWN]
-    prefill, first = (
-        float(np.median(v))
-        for v in ([r["prefill_s"] for r in full], [r["first_token_s"] - r["prefill_s"] for r in full])
-    )
-    ax.plot([0, 100], [first, prefill + first], ":", color=COLOURS["floor"], label="floor: (k + first token) / L")
-    ax.set(xlabel="computed, % of a prefill's token-layers", ylabel="time to first token, s")
-    ax.set_ylim(bottom=0)
-    ax.legend(fontsize=9)
-
-
-def over_floor(rows: Rows) -> dict[float, Any]:
-    """By share of layers: the interval of partial prefill's time over (k + first token) / L of the same round's."""
-    full = {row["round"]: row for row in rows if row["method"] == OWN}
-    ratios: dict[float, list[float]] = {}
-    for row in sorted(rows, key=lambda row: row["compute"]):
-        if row["method"] == DROIDSPEAK and row["compute"] < 1:
-            whole = full[row["round"]]
-            floor = row["compute"] * whole["prefill_s"] + whole["first_token_s"] - whole["prefill_s"]
-            ratios.setdefault(row["compute"], []).append(row["first_token_s"] / floor)
-    return {share: bootstrap(values, "median") for share, values in ratios.items()}
-
-
-def method_rows(methods: Result, times: TimeShares) -> Rows:
-    """Figure 14 in numbers."""
-    rows = []
-    for row in methods.rows:
-        slug = f"{key_of(row)}_{row['method'].replace(' ', '_').replace('-', '_').lower()}"
-        timed = DROIDSPEAK if row["method"] == REUSE else next(n for n in METHODS if row["method"].startswith(n))
-        rows.append(
-            {
-                "run": row["run"],
-                "method": label_of(row["method"]) if row["method"] == DROIDSPEAK else row["method"],
-                "layers": f"{row['lo']}-{row['hi'] - 1}" if row["hi"] else "",
-                "computed, %": round(100 * row["compute"], 1),
-                "time / full prefill's": round(float(np.median(times.of(timed, row["compute"]))), 2),
-                f"score, % (n = {row['n']})": interval(methods.summary[f"{slug}_pct"]),
-                "loss, points": interval(methods.summary.get(f"{slug}_loss_points")),
-            }
-        )
-    return rows
-
-
-def gain_rows(rows: Rows) -> Rows:
-    """The speed-ups in numbers, ``rows`` of ``speedups``; the paper's stand beside them."""
-    return [
-        {
-            "run": row["run"],
-            "loses at most": row["bound"],
-            "group": f"{row['group']} ({row['layers']} of {row['depth']})",
-            "loss, points": interval(row["loss"]),
-            "relative, %": round(row["relative_pct"], 1),
-            "speed-up": interval(row["gain"], 2),
-            "paper": f"{PAPER_GAIN[0]}-{PAPER_GAIN[1]}, mean {PAPER_MEAN_GAIN}",
-        }
-        for row in rows
-    ]
-
-
-def paper_rows(latency: Result, methods: Result) -> Rows:
-    """What the paper says beside what was measured, and the floor of a time."""
-    summary = latency.summary
-    rows = [
-        {
-            "what": f"mean speed-up, losing at most {bound}, computation alone",
-            "paper": f"{PAPER_MEAN_GAIN} ({PAPER_GAIN[0]}-{PAPER_GAIN[1]})",
-            "measured": interval(summary.get(f"speedup_mean_{name}_x"), 2),
-            "unit": "x",
-        }
-        for bound, name in zip(BOUNDS, ("relative", "absolute"), strict=True)
-    ]
-    leads = [entry["value"] for name, entry in methods.summary.items() if name.endswith("_over_cacheblend_points")]
-    if leads:
-        span = f"{min(leads):.1f} to {max(leads):.1f}"
-        paper = f"{PAPER_MEAN_LEAD} ({PAPER_LEAD[0]}-{PAPER_LEAD[1]})"
-        rows.append({"what": "lead over CacheBlend", "paper": paper, "measured": span, "unit": "points"})
-    for name, entry in summary.items():
-        if name.startswith("partial_over_share_"):
-            what = f"partial prefill, {int(name.split('_')[-1]):,} tokens, its worst size"
-            rows.append(
-                {"what": what, "measured": interval(entry, 2), "floor": 1.0, "unit": "x of (k + first token) / L"}
-            )
-    return rows

@@ -86,6 +86,13 @@ def run_profile(
     return [*rows, {"what": "cost", "seconds": round(seconds, 2), "prefix_layers": passes_an_item, "n": len(items)}]
 
 
+def setting_profile(setting: Setting, run: Run) -> tuple[Variant, Variant, list[Profiled]]:
+    """Receiver, sender and the profiled groups of ``run``."""
+    receiver, sender = setting.pair(run)
+    to_choose, _ = setting.items(run, receiver.tokenizer)
+    return receiver, sender, profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
+
+
 def _key(run: Run, receiver: Variant, sender: Variant, parts: Sequence[Sequence[Encoded]]) -> str:
     """What a kept batch depends on: both models, the items as they are batched, the edges, and how scores are made."""
     tokens = [[(i.prefix, i.suffix, i.target) for i in part] for part in parts]
