@@ -12,7 +12,7 @@ from transformers import DynamicCache, MistralConfig, PreTrainedModel
 from transformers.models.mistral import MistralForCausalLM
 
 from firsttoken.kvreuse.forward import Forward, cache_of, check_supported, layer_kv
-from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, mixed, partial_prefill, spans, suffix_logits
+from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, partial_prefill, spans, suffix_logits
 from firsttoken.kvreuse.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.study.errors import CacheError, ModelError, RequestError
 
@@ -303,15 +303,6 @@ def test_no_token_is_refused():
 )
 def test_spans(layers, groups):
     assert spans(layers) == groups
-
-
-def test_mixed_takes_each_layer_from_where_it_should(receiver, sent):
-    own = full_prefill(receiver, PREFIX).kv
-    cache = mixed(sent, [(Group(0, 1), own[:1]), (Group(2, 4), own[2:])])
-    for layer, source in enumerate((own, sent.kv, own, own)):
-        assert (
-            layer_kv(cache, layer).keys is source[layer].keys and layer_kv(cache, layer).values is source[layer].values
-        )
 
 
 def test_a_group_reads_as_it_is_written():

@@ -6,7 +6,7 @@ highest layer is thrown away, because the layer above uses the sender's keys and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.kvreuse.forward import Forward, cache_of, layer_kv
-from firsttoken.kvreuse.prefix import LayerKV, Prefix, PrefixCache
+from firsttoken.kvreuse.prefix import Prefix, PrefixCache
 from firsttoken.study.errors import CacheError, RequestError
 
 
@@ -75,15 +75,13 @@ def full_prefill(model: PreTrainedModel, prefix: Prefix, edges: Iterable[int] = 
 
 
 @torch.inference_mode()
-def partial_prefill(
-    model: PreTrainedModel, prefix: Prefix, sent: PrefixCache, group: Group, *, forward: Forward | None = None
-) -> DynamicCache:
+def partial_prefill(model: PreTrainedModel, prefix: Prefix, sent: PrefixCache, group: Group) -> DynamicCache:
     """The receiver's cache for ``prefix``: its own keys and values in ``group``, the sender's in the other layers.
 
     Raises RequestError when the group does not fit the model, or when ``sent`` lacks the E-cache at its lower edge, and
     CacheError when what is used of ``sent`` is not of this model's shape and dtype, or of other tokens.
     """
-    forward = forward or Forward(model, prefix)
+    forward = Forward(model, prefix)
     _check_fit(sent, forward, group.check(forward.depth))
     cache = cache_of(None if layer in group else kv for layer, kv in enumerate(sent.kv))
     if len(group):
@@ -129,14 +127,6 @@ def spans(layers: Iterable[int]) -> list[Group]:
         else:
             found.append(Group(layer, layer + 1))
     return found
-
-
-def mixed(sent: PrefixCache, recomputed: Sequence[tuple[Group, Sequence[LayerKV]]]) -> DynamicCache:
-    """A cache of the sender's layers with some recomputed: each of ``recomputed`` is a group and its layers' KV."""
-    kv: list[LayerKV] = list(sent.kv)
-    for group, own in recomputed:
-        kv[group.lo : group.hi] = own
-    return cache_of(kv)
 
 
 @torch.inference_mode()

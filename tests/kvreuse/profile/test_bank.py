@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.kvreuse.forward import cache_of, layer_kv
-from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, mixed, partial_prefill, spans
+from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, partial_prefill, spans
 from firsttoken.kvreuse.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.kvreuse.profile.bank import Bank, Questions, Score
 from firsttoken.kvreuse.tasks.items import Encoded, TaskItem
@@ -98,11 +98,11 @@ def truth(tiny, items):
             return [self._one(prefix, sent, layers) for prefix, sent in zip(self.prefixes, self.sent, strict=True)]
 
         def _one(self, prefix: Prefix, sent: PrefixCache, layers) -> DynamicCache:
-            parts: list[tuple[Group, list[LayerKV]]] = []
+            kv: list[LayerKV] = list(sent.kv)
             for group in spans(layers):
                 cache = partial_prefill(receiver, prefix, sent, group)
-                parts.append((group, [layer_kv(cache, layer) for layer in group.layers]))
-            return mixed(sent, parts)
+                kv[group.lo : group.hi] = [layer_kv(cache, layer) for layer in group.layers]
+            return cache_of(kv)
 
     return Truth()
 
