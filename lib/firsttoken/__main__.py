@@ -129,6 +129,7 @@ def serve(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     """Print what this machine is and what is there."""
     from firsttoken.assets.fetch import load_lock
+    from firsttoken.engine.native.library import compiler
 
     machine = describe()
     if options.missing:
@@ -142,6 +143,7 @@ def doctor(options: argparse.Namespace) -> int:
             print(f"{key}: {_size(value) if key.endswith('_bytes') else value}")
     for package, version in machine["packages"].items():
         print(f"{package}: {version or 'not installed'}")
+    print(f"C++ compiler: {compiler() or 'none, the engine runs without its own kernels, slower on a CPU'}")
     for asset in load_lock():
         print(f"asset {asset.name}: {'missing, run `firsttoken fetch`' if asset.missing() else 'present'}")
     here = paths.CACHE if paths.CACHE.exists() else paths.ROOT

@@ -11,6 +11,7 @@ from torch import nn
 from firsttoken.engine.attention import NAME, Attend
 from firsttoken.engine.executor import Limits
 from firsttoken.engine.kv import KVPool, KVShape
+from firsttoken.engine.native.attend import NativeAttend, supports
 from firsttoken.engine.padded import PaddedAttend
 from firsttoken.engine.request import Request, Work
 from firsttoken.engine.sampling import next_tokens
@@ -25,13 +26,21 @@ from firsttoken.study.errors import ModelError
 class LiveExecutor:
     """Runs ``model`` where it lies, with ``blocks`` KV blocks there and ``host_blocks`` in host memory (0: never swap).
 
-    The model's attention is switched to the paged one, and back by ``close``. Raises ModelError for a model whose
+    The model's attention is switched to the paged one, and back by ``close``; ``attend`` names the way it is computed,
+    by default the fastest for this model here. Raises ModelError for a model whose
     layers do not all see the whole context, whose attention cannot be replaced, or that runs in an engine already;
     RequestError for a pool or block size below 1.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: int, *, block_tokens: int = 16, host_blocks: int = 0, swap: str = "coalesced"
+        self,
+        model: nn.Module,
+        blocks: int,
+        *,
+        block_tokens: int = 16,
+        host_blocks: int = 0,
+        swap: str = "coalesced",
+        attend: type[Attend] | None = None,
     ) -> None:
         config = model.config
         kinds = getattr(config, "layer_types", None)
@@ -53,8 +62,7 @@ class LiveExecutor:
         if host_blocks:
             self.arena = HostArena(self.pool.shape, host_blocks, pinned=self.pool.device.type == "cuda")
             self.path = make_path(swap, self.pool, self.arena)
-        half = parameter.dtype in (torch.float16, torch.bfloat16)
-        self._attend: type[Attend] = VarlenAttend if self.pool.device.type == "cuda" and half else PaddedAttend
+        self._attend = attend or _fastest(self.pool)
         self._base.set_attn_implementation(NAME)
         if self._base.config._attn_implementation != NAME:  # transformers only warns; each token would see all others
             self.close()
@@ -78,7 +86,7 @@ class LiveExecutor:
         """One forward pass over the new tokens of all ``works``, laid end to end. Raises ModelError once closed."""
         if self._base.config._attn_implementation != NAME:
             raise ModelError("the engine was closed, or the model's attention changed: its tokens would be wrong")
-        order = sorted(range(len(works)), key=lambda index: works[index].tokens > 1)
+        order = sorted(range(len(works)), key=lambda index: works[index].tokens)
         batch = [works[index] for index in order]
         ids: list[int] = []
         positions: list[int] = []
@@ -129,3 +137,10 @@ class LiveExecutor:
         if self.path is not None:
             self.path.close()
         self._base.set_attn_implementation(self._stock)
+
+
+def _fastest(pool: KVPool) -> type[Attend]:
+    half = pool.shape.dtype in (torch.float16, torch.bfloat16)
+    if pool.device.type == "cuda" and half:
+        return VarlenAttend
+    return NativeAttend if supports(pool.shape, pool.device) else PaddedAttend

@@ -7,7 +7,7 @@ bf16; what vLLM does on a CPU too. Prefills of 500 tokens gain nothing.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class PackedLinear(nn.Module):
@@ -19,31 +19,20 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self.bias = linear.bias
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
         return torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
 
-
-def pack_linears(model: nn.Module) -> nn.Module:
-    """Replace every ``nn.Linear`` of a CPU ``model`` in place by its packed form; returns the model.
-
-    The model can then only be run, not saved or trained. What cannot be packed stays as it is: everything where torch
-    was built without oneDNN, or for a dtype that this CPU does not multiply; and the factors of a PEFT adapter, whose
-    weights PEFT looks at, and which are small.
-    """
-    with torch.no_grad():
-        for parent in list(model.modules()):
-            if isinstance(parent, nn.ModuleDict):  # where PEFT keeps the factors
-                continue
-            for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear and _packs(child.weight.dtype):
-                    setattr(parent, name, PackedLinear(child))
-    return model
+    def plus(self, states: Tensor, other: Tensor) -> Tensor:
+        """The product, and ``other`` [..., out_features] added to it."""
+        return torch.ops.mkldnn._linear_pointwise(states, other, self.packed, self.bias, "add")
 
 
-def _packs(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
+def packs(linear: nn.Module) -> bool:
+    """Whether this is a plain ``nn.Linear`` that oneDNN can pack: torch has it, and this CPU multiplies the dtype."""
+    if type(linear) is not nn.Linear or linear.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
+    dtype = linear.weight.dtype
     half = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,

@@ -27,41 +27,50 @@ class _Prefill:
 
 
 class PaddedAttend(Attend):
-    """``works`` in the order of the step's tokens, those of one token first."""
+    """``works`` in the order of the step's tokens, the shorter ones first."""
+
+    together = 1  # works of at most so many tokens share one call
 
     def __init__(self, pool: KVPool, works: list[Work], blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         super().__init__(pool, blocks, offsets)
-        self.single = sum(work.tokens == 1 for work in works)
-        if self.single:
-            self._plan_single(works[: self.single])
+        few = sum(work.tokens <= self.together for work in works)
+        if few:
+            self._plan(works[:few])
+        self.shared = start = sum(work.tokens for work in works[:few])
         self.prefills: list[_Prefill] = []
-        start = self.single
-        for work in works[self.single :]:
+        for work in works[few:]:
             self.prefills.append(self._plan_prefill(work, start))
             start += work.tokens
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        shape = self.pool.shape
         _, heads, tokens, width = query.shape
-        group = heads // shape.kv_heads
+        scaling = width**-0.5 if scaling is None else scaling
+        if self.shared == tokens:
+            return self._attend(layer, query[0].transpose(0, 1), scaling)[None]
         out = query.new_empty(tokens, heads, width)
-        if n := self.single:
-            keys, values = self._read(self.reads[layer], n)
-            packed = query[0, :, :n].transpose(0, 1).reshape(n, shape.kv_heads, group, width)
-            seen = F.scaled_dot_product_attention(packed, keys, values, attn_mask=self.mask, scale=scaling)
-            out[:n] = seen.reshape(n, heads, width)
+        if self.shared:
+            out[: self.shared] = self._attend(layer, query[0, :, : self.shared].transpose(0, 1), scaling)
         for part in self.prefills:
             new = slice(part.start, part.end)
             q, k, v, mask = query[:, :, new], key[:, :, new], value[:, :, new], part.mask
             if mask is not None:
                 k, v = (half[:, :, : mask.shape[-1]] for half in self._read(part.reads[layer], 1))
+            grouped = heads > self.pool.shape.kv_heads
             seen = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=group > 1
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
             )
             out[new] = seen[0].transpose(0, 1)
         return out[None]
+
+    def _attend(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """What the shared tokens see: ``query`` [tokens, heads, head_dim] -> the same shape."""
+        requests, heads, width = query.shape
+        keys, values = self._read(self.reads[layer], requests)
+        packed = query.reshape(requests, self.pool.shape.kv_heads, -1, width)
+        seen = F.scaled_dot_product_attention(packed, keys, values, attn_mask=self.mask, scale=scaling)
+        return seen.reshape(requests, heads, width)
 
     def _read(self, rows: torch.Tensor, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [requests, kv_heads, context, head_dim] of block rows [requests * 2 * blocks]."""
@@ -70,8 +79,8 @@ class PaddedAttend(Attend):
         both = both.view(requests, 2, -1, shape.kv_heads, shape.head_dim)
         return both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
 
-    def _plan_single(self, works: list[Work]) -> None:
-        """Block tables padded with the request's own first block; a mask hides what lies behind each context."""
+    def _plan(self, works: list[Work]) -> None:
+        """The shared works: block tables padded with a request's own first block; a mask hides what is no context."""
         shape, device = self.pool.shape, self.pool.device
         contexts = torch.tensor([work.request.cached + 1 for work in works])
         width = shape.blocks(int(contexts.max()))

@@ -13,6 +13,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.engine.costs.fitted import FittedCosts, StepSample, SwapSample, fit_costs
 from firsttoken.engine.engine import Engine, EngineConfig, Trace
 from firsttoken.engine.executor import Executor
+from firsttoken.engine.fused import fuse
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.metrics import client_metrics, recovery_metrics, serve_items
 from firsttoken.engine.preemption import make_policy
@@ -60,6 +61,7 @@ def crosspoint_live(profile: Profile) -> Outcome:
     """
     config = profile.section("live_policies", LiveConfig)
     loaded = load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
+    fuse(loaded.model)
     vocabulary = loaded.model.config.vocab_size
     loads = {
         seed: with_ids(_mix(config, loaded.tokenizer, seed), vocabulary, seed)

@@ -15,6 +15,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.engine.costs.crossing import Crossing, crossing, crossing_interval
 from firsttoken.engine.costs.published import PAPER_SHAPE, TABLE_2, decomposed
 from firsttoken.engine.engine import Engine, EngineConfig, Trace
+from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import Sampling
@@ -58,7 +59,7 @@ def recovery_latency(profile: Profile) -> Outcome:
     """Both ways back for a request of each length, timed as the paper times them, beside a plain copy of the bytes."""
     config = profile.section("recovery", RecoveryConfig)
     loaded = load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
-    model = loaded.model
+    model = fuse(loaded.model)
     rows = recompute_rows(model, config.tokens, config.recomputes, config.block_tokens, profile.seed)
     shape = KVShape.of(model.config, profile.torch_dtype(), config.block_tokens)
     plain = memcpy_rows(shape, config.tokens, config.repeats, profile.torch_device())

@@ -23,9 +23,9 @@ PATHS: dict[str, tuple[str, str, str]] = {
 }
 SYSTEMS: dict[str, str] = {
     "generate": "generate, one padded batch",
-    "generate_packed": "generate, packed weights",
+    "generate_fused": "generate, fused model",
     "continuous_batching": "transformers' continuous batching",
     "vllm": "vLLM (CPU)",
+    "engine_stock": "this engine, stock modules",
     "engine": "this engine",
-    "engine_packed": "this engine, packed weights",
 }

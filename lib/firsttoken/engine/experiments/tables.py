@@ -40,7 +40,7 @@ def limit_rows(result: Result) -> Rows:
 
 
 def throughput_rows(result: Result) -> Rows:
-    """Tokens per second of every system, and the packed engine over it."""
+    """Tokens per second of every system, and both forms of this engine over it."""
     cases = {(row["dtype"], row["requests"]): None for row in result.rows}
     rows = []
     for name, label in SYSTEMS.items():
@@ -48,9 +48,9 @@ def throughput_rows(result: Result) -> Rows:
         for dtype, count in cases:
             case = f"{dtype}_{count}"
             line[f"{dtype}, {count} requests: tokens/s"] = interval(result.summary.get(f"{name}_{case}"), 0)
-            for engine in ("engine", "engine_packed"):
+            for engine, label_ in (("engine", "engine"), ("engine_stock", "engine, stock modules")):
                 ratio = result.summary.get(f"{engine}_over_{name}_{case}")
-                line[f"{engine} / it ({dtype}, {count})"] = interval(ratio, 2)
+                line[f"{label_} / it ({dtype}, {count})"] = interval(ratio, 2)
         if any(line.values()):
             rows.append({"system": label} | {key: value for key, value in line.items() if value or "tokens/s" in key})
     return rows

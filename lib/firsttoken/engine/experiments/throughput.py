@@ -20,10 +20,12 @@ from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.quiet import quiet_transformers
+from firsttoken.engine.attention import Attend
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.experiments.recovery_latency import ratio_of_medians
+from firsttoken.engine.fused import fuse
 from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.packed import pack_linears
+from firsttoken.engine.padded import PaddedAttend
 from firsttoken.engine.request import Sampling
 from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError, ProfileError
@@ -32,6 +34,7 @@ from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
 Prompts = list[list[int]]
+System = Callable[[], Prompts]
 VLLM_PYTHON = paths.ROOT / ".venv-vllm" / "bin" / "python"
 NO_END = -1  # an end-of-text token that no model says
 PAD = 0
@@ -39,50 +42,61 @@ PAD = 0
 
 @dataclass(frozen=True)
 class ThroughputConfig:
-    """``requests`` prompts of ``prompt_tokens`` (fewest, most) random ids, ``new_tokens`` greedy ones each.
+    """``cases``, such as "bfloat16 16", name a dtype and how many requests: prompts of ``prompt_tokens`` (fewest,
+    most) random ids, ``new_tokens`` greedy ones each.
 
-    Each of ``systems`` runs ``repeats`` times in each of ``dtypes``, in random order, after a warm-up. ``vllm``: also
-    vLLM, which needs its own environment (`env/vllm/setup.sh`).
+    Each of ``systems`` runs ``repeats`` times in each case, in random order, after a warm-up. ``vllm`` among them needs
+    its own environment (`env/vllm/setup.sh`).
     """
 
     systems: tuple[str, ...]
-
-    requests: tuple[int, ...]
+    cases: tuple[str, ...]
     prompt_tokens: tuple[int, int]
     new_tokens: int
     repeats: int
-    dtypes: tuple[str, ...]
-    vllm: bool
+
+    def __post_init__(self) -> None:
+        if odd := set(self.systems) - _SYSTEMS.keys():
+            raise ProfileError(f"throughput: no system {min(odd)!r}; {unknown(min(odd), _SYSTEMS)}")
+        for case in self.cases:
+            dtype, _, count = case.partition(" ")
+            if dtype not in DTYPES or not count.isdecimal() or int(count) < 1:
+                raise ProfileError(
+                    f"throughput.cases: {case!r} is no dtype and number of requests, as in 'bfloat16 16'"
+                )
 
 
 def throughput(profile: Profile) -> Outcome:
-    """Rows {dtype, requests, system, repeat, tokens_per_s}: the same prompts for all, in one run."""
+    """Rows {dtype, requests, system, repeat, tokens_per_s, same_tokens}: the same prompts for all, in one run."""
     config = profile.section("throughput", ThroughputConfig)
     rows: Rows = []
-    for dtype in config.dtypes:
-        plain, packed = (
+    for dtype, count in (case.split() for case in config.cases):
+        stock, fused = (
             load_model(profile.model, dtype=DTYPES[dtype], device=profile.torch_device(), with_tokenizer=False)
             for _ in range(2)
         )
-        if profile.torch_device().type == "cpu":
-            pack_linears(packed.model)
-        for count in config.requests:
-            prompts = _prompts(count, config.prompt_tokens, plain.model.config.vocab_size, profile.seed)
-            systems = {
-                "generate": partial(_generate, plain.model, prompts, config.new_tokens),
-                "generate_packed": partial(_generate, packed.model, prompts, config.new_tokens),
-                "continuous_batching": partial(_continuous, plain.model, prompts, config.new_tokens),
-                "engine": partial(_engine, plain.model, prompts, config.new_tokens),
-                "engine_packed": partial(_engine, packed.model, prompts, config.new_tokens),
-            }
-            if odd := set(config.systems) - systems.keys():
-                raise ProfileError(f"throughput: no system {min(odd)!r}; {unknown(min(odd), systems)}")
-            chosen = {name: systems[name] for name in config.systems}
-            case = {"dtype": dtype, "requests": count}
-            rows += [case | row for row in _timed(chosen, count * config.new_tokens, config.repeats, profile.seed)]
-            if config.vllm:
-                rows += [case | row for row in _vllm(plain.model, prompts, dtype, config)]
-    return Outcome(rows, {}, _summary(rows), plain.provenance.as_dict())
+        prompts = _prompts(int(count), config.prompt_tokens, stock.model.config.vocab_size, profile.seed)
+        case = _Case(stock.model, fuse(fused.model), prompts, config.new_tokens, dtype)
+        systems = {name: _SYSTEMS[name](case) for name in config.systems}
+        try:
+            timed = _timed(systems, len(prompts) * config.new_tokens, config.repeats, profile.seed)
+        finally:
+            for system in systems.values():
+                if isinstance(system, _Vllm):
+                    system.close()
+        rows += [{"dtype": dtype, "requests": len(prompts)} | row for row in timed]
+    return Outcome(rows, {}, _summary(rows), stock.provenance.as_dict())
+
+
+@dataclass(frozen=True)
+class _Case:
+    """The model as it comes and with fused modules, and what is asked of it."""
+
+    stock: nn.Module
+    fused: nn.Module
+    prompts: Prompts
+    new_tokens: int
+    dtype: str
 
 
 def _prompts(count: int, bounds: tuple[int, int], vocabulary: int, seed: int) -> Prompts:
@@ -90,7 +104,7 @@ def _prompts(count: int, bounds: tuple[int, int], vocabulary: int, seed: int) ->
     return [[rng.randrange(vocabulary) for _ in range(rng.randint(*bounds))] for _ in range(count)]
 
 
-def _timed(systems: dict[str, Callable[[], Prompts]], tokens: int, repeats: int, seed: int) -> Rows:
+def _timed(systems: dict[str, System], tokens: int, repeats: int, seed: int) -> Rows:
     """Rows {system, repeat, tokens_per_s}; ``same_tokens`` is the share of outputs equal to those of the first one."""
     reference = next(iter(systems.values()))()
     rng, rows = random.Random(seed), []
@@ -101,14 +115,16 @@ def _timed(systems: dict[str, Callable[[], Prompts]], tokens: int, repeats: int,
         seconds = time.perf_counter() - start
         if repeat >= 0:
             same = sum(mine == theirs for mine, theirs in zip(outputs, reference, strict=True)) / len(reference)
-            rows.append({"system": name, "repeat": repeat, "tokens_per_s": tokens / seconds, "same_tokens": same})
+            row = {"system": name, "repeat": repeat, "tokens_per_s": tokens / seconds, "same_tokens": same}
+            rows.append(row | getattr(systems[name], "versions", {}))
     return rows
 
 
-def _engine(model: nn.Module, prompts: Prompts, new_tokens: int) -> Prompts:
+def _engine(model: nn.Module, case: _Case, attend: type[Attend] | None = None) -> Prompts:
+    prompts, new_tokens = case.prompts, case.new_tokens
     block_tokens = 16
     blocks = sum(-(-(len(prompt) + new_tokens) // block_tokens) for prompt in prompts)
-    executor = LiveExecutor(model, blocks + len(prompts), block_tokens=block_tokens)
+    executor = LiveExecutor(model, blocks + len(prompts), block_tokens=block_tokens, attend=attend)
     try:
         requests = Engine(executor).serve([(prompt, Sampling(new_tokens), 0.0) for prompt in prompts])
     finally:
@@ -116,8 +132,9 @@ def _engine(model: nn.Module, prompts: Prompts, new_tokens: int) -> Prompts:
     return [request.output for request in requests]
 
 
-def _generate(model: nn.Module, prompts: Prompts, new_tokens: int) -> Prompts:
+def _generate(model: nn.Module, case: _Case) -> Prompts:
     """One batch, padded on the left to the longest prompt."""
+    prompts, new_tokens = case.prompts, case.new_tokens
     width = max(map(len, prompts))
     ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
@@ -132,7 +149,7 @@ def _generate(model: nn.Module, prompts: Prompts, new_tokens: int) -> Prompts:
     return out[:, width:].tolist()
 
 
-def _continuous(model: nn.Module, prompts: Prompts, new_tokens: int) -> Prompts:
+def _continuous(case: _Case) -> Prompts:
     """transformers' continuous batching, set up anew for each run, as ``generate_batch`` does.
 
     Its cache is as large as the prompts need: on a CPU it computes over all of it, and the default, sized by free
@@ -140,49 +157,76 @@ def _continuous(model: nn.Module, prompts: Prompts, new_tokens: int) -> Prompts:
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
+    prompts, new_tokens = case.prompts, case.new_tokens
     generation = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=NO_END, pad_token_id=PAD)
     page = 32
     pages = sum(-(-(len(prompt) + new_tokens) // page) for prompt in prompts) + len(prompts)
     sized = ContinuousBatchingConfig(page_size=page, num_blocks=pages, max_batch_tokens=max(256, len(prompts)))
     with quiet_transformers():
-        found = model.generate_batch(
+        found = case.stock.generate_batch(
             prompts, generation_config=generation, continuous_batching_config=sized, progress_bar=False, warmup=False
         )
     return [list(found[f"req_{number}"].generated_tokens) for number in range(len(prompts))]
 
 
-def _vllm(model: nn.Module, prompts: Prompts, dtype: str, config: ThroughputConfig) -> Rows:
-    """Rows of vLLM, in a process and an environment of its own. Raises FirstTokenError when that fails."""
-    if not VLLM_PYTHON.exists():
-        raise FirstTokenError("throughput: vLLM's environment is missing; run env/vllm/setup.sh")
-    with tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="prompts-") as folder:
-        file = Path(folder) / "prompts.json"
-        file.write_text(json.dumps(prompts), encoding="utf-8")
-        command = [str(VLLM_PYTHON), "-m", "firsttoken.engine.on_vllm.throughput", "--model", model.name_or_path]
-        command += ["--prompts", str(file), "--new-tokens", str(config.new_tokens), "--dtype", dtype]
-        command += ["--repeats", str(config.repeats)]
+class _Vllm:
+    """vLLM, in a process and an environment of its own, a run at a call. Raises FirstTokenError when that fails."""
+
+    def __init__(self, case: _Case) -> None:
+        if not VLLM_PYTHON.exists():
+            raise FirstTokenError("throughput: vLLM's environment is missing; run env/vllm/setup.sh")
+        self._folder = tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="vllm-")
+        folder = Path(self._folder.name)
+        (folder / "prompts.json").write_text(json.dumps(case.prompts), encoding="utf-8")
+        self._log = folder / "log.txt"
+        command = [str(VLLM_PYTHON), "-m", "firsttoken.engine.on_vllm.throughput", "--model", case.stock.name_or_path]
+        command += ["--prompts", str(folder / "prompts.json"), "--dtype", case.dtype]
+        command += ["--new-tokens", str(case.new_tokens)]
         environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise FirstTokenError(
-            f"throughput: vLLM failed: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
-        )
-    told = json.loads(done.stdout.strip().splitlines()[-1])
-    return [
-        {"system": "vllm", "repeat": repeat, "tokens_per_s": rate, "version": told["vllm"]}
-        for repeat, rate in enumerate(told["tokens_per_s"])
-    ]
+        with self._log.open("w", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
+
+        self.versions = {"version": self._answer()["vllm"]}  # which says that it is warm
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()  # closes its input, which ends it
+        self._folder.cleanup()
+
+    def __call__(self) -> Prompts:
+        """The tokens after each prompt."""
+        print(file=self._process.stdin, flush=True)
+        return self._answer()["tokens"]
+
+    def _answer(self) -> dict[str, Any]:
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        told = self._log.read_text("utf-8").strip().splitlines() or ["no reason given"]
+        raise FirstTokenError(f"throughput: vLLM failed: {told[-1]}")
+
+
+_SYSTEMS: dict[str, Callable[[_Case], System]] = {
+    "generate": lambda case: partial(_generate, case.stock, case),
+    "generate_fused": lambda case: partial(_generate, case.fused, case),
+    "continuous_batching": lambda case: partial(_continuous, case),
+    "vllm": _Vllm,
+    "engine_stock": lambda case: partial(_engine, case.stock, case, PaddedAttend),
+    "engine": lambda case: partial(_engine, case.fused, case),
+}
 
 
 def _summary(rows: Rows) -> dict[str, dict[str, Any]]:
-    """Medians, and this engine over each of the others: the packed one, and the plain one like for like."""
+    """Medians, and both forms of this engine over each of the others."""
     measures: dict[str, dict[str, Any]] = {}
     for dtype, count in {(row["dtype"], row["requests"]): None for row in rows}:
         mine = [row for row in rows if (row["dtype"], row["requests"]) == (dtype, count)]
         rates = {name: _rates(mine, name) for name in {row["system"]: None for row in mine}}
         for name, values in rates.items():
             measures[f"{name}_{dtype}_{count}"] = bootstrap(values, "median").summary("tokens/s")
-            for engine in rates.keys() & {"engine", "engine_packed"} - {name}:
+            for engine in rates.keys() & {"engine", "engine_stock"} - {name}:
                 over = ratio_of_medians(rates[engine], values).summary("x")
                 measures[f"{engine}_over_{name}_{dtype}_{count}"] = over
     return measures

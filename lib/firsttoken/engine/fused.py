@@ -1,0 +1,110 @@
+"""The same decoder in fewer and larger operations (CPU): what vLLM's own model definitions do, for the model given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, eager_attention_forward
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+from firsttoken.engine.native.library import NAMES, kernels
+from firsttoken.engine.packed import PackedLinear, packs
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer of four matrix products: queries, keys and values by one, gate and up by one."""
+
+    def __init__(self, stock: LlamaDecoderLayer | Qwen2DecoderLayer) -> None:
+        super().__init__()
+        attention, mlp = stock.self_attn, stock.mlp
+        self.kv_heads = attention.k_proj.out_features // attention.head_dim
+        self.joint = PackedLinear(_stacked([attention.q_proj, attention.k_proj, attention.v_proj]))
+        self.out = PackedLinear(attention.o_proj)
+        self.gate_up = PackedLinear(_stacked([mlp.gate_proj, mlp.up_proj]))
+        self.down = PackedLinear(mlp.down_proj)
+        self.before_attention, self.before_mlp = stock.input_layernorm, stock.post_attention_layernorm
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            delattr(attention, name)
+        self.attention = attention  # what attention functions ask for the layer's number and the like
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **keywords: Any,
+    ) -> Tensor:
+        """[batch, tokens, hidden] -> the same, as the stock layer."""
+        native, module = kernels(), self.attention
+        batch, tokens, _ = hidden_states.shape
+        states = self.joint(_normed(hidden_states, self.before_attention)).view(batch * tokens, -1, module.head_dim)
+        cos, sin = (half.expand(batch, -1, -1).reshape(batch * tokens, -1) for half in position_embeddings)
+        native.rotate(states[:, : -self.kv_heads], cos, sin)
+        heads = states.view(batch, tokens, -1, module.head_dim).transpose(1, 2)
+        query, key, value = heads.tensor_split((-2 * self.kv_heads, -self.kv_heads), 1)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, module.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention_forward)
+        seen, _ = attend(module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **keywords)
+        hidden_states = self.out.plus(seen.reshape(batch, tokens, -1), hidden_states)
+        gated = native.gated(self.gate_up(_normed(hidden_states, self.before_mlp)))
+        return self.down.plus(gated, hidden_states)
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """Fuse the layers of a Llama or Qwen2 ``model`` in place, and pack its other linear layers; returns the model.
+
+    It can then only be run, not saved or trained. What cannot be replaced stays as it is: everything on another device
+    than the CPU, where torch was built without oneDNN, or for a dtype that this CPU does not multiply; layers whose
+    projections carry a PEFT adapter. Without the kernels, linear layers are packed and nothing is fused.
+    """
+    with torch.no_grad():
+        _replace(model)
+    return model
+
+
+def _replace(parent: nn.Module) -> None:
+    if isinstance(parent, nn.ModuleDict):  # where PEFT keeps the factors of an adapter, whose weights it looks at
+        return
+    for name, child in list(parent.named_children()):
+        if _fuses(child):
+            setattr(parent, name, FusedLayer(child))
+        elif packs(child):
+            setattr(parent, name, PackedLinear(child))
+        else:
+            _replace(child)
+
+
+def _fuses(layer: nn.Module) -> bool:
+    if type(layer) not in (LlamaDecoderLayer, Qwen2DecoderLayer):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return (
+        all(map(packs, linears))
+        and linears[0].weight.dtype in NAMES
+        and isinstance(mlp.act_fn, SiLUActivation | nn.SiLU)
+        and getattr(attention, "sliding_window", None) is None
+        and kernels() is not None
+    )
+
+
+def _normed(states: Tensor, norm: nn.Module) -> Tensor:
+    return kernels().rms_norm(states, norm.weight, norm.variance_epsilon)
+
+
+def _stacked(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One linear layer whose outputs are those of ``linears``, one after the other."""
+    weight = torch.cat([linear.weight for linear in linears])
+    joint = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+    joint.weight = nn.Parameter(weight, requires_grad=False)
+    biases = [linear.bias for linear in linears]
+    joint.bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), requires_grad=False)
+    return joint

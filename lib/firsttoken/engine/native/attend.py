@@ -1,0 +1,35 @@
+"""Paged attention that reads the pool in place: nothing is gathered, nothing padded (CPU)."""
+
+from __future__ import annotations
+
+import torch
+
+from firsttoken.engine.kv import KVShape
+from firsttoken.engine.native.library import NAMES, WIDTHS, kernels
+from firsttoken.engine.padded import PaddedAttend
+from firsttoken.engine.request import Work
+
+
+def supports(shape: KVShape, device: torch.device) -> bool:
+    """Whether the kernels can be built here, and read a pool of this shape."""
+    known = device.type == "cpu" and shape.dtype in NAMES and shape.head_dim in WIDTHS
+    return known and kernels() is not None
+
+
+class NativeAttend(PaddedAttend):
+    """Decodes and short prefills in one call of the kernels; a long prefill as the reference does it."""
+
+    # at 512 tokens and 9 heads of 64 SDPA is as fast on 2 cores, at 2,048 it takes two thirds of the time
+    together = 512
+
+    def _plan(self, works: list[Work]) -> None:
+        shape = self.pool.shape
+        width = max(shape.blocks(work.request.cached + work.tokens) for work in works)
+        self.tables = torch.tensor([(work.request.blocks + [0] * width)[:width] for work in works])
+        self.works = torch.tensor([number for number, work in enumerate(works) for _ in range(work.tokens)])
+        self.contexts = torch.tensor([work.request.cached + i + 1 for work in works for i in range(work.tokens)])
+
+    def _attend(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        if query.stride()[1:] != (query.shape[2], 1):
+            query = query.contiguous()
+        return kernels().attend(query, self.pool.rows, layer, self.tables, self.works, self.contexts, scaling)

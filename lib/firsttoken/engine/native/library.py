@@ -1,0 +1,140 @@
+"""Builds ``kernels.cpp`` once with the machine's C++ compiler, and calls it with tensors.
+
+Without a compiler, or where it fails, ``kernels`` is None and torch's own operations do the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from firsttoken.study import paths
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+# sums may be reordered, which vector registers need; infinities and NaN stay what they are
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
+OPEN_MP = ("-fopenmp",)  # finds the threads of torch's own runtime, which is loaded before
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+WIDTHS = (16, 32, 64, 128)  # of a head: what kernels.cpp is compiled for
+_POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS = {
+    "attend": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER] + [_COUNT] * 7 + [_REAL],
+    "rms_norm": [_POINTER] * 3 + [_COUNT] * 2 + [_REAL],
+    "gated": [_POINTER] * 2 + [_COUNT] * 2,
+    "rotate": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT],
+}
+
+
+class Kernels:
+    """The compiled functions. Tensors lie on the CPU, in one of ``NAMES``' dtypes; they are contiguous but ``query``
+    and ``states`` of ``rotate``, whose tokens may be further apart."""
+
+    def __init__(self, file: Path) -> None:
+        library = ctypes.CDLL(str(file))
+        self._calls = {}
+        for name, arguments in _ARGUMENTS.items():
+            for dtype, suffix in NAMES.items():
+                call = getattr(library, f"{name}_{suffix}")
+                call.argtypes, call.restype = arguments, None
+                self._calls[name, dtype] = call
+
+    def attend(
+        self, query: Tensor, pool: Tensor, layer: int, tables: Tensor, works: Tensor, contexts: Tensor, scale: float
+    ) -> Tensor:
+        """Attention of ``query`` [tokens, heads, head_dim] over ``pool`` (``KVPool.rows``) -> the shape of ``query``.
+
+        ``tables`` [works, blocks] are block tables; ``works`` and ``contexts`` [tokens] say whose table a token reads,
+        and how many tokens it sees; all three are int64.
+        """
+        tokens, heads, width = query.shape
+        _, _, _, block_tokens, kv_heads, _ = pool.shape
+        out = query.new_empty(tokens, heads, width)
+        self._calls["attend", query.dtype](
+            query.data_ptr(),
+            query.stride(0),
+            pool.data_ptr(),
+            tables.data_ptr(),
+            tables.shape[1],
+            works.data_ptr(),
+            contexts.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            kv_heads,
+            heads // kv_heads,
+            width,
+            block_tokens,
+            pool.stride(0),
+            layer,
+            scale,
+        )
+        return out
+
+    def rms_norm(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """``states`` [..., width] over their root mean square, times ``weight`` [width]."""
+        out, width = torch.empty_like(states), states.shape[-1]
+        self._calls["rms_norm", states.dtype](
+            states.data_ptr(), weight.data_ptr(), out.data_ptr(), states.numel() // width, width, epsilon
+        )
+        return out
+
+    def gated(self, states: Tensor) -> Tensor:
+        """silu of the first half of ``states`` [..., 2 * width], times the second half -> [..., width]."""
+        width = states.shape[-1] // 2
+        out = states.new_empty(*states.shape[:-1], width)
+        self._calls["gated", states.dtype](states.data_ptr(), out.data_ptr(), out.numel() // width, width)
+        return out
+
+    def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate ``states`` [tokens, heads, head_dim] in place by ``cos`` and ``sin`` [tokens, head_dim]."""
+        tokens, heads, width = states.shape
+        self._calls["rotate", states.dtype](
+            states.data_ptr(), states.stride(0), cos.data_ptr(), sin.data_ptr(), tokens, heads, width
+        )
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The kernels, built at the first call (seconds) and kept in the cache folder; None, with a warning, without."""
+    found = compiler()
+    try:
+        if found is None:
+            raise OSError("there is no C++ compiler (c++, or what CXX names)")
+        return Kernels(_built(found, paths.CACHE / "native"))
+    except (OSError, AttributeError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+        warnings.warn(f"the engine runs without its own CPU kernels, slower: {reason}", stacklevel=2)
+        return None
+
+
+def compiler() -> str | None:
+    """The machine's C++ compiler: what ``CXX`` names, or ``c++``."""
+    return shutil.which(os.environ.get("CXX") or "c++")
+
+
+def _built(cxx: str, folder: Path) -> Path:
+    """The shared library of this source, compiler and processor; written whole or not at all."""
+    command = [cxx, *FLAGS, *OPEN_MP]
+    macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])  # names the version, and what the processor can do
+    key = hashlib.sha256("\n".join([SOURCE.read_text("utf-8"), *command, macros]).encode()).hexdigest()[:16]
+    file = folder / f"kernels-{key}.so"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = Path(work) / file.name
+            _run([*command, "-shared", "-fPIC", str(SOURCE), "-o", str(made)])
+            made.replace(file)
+    return file
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,95 @@
+"""The throughput table: what it measures with, what it refuses, and a vLLM that answers in turn or fails."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+
+from firsttoken.engine.experiments import throughput
+from firsttoken.engine.experiments.throughput import ThroughputConfig, _Case, _Vllm
+from firsttoken.engine.fused import fuse
+from firsttoken.study import paths
+from firsttoken.study.errors import FirstTokenError, ProfileError
+
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8] * 12]
+CONFIG = {"systems": ("engine",), "cases": ("float32 3",), "prompt_tokens": (2, 12), "new_tokens": 4, "repeats": 1}
+ANSWERS = """
+import json, sys
+print("a line that is no answer")
+print(json.dumps({"vllm": "9.9", "threads": 2}), flush=True)
+for _ in sys.stdin:
+    print(json.dumps({"seconds": 1.0, "tokens": [[1, 2], [3, 4]]}), flush=True)
+"""
+
+
+@pytest.fixture
+def case(llama) -> _Case:
+    model = copy.deepcopy(llama.model)
+    return _Case(copy.deepcopy(model), fuse(model), PROMPTS, 6, "float32")
+
+
+@pytest.fixture
+def vllm_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a script in the place of vLLM's interpreter."""
+
+    def make(script: str) -> None:
+        (tmp_path / "answers.py").write_text(script)
+        python = tmp_path / "python"
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/answers.py"\n')
+        python.chmod(0o755)
+        monkeypatch.setattr(throughput, "VLLM_PYTHON", python)
+        monkeypatch.setattr(paths, "CACHE", tmp_path)
+
+    return make
+
+
+def test_every_way_says_the_same(case: _Case) -> None:
+    names = ["generate", "generate_fused", "engine_stock", "engine"]
+    rows = throughput._timed({name: throughput._SYSTEMS[name](case) for name in names}, 18, 2, seed=0)
+    assert sorted(row["system"] for row in rows) == sorted(2 * names)
+    assert {row["same_tokens"] for row in rows} == {1.0}
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_the_model_is_as_it_was_afterwards(case: _Case) -> None:
+    before = case.stock.config._attn_implementation
+    throughput._SYSTEMS["engine"](case)()
+    assert case.fused.config._attn_implementation == case.stock.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"systems": ("engin",)}, "throughput: no system 'engin'"),
+        ({"cases": ("float31 3",)}, "'float31 3' is no dtype and number of requests"),
+        ({"cases": ("float32",)}, "'float32' is no dtype"),
+        ({"cases": ("float32 0",)}, "'float32 0' is no dtype"),
+    ],
+)
+def test_a_config_that_cannot_be_measured_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        ThroughputConfig(**(CONFIG | change))
+
+
+def test_vllm_answers_in_turn(vllm_is, case: _Case, tmp_path: Path) -> None:
+    vllm_is(ANSWERS)
+    asked = _Vllm(case)
+    assert asked.versions == {"version": "9.9"}
+    assert [asked(), asked()] == [[[1, 2], [3, 4]]] * 2
+    asked.close()
+    assert not list(tmp_path.glob("vllm-*"))
+
+
+def test_a_vllm_that_fails_says_why(vllm_is, case: _Case) -> None:
+    vllm_is("import sys; sys.exit('no such device')")
+    with pytest.raises(FirstTokenError, match="vLLM failed: no such device"):
+        _Vllm(case)
+
+
+def test_without_vllm_s_environment_it_says_what_to_run(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "VLLM_PYTHON", Path("nowhere/python"))
+    with pytest.raises(FirstTokenError, match="environment is missing"):
+        _Vllm(case)

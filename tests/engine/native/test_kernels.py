@@ -1,0 +1,304 @@
+"""The compiled kernels against their definitions: attention in float64, norm and rotation as transformers has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from firsttoken.engine.kv import KVPool, KVShape
+from firsttoken.engine.native.library import WIDTHS, Kernels, kernels
+
+DTYPES = (torch.float32, torch.bfloat16)
+HALF_ULP = 2**-8  # the most that rounding to bf16 changes a number, as a share of it
+FEW = settings(max_examples=50, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def native() -> Kernels:
+    built = kernels()
+    if built is None:
+        pytest.skip("no C++ compiler builds the kernels here")
+    return built
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some requests' caches in a pool, and tokens that read them; everything else follows from ``seed``."""
+
+    dtype: torch.dtype = torch.float32
+    head_dim: int = 16
+    kv_heads: int = 2
+    group: int = 3
+    block_tokens: int = 4
+    layers: int = 2
+    works: int = 2
+    tokens: int = 5
+    longest: int = 40
+    seed: int = 0
+
+    def draw(self, loud: float = 1.0) -> Step:
+        """Keys and values are numbers where a request has some, and NaN everywhere else; queries times ``loud``."""
+        draw = torch.Generator().manual_seed(self.seed)
+        width = -(-self.longest // self.block_tokens)
+        pool = KVPool(KVShape(self.layers, self.kv_heads, self.head_dim, self.dtype, self.block_tokens), width * 5)
+        tables = torch.randperm(width * 5, generator=draw)[: self.works * width].view(self.works, width)
+        works = torch.randint(self.works, (self.tokens,), generator=draw)
+        contexts = torch.randint(1, self.longest + 1, (self.tokens,), generator=draw)
+        pool.rows.fill_(torch.nan)
+        layer = int(torch.randint(self.layers, (), generator=draw))
+        for work in range(self.works):
+            for at in range(int(contexts[works == work].max()) if (works == work).any() else 0):
+                row = pool.rows[tables[work, at // self.block_tokens], layer, :, at % self.block_tokens]
+                row.copy_(torch.randn(row.shape, generator=draw))
+        heads = self.kv_heads * self.group
+        joint = torch.randn(self.tokens, heads + 2 * self.kv_heads, self.head_dim, generator=draw) * loud
+        return Step(joint.to(self.dtype)[:, :heads], pool.rows, layer, tables, works, contexts, self.head_dim**-0.5)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What ``Kernels.attend`` is given."""
+
+    query: Tensor
+    rows: Tensor
+    layer: int
+    tables: Tensor
+    works: Tensor
+    contexts: Tensor
+    scale: float
+
+    def run(self, native: Kernels) -> Tensor:
+        return native.attend(self.query, self.rows, self.layer, self.tables, self.works, self.contexts, self.scale)
+
+    def place(self, token: int, at: int) -> tuple[int, int]:
+        """The block, and the row in it, of what ``token`` sees at ``at``."""
+        block_tokens = self.rows.shape[3]
+        return int(self.tables[self.works[token], at // block_tokens]), at % block_tokens
+
+    def definition(self) -> Tensor:
+        """In float64, one token at a time."""
+        out = self.query.new_empty(self.query.shape, dtype=torch.float64)
+        for token, (work, context) in enumerate(zip(self.works.tolist(), self.contexts.tolist(), strict=True)):
+            keys, values = self.rows[self.tables[work], self.layer].double().transpose(0, 1).flatten(1, 2)[:, :context]
+            grouped = self.query[token].double().unflatten(0, (keys.shape[1], -1))
+            shares = (torch.einsum("kgd,tkd->kgt", grouped, keys) * self.scale).softmax(-1)
+            out[token] = torch.einsum("kgt,tkd->kgd", shares, values).flatten(0, 1)
+        return out
+
+
+cases = st.builds(
+    Case,
+    head_dim=st.sampled_from(WIDTHS),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 7),
+    block_tokens=st.integers(1, 17),
+    layers=st.integers(1, 3),
+    works=st.integers(1, 4),
+    tokens=st.integers(0, 6),
+    longest=st.sampled_from((1, 2, 15, 16, 17, 70)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**32),
+)
+
+
+@FEW
+@given(case=cases)
+def test_attention_is_its_definition(native: Kernels, case: Case) -> None:
+    """What no token sees is NaN in every case: unused blocks, other layers, the tail of a last block."""
+    step = case.draw()
+    got, exact = step.run(native), step.definition()
+    assert got.dtype == case.dtype and got.shape == step.query.shape and got.is_contiguous()
+    rtol = HALF_ULP if case.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got.double(), exact, rtol=rtol, atol=1e-5)
+
+
+@FEW
+@given(case=cases)
+def test_large_scores_do_not_overflow(native: Kernels, case: Case) -> None:
+    """Scores of hundreds, which e to the power of is beyond float32."""
+    step = case.draw(loud=100.0)
+    rtol = HALF_ULP if case.dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(step.run(native).double(), step.definition(), rtol=rtol, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_far_keys_weigh_nothing(native: Kernels, dtype: torch.dtype) -> None:
+    """The first key's score is 0 and the second's is far below: e to the power of that, down to where it vanishes."""
+    below = torch.linspace(0, 200, 401)
+    rows = torch.zeros(1, 1, 2, 2, 1, 16, dtype=dtype)
+    rows[0, 0, 0, 1, 0, 0] = -1
+    rows[0, 0, 1, 1] = 1
+    query = torch.zeros(len(below), 1, 16, dtype=dtype)
+    query[:, 0, 0] = below
+    none = torch.zeros(len(below), dtype=torch.int64)
+    step = Step(query, rows, 0, torch.zeros(1, 1, dtype=torch.int64), none, none + 2, 1.0)
+    rtol = HALF_ULP if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(step.run(native).double(), step.definition(), rtol=rtol, atol=2e-38)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("at", [0, 1, 15, 16, 17, 38, 39])
+def test_nan_that_is_seen_shows(native: Kernels, dtype: torch.dtype, side: int, at: int) -> None:
+    """To the tokens that see it, in the heads that share its KV head, and nowhere else."""
+    step = Case(dtype=dtype, tokens=8, seed=at).draw()
+    step.contexts[0] = 40
+    others = step.works != step.works[0]
+    step.rows.nan_to_num_(0.5)
+    before = step.run(native)
+    assert before.isfinite().all() and others.any()
+    block, row = step.place(0, at)
+    step.rows[block, step.layer, side, row, 1, 3] = torch.nan
+    got = step.run(native)
+    sees = ~others & (step.contexts > at)
+    hit = got[sees, 3:] if side == 0 else got[sees, 3:, 3]
+    assert hit.numel() and hit.isnan().all()
+    assert torch.equal(got[~sees], before[~sees]) and torch.equal(got[:, :3], before[:, :3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_in_a_query_shows_in_its_head_only(native: Kernels, dtype: torch.dtype) -> None:
+    step = Case(dtype=dtype).draw()
+    before = step.run(native)
+    step.query[2, 4, 5] = torch.nan
+    got = step.run(native)
+    assert got[2, 4].isnan().all()
+    got[2, 4] = before[2, 4]
+    assert torch.equal(got, before)
+
+
+def test_block_tables_may_be_shared_and_end_in_anything(native: Kernels) -> None:
+    """Tokens of one prefill read one table; what stands in it behind their contexts is not looked up."""
+    step = Case(works=1, tokens=6, longest=21).draw()
+    step.contexts.copy_(torch.arange(3, 9))
+    step.tables[:, 2:] = 2**40
+    got = step.run(native)
+    step.tables[:, 2:] = 0
+    torch.testing.assert_close(got.double(), step.definition(), rtol=1e-5, atol=1e-5)
+
+
+def assert_near(got: Tensor, wanted: Tensor, atol: float = 1e-6) -> None:
+    """fp32: within 1e-6; bf16: one rounding in between and one in the end."""
+    rtol = 4 * HALF_ULP if wanted.dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol)
+
+
+@FEW
+@given(
+    tokens=st.one_of(st.integers(0, 5), st.integers(31, 70)),
+    width=st.one_of(st.integers(1, 70), st.just(576)),
+    epsilon=st.sampled_from((1e-6, 1e-5)),
+    size=st.sampled_from((1e-3, 1.0, 1e3)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**32),
+)
+def test_norm_is_that_of_transformers(
+    native: Kernels, tokens: int, width: int, epsilon: float, size: float, dtype: torch.dtype, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    norm = LlamaRMSNorm(width, epsilon).to(dtype).requires_grad_(False)
+    norm.weight.copy_(torch.randn(width, generator=draw))
+    states = (torch.randn(1, tokens, width, generator=draw) * size).to(dtype)
+    kept = states.clone()
+    got = native.rms_norm(states, norm.weight, epsilon)
+    assert torch.equal(states, kept)
+    assert_near(got, norm(states))
+
+
+@FEW
+@given(
+    tokens=st.one_of(st.integers(0, 5), st.integers(31, 70)),
+    width=st.integers(1, 70),
+    size=st.sampled_from((1e-3, 1.0, 100.0)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**32),
+)
+def test_gate_is_silu_times_the_other_half(
+    native: Kernels, tokens: int, width: int, size: float, dtype: torch.dtype, seed: int
+) -> None:
+    states = (torch.randn(tokens, 2 * width, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
+    gate, up = states.chunk(2, -1)
+    assert_near(native.gated(states), F.silu(gate) * up, atol=1e-5)
+    assert_near(native.gated(states[None]), (F.silu(gate) * up)[None], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_at_the_ends_of_the_numbers(native: Kernels, dtype: torch.dtype) -> None:
+    """Neither overflows where e to the power of the gate would, nor loses a NaN."""
+    gate = torch.tensor([-3e38, -200, -90, -87, -1e-30, -0.0, 0, 1e-30, 87, 90, 200, 3e38, torch.inf], dtype=dtype)
+    got = native.gated(torch.cat([gate, torch.ones_like(gate)])[None])[0]
+    torch.testing.assert_close(got, F.silu(gate), rtol=1e-6, atol=6)  # -3e38 times the least of numbers is -5, not 0
+    torch.testing.assert_close(got[1:], F.silu(gate)[1:], rtol=1e-6, atol=1e-35)
+    nan = torch.tensor([[torch.nan, 1, 1, torch.nan]], dtype=dtype)
+    assert native.gated(nan).isnan().all()
+
+
+@FEW
+@given(
+    tokens=st.one_of(st.integers(0, 5), st.integers(31, 70)),
+    heads=st.integers(1, 12),
+    values=st.integers(0, 3),
+    head_dim=st.one_of(st.sampled_from(WIDTHS), st.integers(1, 30).map(lambda half: 2 * half)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**32),
+)
+def test_rotation_is_that_of_transformers(
+    native: Kernels, tokens: int, heads: int, values: int, head_dim: int, dtype: torch.dtype, seed: int
+) -> None:
+    """In place, where queries and keys lie before the values, which stay as they are."""
+    draw = torch.Generator().manual_seed(seed)
+    joint = torch.randn(tokens, heads + values, head_dim, generator=draw).to(dtype)
+    angles = torch.randn(tokens, head_dim, generator=draw) * 100
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    wanted = apply_rotary_pos_emb(joint[:, :heads], joint[:, :heads], cos, sin)[0]
+    before = joint.clone()
+    native.rotate(joint[:, :heads], cos, sin)
+    assert torch.equal(joint[:, heads:], before[:, heads:])
+    if dtype == torch.bfloat16:  # rounded after every operation: nothing is left to differ
+        assert torch.equal(joint[:, :heads], wanted)
+    else:
+        assert_near(joint[:, :heads], wanted)
+
+
+def test_bf16_differs_from_transformers_almost_nowhere(native: Kernels) -> None:
+    """In a million elements: sums are added up in another order, and e to the power of is another polynomial."""
+    draw = torch.Generator().manual_seed(0)
+    norm = LlamaRMSNorm(576, 1e-5).to(torch.bfloat16).requires_grad_(False)
+    norm.weight.copy_(torch.randn(576, generator=draw))
+    states = torch.randn(2000, 576, generator=draw).to(torch.bfloat16)
+    gate, up = states.chunk(2, -1)
+    for got, wanted in (
+        (native.rms_norm(states, norm.weight, 1e-5), norm(states)),
+        (native.gated(states), F.silu(gate) * up),
+    ):
+        assert int((got != wanted).sum()) <= 1e-4 * got.numel()
+        assert_near(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_threads_say_what_one_does(native: Kernels, set_threads, dtype: torch.dtype) -> None:
+    step = Case(dtype=dtype, works=3, tokens=80, kv_heads=3, head_dim=64).draw()
+    states, weight = step.query.contiguous(), torch.linspace(-1, 1, 64).to(dtype)
+    cos, sin = states[:, 0], states[:, 1]
+    said = []
+    for threads in (1, 2):
+        set_threads(threads)
+        turned = states.clone()
+        native.rotate(turned, cos.contiguous(), sin.contiguous())
+        said.append((step.run(native), native.rms_norm(states, weight, 1e-5), native.gated(states), turned))
+    assert all(torch.equal(one, two) for one, two in zip(*said, strict=True))

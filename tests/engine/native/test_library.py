@@ -1,0 +1,170 @@
+"""The kernels' library: built once, whole or not at all, and done without where it cannot be built."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from firsttoken.engine.kv import KVShape
+from firsttoken.engine.native import attend, library
+from firsttoken.engine.native.attend import supports
+from firsttoken.engine.native.library import NAMES, WIDTHS, Kernels, kernels
+from firsttoken.study import paths
+
+CPU = torch.device("cpu")
+FUNCTIONS = [f"{name}_{suffix}" for name in library._ARGUMENTS for suffix in NAMES.values()]
+CXX = shutil.which("c++")
+needs_compiler = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the library is kept: not the folder that other tests load it from."""
+    monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path / "cache" / "native"
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """CXX is a shell script from now on; ``$result`` is the file it is to write, which a question for macros lacks."""
+
+    def make(body: str) -> Path:
+        script = tmp_path / "compiler"
+        script.write_text(f'#!/bin/sh\ncase "$*" in *-shared*) for result; do :; done;; esac\n{body}\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        return script
+
+    return make
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source with the same functions that do nothing: it compiles in no time."""
+    path = tmp_path / "kernels.cpp"
+    path.write_text("".join(f'extern "C" void {name}() {{}}\n' for name in FUNCTIONS))
+    monkeypatch.setattr(library, "SOURCE", path)
+    return path
+
+
+def build() -> Kernels | None:
+    """As the first call in a process."""
+    return kernels.__wrapped__()
+
+
+def refusal() -> str:
+    """The one warning, of one line, with which there are no kernels."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert build() is None
+    (warning,) = caught
+    message = str(warning.message)
+    assert message.startswith("the engine runs without its own CPU kernels, slower: ") and "\n" not in message
+    return message
+
+
+def left(folder: Path) -> list[str]:
+    """What lies in the folder, and below it."""
+    return sorted(path.name for path in folder.rglob("*"))
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "there is no C++ compiler" in refusal()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "there is no C++ compiler" in refusal()
+    assert left(folder) == []
+
+
+def test_a_compiler_that_always_fails(compiler, folder: Path) -> None:
+    compiler('echo "In file included from nowhere:" >&2; echo "fatal: out of ideas" >&2; exit 1')
+    assert refusal().endswith("slower: fatal: out of ideas")
+    assert left(folder) == []
+
+
+def test_a_compiler_that_fails_without_a_word(compiler, folder: Path) -> None:
+    compiler("exit 3")
+    assert "exit status 3" in refusal()
+    assert left(folder) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("end", "told"), [("echo 'kernels.cpp:1: error: no' >&2; exit 1", "error: no"), ("kill -KILL $$", "SIGKILL")]
+)
+def test_nothing_is_left_of_a_failed_build(compiler, folder: Path, source: Path, end: str, told: str) -> None:
+    """Whether the compiler gives up or is killed, in the middle of what it writes; the next one starts afresh."""
+    compiler(f'if [ -n "$result" ]; then echo half > "$result"; {end}; fi; exec {CXX} "$@"')
+    assert told in refusal()
+    assert left(folder) == []
+    compiler(f'exec {CXX} "$@"')
+    assert isinstance(build(), Kernels)
+
+
+@needs_compiler
+def test_a_library_without_the_functions(source: Path) -> None:
+    source.write_text('extern "C" void attend_float32() {}\n')
+    assert "attend_bfloat16" in refusal()
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert "cache" in refusal()
+
+
+@needs_compiler
+def test_one_library_for_each_source_and_compiler(compiler, tmp_path: Path, folder: Path, source: Path) -> None:
+    log = tmp_path / "log"
+    counting = f'if [ -n "$result" ]; then echo built >> {log}; fi; exec {CXX} "$@"'
+    compiler(counting)
+
+    def builds() -> int:
+        assert isinstance(build(), Kernels)
+        assert all(name.startswith("kernels-") and name.endswith(".so") for name in left(folder))
+        assert len(left(folder)) == len(log.read_text().split())
+        return len(left(folder))
+
+    assert [builds(), builds()] == [1, 1]
+    source.write_text(source.read_text() + "// changed\n")
+    assert [builds(), builds()] == [2, 2]
+    compiler(counting.replace('"$@"', '-DNEWER=1 "$@"'))  # as another version, or another processor, would answer
+    assert [builds(), builds()] == [3, 3]
+    compiler(counting)
+    assert builds() == 3
+
+
+@needs_compiler
+def test_the_real_source_builds_without_a_warning(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        built = build()
+    assert isinstance(built, Kernels) and len(left(folder)) == 1
+    states = torch.tensor([[3.0, 4.0]])
+    torch.testing.assert_close(built.rms_norm(states, torch.ones(2), 0.0), states / 12.5**0.5)
+
+
+def shape(**changed) -> KVShape:
+    return KVShape(**({"layers": 1, "kv_heads": 1, "head_dim": 16, "dtype": torch.float32} | changed))
+
+
+def test_supports_what_the_kernels_are_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend, "kernels", object)  # some, built or not
+    assert all(supports(shape(head_dim=width, dtype=dtype), CPU) for width in WIDTHS for dtype in NAMES)
+    assert not any(supports(shape(dtype=dtype), CPU) for dtype in (torch.float16, torch.float64))
+    assert not any(supports(shape(head_dim=width), CPU) for width in (1, 8, 17, 48, 96, 256))
+    assert not supports(shape(), torch.device("cuda"))
+    monkeypatch.setattr(attend, "kernels", lambda: None)
+    assert not supports(shape(), CPU)
+
+
+def test_nothing_is_built_for_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend, "kernels", lambda: pytest.fail("seconds of compiling for nothing"))
+    assert not supports(shape(head_dim=8), CPU)

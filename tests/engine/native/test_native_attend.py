@@ -1,0 +1,154 @@
+"""The engine with the compiled kernels: the plain model's logits and tokens, and those of the reference.
+
+Measured with tiny random models in fp32: 1e-5 at most, held to 1e-4.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+
+from firsttoken.engine.attention import Attend
+from firsttoken.engine.fused import FusedLayer, fuse
+from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.native import attend
+from firsttoken.engine.native.attend import NativeAttend
+from firsttoken.engine.native.library import kernels
+from firsttoken.engine.padded import PaddedAttend
+from firsttoken.engine.request import Sampling
+
+TOLERANCE = 1e-4
+KINDS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled() -> None:
+    if kernels() is None:
+        pytest.skip("no C++ compiler builds the kernels here")
+
+
+def config(kind: str, head_dim: int, group: int) -> PretrainedConfig:
+    return KINDS[kind](
+        num_hidden_layers=2,
+        hidden_size=42,  # transformers wants a multiple of the heads
+        intermediate_size=64,
+        vocab_size=256,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        num_attention_heads=2 * group,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+    )
+
+
+class BothWays(NativeAttend):
+    """Works of up to 8 tokens by the kernels, longer ones as the reference does it; notes how much of each."""
+
+    together = 8
+    seen: list[tuple[int, int]]
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.seen.append((self.shared, len(self.prefills)))
+
+
+def steps(bench, model, attend: type[Attend], seed: int) -> tuple[torch.Tensor, float]:
+    """Logits of some ragged steps, and how far they are from the plain ones at most."""
+    one = bench(model, block_tokens=1 + 5 * seed, seed=seed, attend=attend)
+    open_ = [one.request(one.rng.choice((1, 2, one.rng.randint(1, 40)))) for _ in range(4)]
+    said, worst = [], 0.0
+    for _ in range(5):
+        got, wanted = one.execute(one.some(open_))
+        worst = max(worst, one.apart(got, wanted))
+        said.append(got)
+    one.close()
+    return torch.cat(said), worst
+
+
+@pytest.mark.parametrize("group", [1, 3, 7])
+@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_ragged_steps(bench, make_model, monkeypatch, kind: str, head_dim: int, group: int) -> None:
+    """Whole prompts, parts of one with something cached, and decodes: the plain logits, and PaddedAttend's."""
+    monkeypatch.setattr(BothWays, "seen", [], raising=False)
+    model = make_model(config(kind, head_dim, group))
+    for seed in range(3):
+        native, far = steps(bench, model, NativeAttend, seed)
+        assert 0 < far < TOLERANCE
+        both, far = steps(bench, model, BothWays, seed)
+        assert 0 < far < TOLERANCE
+        padded, _ = steps(bench, model, PaddedAttend, seed)
+        torch.testing.assert_close(native, padded, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(both, padded, atol=TOLERANCE, rtol=0)
+    assert any(shared and prefills for shared, prefills in BothWays.seen)
+
+
+def test_a_decode_beside_short_and_long_prefills(bench, make_model, monkeypatch) -> None:
+    """Both branches in one step, with something cached and without."""
+    monkeypatch.setattr(BothWays, "seen", [], raising=False)
+    one = bench(make_model(config("llama", 16, 3)), attend=BothWays)
+    decoding, short, halfway, whole = (one.request(length) for length in (13, 20, 40, 9))
+    one.execute([(halfway, 11), (decoding, 13), (short, 12)])
+    one.grow(decoding)
+    got, wanted = one.execute([(whole, 9), (short, 8), (halfway, 17), (decoding, 1)])
+    torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
+    assert BothWays.seen == [(0, 3), (9, 2)]
+
+
+def test_what_lies_in_the_pool_does_not_show(bench, make_model) -> None:
+    """Not even NaN, which no mask would hide."""
+    one = bench(make_model(config("qwen2", 16, 3)), attend=NativeAttend)
+    one.executor.pool.rows.fill_(torch.nan)
+    assert one.ragged_steps() < TOLERANCE
+
+
+def test_logits_in_bf16_are_as_near_to_fp32_as_plain_ones(bench, make_model) -> None:
+    exact = make_model(config("llama", 64, 3))
+    one = bench(copy.deepcopy(exact).to(torch.bfloat16))
+    assert one.executor._attend is NativeAttend
+    asked = [one.request(length) for length in (1, 8, 21, 40)]
+    far = {"paged": 0.0, "plain": 0.0}
+    for _ in range(6):
+        got, plain = one.execute([(request, request.todo) for request in asked])
+        for row, request in enumerate(asked):
+            truth = exact(torch.tensor([request.tokens])).logits[0, -1]
+            far["paged"] += float((got[row] - truth).norm())
+            far["plain"] += float((plain[row] - truth).norm())
+            one.grow(request)
+    assert far["paged"] < 1.3 * far["plain"]
+
+
+def chosen(model: torch.nn.Module) -> type[Attend]:
+    executor = LiveExecutor(model, 4)
+    executor.close()
+    return executor._attend
+
+
+def test_the_executor_takes_the_kernels_where_it_can(make_model, llama, monkeypatch) -> None:
+    model = make_model(config("llama", 16, 1))
+    assert chosen(model) is NativeAttend
+    assert chosen(copy.deepcopy(model).to(torch.bfloat16)) is NativeAttend
+    assert chosen(copy.deepcopy(model).to(torch.float64)) is PaddedAttend
+    assert chosen(copy.deepcopy(model).to(torch.float16)) is PaddedAttend
+    assert llama.model.config.head_dim == 8 and chosen(llama.model) is PaddedAttend
+    monkeypatch.setattr(attend, "kernels", lambda: None)
+    assert chosen(model) is PaddedAttend
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_says_the_same_with_them(lab, make_subject, kind: str) -> None:
+    """Plain and fused, preempted by swap."""
+    subject = make_subject(config(kind, 16, 3))
+    fused = fuse(copy.deepcopy(subject.model))
+    if torch.backends.mkldnn.is_available():
+        assert any(isinstance(module, FusedLayer) for module in fused.modules())
+    for model in (subject.model, fused):
+        run = lab.live(model, 20, host_blocks=100, preemption="swap")
+        assert run.engine.executor._attend is NativeAttend
+        for one in subject.known[-4:]:
+            run.submit(one.prompt, Sampling(24))
+        assert run.finish() == [list(one.answer) for one in subject.known[-4:]]
+        assert run.trace.recoveries

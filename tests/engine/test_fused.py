@@ -1,0 +1,216 @@
+"""Packed weights and fused layers: the same results in other operations, up to the rounding of the dtype."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, Qwen2Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+from firsttoken.engine import fused
+from firsttoken.engine.fused import FusedLayer, fuse
+from firsttoken.engine.native.library import kernels
+from firsttoken.engine.packed import PackedLinear, packs
+from firsttoken.engine.request import Sampling
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+
+IDS = torch.randint(256, (3, 20), generator=torch.Generator().manual_seed(0))
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+SHAPES = ((48,), (1, 48), (0, 48), (2, 3, 48), (1, 300, 48))
+DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 0.02)]
+
+
+def skip_unless_multiplied(dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU does not multiply bf16")
+
+
+@pytest.fixture
+def compiled() -> None:
+    if kernels() is None:
+        pytest.skip("no C++ compiler builds the kernels here")
+
+
+def count(model: nn.Module, *kinds: type[nn.Module]) -> int:
+    return sum(type(module) in kinds for module in model.modules())
+
+
+def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "rtol"), DTYPES)
+@torch.inference_mode()
+def test_one_product(dtype: torch.dtype, rtol: float, bias: bool) -> None:
+    skip_unless_multiplied(dtype)
+    linear = nn.Linear(48, 80, bias=bias, dtype=dtype)
+    packed = PackedLinear(linear)
+    assert (packed.in_features, packed.out_features) == (48, 80)
+    for shape in SHAPES:
+        states = torch.randn(shape).to(dtype)
+        torch.testing.assert_close(packed(states), linear(states), rtol=rtol, atol=rtol)
+    every_other = torch.randn(5, 96).to(dtype)[:, ::2]
+    torch.testing.assert_close(packed(every_other), linear(every_other), rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "rtol"), DTYPES)
+@torch.inference_mode()
+def test_one_product_and_a_sum(dtype: torch.dtype, rtol: float, bias: bool) -> None:
+    """What is added stays what it was: it is the residual stream."""
+    skip_unless_multiplied(dtype)
+    linear = nn.Linear(48, 80, bias=bias, dtype=dtype)
+    packed = PackedLinear(linear)
+    for shape in SHAPES:
+        states, other = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 80).to(dtype)
+        before = other.clone()
+        torch.testing.assert_close(packed.plus(states, other), linear(states) + other, rtol=rtol, atol=rtol)
+        assert torch.equal(other, before)
+    every_other = torch.randn(5, 160).to(dtype)[:, ::2]
+    states = torch.randn(5, 48).to(dtype)
+    torch.testing.assert_close(packed.plus(states, every_other), linear(states) + every_other, rtol=rtol, atol=rtol)
+
+
+def test_packing_is_a_copy() -> None:
+    linear = nn.Linear(8, 8)
+    packed, states = PackedLinear(linear), torch.randn(2, 8)
+    before = linear(states)
+    nn.init.zeros_(linear.weight)
+    torch.testing.assert_close(packed(states), before)
+
+
+def test_plain_linear_layers_pack() -> None:
+    class Own(nn.Linear):
+        """What it adds to a linear layer is not known."""
+
+    assert packs(nn.Linear(8, 8)) and not packs(Own(8, 8)) and not packs(nn.Embedding(8, 8))
+    assert not packs(nn.Linear(8, 8, dtype=torch.float64)) and not packs(nn.Linear(8, 8, device="meta"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@torch.inference_mode()
+def test_logits_of_fused_layers_stay(compiled, kind: str, request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue(kind).model
+    other = fuse(copy.deepcopy(model))
+    assert [type(layer) for layer in other.model.layers] == [FusedLayer] * 2
+    assert isinstance(other.get_output_embeddings(), PackedLinear) and count(other, nn.Linear) == 0
+    assert_same(other(IDS).logits, model(IDS).logits)
+    assert_same(fuse(other)(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@torch.inference_mode()
+def test_bf16_is_as_near_to_fp32_as_stock_bf16(compiled, kind: str, request: pytest.FixtureRequest) -> None:
+    skip_unless_multiplied(torch.bfloat16)
+    model = request.getfixturevalue(kind).model
+    half, exact = copy.deepcopy(model).to(torch.bfloat16), model(IDS).logits
+    far = (half(IDS).logits - exact).norm()
+    assert isinstance(fuse(half).model.layers[0], FusedLayer)
+    assert (half(IDS).logits - exact).norm() < 1.2 * far
+
+
+@torch.inference_mode()
+def test_an_adapter_stays_and_what_it_adapts_is_packed(lora) -> None:
+    other = fuse(copy.deepcopy(lora.model))
+    left = [name for name, module in other.named_modules() if type(module) is nn.Linear]
+    assert len(left) == 2 * 2 * 7 and all(".lora_" in name for name in left)
+    assert count(other, LlamaDecoderLayer) == 2 and count(other, PackedLinear) == 2 * 7 + 1
+    assert_same(other(IDS).logits, lora.model(IDS).logits)
+
+
+def test_a_tied_weight_is_packed_for_the_head_and_kept_for_the_embedding(llama) -> None:
+    model = copy.deepcopy(llama.model)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    before = model(IDS).logits
+    other = fuse(model)
+    assert isinstance(other.lm_head, PackedLinear) and type(other.model.embed_tokens) is nn.Embedding
+    assert_same(other(IDS).logits, before)
+
+
+@pytest.mark.parametrize("biased", [LlamaConfig(attention_bias=True, mlp_bias=True, **SMALL), Qwen2Config(**SMALL)])
+def test_every_bias_is_kept(compiled, make_model, biased) -> None:
+    model = make_model(biased)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    before = model(IDS).logits
+    assert isinstance(fuse(model).model.layers[0], FusedLayer)
+    assert_same(model(IDS).logits, before)
+
+
+def test_another_activation_is_packed_and_not_fused(make_model) -> None:
+    model = make_model(LlamaConfig(hidden_act="gelu", **SMALL))
+    before = model(IDS).logits
+    assert count(fuse(model), LlamaDecoderLayer) == 2 and count(model, nn.Linear, FusedLayer) == 0
+    assert_same(model(IDS).logits, before)
+
+
+def test_a_layer_with_a_window_is_packed_and_not_fused(compiled, make_model) -> None:
+    """The one before it, which sees all of the context, is fused."""
+    model = make_model(Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1, **SMALL))
+    before = model(IDS).logits
+    assert [type(layer) for layer in fuse(model).model.layers] == [FusedLayer, Qwen2DecoderLayer]
+    assert count(model, nn.Linear) == 0
+    assert_same(model(IDS).logits, before)
+
+
+def test_without_the_kernels_linear_layers_are_packed(llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "kernels", lambda: None)
+    other = fuse(copy.deepcopy(llama.model))
+    assert count(other, PackedLinear) == 2 * 7 + 1 and count(other, LlamaDecoderLayer) == 2
+    assert_same(other(IDS).logits, llama.model(IDS).logits)
+
+
+def test_what_the_cpu_does_not_multiply_stays_as_it_is(llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stays(model: nn.Module) -> bool:
+        before, kinds = model(IDS).logits, [type(module) for module in model.modules()]
+        return [type(module) for module in fuse(model).modules()] == kinds and torch.equal(model(IDS).logits, before)
+
+    assert stays(copy.deepcopy(llama.model).to(torch.float64))
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert stays(copy.deepcopy(llama.model).to(torch.bfloat16))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert stays(copy.deepcopy(llama.model))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_transformers_generates_the_same(compiled, kind: str, attention: str, request: pytest.FixtureRequest) -> None:
+    """Prompts of many lengths in one batch, padded on the left; each answer is the one that its prompt gets alone."""
+    subject = request.getfixturevalue(kind)
+    known = subject.known[::3]
+    longest = max(len(one.prompt) for one in known)
+    ids = torch.tensor([[0] * (longest - len(one.prompt)) + list(one.prompt) for one in known])
+    mask = torch.tensor([[0] * (longest - len(one.prompt)) + [1] * len(one.prompt) for one in known])
+    stock = copy.deepcopy(subject.model)
+    stock.set_attn_implementation(attention)
+    asked = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    plain = stock.generate(input_ids=ids, **asked)
+    assert isinstance(fuse(stock).model.layers[0], FusedLayer) and stock.config._attn_implementation == attention
+    assert torch.equal(stock.generate(input_ids=ids, **asked), plain)
+    assert plain[:, longest:].tolist() == [list(one.answer) for one in known]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "lora"])
+def test_the_engine_says_the_same_with_them(lab, kind: str, request: pytest.FixtureRequest) -> None:
+    subject = request.getfixturevalue(kind)
+    run = lab.live(fuse(copy.deepcopy(subject.model)), 20, host_blocks=100, preemption="swap")
+    for one in subject.known[-4:]:
+        run.submit(one.prompt, Sampling(24))
+    assert run.finish() == [list(one.answer) for one in subject.known[-4:]]
+    assert run.trace.recoveries
