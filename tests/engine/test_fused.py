@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from peft import LNTuningConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -131,6 +132,32 @@ def test_an_adapter_stays_and_what_it_adapts_is_packed(lora) -> None:
     assert len(left) == 2 * 2 * 7 and all(".lora_" in name for name in left)
     assert count(other, LlamaDecoderLayer) == 2 and count(other, PackedLinear) == 2 * 7 + 1
     assert_same(other(IDS).logits, lora.model(IDS).logits)
+
+
+@torch.inference_mode()
+def test_embeddings_that_are_not_contiguous(compiled, llama) -> None:
+    other, given = fuse(copy.deepcopy(llama.model)), torch.randn(2, 9, 64)
+    for states in (given[:, ::2, :32], given[..., ::2], given[:1, :1, :32].expand(2, 4, 32)):
+        assert_same(other(inputs_embeds=states).logits, llama.model(inputs_embeds=states).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norms_of_another_dtype_are_not_fused(llama, dtype: torch.dtype) -> None:
+    """Stock layers then add up in that dtype; a kernel would read other bits."""
+    skip_unless_multiplied(torch.bfloat16)
+    half = copy.deepcopy(llama.model).to(torch.bfloat16)
+    half.model.layers[0].input_layernorm.to(dtype)
+    fuse(half)
+    assert type(half.model.layers[0]) is LlamaDecoderLayer
+
+
+def test_norms_that_are_trained_are_not_fused(llama) -> None:
+    config = LNTuningConfig(target_modules=["input_layernorm", "post_attention_layernorm"])
+    model = get_peft_model(copy.deepcopy(llama.model), config)
+    before = model(IDS).logits
+    other = fuse(model)
+    assert count(other, LlamaDecoderLayer) == 2
+    assert_same(other(IDS).logits, before)
 
 
 def test_a_tied_weight_is_packed_for_the_head_and_kept_for_the_embedding(llama) -> None:

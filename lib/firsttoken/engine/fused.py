@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, eager_attention_forward
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, eager_attention_forward
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
 from firsttoken.engine.native.library import NAMES, kernels
 from firsttoken.engine.packed import PackedLinear, packs
@@ -60,7 +60,8 @@ class FusedLayer(nn.Module):
 def fuse(model: nn.Module) -> nn.Module:
     """Fuse the layers of a Llama or Qwen2 ``model`` in place, and pack its other linear layers; returns the model.
 
-    It can then only be run, not saved or trained. What cannot be replaced stays as it is: everything on another device
+    It can then only be run: not saved, copied or trained, nor asked for hidden states and attentions on the way. What
+    cannot be replaced stays as it is: everything on another device
     than the CPU, where torch was built without oneDNN, or for a dtype that this CPU does not multiply; layers whose
     projections carry a PEFT adapter. Without the kernels, linear layers are packed and nothing is fused.
     """
@@ -87,9 +88,13 @@ def _fuses(layer: nn.Module) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    if not all(map(packs, linears)) or not all(type(norm) in (LlamaRMSNorm, Qwen2RMSNorm) for norm in norms):
+        return False
+    dtypes = {part.weight.dtype for part in linears + norms}
     return (
-        all(map(packs, linears))
-        and linears[0].weight.dtype in NAMES
+        len(dtypes) == 1
+        and dtypes <= NAMES.keys()
         and isinstance(mlp.act_fn, SiLUActivation | nn.SiLU)
         and getattr(attention, "sliding_window", None) is None
         and kernels() is not None
@@ -97,7 +102,7 @@ def _fuses(layer: nn.Module) -> bool:
 
 
 def _normed(states: Tensor, norm: nn.Module) -> Tensor:
-    return kernels().rms_norm(states, norm.weight, norm.variance_epsilon)
+    return kernels().rms_norm(states.contiguous(), norm.weight, norm.variance_epsilon)
 
 
 def _stacked(linears: Sequence[nn.Linear]) -> nn.Linear:

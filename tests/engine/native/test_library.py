@@ -95,6 +95,20 @@ def test_a_compiler_that_fails_without_a_word(compiler, folder: Path) -> None:
     assert left(folder) == []
 
 
+def test_a_compiler_that_says_something_odd(compiler, folder: Path) -> None:
+    compiler("echo >&2; echo >&2; exit 3")
+    assert "exit status 3" in refusal()
+    compiler(r"printf 'd\351sol\351' >&2; exit 1")
+    assert refusal().endswith("sol\ufffd")
+    assert left(folder) == []
+
+
+@needs_compiler
+def test_a_compiler_with_arguments(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+    monkeypatch.setenv("CXX", f"{CXX} -DMORE=1")
+    assert isinstance(build(), Kernels)
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("end", "told"), [("echo 'kernels.cpp:1: error: no' >&2; exit 1", "error: no"), ("kill -KILL $$", "SIGKILL")]

@@ -64,7 +64,7 @@ inline float total(Lane lane) {
     return sum;
 }
 
-// e to the x for x <= 0, within 2e-7 of it (Cephes' polynomial): compilers vectorise this, and few of them expf.
+// e to the x for x <= 0, to 2e-7 of 1 (Cephes' polynomial): compilers vectorise this, and few of them expf.
 inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     const float whole = std::floor(x * 1.44269504f + 0.5f), rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -111,19 +112,20 @@ def kernels() -> Kernels | None:
             raise OSError("there is no C++ compiler (c++, or what CXX names)")
         return Kernels(_built(found, paths.CACHE / "native"))
     except (OSError, AttributeError, subprocess.CalledProcessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+        reason = ((getattr(error, "stderr", None) or "").strip() or str(error)).splitlines()[-1]
         warnings.warn(f"the engine runs without its own CPU kernels, slower: {reason}", stacklevel=2)
         return None
 
 
-def compiler() -> str | None:
-    """The machine's C++ compiler: what ``CXX`` names, or ``c++``."""
-    return shutil.which(os.environ.get("CXX") or "c++")
+def compiler() -> list[str] | None:
+    """The machine's C++ compiler, with arguments that ``CXX`` may give it: what that names, or ``c++``."""
+    words = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    return words if shutil.which(words[0]) else None
 
 
-def _built(cxx: str, folder: Path) -> Path:
+def _built(cxx: list[str], folder: Path) -> Path:
     """The shared library of this source, compiler and processor; written whole or not at all."""
-    command = [cxx, *FLAGS, *OPEN_MP]
+    command = [*cxx, *FLAGS, *OPEN_MP]
     macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])  # names the version, and what the processor can do
     key = hashlib.sha256("\n".join([SOURCE.read_text("utf-8"), *command, macros]).encode()).hexdigest()[:16]
     file = folder / f"kernels-{key}.so"
@@ -137,4 +139,4 @@ def _built(cxx: str, folder: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
