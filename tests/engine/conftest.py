@@ -33,6 +33,7 @@ from firsttoken.engine.attention import Attend
 from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.engine import Engine, EngineConfig, Trace
 from firsttoken.engine.executor import Executor
+from firsttoken.engine.fused import fuse
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.request import GREEDY, Phase, Request, Sampling, Work
@@ -389,6 +390,14 @@ def qwen2() -> Subject:
     model = build(Qwen2Config(**shape))
     assert model.model.layers[0].self_attn.k_proj.bias.any()
     return subject(model, seed=2, lengths=LENGTHS[::2])
+
+
+@pytest.fixture(scope="session")
+def fused() -> Subject:
+    """Heads as wide as the kernels want them, layers fused: what runs on a CPU; the answers are the stock model's."""
+    known = subject(build(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **SMALL)), seed=3)
+    fuse(known.model)
+    return known
 
 
 FAMILIES = {

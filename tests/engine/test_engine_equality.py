@@ -106,14 +106,20 @@ def perform(lab, subject, schedule: Schedule) -> Counter:
     return seen + Counter(mixed=any(step.prefills and step.contexts for step in run.trace.steps))
 
 
-@pytest.mark.parametrize(("arrivals", "examples"), [(False, 300), (True, 220)], ids=["at once", "as they come"])
-def test_every_schedule_gives_the_plain_tokens(lab, llama, arrivals: bool, examples: int) -> None:
-    seen: Counter = Counter()
+@pytest.mark.parametrize(
+    ("kind", "arrivals", "examples"),
+    [("fused", False, 300), ("fused", True, 220), ("llama", False, 150), ("llama", True, 110)],
+)
+def test_every_schedule_gives_the_plain_tokens(
+    lab, kind: str, arrivals: bool, examples: int, request: pytest.FixtureRequest
+) -> None:
+    """With the kernels between fused layers, and with stock modules and attention."""
+    subject, seen = request.getfixturevalue(kind), Counter()
 
     @settings(settings.get_profile("live"), max_examples=examples)
     @given(seed=st.integers(0, 2**32))
     def check(seed: int) -> None:
-        seen.update(perform(lab, llama, draw_schedule(seed, len(llama.known), arrivals)))
+        seen.update(perform(lab, subject, draw_schedule(seed, len(subject.known), arrivals)))
 
     check()
     for what in ("swap: policy", "recompute: policy", "recompute: host pool full", "mixed"):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from firsttoken.assets.models import load_model
 from firsttoken.engine.engine import Engine, EngineConfig, Trace
+from firsttoken.engine.fused import fuse
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.workload.sharegpt import threshold_mix
+from firsttoken.study import paths
 
 NEW = 24
 pytestmark = pytest.mark.assets
@@ -45,3 +49,21 @@ def test_real_conversations_are_answered_as_by_generate(told, policy: str) -> No
     assert [request.output for request in requests] == answers
     assert trace.recoveries, "nobody was preempted: the test shows nothing"
     assert engine.pool.free == engine.pool.count
+
+
+def test_fused_layers_answer_the_same(told) -> None:
+    """Last of those that ask for the model, as it is fused in place."""
+    model, prompts, answers = told
+    executor = LiveExecutor(fuse(model), sum(map(len, prompts)) // 16 + 4 * len(prompts))
+    try:
+        requests = Engine(executor).serve([(prompt, Sampling(NEW), 0.0) for prompt in prompts])
+    finally:
+        executor.close()
+    assert [request.output for request in requests] == answers
+
+
+def test_the_lines_in_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (paths.ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    (lines,) = [block for block in blocks if "LiveExecutor" in block]
+    exec(lines, {})
+    assert re.search(r" after \d+\.\d\d s$", capsys.readouterr().out.strip())
