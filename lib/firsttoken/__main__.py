@@ -143,9 +143,7 @@ def doctor(options: argparse.Namespace) -> int:
             print(f"{key}: {_size(value) if key.endswith('_bytes') else value}")
     for package, version in machine["packages"].items():
         print(f"{package}: {version or 'not installed'}")
-    print(
-        f"C++ compiler: {' '.join(compiler() or []) or 'none, so the engine does without its CPU kernels'}"
-    )
+    print(f"C++ compiler: {' '.join(compiler() or []) or 'none, so the engine does without its CPU kernels'}")
     for asset in load_lock():
         print(f"asset {asset.name}: {'missing, run `firsttoken fetch`' if asset.missing() else 'present'}")
     here = paths.CACHE if paths.CACHE.exists() else paths.ROOT

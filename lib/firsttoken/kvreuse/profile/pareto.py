@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from firsttoken.kvreuse.prefill import Group
 from firsttoken.study.errors import RequestError
 from firsttoken.study.stats import Interval, paired_bootstrap
@@ -23,6 +25,11 @@ class Profiled:
     def loss(self) -> Interval:
         """Mean loss of score against the receiver's own cache, with its interval over items; absolute, in 0..1."""
         return paired_bootstrap(self.own, self.mixed)
+
+    @cached_property
+    def absolute_loss(self) -> float:
+        """The mean loss alone: what a choice that is made hundreds of times asks for."""
+        return float(np.subtract(self.own, self.mixed).mean())
 
     @cached_property
     def relative_loss(self) -> float:
@@ -54,7 +61,7 @@ def smallest_within(groups: Sequence[Profiled], bound: float, *, absolute: bool 
     ``absolute``: at most ``bound`` in the unit of the score (0.05: five points), as the report reads it (errata I41).
     Raises RequestError when there is none, which cannot be where the group of all layers was profiled.
     """
-    within = [g for g in groups if (g.loss.estimate if absolute else g.relative_loss) <= bound]
+    within = [g for g in groups if (g.absolute_loss if absolute else g.relative_loss) <= bound]
     if not within:
         raise RequestError(f"no profiled group loses at most {100 * bound:g} %; profile the group of all layers too")
     return min(within, key=lambda g: (len(g.group), g.relative_loss, g.group.lo))
