@@ -115,7 +115,7 @@ def block_sizes(result: Result) -> Figure:
     here.set_xticks(there, [str(size) for size in there])
     here.xaxis.set_minor_formatter("")
     here.set_title(f"{result.slug}, measured")
-    paper.legend(fontsize=8.5, ncols=2, loc="upper left")
+    paper.legend(fontsize=8.5, ncols=2, loc="upper left", handlelength=3.5)
     paper.set_ylim(0.13, 14)
     here.legend(fontsize=8.5)
     return fig
