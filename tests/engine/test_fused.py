@@ -151,6 +151,7 @@ def test_norms_of_another_dtype_are_not_fused(llama, dtype: torch.dtype) -> None
     assert type(half.model.layers[0]) is LlamaDecoderLayer
 
 
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")
 def test_norms_that_are_trained_are_not_fused(llama) -> None:
     config = LNTuningConfig(target_modules=["input_layernorm", "post_attention_layernorm"])
     model = get_peft_model(copy.deepcopy(llama.model), config)

@@ -48,9 +48,9 @@ def throughput_rows(result: Result) -> Rows:
         for dtype, count in cases:
             case = f"{dtype}_{count}"
             line[f"{dtype}, {count} requests: tokens/s"] = interval(result.summary.get(f"{name}_{case}"), 0)
-            for engine, label_ in (("engine", "engine"), ("engine_stock", "engine, stock modules")):
+            for engine, ours in (("engine", "engine"), ("engine_stock", "engine, stock modules")):
                 ratio = result.summary.get(f"{engine}_over_{name}_{case}")
-                line[f"{label_} / it ({dtype}, {count})"] = interval(ratio, 2)
+                line[f"{ours} / it ({dtype}, {count})"] = interval(ratio, 2)
         if any(line.values()):
             rows.append({"system": label} | {key: value for key, value in line.items() if value or "tokens/s" in key})
     return rows

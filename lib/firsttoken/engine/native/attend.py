@@ -19,7 +19,8 @@ def supports(shape: KVShape, device: torch.device) -> bool:
 class NativeAttend(PaddedAttend):
     """Decodes and short prefills in one call of the kernels; a long prefill as the reference does it."""
 
-    # at 512 tokens and 9 heads of 64 SDPA is as fast on 2 cores, at 2,048 it takes two thirds of the time
+    # one layer, 9 heads of 64, bf16, 2 cores: 3.6 ms at 512 tokens against SDPA's 5.1; 13.6 against 13.2 at 1,024, and
+    # 55 against 43 at 2,048
     together = 512
 
     def _plan(self, works: list[Work]) -> None:

@@ -109,16 +109,8 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_plain_ones(bench, make_model) -> 
     exact = make_model(config("llama", 64, 3))
     one = bench(copy.deepcopy(exact).to(torch.bfloat16))
     assert one.executor._attend is NativeAttend
-    asked = [one.request(length) for length in (1, 8, 21, 40)]
-    far = {"paged": 0.0, "plain": 0.0}
-    for _ in range(6):
-        got, plain = one.execute([(request, request.todo) for request in asked])
-        for row, request in enumerate(asked):
-            truth = exact(torch.tensor([request.tokens])).logits[0, -1]
-            far["paged"] += float((got[row] - truth).norm())
-            far["plain"] += float((plain[row] - truth).norm())
-            one.grow(request)
-    assert far["paged"] < 1.3 * far["plain"]
+    paged, alone = one.far_from(exact)
+    assert paged < 1.3 * alone
 
 
 def chosen(model: torch.nn.Module) -> type[Attend]:
