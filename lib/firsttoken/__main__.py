@@ -13,7 +13,7 @@ import yaml
 
 from firsttoken import __version__
 from firsttoken.experiments import EXPERIMENTS, run_experiment
-from firsttoken.study import paths
+from firsttoken.study import dtypes, paths
 from firsttoken.study.claims import load_claims, show
 from firsttoken.study.claims_table import readme_is_current, readme_machine, table_for, update_readme
 from firsttoken.study.errors import FirstTokenError, NotebookError
@@ -143,6 +143,7 @@ def doctor(options: argparse.Namespace) -> int:
             print(f"{key}: {_size(value) if key.endswith('_bytes') else value}")
     for package, version in machine["packages"].items():
         print(f"{package}: {version or 'not installed'}")
+    print(f"dtype: auto is {dtypes.why('cuda' if machine['gpu'] else 'cpu')}")
     print(f"C++ compiler: {' '.join(compiler() or []) or 'none, so the engine does without its CPU kernels'}")
     for asset in load_lock():
         print(f"asset {asset.name}: {'missing, run `firsttoken fetch`' if asset.missing() else 'present'}")

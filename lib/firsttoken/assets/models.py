@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.assets.gguf import converted
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.shapes import shape_config
+from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import ModelError
 
 PINNED = "smollm2-135m"
@@ -70,7 +72,7 @@ def load_model(
         source, note, licence = f"{spec}@{folder.name}", "", "see the model's page"
     files = weight_files(folder)
     model, tokenizer = _from_folder(folder, dtype, with_tokenizer)
-    provenance = Provenance(source, combined_sha256(files), _name(dtype), "real", note, licence)
+    provenance = Provenance(source, combined_sha256(files), name_of(dtype), "real", note, licence)
     return Loaded(_settled(model.to(device)), tokenizer, provenance)
 
 
@@ -94,7 +96,7 @@ def _random(shape: str, dtype: torch.dtype, device: torch.device, seed: int) -> 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    provenance = Provenance(f"random:{shape}, seed {seed}", None, _name(dtype), "random", "timing only", "none")
+    provenance = Provenance(f"random:{shape}, seed {seed}", None, name_of(dtype), "random", "timing only", "none")
     return Loaded(_settled(model.to(device)), None, provenance)
 
 
@@ -142,5 +144,10 @@ def _settled(model: nn.Module) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def as_stored(model: PreTrainedModel, stored: torch.dtype, computing: torch.dtype) -> PreTrainedModel:
+    """``model`` with every weight rounded to ``stored`` and kept in ``computing``, in place: the same numbers on every
+    machine, whatever its processor computes in. ``model.to`` would round the rotary tables too, which no file holds."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(stored).to(computing)
+    model.config.dtype = computing
+    return model

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.adapters import WEIGHTS, read_recipe
 from firsttoken.assets.lock import file_sha256
-from firsttoken.assets.models import PINNED, layers_of, load_model
+from firsttoken.assets.models import PINNED, as_stored, layers_of, load_model
 from firsttoken.kvreuse.identity import ModelIdentity, check_compatible, identify
 from firsttoken.study import paths
 from firsttoken.study.errors import ModelError, ProfileError
@@ -102,10 +102,9 @@ class Models:
                 "or name a folder or a Hub id"
             )
         loaded = load_model(spec, dtype=profile.torch_dtype(), device=profile.torch_device(), seed=profile.seed)
+        model = as_stored(loaded.model, profile.stored_dtype(), profile.torch_dtype())
         provenance = loaded.provenance
-        return Variant(
-            name, loaded.model, loaded.tokenizer, provenance.sha256 or provenance.source, "", provenance.as_dict()
-        )
+        return Variant(name, model, loaded.tokenizer, provenance.sha256 or provenance.source, "", provenance.as_dict())
 
     def _merged(self, name: str, folder: Path) -> Variant:
         """The base with an adapter merged, in fp32 before it is rounded: in 16 bits small changes would be lost."""
@@ -118,10 +117,11 @@ class Models:
             )
         model = half_the_layers(base.model) if name.startswith(HALF) else base.model
         model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-        model = _rounded(model, self._profile.torch_dtype()).to(self._profile.torch_device())
+        model = as_stored(model, self._profile.stored_dtype(), self._profile.torch_dtype())
+        model = model.to(self._profile.torch_device())
         adapter = file_sha256(folder / WEIGHTS)
         note = f"adapter {name} merged ({adapter[:12]}), tuned to {', '.join(recipe['tasks'])}"
-        kept = provenance.as_dict() | {"dtype": self._profile.dtype}
+        kept = provenance.as_dict() | {"dtype": self._profile.dtype_name}
         kept["note"] = f"{kept['note']}; {note}"
         return Variant(name, model.eval().requires_grad_(False), base.tokenizer, provenance.sha256 or "", adapter, kept)
 
@@ -168,11 +168,3 @@ def _squares(receiver: nn.Module, sender: nn.Module) -> tuple[float, float]:
         away += (a.double() - b.double()).square().sum().item()
         size += b.double().square().sum().item()
     return away, size
-
-
-def _rounded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """``model`` with its weights in ``dtype``; ``model.to`` would round the rotary tables too."""
-    for weight in model.parameters():
-        weight.data = weight.data.to(dtype)
-    model.config.dtype = dtype
-    return model

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from firsttoken.assets.adapters import export_adapter, read_recipe
 from firsttoken.kvreuse.tasks.items import Encoded
+from firsttoken.study.dtypes import autocast
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.machine import describe
 
@@ -48,8 +49,8 @@ def tune(
 ) -> tuple[PeftModel, list[dict[str, float]]]:
     """Train LoRA weights on all projections of ``model`` to continue each item's prefix and suffix with its target.
 
-    Returns the model and one row a step. The base keeps its dtype; the adapter is fp32 under bf16 autocast, with a
-    cosine schedule. Raises CorpusError for a task without items.
+    Returns the model and one row a step. The base keeps its dtype, the adapter is fp32, bf16 autocast where that is
+    fast; a cosine schedule. Raises CorpusError for a task without items.
     """
     if not tasks or not all(tasks):  # before the model gets an adapter
         raise CorpusError("a task has no training items; lower the profile's reuse_training.items or use a larger file")
@@ -119,7 +120,7 @@ def answer_loss(model: PreTrainedModel, items: Sequence[Encoded]) -> Tensor:
     start = torch.tensor([[len(row) - len(i.target) - 1] for row, i in zip(rows, items, strict=True)]).to(model.device)
     column = torch.arange(width, device=model.device)
     asked = (column >= start) & (column < end)
-    with torch.autocast(model.device.type, torch.bfloat16):
+    with autocast(model):
         hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
         logits = model.get_output_embeddings()(hidden[asked]).float()
     return F.cross_entropy(logits, ids.roll(-1, 1)[asked])

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from firsttoken.progressive.recipe import Recipe
 from firsttoken.progressive.samples import Sample, padded
+from firsttoken.study.dtypes import autocast
 from firsttoken.study.errors import CorpusError
 
 
@@ -74,7 +75,8 @@ def train(
     """Train the adapter of ``peft`` in place by ``recipe``.
 
     ``watch`` is called with the step number every ``watch_every`` steps and at the end; what it returns, validation
-    scores, joins that step's row. The base stays in its own dtype; the adapter is fp32 under bf16 autocast.
+    scores, joins that step's row. The base stays in its own dtype, the adapter is fp32; bf16
+    autocast where that is fast.
     """
     torch.manual_seed(recipe.seed)
     steps = recipe.total_steps(len(questions))
@@ -133,7 +135,7 @@ def _losses(
     answer, running, distilled = _targets(asked, read, ids.shape[1], recipe, draw)
     needed = answer | (running & (recipe.text_weight > 0)) | (distilled & (recipe.distill_weight > 0))
     head, device = model.get_output_embeddings(), model.device
-    with torch.autocast(device.type, torch.bfloat16):
+    with autocast(peft):
         hidden = model.get_decoder()(ids.to(device), use_cache=False).last_hidden_state
         logits = head(hidden[needed.to(device)]).float()
     token_loss = F.cross_entropy(logits, ids.roll(-1, 1)[needed].to(device), reduction="none")

@@ -18,7 +18,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.adapters import WEIGHTS
-from firsttoken.assets.models import layers_of, load_model
+from firsttoken.assets.models import as_stored, layers_of, load_model
 from firsttoken.progressive.adapters import check_fit, load_adapter
 from firsttoken.progressive.passlayer import pass_layers, restore_layers
 from firsttoken.progressive.stages import StagePlan
@@ -52,28 +52,33 @@ class ServedConfig:
 
 @dataclass(frozen=True)
 class Served:
-    """The full model that is served, with the hash that stage adapters are bound to."""
+    """The full model that is served, with the hash that stage adapters are bound to.
+
+    ``stored`` is the dtype that its weights were rounded to and its checkpoints are written in; None: the model's own.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     plan: StagePlan
     sha256: str
     provenance: dict[str, Any]
+    stored: torch.dtype | None = None
 
 
 def load_base(profile: Profile) -> Served:
     """The model of ``profile`` as it is published, not tuned to any task."""
     config = profile.section("served", ServedConfig)
     loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
+    as_stored(loaded.model, profile.stored_dtype(), profile.torch_dtype())
     provenance = loaded.provenance.as_dict()
     if loaded.tokenizer is None:
         raise StageError(f"model {profile.model} has no tokenizer, and quality needs real text: choose another model")
     plan = config.plan(len(layers_of(loaded.model)))
-    return Served(loaded.model, loaded.tokenizer, plan, str(provenance["sha256"]), provenance)
+    return Served(loaded.model, loaded.tokenizer, plan, str(provenance["sha256"]), provenance, profile.stored_dtype())
 
 
 def load_served(profile: Profile) -> Served:
-    """The model of ``profile`` with its task adapter, if it has one, merged in fp32 before the cast to its dtype."""
+    """The model of ``profile`` with its task adapter, if it has one, merged in fp32 before it is rounded."""
     config = profile.section("served", ServedConfig)
     if not config.task_adapter:
         return load_base(profile)
@@ -83,11 +88,9 @@ def load_served(profile: Profile) -> Served:
     merged = PeftModel.from_pretrained(loaded.model, str(folder)).merge_and_unload()
     weights = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
     sha256 = hashlib.sha256(f"{loaded.provenance.sha256}+{weights}".encode()).hexdigest()
-    for parameter in merged.parameters():  # not .to(): that rounds the rotary tables too, which no checkpoint does
-        parameter.data = parameter.data.to(profile.torch_dtype())
-    model = merged.eval().requires_grad_(False)
-    provenance = loaded.provenance.as_dict() | {"dtype": profile.dtype, "task_adapter_sha256": weights}
-    return Served(model, loaded.tokenizer, config.plan(depth), sha256, provenance)
+    model = as_stored(merged, profile.stored_dtype(), profile.torch_dtype()).eval().requires_grad_(False)
+    provenance = loaded.provenance.as_dict() | {"dtype": profile.dtype_name, "task_adapter_sha256": weights}
+    return Served(model, loaded.tokenizer, config.plan(depth), sha256, provenance, profile.stored_dtype())
 
 
 @contextmanager

@@ -47,12 +47,13 @@ def stage_adapters(config: ServedConfig, recipe: str) -> dict[int, Path]:
 def served_source(served: Served) -> ModelSource:
     """The served model, its task adapter merged, as a source of tensors."""
     kind = "random" if served.provenance["kind"] == "random" else "real"
-    return ModelSource(served.model, served.tokenizer, Origin(str(served.provenance["source"]), served.sha256, kind))
+    origin = Origin(str(served.provenance["source"]), served.sha256, kind)
+    return ModelSource(served.model, served.tokenizer, origin, served.stored)
 
 
 def _source(profile: Profile, config: ServedConfig) -> TensorSource:
     if profile.model.startswith(RANDOM):
-        return RandomSource(profile.model.removeprefix(RANDOM), profile.torch_dtype(), profile.seed)
+        return RandomSource(profile.model.removeprefix(RANDOM), profile.stored_dtype(), profile.seed)
     folder = Path(profile.model).expanduser()
     if folder.is_dir() and not config.task_adapter:
         return FolderSource(folder)

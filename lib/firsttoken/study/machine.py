@@ -1,4 +1,7 @@
-"""What machine is this: the part of a result without which its numbers mean nothing."""
+"""What machine is this: the part of a result without which its numbers mean nothing.
+
+Its name carries what changes results, the vector extensions and the cores, or the GPU; the description keeps the rest.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from typing import Any
 import torch
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy")
+_EXTENSIONS = (("amx", "amx_bf16"), ("avx512bf16", "avx512_bf16"), ("avx512", "avx512f"), ("avx2", "avx2"))
+_VECTORS = re.compile(r"s?sse|avx|fma|f16c|amx|asimd|neon|sve|sme(?!p)|bf16|i8mm|fphp")
 _CGROUP = Path("/sys/fs/cgroup")
 _NOISE = re.compile(
     r"\((r|tm|c)\)|@.*|\b\d+-core\b|\bcpu\b|\bprocessor\b|\bwith radeon.*|\b\d+(st|nd|rd|th) gen\b", re.IGNORECASE
@@ -27,6 +32,8 @@ def describe() -> dict[str, Any]:
     return {
         "slug": machine_slug(),
         "cpu": cpu_model(),
+        "vector": vector_extension(),
+        "flags": sorted(cpu_flags()),
         "cores": cores(),
         "memory_bytes": memory_bytes(),
         "os": _os_name(),
@@ -42,9 +49,34 @@ def describe() -> dict[str, Any]:
 
 @cache
 def machine_slug() -> str:
-    """A short name for folders: the GPU where there is one ("nvidia-h200"), else CPU and cores ("amd-epyc-2c")."""
+    """A short name for folders: the GPU where there is one ("nvidia-h200"), else the CPU, the widest vectors that it
+    computes with, and its cores ("amd-epyc-avx2-2c")."""
     gpu = gpu_description()
-    return slugify(gpu["name"]) if gpu else f"{slugify(cpu_model())}-{cores()}c"
+    return slugify(gpu["name"]) if gpu else f"{slugify(cpu_model())}-{vector_extension()}-{cores()}c"
+
+
+def identity() -> dict[str, Any]:
+    """What a kept measurement of this machine hangs on: another value, and it is another machine or another torch."""
+    return {"slug": machine_slug(), "cpu": cpu_model(), "flags": sorted(cpu_flags()), "torch": torch.__version__}
+
+
+def vector_extension() -> str:
+    """The widest vectors that torch computes with: "amx", "avx512bf16", "avx512", "avx2", "neon", "neonbf16", else the
+    architecture's name. ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA`` can lower it."""
+    flags = cpu_flags()
+    architecture = platform.machine().lower()
+    if architecture in ("arm64", "aarch64"):
+        return "neonbf16" if "bf16" in flags else "neon"
+    limits = (os.environ.get("ATEN_CPU_CAPABILITY", ""), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
+    known = _EXTENSIONS[-1:] if any("avx2" in limit.lower() for limit in limits) else _EXTENSIONS
+    return next((name for name, flag in known if flag in flags), architecture or "unknown")
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """The vector instructions that the processor names, in the kernel's words; none where the system does not tell."""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    return frozenset(filter(_VECTORS.match, found.group(1).split())) if found else frozenset()
 
 
 def slugify(name: str) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from firsttoken.study import paths
+from firsttoken.study import paths, warm
 from firsttoken.study.clock import Stopwatch
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.files import replacing
@@ -50,10 +49,13 @@ def run_notebook(path: Path, profile: str) -> float:
     """
     with Stopwatch() as watch, replacing(executed_path(path, profile)) as copy:
         # A process of its own: each notebook starts with empty memory, and Ctrl-C reaches this process alone.
-        command = [sys.executable, "-m", "papermill", str(path), str(copy), "-r", "profile", profile]
-        command += ["--kernel", "python3", "--cwd", str(path.parent), "--no-progress-bar", "--log-level", "CRITICAL"]
+        options = ["--kernel", "python3", "--cwd", str(path.parent), "--no-progress-bar", "--log-level", "CRITICAL"]
         run = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+            warm.command("papermill", [str(path), str(copy), "-r", "profile", profile, *options]),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         try:
             _, complaint = run.communicate()

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import torch
 import yaml
 
-from firsttoken.study import paths
+from firsttoken.study import dtypes, paths
+from firsttoken.study.dtypes import AUTO, DTYPES
 from firsttoken.study.errors import ProfileError
 
 Config = TypeVar("Config")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("cpu", "cuda", "auto")
 SETTINGS = {"about": str, "model": str, "device": str, "dtype": str, "seed": int, "threads": int}
 
@@ -58,8 +58,9 @@ class Profile:
         return built
 
     def parameters(self) -> dict[str, Any]:
-        """The settings, and every configuration that was asked for with its defaults filled in."""
-        return {key: getattr(self, key) for key in SETTINGS if key != "about"} | self.used
+        """The settings, ``dtype`` as it computes, and every configuration that was asked for, defaults filled in."""
+        settings = {key: getattr(self, key) for key in SETTINGS if key != "about"}
+        return settings | {"dtype": self.dtype_name} | self.used
 
     def torch_device(self) -> torch.device:
         """The device to run on; "auto" is CUDA where there is one. Raises ProfileError for a missing CUDA device."""
@@ -70,8 +71,17 @@ class Profile:
         return torch.device(self.device)
 
     def torch_dtype(self) -> torch.dtype:
-        """The dtype that weights are loaded in."""
-        return DTYPES[self.dtype]
+        """The dtype that computes; "auto" is the one that the device is fastest at."""
+        return dtypes.resolve(self.dtype, self.torch_device())
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of :meth:`torch_dtype`."""
+        return dtypes.name_of(self.torch_dtype())
+
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype that checkpoints are written in: with "auto" the same on every machine, whatever computes there."""
+        return DTYPES[dtypes.CHECKPOINT if self.dtype == AUTO else self.dtype]
 
 
 def profile_names() -> list[str]:
@@ -107,7 +117,7 @@ def load_profile(name: str, **overrides: Any) -> Profile:
         if key not in settings:
             raise ProfileError(f"profile {name}: missing key {key!r}")
         settings[key] = _coerce(settings[key], kind, f"profile {name}, key {key}")
-    for key, allowed in (("device", DEVICES), ("dtype", DTYPES)):
+    for key, allowed in (("device", DEVICES), ("dtype", (*DTYPES, AUTO))):
         if settings[key] not in allowed:
             raise ProfileError(f"profile {name}: unknown {key} {settings[key]!r}; {unknown(settings[key], allowed)}")
     if settings["threads"] < 0:

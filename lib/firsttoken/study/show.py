@@ -25,7 +25,9 @@ def opening(name: str) -> Profile:
     )
     print("packages  " + ", ".join(f"{name} {version}" for name, version in machine["packages"].items()))
     profile = load_profile(name)
-    print(f"profile   {profile.name}: {profile.about}; model {profile.model}, {profile.dtype}, seed {profile.seed}")
+    print(
+        f"profile   {profile.name}: {profile.about}; model {profile.model}, {profile.dtype_name}, seed {profile.seed}"
+    )
     return profile
 
 

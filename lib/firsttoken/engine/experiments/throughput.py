@@ -28,8 +28,9 @@ from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.padded import PaddedAttend
 from firsttoken.engine.request import Sampling
 from firsttoken.study import paths
+from firsttoken.study.dtypes import AUTO, DTYPES, name_of, resolve
 from firsttoken.study.errors import FirstTokenError, ProfileError
-from firsttoken.study.profile import DTYPES, Profile, unknown
+from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
@@ -42,7 +43,7 @@ PAD = 0
 
 @dataclass(frozen=True)
 class ThroughputConfig:
-    """``cases``, such as "bfloat16 16", name a dtype and how many requests: prompts of ``prompt_tokens`` (fewest,
+    """``cases``, such as "auto 16", name a dtype and how many requests: prompts of ``prompt_tokens`` (fewest,
     most) random ids, ``new_tokens`` greedy ones each.
 
     Each of ``systems`` runs ``repeats`` times in each case, in random order, after a warm-up. ``vllm`` among them needs
@@ -60,23 +61,20 @@ class ThroughputConfig:
             raise ProfileError(f"throughput: no system {min(odd)!r}; {unknown(min(odd), _SYSTEMS)}")
         for case in self.cases:
             dtype, _, count = case.partition(" ")
-            if dtype not in DTYPES or not count.isdecimal() or int(count) < 1:
-                raise ProfileError(
-                    f"throughput.cases: {case!r} is no dtype and number of requests, as in 'bfloat16 16'"
-                )
+            if dtype not in (*DTYPES, AUTO) or not count.isdecimal() or int(count) < 1:
+                raise ProfileError(f"throughput.cases: {case!r} is no dtype and number of requests, as in 'auto 16'")
 
 
 def throughput(profile: Profile) -> Outcome:
     """Rows {dtype, requests, system, repeat, tokens_per_s, same_tokens}: the same prompts for all, in one run."""
     config = profile.section("throughput", ThroughputConfig)
     rows: Rows = []
-    for dtype, count in (case.split() for case in config.cases):
-        stock, fused = (
-            load_model(profile.model, dtype=DTYPES[dtype], device=profile.torch_device(), with_tokenizer=False)
-            for _ in range(2)
-        )
+    device = profile.torch_device()
+    asked = [case.split() for case in config.cases]
+    for dtype, count in dict.fromkeys((resolve(name, device), count) for name, count in asked):
+        stock, fused = (load_model(profile.model, dtype=dtype, device=device, with_tokenizer=False) for _ in range(2))
         prompts = _prompts(int(count), config.prompt_tokens, stock.model.config.vocab_size, profile.seed)
-        case = _Case(stock.model, fuse(fused.model), prompts, config.new_tokens, dtype)
+        case = _Case(stock.model, fuse(fused.model), prompts, config.new_tokens, name_of(dtype))
         systems = {name: _SYSTEMS[name](case) for name in config.systems}
         try:
             timed = _timed(systems, len(prompts) * config.new_tokens, config.repeats, profile.seed)
@@ -84,7 +82,7 @@ def throughput(profile: Profile) -> Outcome:
             for system in systems.values():
                 if isinstance(system, _Vllm):
                     system.close()
-        rows += [{"dtype": dtype, "requests": len(prompts)} | row for row in timed]
+        rows += [{"dtype": case.dtype, "requests": len(prompts)} | row for row in timed]
     return Outcome(rows, {}, _summary(rows), stock.provenance.as_dict())
 
 

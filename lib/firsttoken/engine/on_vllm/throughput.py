@@ -54,7 +54,7 @@ def answers(model: str, prompts: list[list[int]], new_tokens: int, dtype: str, a
     from transformers import AutoConfig
 
     from firsttoken.engine.kv import KVShape
-    from firsttoken.study.profile import DTYPES
+    from firsttoken.study.dtypes import DTYPES
 
     shape = KVShape.of(AutoConfig.from_pretrained(model), DTYPES[dtype], BLOCK_TOKENS)
     blocks = sum(shape.blocks(len(prompt) + new_tokens) for prompt in prompts)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from firsttoken.assets.models import load_model
+from firsttoken.assets.models import as_stored, load_model
 from firsttoken.kvreuse.experiments.setting import ReuseConfig
 from firsttoken.kvreuse.pairs import HALF, adapters_folder, half_the_layers
 from firsttoken.kvreuse.tasks.items import encode
@@ -41,7 +39,8 @@ def reuse_training(profile: Profile) -> Outcome:
     rows, summary, provenance = [], {}, {}
     for line in config.adapters:
         name, tasks, steps = _parse(line)
-        base = load_model(profile.model, dtype=torch.bfloat16, device=profile.torch_device())
+        base = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
+        as_stored(base.model, profile.stored_dtype(), profile.torch_dtype())
         model = half_the_layers(base.model) if name.startswith(HALF) else base.model
         data = {
             Path(task).stem: [  # of a file its name only: the recipe is given away

@@ -111,20 +111,28 @@ class FolderSource:
 class ModelSource:
     """A model in memory, such as the served one with its task adapter merged."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, provenance: Origin) -> None:
-        """``provenance.sha256`` must stand for these weights: the same one means that nothing is staged again."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        provenance: Origin,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """``provenance.sha256`` must stand for these weights: the same one means that nothing is staged again.
+        ``dtype`` is the one to write, where the model computes in another."""
         self._model, self._tokenizer, self.provenance = model, tokenizer, provenance
+        self._dtype = dtype
         self._tensors = dict(model.named_parameters())  # each once, so no tied head
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         self.names = list(self.shapes)
         self.config = copy.deepcopy(model.config)
-        self.config.update({"architectures": [type(model).__name__], "dtype": model.dtype})
+        self.config.update({"architectures": [type(model).__name__], "dtype": dtype or model.dtype})
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
+        return self._dtype or self._tensors[name].dtype
 
     def get(self, name: str) -> Tensor:
-        return self._tensors[name].detach()
+        return self._tensors[name].detach().to(self._dtype)
 
     def write_side_files(self, folder: Path) -> None:
         for part in (self.config, self._model.generation_config, self._tokenizer):

@@ -97,7 +97,7 @@ def cold_start_shapes(profile: Profile) -> Outcome:
     rows: Rows = []
     summary: dict[str, dict[str, Any]] = {}
     for shape, block in zip(config.shapes, config.blocks, strict=True):
-        checkpoint = random_checkpoint(shape, profile.torch_dtype(), block, profile.seed)
+        checkpoint = random_checkpoint(shape, profile.stored_dtype(), block, profile.seed)
         specs = trial_specs(profile, checkpoint, "", config.readers, config.prompt_tokens)
         disk = disk_speed(specs("read"))
         for rate in config.links:
@@ -133,6 +133,7 @@ class _Specs:
             "threads": profile.threads,
             "readers": readers,
             "device": str(profile.torch_device()),
+            "dtype": profile.dtype_name,
         }
 
     def __call__(self, variant: str) -> TrialSpec:

@@ -19,6 +19,7 @@ from firsttoken.progressive.served import Served, ServedConfig, load_served
 from firsttoken.progressive.stages import StagePlan
 from firsttoken.progressive.staging import RANDOM, best_recipe, served_source, stage_adapters
 from firsttoken.study import paths
+from firsttoken.study.dtypes import name_of
 from firsttoken.study.profile import Profile
 
 
@@ -41,7 +42,7 @@ def served_checkpoint(profile: Profile, served: Served | None = None) -> Checkpo
     config = profile.section("served", ServedConfig)
     served = served or load_served(profile)
     adapters = stage_adapters(config, best_recipe(profile))
-    return _write(served_source(served), served.plan, served.sha256[:12], served.provenance, adapters)
+    return _write(served_source(served), served.plan, _name(served), served.provenance, adapters)
 
 
 def random_checkpoint(shape: str, dtype: Any, block: int, seed: int) -> Checkpoint:
@@ -50,21 +51,26 @@ def random_checkpoint(shape: str, dtype: Any, block: int, seed: int) -> Checkpoi
     depth = source.config.num_hidden_layers
     plan = StagePlan.from_block(depth, range(depth - 1 - block, depth - 1))
     provenance = {"source": f"random:{shape}, seed {seed}", "sha256": None, "kind": "random", "note": "timing only"}
-    return _write(source, plan, f"random-{shape}-{str(dtype).removeprefix('torch.')}-{seed}", provenance, {})
+    return _write(source, plan, f"random-{shape}-{name_of(dtype)}-{seed}", provenance, {})
 
 
 def bare_checkpoint(served: Served) -> Checkpoint:
     """The served model under its stage plan without adapters."""
-    return _write(served_source(served), served.plan, served.sha256[:12], served.provenance, {})
+    return _write(served_source(served), served.plan, _name(served), served.provenance, {})
 
 
 def whole_checkpoint(served: Served) -> Checkpoint:
     """The served model in one stage: what a plain start loads, layer after layer."""
     source, parent = served_source(served), paths.CACHE / "checkpoints"
-    folder = parent / f"{served.sha256[:12]}-whole"
+    folder = parent / f"{_name(served)}-whole"
     manifest = write_staged(source, whole(source.names, served.plan.depth), folder)
-    stock = write_stock(source, parent / f"{served.sha256[:12]}-stock")
+    stock = write_stock(source, parent / f"{_name(served)}-stock")
     return Checkpoint(folder, stock, manifest, served.plan, served.provenance)
+
+
+def _name(served: Served) -> str:
+    """Weights and the dtype they are written in: a folder made where another one computes holds the same."""
+    return f"{served.sha256[:12]}-{name_of(served.stored or served.model.dtype)}"
 
 
 def _write(

@@ -18,6 +18,7 @@ from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.coldstart.variants import Variant
 from firsttoken.progressive.loading.reader import BlobReader
 from firsttoken.study.clock import timed
+from firsttoken.study.dtypes import DTYPES
 from firsttoken.study.footprint import cpu_seconds
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def start_peer(
     """Somebody else's loader, then the prefill: the first token, and what to measure after it."""
     from firsttoken.progressive.loading.peers import load_with
 
-    model = load_with(variant.peer, Path(spec.stock), device=spec.device)
+    model = load_with(variant.peer, Path(spec.stock), DTYPES.get(spec.dtype), spec.device)
     marks.phase("load")
     token = _prefill(model, prompt)
     marks.phase("prefill")
@@ -78,7 +79,7 @@ def start_ours(
 
     folder = Path(spec.staged)
     manifest = read_manifest(folder)
-    skeleton = Skeleton(folder, manifest, spec.device)
+    skeleton = Skeleton(folder, manifest, spec.device, DTYPES.get(spec.dtype))
     marks.phase("build")
     options = {"threads": spec.readers, "verify": variant.verify, "reader": reader}
     load = StageLoad(folder, manifest, variant.stages, links, skeleton, skeleton.empty_view(), **options)

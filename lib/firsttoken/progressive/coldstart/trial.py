@@ -30,7 +30,8 @@ class TrialSpec:
 
     ``gbit_per_s`` shapes our own reads with a token bucket (0: not at all; a limit in the kernel is the parent's).
     ``stages`` are loaded instead of the variant's own, where given; ``recover`` loads the later ones after the first
-    token. With an empty ``prompt`` (random weights have no tokenizer) it is ``prompt_tokens`` arbitrary ids.
+    token. With an empty ``prompt`` (random weights have no tokenizer) it is ``prompt_tokens`` arbitrary ids. ``dtype``
+    is what computes ("stored": the checkpoint's own); to convert the weights is part of loading them.
     """
 
     variant: str
@@ -42,6 +43,7 @@ class TrialSpec:
     threads: int = 0
     readers: int = 8
     device: str = "cpu"
+    dtype: str = "stored"
     spawned_s: float = 0.0
     stages: tuple[int, ...] = ()
     recover: bool = False

@@ -30,10 +30,15 @@ from firsttoken.study.errors import ModelError
 
 
 class Skeleton:
-    """The model of a staged checkpoint with no weights yet, and its layers by index whether they compute or not."""
+    """The model of a staged checkpoint with no weights yet, and its layers by index whether they compute or not.
 
-    def __init__(self, folder: Path, manifest: Manifest, device: str | torch.device = "cpu") -> None:
-        self.model: PreTrainedModel = build_on_meta(folder, torch_dtype(manifest.dtype))
+    It computes in ``dtype``, or as it is stored; what arrives is converted as it is put in its place.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    ) -> None:
+        self.model: PreTrainedModel = build_on_meta(folder, dtype or torch_dtype(manifest.dtype))
         self.device = torch.device(device)
         self.model.model.rotary_emb.to(self.device)
         self.layers: list[nn.Module] = list(self.model.model.layers)

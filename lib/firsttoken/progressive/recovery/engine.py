@@ -40,7 +40,8 @@ class EngineConfig:
 
 
 class Engine:
-    """Serves the staged checkpoint in ``folder``, fetched over ``links``, while it arrives."""
+    """Serves the staged checkpoint in ``folder``, fetched over ``links``, while it arrives; ``dtype`` as in
+    :func:`firsttoken.study.dtypes.serving`."""
 
     def __init__(
         self,
@@ -49,11 +50,18 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         device: str = "cpu",
+        dtype: str = "stored",
         upgrade_policy: Transition | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self._growth = Growth(
-            folder, links, device=device, threads=config.threads, verify=config.verify, retry_s=config.retry_s
+            folder,
+            links,
+            device=device,
+            dtype=dtype,
+            threads=config.threads,
+            verify=config.verify,
+            retry_s=config.retry_s,
         )
         self._policy = upgrade_policy or PrefillAgain()
         self._work = threading.Condition()

@@ -14,7 +14,9 @@ from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressive.loading.blobs import adapter_blobs, part_blobs
 from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.placement import torch_dtype
 from firsttoken.progressive.loading.views import StageView
+from firsttoken.study import dtypes
 
 LONGEST_PAUSE_S = 60.0
 
@@ -26,12 +28,20 @@ class Growth:
     """
 
     def __init__(
-        self, folder: Path, links: Sequence[Link], *, device: str, threads: int, verify: bool, retry_s: float
+        self,
+        folder: Path,
+        links: Sequence[Link],
+        *,
+        device: str,
+        dtype: str,
+        threads: int,
+        verify: bool,
+        retry_s: float,
     ) -> None:
         self.stages, self.bytes_total, self.error = 0, 0, ""
         self.events: list[dict[str, Any]] = []
         self.closing = threading.Event()
-        self._folder, self._links, self._device = folder, list(links), device
+        self._folder, self._links, self._device, self._dtype = folder, list(links), device, dtype
         self._options = {"threads": threads, "verify": verify}
         self._retry_s = retry_s
         self._started_s = time.monotonic()
@@ -57,7 +67,8 @@ class Growth:
             for blobs in (adapter_blobs, part_blobs)
             for blob in blobs(self._folder, manifest, [stage])
         )
-        self.skeleton = Skeleton(self._folder, manifest, self._device)
+        computing = dtypes.serving(self._dtype, torch_dtype(manifest.dtype), self._device)
+        self.skeleton = Skeleton(self._folder, manifest, self._device, computing)
         self._manifest: Manifest = manifest
         return self._load(1, self.skeleton.empty_view())
 

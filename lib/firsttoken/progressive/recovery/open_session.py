@@ -43,9 +43,9 @@ class OpenSessionConfig:
 class Stages:
     """A staged checkpoint with every stage in memory, each as a view of the same weights."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype | None = None) -> None:
         manifest = checkpoint.manifest
-        self._skeleton = Skeleton(checkpoint.staged, manifest, device)
+        self._skeleton = Skeleton(checkpoint.staged, manifest, device, dtype)
         self.model = self._skeleton.model
         self.views: dict[int, StageView] = {0: self._skeleton.empty_view()}
         for stage in range(1, len(manifest.stages) + 1):
@@ -72,7 +72,7 @@ def open_session(profile: Profile) -> Outcome:
     checkpoints = {"healed": served_checkpoint(profile, served), "bare": bare_checkpoint(served)}
     rows: Rows = []
     for kind, checkpoint in checkpoints.items():
-        stages = Stages(checkpoint, profile.torch_device())
+        stages = Stages(checkpoint, profile.torch_device(), profile.torch_dtype())
         jobs = [(n, move, policy) for n in config.contexts for move in MOVES for policy in TRANSITIONS.values()]
         for tokens, move, policy in tqdm(jobs, desc=f"transitions, {kind}", disable=None):
             label = {"kind": kind, "measure": "cost", "context_tokens": tokens}

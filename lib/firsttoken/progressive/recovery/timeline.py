@@ -71,6 +71,7 @@ def _one(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile,
         sample_s=config.sample_s,
         threads=profile.threads,
         device=str(profile.torch_device()),
+        dtype=profile.dtype_name,
     )
     command = [sys.executable, "-m", "firsttoken.progressive.recovery.timeline_trial"]
     done = subprocess.run(command, input=json.dumps(asdict(spec)), capture_output=True, text=True)

@@ -35,6 +35,7 @@ class TimelineSpec:
     sample_s: float
     threads: int
     device: str
+    dtype: str
 
 
 def main(spec: TimelineSpec) -> list[dict[str, Any]]:
@@ -46,7 +47,7 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
     architecture = json.loads(Path(spec.folder, "config.json").read_text(encoding="utf-8"))["architectures"][0]
     getattr(transformers, architecture)  # a worker has its libraries in memory before a request comes
     rows: list[dict[str, Any]] = [{"row": "memory", "at_s": 0.0, "rss_bytes": reset_peak()}]
-    engine = Engine(Path(spec.folder), [Link(LinkConfig(spec.gbit_per_s))], device=spec.device)
+    engine = Engine(Path(spec.folder), [Link(LinkConfig(spec.gbit_per_s))], device=spec.device, dtype=spec.dtype)
     start = time.monotonic()
     engine.start()
     threads = [threading.Thread(target=_client, args=(engine, spec, i, start, rows)) for i in range(spec.clients)]

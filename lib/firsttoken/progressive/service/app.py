@@ -25,6 +25,7 @@ from firsttoken.progressive.service.answer import Piece, answer
 from firsttoken.progressive.service.config import ServiceConfig
 from firsttoken.progressive.service.refusals import refusal, refuse
 from firsttoken.progressive.service.text import Vocabulary, read_vocabulary
+from firsttoken.study.dtypes import AUTO
 from firsttoken.study.errors import FirstTokenError
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def build_replica(config: ServiceConfig) -> FastAPI:
         max_prompt_tokens=config.max_prompt_tokens,
         max_new_tokens=config.max_new_tokens,
     )
-    engine = Engine(config.folder, [Link(LinkConfig(config.gbit_per_s))], limits)
+    engine = Engine(config.folder, [Link(LinkConfig(config.gbit_per_s))], limits, dtype=AUTO)
     engine.start()
     vocabulary = read_vocabulary(config.folder, config.max_prompt_tokens)
     name = serve.get_replica_context().replica_id.unique_id

@@ -1,0 +1,132 @@
+"""Which dtype a device computes in: bf16 where its products are as fast as fp32's, float32 elsewhere.
+
+A CPU without bf16 instructions multiplies bf16 at a hundredth of fp32's rate (1.1 against 112 GFLOP/s on two AVX2
+cores), and some that have them gain nothing. So torch is asked first, and one short product decides, once a machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+
+import torch
+
+from firsttoken.study import paths
+from firsttoken.study.clock import timed
+from firsttoken.study.files import write_text
+from firsttoken.study.machine import identity
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTO = "auto"
+AS_STORED = "stored"
+CHECKPOINT = "bfloat16"  # what checkpoints are written in where nobody says otherwise, whatever computes
+SLOW = 0.5  # of fp32's rate: where bf16 is asked for and slower than that, a line says so
+_PRODUCT = (256, 512, 512)  # rows, inner, columns: a prefill's; 0.1 s where bf16 is slow
+_TURNS = 3  # of both dtypes, the fastest product counting: whatever else runs can only make one slower
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device multiplies, in GFLOP/s, and whether torch has bf16 instructions for it."""
+
+    native_bf16: bool
+    float32: float
+    bfloat16: float
+
+    @property
+    def ratio(self) -> float:
+        """bf16's rate over fp32's."""
+        return self.bfloat16 / self.float32
+
+
+def computing(device: torch.device | str) -> torch.dtype:
+    """The dtype that ``device`` computes in fastest: bfloat16 or float32."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    rates = cpu_rates()
+    return torch.bfloat16 if rates.native_bf16 and rates.ratio >= 1 else torch.float32
+
+
+def why(device: torch.device | str) -> str:
+    """One line that says which dtype ``device`` computes in, and on what ground."""
+    name = name_of(computing(device))
+    if torch.device(device).type == "cuda":
+        return f"{name}: this GPU has {'' if name == 'bfloat16' else 'no '}bf16 instructions"
+    rates = cpu_rates()
+    told = f"torch has {'' if rates.native_bf16 else 'no '}bf16 instructions for this processor"
+    return f"{name}: {told}, a bf16 product runs at {rates.ratio:.2g} of fp32's ({rates.float32:.0f} GFLOP/s a core)"
+
+
+def resolve(name: str, device: torch.device | str) -> torch.dtype:
+    """The dtype called ``name``; "auto" is that of :func:`computing`. A line warns of bf16 on a CPU slow at it."""
+    if name == AUTO:
+        return computing(device)
+    if name == "bfloat16" and torch.device(device).type == "cpu":
+        _warn_if_slow()
+    return DTYPES[name]
+
+
+def serving(name: str, stored: torch.dtype, device: torch.device | str) -> torch.dtype:
+    """The dtype that a checkpoint of ``stored`` weights computes in: "stored" as it is, "auto" as it is unless these
+    are halves that a CPU is slow at, which are widened to float32, else the one called ``name``."""
+    if name == AS_STORED or (name == AUTO and (torch.device(device).type != "cpu" or stored == computing(device))):
+        return stored
+    return torch.float32 if name == AUTO else resolve(name, device)
+
+
+def autocast(model: torch.nn.Module) -> AbstractContextManager:
+    """What training computes in: bf16 autocast where the device is fast at it or the weights are halves, else fp32."""
+    weight = next(model.parameters())
+    if weight.dtype == torch.float32 and computing(weight.device) == torch.float32:
+        return nullcontext()
+    return torch.autocast(weight.device.type, torch.bfloat16)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """ "bfloat16" of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def cpu_rates() -> Rates:
+    """The CPU's rates, measured once a machine and torch, and kept in the cache; a file of another is not believed."""
+    file, here = paths.CACHE / "cpu-rates.json", identity()
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept.pop("machine") == here:
+            return Rates(**{key: type(default)(kept[key]) for key, default in (vars(Rates(True, 1.0, 1.0))).items()})
+    rates = _measure()
+    with suppress(OSError):  # a cache that cannot be written costs 0.3 s at the next start
+        write_text(file, json.dumps({"machine": here} | asdict(rates), indent=1) + "\n")
+    return rates
+
+
+def _measure() -> Rates:
+    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    rows, inner, columns = _PRODUCT
+    gflop, fastest = 2 * rows * inner * columns / 1e9, {"float32": math.inf, "bfloat16": math.inf}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two that wait for each other on a busy machine measure the wait
+    try:
+        for _ in range(_TURNS):
+            for name in fastest:
+                left, right = (torch.ones(shape, dtype=DTYPES[name]) for shape in ((rows, inner), (inner, columns)))
+                fastest[name] = min(fastest[name], *timed(lambda a=left, b=right: torch.mm(a, b), repeats=2))
+    finally:
+        torch.set_num_threads(threads)
+    return Rates(bool(native), **{name: gflop / seconds for name, seconds in fastest.items()})
+
+
+@cache
+def _warn_if_slow() -> None:
+    if (ratio := cpu_rates().ratio) < SLOW:
+        print(
+            f"firsttoken: bfloat16 was asked for, and this processor multiplies it {1 / ratio:.0f} times slower than "
+            "float32; dtype: auto would compute in float32",
+            file=sys.stderr,
+        )

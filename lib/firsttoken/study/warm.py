@@ -1,0 +1,192 @@
+"""Notebooks without their imports: each kernel is a copy of one process that has imported everything, and nothing more.
+
+To import torch, transformers, peft and the plotting libraries takes 17 s of two AVX2 cores, for every notebook and for
+the papermill that runs it. A process that has done so once, holds no tensor and has started no thread pool can be
+forked in milliseconds, and a notebook is as alone in its copy as in a process of its own. What measures a cold start
+starts fresh processes as before.
+
+``python -m firsttoken.study.warm pytest --nbval notebooks`` runs a command whose kernels start so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SOCKET = "FIRSTTOKEN_WARM"  # the environment variable that names the socket of the warm process
+CLIENT = Path(__file__).with_name("warm_client.py")
+MODULES = (
+    "firsttoken.study.show",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "pandas",
+    "seaborn",
+    "datasets",
+    "papermill.cli",
+    "ipykernel.kernelapp",
+)
+_LOOK_S = 0.05
+
+
+def possible() -> bool:
+    """Whether processes may be copied here: not on macOS, whose libraries do not survive it, nor beside a GPU."""
+    return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+
+
+@contextmanager
+def warmed() -> Iterator[None]:
+    """A warm process for the time of the block, from which :func:`command` and all Jupyter kernels named python3 start;
+    where that is not possible, or it does not start, nothing changes."""
+    if SOCKET in os.environ or not possible():
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="firsttoken-") as folder:
+        address = f"{folder}/warm"
+        server = subprocess.Popen(
+            [sys.executable, "-m", "firsttoken.study.warm", "--serve", address],
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for whoever asked for a copy
+            env=os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"},
+        )
+        before = {name: os.environ.get(name) for name in (SOCKET, "JUPYTER_PATH")}
+        try:
+            if server.stdout.readline():  # it listens
+                _write_kernel(Path(folder), address)
+                os.environ[SOCKET] = address
+                os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, (folder, before["JUPYTER_PATH"])))
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            server.terminate()
+            server.wait()
+
+
+def command(module: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of ``python -m module arguments``, as a copy of the warm process where there is one."""
+    if address := os.environ.get(SOCKET):
+        return [*_client(address), module, *arguments]
+    return [sys.executable, "-m", module, *arguments]
+
+
+def _client(address: str) -> list[str]:
+    return [sys.executable, "-I", "-S", str(CLIENT), address]
+
+
+def _write_kernel(folder: Path, address: str) -> None:
+    """A kernel called python3, found before the environment's own."""
+    place = folder / "kernels" / "python3"
+    place.mkdir(parents=True)
+    argv = [*_client(address), "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": argv, "display_name": "Python 3 (warm)", "language": "python"}
+    (place / "kernel.json").write_text(json.dumps(spec), encoding="utf-8")
+
+
+def serve(address: str) -> None:
+    """Import everything, then make a copy for each client of the socket ``address``, until a signal ends it."""
+    for module in MODULES:
+        with suppress(ImportError):  # what is not installed is not needed, or fails where it is
+            importlib.import_module(module)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    children: dict[int, socket.socket] = {}
+    try:
+        with socket.socket(socket.AF_UNIX) as listening, selectors.DefaultSelector() as selector:
+            listening.bind(address)
+            listening.listen()
+            selector.register(listening, selectors.EVENT_READ)
+            print("listening", flush=True)
+            while True:
+                for key, _ in selector.select(_LOOK_S):
+                    if key.fileobj is listening:
+                        client, _ = listening.accept()
+                        if (child := _copy(client, listening, selector)) is not None:
+                            children[child] = client
+                            selector.register(client, selectors.EVENT_READ, child)
+                    else:  # clients say nothing more: this one is gone
+                        selector.unregister(key.fileobj)
+                        _end(key.data, signal.SIGTERM)
+                _report(children, selector)
+    finally:
+        for child in children:
+            _end(child, signal.SIGKILL)
+
+
+def _copy(client: socket.socket, listening: socket.socket, selector: selectors.BaseSelector) -> int | None:
+    """Fork for ``client``: the child runs the module that it asks for, the parent gets its process id."""
+    with suppress(OSError, ValueError):
+        said, handles, _, _ = socket.recv_fds(client, 1 << 20, 3)
+        asked = json.loads(said)
+        child = os.fork()
+        if child:
+            for handle in handles:
+                os.close(handle)
+            client.sendall(f"{child}\n".encode())
+            return child
+        status = 1
+        try:
+            for opened in (selector, listening, client):
+                opened.close()
+            status = _become(asked, handles)
+        finally:
+            os._exit(status)
+    client.close()
+    return None
+
+
+def _become(asked: dict, handles: Sequence[int]) -> int:
+    """In the child: take on the client's streams, folder and environment and run its module; returns the exit status."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number, handle in enumerate(handles):
+        os.dup2(handle, number)
+        os.close(handle)
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    os.environ.pop("JPY_PARENT_PID", None)  # a kernel that is not its frontend's child takes it for dead
+    sys.argv = ["", *asked["arguments"]]
+    try:
+        runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def _report(children: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+    """Tell the clients of children that have ended with which status they did."""
+    while children:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            return
+        client = children.pop(child)
+        with suppress(KeyError):
+            selector.unregister(client)
+        with suppress(OSError):
+            client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        client.close()
+
+
+def _end(child: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(child, number)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        serve(sys.argv[2])
+    else:
+        with warmed():
+            sys.exit(subprocess.run([sys.executable, "-m", *sys.argv[1:]], check=False).returncode)
