@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from firsttoken.study.claims import Claim, Verdict, judge, judge_all, load_claim
 from firsttoken.study.claims_table import (
     BEGIN,
     END,
-    claims_table,
+    Own,
     readme_is_current,
     readme_machine,
     table_for,
@@ -137,18 +138,40 @@ def test_only_the_profiles_that_a_claim_names_may_answer(make_result) -> None:
     assert (by_full.verdict, by_quick.verdict) == (R, F)
 
 
-def test_the_table_shows_both_machines(make_result) -> None:
-    ratio = claim(kind="ratio", value=2.0, unit="x", tolerance=0.1, says="a | b " + "word " * 40)
+RATIO = {"kind": "ratio", "value": 2.0, "unit": "x", "tolerance": 0.1}
+
+
+def cells(table: str, row: int) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", table.splitlines()[row])[1:-1]]
+
+
+def test_the_table_shows_the_record_and_a_gpu(make_result) -> None:
+    ratio = claim(**RATIO, says="a | b " + "word " * 40)
     here = make_result(summary={"m": {"value": 1.5, "low": 1.25, "high": 1.75, "n": 20, "unit": "x"}})
     there = make_result(summary={"m": {"value": 2.0}}, machine={"slug": "nvidia-x", "gpu": "X"})
     table = table_for([ratio], [here, there], "test-cpu-2c")
     row = table.splitlines()[2]
     assert "a \\| b" in row and len(row) < 250
-    for cell in ("2 x", "1.5 x [1.25, 1.75], n=20", "2 x (reproduced)", "± 10%", "1 + 0.5", "trend only"):
-        assert f"| {cell} |" in row
-    assert table == claims_table(
-        judge_all([ratio], [here], "test-cpu-2c"), judge_all([ratio], [there], "gpu"), "test-cpu-2c"
-    )
+    expected = ["2 x", "1.5 x [1.25, 1.75], n=20", "2 x (reproduced)", "± 10%", "00", "1 + 0.5", "trend only"]
+    assert cells(table, 2)[1:] == expected
+    assert "recorded GPU" not in cells(table_for([ratio], [here], "test-cpu-2c"), 0), "an empty column is left out"
+    assert table.endswith("Recorded: `test-cpu-2c`, the largest profile that was run there.")
+
+
+def test_a_readers_values_stand_beside_the_record_and_neither_is_taken_for_the_other(make_result) -> None:
+    ratio, other = claim(**RATIO), claim(id="d", **RATIO | {"experiment": "sizes"})
+    recorded = [
+        make_result(experiment=name, profile="full", summary={"m": {"value": 2.0}}) for name in ("machine", "sizes")
+    ]
+    mine = make_result(summary={"m": {"value": 0.5}}, machine={"slug": "laptop-avx2-4c", "gpu": None})
+    table = table_for([ratio, other], [*recorded, mine], "test-cpu-2c", Own("laptop-avx2-4c", "quick", (mine,)))
+    head = cells(table, 0)
+    assert head[2:4] == ["yours: laptop-avx2-4c, quick", "recorded"] and head[-2:] == ["yours says", "the record says"]
+    first, second = (dict(zip(head, cells(table, row), strict=True)) for row in (2, 3))
+    assert [first[key] for key in head[2:4] + head[-2:]] == ["0.5 x", "2 x", "not reproduced", "reproduced"]
+    assert [second[key] for key in head[2:4] + head[-2:]] == ["", "2 x", "not run here", "reproduced"]
+    same = table_for([ratio], [recorded[0], mine], "test-cpu-2c", Own("test-cpu-2c", "quick", ()))
+    assert cells(same, 2)[2:4] == ["", "2 x"], "a machine of the same name, too, has only what it ran itself"
 
 
 def test_the_readme_holds_the_table(root) -> None:

@@ -14,6 +14,7 @@ from firsttoken.study import paths
 from firsttoken.study.claims_table import BEGIN, END
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.notebooks import notebook_paths
+from firsttoken.study.record import write_result
 
 pytestmark = pytest.mark.usefixtures("root")
 
@@ -26,9 +27,9 @@ def test_notebooks_run_in_order_and_a_failing_one_fails_the_run(write_notebook, 
     assert out.index("01_works") < out.index("02_breaks")
     assert "notebook 02_breaks.ipynb failed" in out and "IndexError: list index out of range" in out
     assert "\x1b[" not in out
-    assert "| claim | paper |" in out and "executed notebooks:" in out
+    assert "| claim | paper | yours: " in out and "executed notebooks:" in out
     assert "1 of 2 notebooks failed" in err
-    (copy,) = (paths.EXECUTED / "quick").iterdir()
+    (copy,) = (paths.EXECUTED / "quick").glob("*.ipynb")
     assert copy.name == "01_works.ipynb" and "profile is quick" in copy.read_text(encoding="utf-8")
 
 
@@ -112,12 +113,16 @@ def test_an_error_is_one_line(arguments: list[str], message: str, capsys) -> Non
     assert message in err and err.count("\n") == 1
 
 
-def test_the_readme_is_updated_and_checked(root: Path, capsys) -> None:
+def test_the_readme_is_updated_and_checked(root: Path, make_result, capsys) -> None:
     (root / "README.md").write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
     assert main(["claims", "--check"]) == 1
+    write_result(make_result(machine={"slug": "elsewhere-4c", "gpu": None}))
     assert main(["claims", "--update", "--machine", "elsewhere-4c"]) == 0
     assert main(["claims", "--check"]) == 0, "the README's own machine is checked, not this one"
-    assert "Measured here: `elsewhere-4c`" in capsys.readouterr().out
+    assert "Recorded: `elsewhere-4c`" in capsys.readouterr().out
+    assert main(["claims", "--machine", "elsewhere-4"]) == 2
+    err = capsys.readouterr().err
+    assert "no results of a machine 'elsewhere-4'" in err and "did you mean 'elsewhere-4c'?" in err
 
 
 def test_missing_results_are_listed(capsys) -> None:

@@ -1,55 +1,55 @@
-"""The claims table: paper, this machine, recorded GPU and verdict, as markdown, and its place in the README."""
+"""The claims table as markdown, and its place in the README: paper, what was recorded, what this machine measured."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from firsttoken.study.claims import Claim, Judgement, Verdict, judge_all, show
+from firsttoken.study.claims import Claim, Judgement, Verdict, judge, judge_all, show
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.files import write_text
-from firsttoken.study.machine import machine_slug
-from firsttoken.study.record import Result
+from firsttoken.study.record import Result, pick
 
 BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
-HEADINGS = (
-    "claim",
-    "paper",
-    "measured here",
-    "recorded GPU",
-    "tolerance",
-    "notebook",
-    "human + compute min",
-    "verdict",
-)
-_CAPTION = re.compile(r"^Measured here: `([^`]+)`", re.MULTILINE)
+_CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)
 _WIDTH = 90
 
 
-def table_for(claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None) -> str:
-    """The claims table of ``machine`` (a slug, None for this machine) beside the results recorded on a GPU."""
-    claims, results = list(claims), list(results)
-    here = machine or machine_slug()
-    return claims_table(judge_all(claims, results, here), judge_all(claims, results, "gpu"), here)
+@dataclass(frozen=True)
+class Own:
+    """What the reader's machine measured: its name, the profile that ran, and the results; shown beside the record."""
+
+    machine: str
+    profile: str
+    results: tuple[Result, ...]
 
 
-def claims_table(here: Iterable[Judgement], recorded: Iterable[Judgement], machine: str) -> str:
-    """Markdown table of the judgements ``here`` on ``machine``; ``recorded`` are those of the same claims on a GPU.
+def table_for(claims: Iterable[Claim], results: Iterable[Result], machine: str, own: Own | None = None) -> str:
+    """The claims judged by what was recorded on ``machine`` (a slug), beside a GPU's results and the reader's ``own``.
 
-    The last column judges what was measured here. A verdict of the GPU that differs stands with its number.
+    A column that would be empty is left out. A verdict of the GPU that differs stands with its number.
     """
-    lines = [_row(HEADINGS), _row(["---"] * len(HEADINGS))]
-    for mine, theirs in zip(here, recorded, strict=True):
-        claim = mine.claim
-        differs = theirs.verdict not in (Verdict.NOT_RUN, mine.verdict)
-        gpu = f"{theirs.measured} ({theirs.verdict})" if differs else theirs.measured
-        minutes = f"{show(claim.human_min)} + {show(claim.compute_min)}"
-        says = f"{claim.report}: {textwrap.shorten(claim.says, _WIDTH, placeholder=' ...')} ({claim.place})"
-        cells = [says, _paper(claim), mine.measured, gpu, _tolerance(claim), claim.notebook, minutes, mine.verdict]
-        lines.append(_row(cells))
-    return "\n".join([*lines, "", f"Measured here: `{machine}`."])
+    claims, results = list(claims), list(results)
+    columns = {"claim": [_says(claim) for claim in claims], "paper": [_paper(claim) for claim in claims]}
+    recorded, gpu = (judge_all(claims, results, where) for where in (machine, "gpu"))
+    mine = [judge(claim, pick(own.results, claim.experiment, claim.profiles, "any")) for claim in claims] if own else []
+    if own:
+        columns[f"yours: {own.machine}, {own.profile}"] = [judgement.measured for judgement in mine]
+    columns["recorded" if own else "measured"] = [judgement.measured for judgement in recorded]
+    if any(judgement.verdict != Verdict.NOT_RUN for judgement in gpu):
+        columns["recorded GPU"] = [_beside(theirs, ours) for theirs, ours in zip(gpu, recorded, strict=True)]
+    columns["tolerance"] = [_tolerance(claim) for claim in claims]
+    columns["notebook"] = [claim.notebook for claim in claims]
+    columns["human + compute min"] = [f"{show(claim.human_min)} + {show(claim.compute_min)}" for claim in claims]
+    if own:
+        columns["yours says"] = [judgement.verdict for judgement in mine]
+    columns["the record says" if own else "verdict"] = [judgement.verdict for judgement in recorded]
+    lines = [_row(columns), _row(["---"] * len(columns)), *map(_row, zip(*columns.values(), strict=True))]
+    yours = f" Yours: `{own.machine}`, profile {own.profile}, whose samples are smaller." if own else ""
+    return "\n".join([*lines, "", f"Recorded: `{machine}`, the largest profile that was run there.{yours}"])
 
 
 def update_readme(path: Path, table: str) -> None:
@@ -64,8 +64,8 @@ def readme_is_current(path: Path, table: str) -> bool:
 
 
 def readme_machine(path: Path) -> str | None:
-    """The machine whose results the README's table shows, so that it can be checked on any other machine."""
-    found = _CAPTION.search(_split(path)[1])
+    """The machine whose results the README's table shows, so that any other can show them too; None without a table."""
+    found = _CAPTION.search(path.read_text(encoding="utf-8")) if path.exists() else None
     return found.group(1) if found else None
 
 
@@ -76,6 +76,15 @@ def _split(path: Path) -> tuple[str, str, str]:
     if not (begin and end):
         raise ClaimsError(f"{Path(path).name}: put the lines {BEGIN} and {END} where the claims table belongs")
     return before, inside, after
+
+
+def _says(claim: Claim) -> str:
+    return f"{claim.report}: {textwrap.shorten(claim.says, _WIDTH, placeholder=' ...')} ({claim.place})"
+
+
+def _beside(theirs: Judgement, ours: Judgement) -> str:
+    differs = theirs.verdict not in (Verdict.NOT_RUN, ours.verdict)
+    return f"{theirs.measured} ({theirs.verdict})" if differs else theirs.measured
 
 
 def _paper(claim: Claim) -> str:

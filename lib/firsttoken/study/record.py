@@ -19,6 +19,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import machine_slug
+from firsttoken.study.profile import unknown
 
 if TYPE_CHECKING:
     import pandas
@@ -111,12 +112,34 @@ def read_result(path: Path) -> Result:
     if odd := expected ^ content.keys():
         key = min(odd)
         raise FirstTokenError(f"result {path}: {'missing' if key in expected else 'unknown'} key {key!r}")
+    machine = content["machine"]
+    if not (isinstance(machine, dict) and isinstance(machine.get("slug"), str) and machine["slug"]):
+        raise FirstTokenError(f"result {path}: does not say on which machine it was measured; measure it again")
     return Result(**content)
 
 
 def all_results() -> list[Result]:
-    """Every recorded result, ordered by path. Raises FirstTokenError as ``read_result`` does."""
-    return [read_result(path) for path in sorted(paths.RESULTS.glob("*/*/*.json"))]
+    """Every recorded result, ordered by path.
+
+    Raises FirstTokenError as ``read_result`` does, and for a result in the folder of another machine or profile.
+    """
+    results = []
+    for path in sorted(paths.RESULTS.glob("*/*/*.json")):
+        results.append(result := read_result(path))
+        if (result.slug, result.profile) != (path.parent.parent.name, path.parent.name):
+            raise FirstTokenError(
+                f"result {path}: it was measured on {result.slug} under profile {result.profile}, which is another "
+                "folder; move it there"
+            )
+    return results
+
+
+def known_machine(slug: str, results: Iterable[Result]) -> str:
+    """``slug``, if there are results of such a machine or it is this one. Raises FirstTokenError otherwise."""
+    known = {machine_slug(), *(result.slug for result in results)}
+    if slug not in known:
+        raise FirstTokenError(f"no results of a machine {slug!r}; {unknown(slug, known)}")
+    return slug
 
 
 def load_result(experiment: str, profile: str | None = None, machine: str | None = None) -> Result | None:

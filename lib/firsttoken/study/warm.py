@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,16 +46,16 @@ def possible() -> bool:
 
 
 @contextmanager
-def warmed() -> Iterator[None]:
-    """A warm process for the time of the block, from which :func:`command` and all Jupyter kernels named python3 start;
-    where that is not possible, or it does not start, nothing changes."""
+def warmed(modules: Sequence[str] = MODULES) -> Iterator[None]:
+    """A process that has imported ``modules``, for the time of the block; what :func:`command` names and every Jupyter
+    kernel called python3 are copies of it. Where that is not possible, or it does not start, nothing changes."""
     if SOCKET in os.environ or not possible():
         yield
         return
     with tempfile.TemporaryDirectory(prefix="firsttoken-") as folder:
         address = f"{folder}/warm"
         server = subprocess.Popen(
-            [sys.executable, "-m", "firsttoken.study.warm", "--serve", address],
+            [sys.executable, "-m", "firsttoken.study.warm", "--serve", address, *modules],
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for whoever asked for a copy
             env=os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"},
@@ -93,12 +94,14 @@ def _write_kernel(folder: Path, address: str) -> None:
     (place / "kernel.json").write_text(json.dumps(spec), encoding="utf-8")
 
 
-def serve(address: str) -> None:
-    """Import everything, then make a copy for each client of the socket ``address``, until a signal ends it."""
-    for module in MODULES:
+def serve(address: str, modules: Sequence[str]) -> None:
+    """Import ``modules``, then make a copy for each client of the socket ``address``, until a signal ends it or whoever
+    started it is gone."""
+    for module in modules:
         with suppress(ImportError):  # what is not installed is not needed, or fails where it is
             importlib.import_module(module)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    parent = os.getppid()
     children: dict[int, socket.socket] = {}
     try:
         with socket.socket(socket.AF_UNIX) as listening, selectors.DefaultSelector() as selector:
@@ -106,7 +109,7 @@ def serve(address: str) -> None:
             listening.listen()
             selector.register(listening, selectors.EVENT_READ)
             print("listening", flush=True)
-            while True:
+            while os.getppid() == parent:
                 for key, _ in selector.select(_LOOK_S):
                     if key.fileobj is listening:
                         client, _ = listening.accept()
@@ -145,7 +148,7 @@ def _copy(client: socket.socket, listening: socket.socket, selector: selectors.B
 
 
 def _become(asked: dict, handles: Sequence[int]) -> int:
-    """In the child: take on the client's streams, folder and environment and run its module; returns the exit status."""
+    """In the child: take on the client's streams, folder and environment and run its module; returns its status."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number, handle in enumerate(handles):
         os.dup2(handle, number)
@@ -154,11 +157,14 @@ def _become(asked: dict, handles: Sequence[int]) -> int:
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.environ.pop("JPY_PARENT_PID", None)  # a kernel that is not its frontend's child takes it for dead
-    sys.argv = ["", *asked["arguments"]]
+    sys.argv, sys.path[0] = ["", *asked["arguments"]], asked["folder"]  # as python -m has them
     try:
         runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException as error:
+        traceback.print_exc()
+        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -186,7 +192,7 @@ def _end(child: int, number: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        serve(sys.argv[2])
+        serve(sys.argv[2], sys.argv[3:])
     else:
         with warmed():
             sys.exit(subprocess.run([sys.executable, "-m", *sys.argv[1:]], check=False).returncode)

@@ -1,6 +1,7 @@
 """Stands in for a process that is a copy of the warm one: ``warm_client.py SOCKET MODULE ARGUMENTS`` (see ``warm.py``).
 
-Signals go to the copy, its exit status comes back; whoever started this notices no difference. Standard library only.
+Signals go to the copy, its exit status comes back, and it does not outlive whoever started this, who notices no
+difference. Standard library only.
 """
 
 import json
@@ -13,9 +14,19 @@ with socket.socket(socket.AF_UNIX) as server:
     server.connect(sys.argv[1])
     asked = {"module": sys.argv[2], "arguments": sys.argv[3:], "folder": os.getcwd(), "environment": dict(os.environ)}
     socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
-    answers = server.makefile()
-    copy = int(answers.readline())
+    said = b""
+    while b"\n" not in said:
+        said += server.recv(64) or sys.exit("firsttoken: the warm process is gone; run again")
+    number, _, said = said.partition(b"\n")  # what comes next is the exit status, maybe already
+    copy = int(number)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: os.kill(copy, number))
-    status = int(answers.readline() or 1)
+    parent = os.getppid()
+    server.settimeout(1.0)
+    while not said and os.getppid() == parent:  # to end here closes the connection, which ends the copy
+        try:
+            said = server.recv(64) or b"1"
+        except TimeoutError:
+            continue
+status = int(said or 1)
 sys.exit(128 - status if status < 0 else status)

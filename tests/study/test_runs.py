@@ -1,0 +1,133 @@
+"""What a run keeps from the last one, and what it says of the time that it will take."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from firsttoken.__main__ import main
+from firsttoken.study import dtypes, machine, paths, runs
+from firsttoken.study.dtypes import Rates
+from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.profile import load_profile
+from firsttoken.study.record import all_results, read_result, write_result
+
+NOW = datetime.now(UTC)
+
+
+@pytest.fixture
+def ran(write_notebook, monkeypatch) -> list[str]:
+    """Two notebooks that take no time; the names of those that were run."""
+    write_notebook("01_first", 'plot.save(fig, "01-drawn")')
+    write_notebook("02_second", 'run_experiment("machine", study)')
+    names: list[str] = []
+
+    def run(path, profile: str) -> float:
+        names.append(path.stem)
+        for file in (paths.EXECUTED / profile / path.name, *runs.figures_of(path)):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("{}", encoding="utf-8")
+        return 60.0
+
+    monkeypatch.setattr("firsttoken.__main__.run_notebook", run)
+    monkeypatch.setattr("firsttoken.study.warm.possible", lambda: False)
+    monkeypatch.setattr(dtypes, "cpu_rates", lambda: Rates(False, 50.0, 1.0))
+    return names
+
+
+def test_a_second_run_keeps_what_nothing_changed_for(ran, capsys) -> None:
+    assert main(["run"]) == 0
+    assert ran == ["01_first", "02_second"] and "2 notebooks were kept" not in capsys.readouterr().out
+    assert main(["run"]) == 0
+    out = capsys.readouterr().out
+    assert len(ran) == 2 and out.count("kept, ran 20") == 2 and "--again" in out
+    assert main(["run", "--again"]) == 0
+    assert len(ran) == 4
+
+
+@pytest.mark.parametrize("what", ["notebook", "profile", "data", "figure", "copy", "machine", "code"])
+def test_whatever_changed_runs_again(ran, what: str, monkeypatch, tmp_path) -> None:
+    assert main(["run"]) == 0
+    first = paths.NOTEBOOKS / "01_first.ipynb"
+    if what == "notebook":
+        first.write_text(first.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    elif what == "profile":
+        (paths.PROFILES / "quick.yaml").open("a", encoding="utf-8").write("\n")
+    elif what == "data":
+        (paths.DATA / "adapters").mkdir()
+        (paths.DATA / "adapters" / "new").write_text("x", encoding="utf-8")
+    elif what == "figure":
+        (paths.FIGURES / "01-drawn.png").unlink()
+    elif what == "copy":
+        (paths.EXECUTED / "quick" / "01_first.ipynb").unlink()
+    elif what == "machine":
+        monkeypatch.setattr(runs, "identity", lambda: {"slug": "another"})
+    elif what == "code":
+        (tmp_path / "library" / "study").mkdir(parents=True)
+        monkeypatch.setattr(dtypes, "__file__", str(tmp_path / "library" / "study" / "dtypes.py"))
+    ran.clear()
+    assert main(["run"]) == 0
+    assert "01_first" in ran
+
+
+def test_results_of_this_profile_concern_only_the_notebook_that_reads_them(ran, make_result) -> None:
+    assert main(["run"]) == 0
+    ran.clear()
+    here = {"slug": machine.machine_slug(), "gpu": None}
+    write_result(make_result(machine=here))
+    assert main(["run"]) == 0
+    assert ran == ["01_first"], "02 runs an experiment itself, so its own result is no input"
+
+
+def test_the_expected_minutes_are_those_of_the_last_run_here(ran, capsys) -> None:
+    assert main(["run", "--only", "01"]) == 0
+    assert "no record of how long" in (said := capsys.readouterr().out) and "01_first" in said
+    assert main(["run", "--again"]) == 0
+    assert "no record" in capsys.readouterr().out, "02 has not run yet"
+    assert main(["run", "--again"]) == 0
+    out = capsys.readouterr().out
+    assert "expected: 2 min, by the last run here" in out and "about 60 s left" in out
+
+
+def test_a_slower_machine_is_told_before_it_begins(ran, make_result, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    monkeypatch.setattr(runs, "cores", lambda: 2)
+    rows = [{"notebook": stem, "seconds": 60.0} for stem in ("01_first", "02_second")]
+    summary = {"products": {"value": 400.0, "n": 1, "unit": "GFLOP/s"}}
+    write_result(make_result(experiment="run", rows=rows, summary=summary))
+    assert main(["run", "--again"]) == 0
+    out = capsys.readouterr().out
+    assert "expected: 8 min, by the run recorded on test-cpu-2c" in out
+    assert "multiplies 4.0 times slower" in out and f"{'  01_first':<42} 4 min" in out
+    assert out.index("4.0 times slower") < out.index("60.0 s")
+
+
+def test_a_whole_run_is_recorded_with_what_the_processor_can_do(ran, monkeypatch) -> None:
+    monkeypatch.setattr(runs, "cores", lambda: 2)
+    assert main(["run", "--only", "01"]) == 0
+    assert all_results() == []
+    assert main(["run", "--again"]) == 0
+    (result,) = all_results()
+    assert (result.experiment, result.duration_s, len(result.rows)) == ("run", 120.0, 2)
+    assert result.summary["products"]["value"] == 100.0
+
+
+def test_a_damaged_memory_is_forgotten(ran) -> None:
+    assert main(["run"]) == 0
+    (paths.EXECUTED / "quick" / "kept.json").write_text("{", encoding="utf-8")
+    ran.clear()
+    assert main(["run"]) == 0
+    assert len(ran) == 2 and runs.expected(load_profile("quick")).seconds
+
+
+def test_a_result_of_no_machine_or_in_the_folder_of_another_is_refused(root, make_result) -> None:
+    path = write_result(make_result())
+    elsewhere = paths.RESULTS / "laptop-avx2-2c" / "quick" / path.name
+    elsewhere.parent.mkdir(parents=True)
+    path.rename(elsewhere)
+    with pytest.raises(FirstTokenError, match="measured on test-cpu-2c under profile quick, which is another"):
+        all_results()
+    elsewhere.write_text(elsewhere.read_text(encoding="utf-8").replace('"slug": "test-cpu-2c"', '"slug": ""'))
+    with pytest.raises(FirstTokenError, match="does not say on which machine"):
+        read_result(elsewhere)

@@ -1,0 +1,90 @@
+"""A copy of the warm process behaves as a fresh process would: streams, folder, environment, signals, exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from firsttoken.study import warm
+
+pytestmark = pytest.mark.skipif(not warm.possible(), reason="processes are not copied here")
+
+
+@pytest.fixture(scope="module")
+def alive() -> Iterator[None]:
+    """A warm process that has imported next to nothing: what it has in memory is not what is tested."""
+    patch = pytest.MonkeyPatch()
+    patch.delenv(warm.SOCKET, raising=False)
+    with warm.warmed(["json", "no_such_module"]):
+        assert warm.SOCKET in os.environ
+        yield
+    patch.undo()
+
+
+@pytest.fixture
+def start(alive, tmp_path: Path):
+    """Starts a module of the given source as a copy."""
+
+    def begin(source: str, **environment: str) -> subprocess.Popen:
+        (tmp_path / "asked.py").write_text(f"import sys\n{source}", encoding="utf-8")
+        command = warm.command("asked", [])
+        return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, cwd=tmp_path, env=os.environ | environment)
+
+    return begin
+
+
+def test_streams_folder_environment_and_status_are_the_clients_own(start, tmp_path: Path) -> None:
+    source = "import os\nprint(os.getcwd(), os.environ['WANTED'])\nprint('oh', file=sys.stderr)\nsys.exit(7)"
+    process = start(source, WANTED="here")
+    out, err = process.communicate(timeout=60)
+    assert (out, err, process.returncode) == (f"{tmp_path} here\n", "oh\n", 7)
+    assert start("").wait(60) == 0
+
+
+def test_an_exception_is_a_traceback_and_status_1(start) -> None:
+    process = start("raise ValueError('no')")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "ValueError: no" in err
+
+
+def test_copies_share_nothing(start) -> None:
+    source = "import json\nprint(getattr(json, 'left', None))\njson.left = 1"
+    assert [start(source).communicate(timeout=60)[0] for _ in range(2)] == ["None\n"] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_the_copy(start, number: int) -> None:
+    process = start("import time\nprint('up', flush=True)\ntime.sleep(300)")
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+
+
+def test_a_copy_ends_with_its_client(start) -> None:
+    process = start("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(300)")
+    copy = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    for _ in range(300):
+        try:
+            os.kill(copy, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the copy lives on")
+
+
+def test_without_a_warm_process_it_is_an_ordinary_one(monkeypatch) -> None:
+    monkeypatch.delenv(warm.SOCKET, raising=False)
+    assert warm.command("papermill", ["a"]) == [sys.executable, "-m", "papermill", "a"]
+    monkeypatch.setattr(warm, "possible", lambda: False)
+    with warm.warmed():
+        assert warm.SOCKET not in os.environ
