@@ -32,10 +32,11 @@ def opening(name: str) -> Profile:
 
 
 def where(result: Result | None) -> str:
-    """One line that says where a result comes from, for captions: machine, profile, date, code."""
+    """One line that says where a result comes from, for captions: machine, profile, dtype, date, seconds."""
     if result is None:
         return "not recorded: run `firsttoken measure` (see the README)"
-    return f"{result.slug}, profile {result.profile}, {result.started[:10]}, {result.duration_s:.0f} s"
+    computed = f"profile {result.profile}, {result.parameters.get('dtype', 'no dtype')}"
+    return f"{result.slug}, {computed}, {result.started[:10]}, {result.duration_s:.0f} s"
 
 
 def interval(entry: Mapping[str, Any] | None, digits: int = 1) -> str:

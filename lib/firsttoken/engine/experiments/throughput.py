@@ -104,13 +104,15 @@ def _prompts(count: int, bounds: tuple[int, int], vocabulary: int, seed: int) ->
 
 def _timed(systems: dict[str, System], tokens: int, repeats: int, seed: int) -> Rows:
     """Rows {system, repeat, tokens_per_s}; ``same_tokens`` is the share of outputs equal to those of the first one."""
-    reference = next(iter(systems.values()))()
     rng, rows = random.Random(seed), []
-    cases = [(repeat, name) for repeat in range(-1, repeats) for name in rng.sample(list(systems), len(systems))]
-    for repeat, name in tqdm(cases, desc="throughput", disable=None):
+    warm_up = [(-1, name) for name in systems]
+    cases = [(repeat, name) for repeat in range(repeats) for name in rng.sample(list(systems), len(systems))]
+    reference: Prompts = []
+    for repeat, name in tqdm(warm_up + cases, desc="throughput", disable=None):
         start = time.perf_counter()
         outputs = systems[name]()
         seconds = time.perf_counter() - start
+        reference = reference or outputs
         if repeat >= 0:
             same = sum(mine == theirs for mine, theirs in zip(outputs, reference, strict=True)) / len(reference)
             row = {"system": name, "repeat": repeat, "tokens_per_s": tokens / seconds, "same_tokens": same}
