@@ -20,7 +20,7 @@ import torch
 from firsttoken.study import paths
 from firsttoken.study.clock import Stopwatch, timed
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.pagecache import evict, resident_fraction
+from firsttoken.study.system.pagecache import evict, resident_fraction
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome
 from firsttoken.study.stats import bootstrap

@@ -29,7 +29,7 @@ from firsttoken.progressive.coldstart.trial import Marks, TrialSpec, main
 from firsttoken.progressive.coldstart.variants import VARIANTS, find_variant
 from firsttoken.progressive.served import at_stage
 from firsttoken.study.errors import FirstTokenError, ModelError, ProfileError
-from firsttoken.study.pagecache import resident_fraction
+from firsttoken.study.system.pagecache import resident_fraction
 
 PROMPT = "in the wind the house"
 COLD = Wire(0.0, NONE)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.loading.reader import PAGE, Blob, BlobReader, _groups, host_memory
 from firsttoken.study.errors import FirstTokenError, LinkError, ModelError
-from firsttoken.study.pagecache import evict, resident_fraction
+from firsttoken.study.system.pagecache import evict, resident_fraction
 
 CHUNK = 1000
 ONLY_STDLIB = """

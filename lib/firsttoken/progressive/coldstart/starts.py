@@ -18,7 +18,7 @@ from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.coldstart.variants import Variant
 from firsttoken.progressive.loading.reader import BlobReader
 from firsttoken.study.clock import timed
-from firsttoken.study.footprint import cpu_seconds
+from firsttoken.study.system.footprint import cpu_seconds
 
 if TYPE_CHECKING:
     from firsttoken.progressive.coldstart.trial import Marks, TrialSpec

@@ -1,0 +1,94 @@
+"""Cold files, and how much of that could be verified."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from firsttoken.study.system import pagecache
+from firsttoken.study.system.pagecache import evict, resident_fraction
+
+SIZE = (1 << 20) + 1
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(os.urandom(SIZE))
+    return path
+
+
+def test_an_evicted_file_is_cold_and_a_read_one_is_warm(path: Path) -> None:
+    if resident_fraction(path) in (None, 0.0):
+        pytest.skip("mincore says nothing of this file system")
+    how = evict(path)
+    assert "cold" in how and " by " in how
+    if (left := resident_fraction(path)) != 0:
+        pytest.skip(f"this file system keeps its pages ({left:.0%} left; {how})")
+    assert how.endswith("0% of its pages resident before the read")
+    path.read_bytes()
+    assert resident_fraction(path) == 1
+
+
+def test_an_empty_file_has_no_page_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert resident_fraction(tmp_path / "empty") == 0
+    assert "cold" in evict(tmp_path / "empty")
+
+
+def test_a_file_partly_in_memory(path: Path) -> None:
+    evict(path)
+    if resident_fraction(path) != 0:
+        pytest.skip("this file system keeps its pages")
+    handle = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
+    os.pread(handle, 1, 0)
+    os.close(handle)
+    assert 0 < resident_fraction(path) < 1
+
+
+def test_without_mincore_nothing_is_verified(path: Path, library_without) -> None:
+    library_without("mincore")
+    assert resident_fraction(path) is None
+    assert evict(path).endswith("not verified")
+
+
+def test_a_mincore_that_refuses_verifies_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pagecache, "_libc", lambda name: lambda *arguments: -1)
+    assert resident_fraction(path) is None
+
+
+def test_without_posix_fadvise_the_mapping_is_invalidated(path: Path, without, proc: Path) -> None:
+    """As on macOS, where that drops the pages; Linux takes the call and keeps them, and so says."""
+    without("posix_fadvise")
+    how = evict(path)
+    assert " by msync, " in how and path.stat().st_size == SIZE
+
+
+def test_without_any_means_it_says_so(path: Path, without, proc: Path, library_without) -> None:
+    without("posix_fadvise")
+    library_without("msync")
+    assert evict(path).startswith("cold (in a guest or not is not known) by no means this system has, ")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_what_linux_hides_from_another_user_is_not_believed(tmp_path: Path, path: Path) -> None:
+    """mincore says "in memory" of every page of a file that its caller may not write."""
+    path.chmod(0o644)
+    for folder in (path, *path.parents[:-1]):
+        if not folder.stat().st_mode & 0o001 and folder.is_dir():
+            pytest.skip("another user cannot reach the folder of the tests")
+    code = (
+        f"import os, pathlib; os.setgid(65534); os.setuid(65534); path = pathlib.Path({str(path)!r})\n"
+        "from firsttoken.study.system.pagecache import evict, resident_fraction\n"
+        "print(resident_fraction(path), evict(path).endswith('not verified'))"
+    )
+    library = Path(sys.modules["firsttoken"].__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(library)}
+    )
+    assert done.stdout.split() == ["None", "True"], done.stderr
