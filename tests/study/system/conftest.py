@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from firsttoken.study.system import kernel_files
+
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -70,3 +73,31 @@ def library_without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(ctypes, "CDLL", Library)
 
     return take
+
+
+@pytest.fixture
+def as_nobody() -> Callable[[Callable[[], object]], object]:
+    """Calls a function in a process of a user without any right; its answer, which must be a literal."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+
+    def call(function: Callable[[], object]) -> object:
+        source, sink = os.pipe()
+        child = os.fork()  # not a new interpreter: another user may not be able to read the one that runs the tests
+        if child == 0:
+            try:
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+                answer = repr(function())
+            except BaseException as error:
+                answer = repr(f"{type(error).__name__}: {error}")
+            os.write(sink, answer.encode())
+            os._exit(0)
+        os.close(sink)
+        with os.fdopen(source) as answers:
+            text = answers.read()
+        os.waitpid(child, 0)
+        return ast.literal_eval(text)
+
+    return call

@@ -20,8 +20,8 @@ from firsttoken.link import LinkConfig
 from firsttoken.link_kernel import KernelLimit, available
 from firsttoken.progressive.coldstart.trial import TrialSpec
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.system.pagecache import evict, resident_fraction
 from firsttoken.study.record import Rows
+from firsttoken.study.system.pagecache import evict, resident_fraction
 
 KERNEL, BUCKET, NONE = "kernel", "bucket", "none"
 
