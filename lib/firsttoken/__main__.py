@@ -13,7 +13,7 @@ import yaml
 
 from firsttoken import __version__
 from firsttoken.experiments import EXPERIMENTS, run_experiment
-from firsttoken.study import paths
+from firsttoken.study import paths, storage
 from firsttoken.study.claims import load_claims, show
 from firsttoken.study.claims_table import readme_is_current, readme_machine, table_for, update_readme
 from firsttoken.study.errors import FirstTokenError, NotebookError
@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        return options.command(options)
+        with storage.storing(paths.OUT):
+            return options.command(options)
     except FirstTokenError as error:
         print(f"firsttoken: {error}", file=sys.stderr)
         return USAGE
@@ -46,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"{path.name[:2]}  {notebook_title(path)}")
         return OK
     profile = load_profile(options.profile)
+    for folder in (paths.EXECUTED, paths.RESULTS, paths.FIGURES, paths.CACHE):
+        storage.check(folder)
     failures = 0
     for path in notebooks:
         print(f"{path.stem:<40} ", end="", flush=True)

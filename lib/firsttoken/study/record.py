@@ -19,6 +19,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import machine_slug
+from firsttoken.study.storage import storing
 
 if TYPE_CHECKING:
     import pandas
@@ -85,7 +86,7 @@ def result_path(experiment: str, profile: str, slug: str) -> Path:
 def write_result(result: Result) -> Path:
     """Write ``result`` to its place, atomically and with sorted keys.
 
-    Raises FirstTokenError for a value that is nan or infinite, or that JSON cannot hold.
+    Raises FirstTokenError for a value that is nan or infinite, or that JSON cannot hold, and StorageError.
     """
     content = {"schema": SCHEMA} | dataclasses.asdict(result)
     for place in _not_finite(content):
@@ -94,7 +95,8 @@ def write_result(result: Result) -> Path:
         text = _dump(content)
     except TypeError as error:
         raise FirstTokenError(f"result {result.experiment}: {error}") from error
-    write_text(result.path, text)
+    with storing(result.path.parent):
+        write_text(result.path, text)
     return result.path
 
 
@@ -116,13 +118,21 @@ def read_result(path: Path) -> Result:
 
 def all_results() -> list[Result]:
     """Every recorded result, ordered by path. Raises FirstTokenError as ``read_result`` does."""
-    return [read_result(path) for path in sorted(paths.RESULTS.glob("*/*/*.json"))]
+    return [read_result(path) for path in _files("*/*/*.json")]
 
 
 def load_result(experiment: str, profile: str | None = None, machine: str | None = None) -> Result | None:
     """The recorded result of ``experiment`` that ``pick`` prefers, or None."""
-    found = sorted(paths.RESULTS.glob(f"*/*/{experiment}.json"))
-    return pick((read_result(path) for path in found), experiment, [profile] if profile else (), machine)
+    found = (read_result(path) for path in _files(f"*/*/{experiment}.json"))
+    return pick(found, experiment, [profile] if profile else (), machine)
+
+
+def _files(pattern: str) -> list[Path]:
+    """The results that came with the code and this reader's own, which replace those of the same place."""
+    kept = {
+        path.relative_to(folder): path for folder in (paths.RECORDED, paths.RESULTS) for path in folder.glob(pattern)
+    }
+    return [kept[place] for place in sorted(kept)]
 
 
 def pick(
