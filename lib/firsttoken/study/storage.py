@@ -48,9 +48,13 @@ def is_full(text: str) -> bool:
 def check(folder: Path) -> None:
     """Make sure, before hours of work, that files can be put into ``folder``. Raises StorageError."""
     with storing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"\0")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"\0")
+        except OSError as error:
+            error.filename = str(folder)  # which can be mended, unlike the temporary file's name
+            raise
 
 
 def _elsewhere(place: Path) -> str:

@@ -18,7 +18,8 @@ def first_token_rows(result: Result, key: str) -> Table:
 
     A variant that was asked for and cannot run here says so: another loader over a token bucket, or not installed.
     """
-    left_out = {name for link in links_of(result, key) for name in result.provenance["left_out"].get(link, ())}
+    absent = result.provenance.get("left_out", {})  # results recorded before that was kept lack it
+    left_out = {name for link in links_of(result, key) for name in absent.get(link, ())}
     rows: Table = []
     for name, variant in VARIANTS.items():
         entry = {
