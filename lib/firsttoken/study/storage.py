@@ -32,10 +32,11 @@ def storing(folder: Path) -> Iterator[None]:
 
 def refusal(error: Exception, folder: Path) -> str | None:
     """The line for an error of the disk, None for any other error."""
-    place = Path(os.fspath(getattr(error, "filename", None) or folder))
+    named = getattr(error, "filename", None)
+    place = Path(named) if isinstance(named, str) else folder
     if getattr(error, "errno", None) in _FULL or is_full(str(error)):
         return f"the disk of {place} is full: free some of it, or {_elsewhere(place)} on a larger disk"
-    if getattr(error, "errno", None) in _CLOSED and error.filename is not None:
+    if getattr(error, "errno", None) in _CLOSED and place is not folder:
         return f"{place}: {error.strerror}: let this user write there, or {_elsewhere(place)} that can be written"
     return None
 

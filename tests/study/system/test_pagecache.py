@@ -10,6 +10,7 @@ import pytest
 
 from firsttoken.study.system import pagecache
 from firsttoken.study.system.pagecache import evict, resident_fraction
+from firsttoken.study.system.reading import read_no_further
 
 SIZE = (1 << 20) + 1
 
@@ -44,7 +45,7 @@ def test_a_file_partly_in_memory(path: Path) -> None:
     if resident_fraction(path) != 0:
         pytest.skip("this file system keeps its pages")
     handle = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
+    read_no_further(handle)
     os.pread(handle, 1, 0)
     os.close(handle)
     assert 0 < resident_fraction(path) < 1
