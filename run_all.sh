@@ -13,7 +13,8 @@ usage: ./run_all.sh [--profile NAME] [--only NN ...] [--list]
   -h, --help       this text
 
 The first run makes an environment in .venv and downloads about 265 MB of model and text into .cache;
-FIRSTTOKEN_CACHE names another folder for the latter, PYTHON the interpreter to start from.
+FIRSTTOKEN_CACHE names another folder for the latter, FIRSTTOKEN_OUT one for results, figures and executed notebooks,
+PYTHON the interpreter to start from.
 TEXT
 }
 

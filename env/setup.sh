@@ -49,6 +49,8 @@ firsttoken_make_venv() {
         firsttoken_installed "$python"; then
         return
     fi
+    [[ -w "$firsttoken_root" ]] || firsttoken_fail \
+        "$firsttoken_root cannot be written and .venv in it does not fit; copy the clone to a folder of yours and run it there"
     rm -f "$stamp"
     if ! "$python" -m pip --version >/dev/null 2>&1; then
         base="$(firsttoken_base_python)"

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from firsttoken import link_kernel
 from firsttoken.link_kernel import KernelLimit, available, disk_of
 from firsttoken.study.errors import LinkError
-from firsttoken.study.pagecache import evict, resident_fraction
+from firsttoken.study.system import kernel_files
+from firsttoken.study.system.pagecache import evict, resident_fraction
 
 RATE, SIZE = 50_000_000, 16_000_000
 AHEAD_S = 0.15  # the kernel counts in slices of a tenth of a second, and lets the first one through at once
@@ -71,26 +73,61 @@ def test_a_rate_of_nothing_is_refused(cold: Path) -> None:
         pass
 
 
-def test_what_cannot_be_limited_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.geteuid() == 0 and available(tmp_path) is None:
-        assert "No such file" in available(tmp_path / "absent")
-        assert "lies on no block device" in available(Path("/proc"))
-        with pytest.raises(LinkError, match="no limit in the kernel: /proc lies on no block device"):
-            KernelLimit(Path("/proc"), RATE).__enter__()
+def test_what_cannot_be_limited_is_named(tmp_path: Path) -> None:
+    if reason := available(tmp_path):
+        pytest.skip(reason)
+    assert "No such file" in available(tmp_path / "absent")
+    assert "lies on no block device" in available(Path("/proc"))
+    with pytest.raises(LinkError, match="no limit in the kernel: /proc lies on no block device"):
+        KernelLimit(Path("/proc"), RATE).__enter__()
+
+
+def test_a_user_who_is_not_root_has_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blkio(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert available(tmp_path) == "a limit in the kernel needs root"
+    assert available(tmp_path) == "no limit in the kernel: it needs root"
 
 
-def test_a_partition_stands_for_its_disk(tmp_path: Path) -> None:
+def test_a_system_without_control_groups_has_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_files, "SYS", tmp_path)
+    assert available(tmp_path) == f"no limit in the kernel: no blkio or io controller under {tmp_path}/fs/cgroup"
+
+
+def test_a_limit_that_the_kernel_refuses_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that can be seen and written, below which no group can be made."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    blkio(tmp_path, monkeypatch)
+    device = os.stat(tmp_path).st_dev
+    disk = tmp_path / "sys" / "dev" / "block" / f"{os.major(device)}:{os.minor(device)}"
+    disk.mkdir(parents=True)
+    (disk / "dev").write_text("8:0\n")
+
+    def refuse(prefix: str, dir: Path) -> str:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(link_kernel.tempfile, "mkdtemp", refuse)
+    assert available(tmp_path) == "the kernel refuses to limit disk 8:0: Operation not permitted"
+
+
+def blkio(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/sys with a blkio controller."""
+    group = root / "sys" / "fs" / "cgroup" / "blkio"
+    group.mkdir(parents=True)
+    (group / link_kernel._V1_LIMIT).write_text("")
+    monkeypatch.setattr(kernel_files, "SYS", root / "sys")
+
+
+def test_a_partition_stands_for_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree of /sys for a disk with one partition."""
     disk = tmp_path / "devices" / "sda"
     (disk / "sda1").mkdir(parents=True)
     (disk / "dev").write_text("8:0\n")
     (disk / "sda1" / "dev").write_text("8:1\n")
     (disk / "sda1" / "partition").write_text("1\n")
-    block = tmp_path / "block"
-    block.mkdir()
+    block = tmp_path / "dev" / "block"
+    block.mkdir(parents=True)
+    monkeypatch.setattr(kernel_files, "SYS", tmp_path)
     (block / "8:0").symlink_to(disk)
     (block / "8:1").symlink_to(disk / "sda1")
-    assert disk_of(8, 1, block) == disk_of(8, 0, block) == "8:0"
-    assert disk_of(9, 9, block) is None
+    assert disk_of(8, 1) == disk_of(8, 0) == "8:0"
+    assert disk_of(9, 9) is None

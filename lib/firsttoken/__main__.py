@@ -14,7 +14,7 @@ import yaml
 
 from firsttoken import __version__
 from firsttoken.experiments import EXPERIMENTS, run_experiment
-from firsttoken.study import dtypes, paths, runs, warm
+from firsttoken.study import dtypes, paths, runs, storage, warm
 from firsttoken.study.claims import load_claims, show
 from firsttoken.study.claims_table import Own, readme_is_current, readme_machine, table_for, update_readme
 from firsttoken.study.errors import FirstTokenError, NotebookError
@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        return options.command(options)
+        with storage.storing(paths.OUT):
+            return options.command(options)
     except FirstTokenError as error:
         print(f"firsttoken: {error}", file=sys.stderr)
         return USAGE
@@ -49,6 +50,8 @@ def run(options: argparse.Namespace) -> int:
     profile, started = load_profile(options.profile), datetime.now(UTC)
     left, seconds, failures = list(notebooks), dict[str, float](), 0
     expected = runs.expected(profile)
+    for folder in (paths.EXECUTED, paths.RESULTS, paths.FIGURES, paths.CACHE):
+        storage.check(folder)
     _announce(notebooks, profile, expected)
     with warm.warmed():
         for path in notebooks:

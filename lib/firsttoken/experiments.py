@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 import numpy as np
 import torch
 
+from firsttoken.study import paths, storage
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.machine import cores, describe
 from firsttoken.study.profile import Profile, unknown
@@ -112,7 +113,8 @@ def run_experiment(name: str, profile: Profile) -> Result:
     """Run an experiment, seeded and timed, write its result and return it.
 
     The seeds recorded are those in a ``seed`` column of the rows, else the profile's. Raises ProfileError when the
-    experiment does not exist or is not meant for the profile, and what the experiment raises.
+    experiment does not exist or is not meant for the profile, StorageError when the disk takes no result, and what the
+    experiment raises.
     """
     experiment = find_experiment(name)
     if profile.name in EVERY_PROFILE and profile.name not in experiment.profiles:
@@ -123,7 +125,9 @@ def run_experiment(name: str, profile: Profile) -> Result:
     torch.manual_seed(profile.seed)
     torch.set_num_threads(profile.threads or cores())
     revision, started, clock = git_revision(), datetime.now(UTC), time.perf_counter()
-    outcome = experiment(profile)
+    storage.check(paths.RESULTS)
+    with storage.storing(paths.CACHE):
+        outcome = experiment(profile)
     result = Result(
         experiment=name,
         profile=profile.name,

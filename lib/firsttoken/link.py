@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from firsttoken.study.errors import LinkError
+from firsttoken.study.system.reading import read_at
 
 BURST_S = 0.02  # a receive buffer: 2.5 MB at 1 Gbit/s, where Linux lets that of a TCP socket grow to 6 MB
 _SLICE_S = 0.002  # readers take turns this often: 244 KiB at 1 Gbit/s
@@ -133,7 +134,7 @@ def _read(handle: int, buffer: memoryview, offset: int, missing: int) -> None:
     done = 0
     while done < len(buffer):
         try:
-            got = os.preadv(handle, [buffer[done:]], offset + done)
+            got = read_at(handle, buffer[done:], offset + done)
         except OSError as error:
             raise LinkError(f"reading at byte {offset + done}: {error.strerror}") from error
         if got == 0:

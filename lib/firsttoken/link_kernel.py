@@ -17,20 +17,28 @@ from pathlib import Path
 from types import TracebackType
 
 from firsttoken.study.errors import LinkError
+from firsttoken.study.system import kernel_files
 
-_CGROUP = Path("/sys/fs/cgroup")
-_V1 = _CGROUP / "blkio"
-_BLOCK_DEVICES = Path("/sys/dev/block")
+_TRIED_BYTES_PER_S = 1 << 30
+_V1_LIMIT = "blkio.throttle.read_bps_device"
 _ATTEMPTS, _PAUSE_S = 50, 0.02  # a process that has just ended still counts as a member for a moment
 
 
 def available(path: Path) -> str | None:
-    """None when reads of ``path`` can be limited here, else why not, in one line."""
-    if os.geteuid() != 0:
-        return "a limit in the kernel needs root"
+    """None when reads of ``path`` can be limited here, else why not, in one line; it sets such a limit to know."""
+    try:
+        with KernelLimit(path, _TRIED_BYTES_PER_S):
+            return None
+    except LinkError as error:
+        return str(error)
+
+
+def _obstacle(path: Path) -> str | None:
     root = _controller()
     if root is None:
-        return f"no blkio or io controller under {_CGROUP}"
+        return f"no blkio or io controller under {_cgroup()}"
+    if os.geteuid() != 0:
+        return "it needs root"
     if not os.access(root, os.W_OK):
         return f"{root} is read-only here, as in a container without privileges"
     try:
@@ -42,12 +50,12 @@ def available(path: Path) -> str | None:
     return None
 
 
-def disk_of(major: int, minor: int, devices: Path = _BLOCK_DEVICES) -> str | None:
+def disk_of(major: int, minor: int) -> str | None:
     """The whole disk, as "major:minor", of a block device or one of its partitions; None when there is none such.
 
     The kernel limits disks, not partitions.
     """
-    device = devices / f"{major}:{minor}"
+    device = kernel_files.SYS / "dev" / "block" / f"{major}:{minor}"
     if not device.exists():
         return None
     device = device.resolve()
@@ -59,7 +67,7 @@ class KernelLimit:
     """Within the context, processes that ``join`` read at most ``bytes_per_s`` from the disk that holds ``path``.
 
     The limit is one for all of them together, and holds for their children too; ``group`` is their control group while
-    there is one. Raises LinkError on entry, with the reason of ``available``.
+    there is one. Raises LinkError on entry, with the reason.
     """
 
     def __init__(self, path: Path, bytes_per_s: float) -> None:
@@ -68,7 +76,7 @@ class KernelLimit:
         self.group: Path | None = None
 
     def __enter__(self) -> KernelLimit:
-        if reason := available(self.path):
+        if reason := _obstacle(self.path):
             raise LinkError(f"no limit in the kernel: {reason}")
         if self.bytes_per_s < 1:
             raise LinkError(f"a limit in the kernel is 1 byte/s or more, not {self.bytes_per_s}")
@@ -76,13 +84,13 @@ class KernelLimit:
         device = os.stat(self.path).st_dev
         disk, rate = disk_of(os.major(device), os.minor(device)), int(self.bytes_per_s)
         try:
-            if root != _V1:
+            if root == _cgroup():
                 (root / "cgroup.subtree_control").write_text("+io", encoding="ascii")
             self.group = Path(tempfile.mkdtemp(prefix="firsttoken-", dir=root))
-            if root == _V1:
-                (self.group / "blkio.throttle.read_bps_device").write_text(f"{disk} {rate}", encoding="ascii")
-            else:
+            if root == _cgroup():
                 (self.group / "io.max").write_text(f"{disk} rbps={rate}", encoding="ascii")
+            else:
+                (self.group / _V1_LIMIT).write_text(f"{disk} {rate}", encoding="ascii")
         except OSError as error:
             self._remove()
             raise LinkError(f"the kernel refuses to limit disk {disk}: {error.strerror}") from error
@@ -117,9 +125,11 @@ class KernelLimit:
 
 def _controller() -> Path | None:
     """The group below which a limit can be made: blkio's own hierarchy (v1), or the unified one (v2) if it has io."""
-    if (_V1 / "blkio.throttle.read_bps_device").exists():
-        return _V1
-    with contextlib.suppress(OSError):
-        if "io" in (_CGROUP / "cgroup.controllers").read_text(encoding="ascii").split():
-            return _CGROUP
-    return None
+    if (_cgroup() / "blkio" / _V1_LIMIT).exists():
+        return _cgroup() / "blkio"
+    controllers = kernel_files.read(_cgroup() / "cgroup.controllers").split()
+    return _cgroup() if "io" in controllers else None
+
+
+def _cgroup() -> Path:
+    return kernel_files.SYS / "fs" / "cgroup"

@@ -134,7 +134,7 @@ def test_the_measured_rates_are_rates(root) -> None:
 )
 def test_a_machine_is_named_by_the_vectors_it_computes_with(monkeypatch, architecture, flags, limit, name) -> None:
     told = f"flags\t\t: {flags}\n" if architecture == "x86_64" else f"Features\t: {flags}\n"
-    monkeypatch.setattr(machine, "_cpuinfo", lambda: told if flags else "")
+    monkeypatch.setattr(machine, "cpuinfo", lambda: told if flags else "")
     monkeypatch.setattr(machine.platform, "machine", lambda: architecture)
     monkeypatch.setattr(machine, "gpu_description", lambda: None)
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)

@@ -21,10 +21,10 @@ from firsttoken.study import paths
 from firsttoken.study.clock import Stopwatch, timed
 from firsttoken.study.dtypes import computing
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.pagecache import evict, resident_fraction
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome
 from firsttoken.study.stats import bootstrap
+from firsttoken.study.system.pagecache import evict, resident_fraction
 
 MIB = 1024 * 1024
 READ_MIB = 8  # one read call; larger ones gain nothing, smaller ones pay for more calls

@@ -47,5 +47,9 @@ class BusyError(FirstTokenError):
     """The server has as many requests open as it takes; ask again later."""
 
 
+class StorageError(FirstTokenError):
+    """A disk is full, or a folder cannot be written."""
+
+
 class NotebookError(FirstTokenError):
     """A notebook that does not exist, or that failed while it ran."""

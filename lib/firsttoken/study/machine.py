@@ -6,21 +6,21 @@ Its name carries what changes results, the vector extensions and the cores, or t
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import os
 import platform
 import re
 import subprocess
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from firsttoken.study.system.allowance import cores, memory_bytes
+from firsttoken.study.system.processor import cpu_model, cpuinfo, virtualised
+
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy")
 _EXTENSIONS = (("amx", "amx_bf16"), ("avx512bf16", "avx512_bf16"), ("avx512", "avx512f"), ("avx2", "avx2"))
 _VECTORS = re.compile(r"s?sse|avx|fma|f16c|amx|asimd|neon|sve|sme(?!p)|bf16|i8mm|fphp")
-_CGROUP = Path("/sys/fs/cgroup")
 _NOISE = re.compile(
     r"\((r|tm|c)\)|@.*|\b\d+-core\b|\bcpu\b|\bprocessor\b|\bwith radeon.*|\b\d+(st|nd|rd|th) gen\b", re.IGNORECASE
 )
@@ -75,39 +75,13 @@ def vector_extension() -> str:
 @cache
 def cpu_flags() -> frozenset[str]:
     """The vector instructions that the processor names, in the kernel's words; none where the system does not tell."""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo(), re.MULTILINE)
     return frozenset(filter(_VECTORS.match, found.group(1).split())) if found else frozenset()
 
 
 def slugify(name: str) -> str:
     """A hardware name in lower case, with trade marks, clock rates and core counts left out."""
     return re.sub(r"[^a-z0-9]+", "-", _NOISE.sub(" ", name).lower()).strip("-") or "unknown"
-
-
-def cpu_model() -> str:
-    """The processor's marketing name, or its architecture where the system does not tell."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
-
-
-def cores() -> int:
-    """Cores this process may use: its affinity, cut by a container's quota."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
-    return min(usable, math.ceil(int(quota) / int(period))) if quota.isdigit() and period.isdigit() else usable
-
-
-def memory_bytes() -> int:
-    """Main memory, or a container's limit where that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read(_CGROUP / "memory.max")
-    return min(total, int(limit)) if limit.isdigit() else total
-
-
-def virtualised() -> bool | None:
-    """Whether a hypervisor shows; None where /proc/cpuinfo does not exist."""
-    flags = _cpuinfo()
-    return bool(re.search(r"^flags\s*:.*\bhypervisor\b", flags, re.MULTILINE)) if flags else None
 
 
 def gpu_description() -> dict[str, Any] | None:
@@ -140,16 +114,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-@cache
-def _cpuinfo() -> str:
-    return _read(Path("/proc/cpuinfo"))
-
-
-def _read(path: Path) -> str:
-    """The stripped text of a file of the system, "" where it does not exist."""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from firsttoken.study import errors as study_errors
 from firsttoken.study import paths, warm
 from firsttoken.study.clock import Stopwatch
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.files import replacing
+from firsttoken.study.storage import is_full, storing
+from firsttoken.study.system.home import kept_elsewhere
 
 LAST_LINES = 12
 STOP_S = 10  # given to an interrupted kernel to end by itself
@@ -44,10 +49,12 @@ def notebook_title(path: Path) -> str:
 def run_notebook(path: Path, profile: str) -> float:
     """Run one notebook with the parameter ``profile`` and keep the executed copy; returns the seconds it took.
 
-    Raises NotebookError, with the last lines of the failing cell's error, when a cell fails. On that, and on
-    KeyboardInterrupt, which passes through once the kernel is stopped, no copy is left.
+    Raises NotebookError, with the last lines of the failing cell's error, when a cell fails, and StorageError when the
+    copy cannot be kept. On that, and on KeyboardInterrupt, which passes through once the kernel is stopped, no copy is
+    left.
     """
-    with Stopwatch() as watch, replacing(executed_path(path, profile)) as copy:
+    folder = paths.EXECUTED / profile
+    with storing(folder), Stopwatch() as watch, replacing(executed_path(path, profile)) as copy:
         # A process of its own: each notebook starts with empty memory, and Ctrl-C reaches this process alone.
         options = ["--kernel", "python3", "--cwd", str(path.parent), "--no-progress-bar", "--log-level", "CRITICAL"]
         run = subprocess.Popen(
@@ -56,6 +63,7 @@ def run_notebook(path: Path, profile: str) -> float:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env=_environment(),
         )
         try:
             _, complaint = run.communicate()
@@ -63,6 +71,8 @@ def run_notebook(path: Path, profile: str) -> float:
             _stop(run)
             raise
         if run.returncode:
+            if is_full(complaint) and not _errors(copy):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             raise NotebookError(f"notebook {path.name} failed\n{_failure(copy, complaint)}")
     return watch.seconds
 
@@ -83,15 +93,27 @@ def _stop(run: subprocess.Popen[str]) -> None:
 
 
 def _failure(copy: Path, complaint: str) -> str:
-    """The last lines of the error in the executed ``copy``, else of what papermill complained about."""
-    try:
-        outputs = [output for cell in _read_notebook(copy)["cells"] for output in cell.get("outputs", [])]
-    except NotebookError:
-        outputs = []
-    errors = [output for output in outputs if output["output_type"] == "error"]
+    """The error in the executed ``copy``: its message where it names the mend, else its last lines, or papermill's."""
+    errors = _errors(copy)
+    if errors and hasattr(study_errors, errors[-1]["ename"]):
+        return f"    {errors[-1]['evalue']}"
     text = "\n".join(errors[-1]["traceback"]) if errors else complaint
     lines = [line.rstrip() for line in _ESCAPES.sub("", text).splitlines() if line.strip()]
     return "\n".join(f"    {line}" for line in lines[-LAST_LINES:])
+
+
+def _errors(copy: Path) -> list[dict]:
+    try:
+        outputs = [output for cell in _read_notebook(copy)["cells"] for output in cell.get("outputs", [])]
+    except NotebookError:
+        return []
+    return [output for output in outputs if output["output_type"] == "error"]
+
+
+def _environment() -> dict[str, str]:
+    """That of this process, with its own folders, as the kernel starts in another one, and without need of a home."""
+    ours = {"FIRSTTOKEN_OUT": str(paths.OUT), "FIRSTTOKEN_CACHE": str(paths.CACHE)}
+    return os.environ | ours | kept_elsewhere(paths.CACHE / "home")
 
 
 def _read_notebook(path: Path) -> dict:

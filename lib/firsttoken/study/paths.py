@@ -1,7 +1,8 @@
 """Every folder, named once.
 
-The package is installed in editable mode from a clone, so the repository is found from this file;
-``FIRSTTOKEN_ROOT`` and ``FIRSTTOKEN_CACHE`` override it (a read-only checkout, a larger disk).
+The package is installed in editable mode from a clone, so the repository is found from this file, unless
+``FIRSTTOKEN_ROOT`` names another. What is written goes there, too, unless ``FIRSTTOKEN_OUT`` names a folder for it (a
+read-only checkout), and ``FIRSTTOKEN_CACHE`` one for what can be had again (a larger disk).
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import os
 from pathlib import Path
 
 ROOT = Path(os.environ.get("FIRSTTOKEN_ROOT") or Path(__file__).resolve().parents[3])
-CACHE = Path(os.environ.get("FIRSTTOKEN_CACHE") or ROOT / ".cache")  # assets and converted models; git-ignored
+OUT = Path(os.environ.get("FIRSTTOKEN_OUT") or ROOT).resolve()
+CACHE = Path(os.environ.get("FIRSTTOKEN_CACHE") or OUT / ".cache").resolve()  # assets and converted models; git-ignored
 NOTEBOOKS = ROOT / "notebooks"
-EXECUTED = ROOT / "executed"  # copies that papermill wrote, by profile; git-ignored
+EXECUTED = OUT / "executed"  # copies that papermill wrote, by profile; git-ignored
 ENV = ROOT / "env"
 PROFILES = ENV / "profiles"
 DATA = ROOT / "data"
 CLAIMS = DATA / "claims.yaml"
-RESULTS = DATA / "results"
+RECORDED = DATA / "results"  # committed with the code
+RESULTS = OUT / "data" / "results"  # of this reader, the same folder unless FIRSTTOKEN_OUT is set
 ADAPTERS = DATA / "adapters"
-FIGURES = ROOT / "figures"
+FIGURES = OUT / "figures"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from firsttoken.study import paths
 from firsttoken.study.files import replacing
+from firsttoken.study.storage import storing
 
 if TYPE_CHECKING:
     import pandas
@@ -40,10 +41,13 @@ def style() -> None:
 
 
 def save(fig: Figure, name: str) -> Path:
-    """Write ``fig`` to figures/``name``.svg and .png without a date, atomically; returns the path of the PNG."""
+    """Write ``fig`` to figures/``name``.svg and .png without a date, atomically; returns the path of the PNG.
+
+    Raises StorageError.
+    """
     png = paths.FIGURES / f"{name}.png"
     for path, metadata in ((png.with_suffix(".svg"), {"Date": None}), (png, {"Software": None})):
-        with replacing(path) as temporary:
+        with storing(paths.FIGURES), replacing(path) as temporary:
             fig.savefig(temporary, metadata=metadata)
     return png
 

@@ -20,6 +20,7 @@ from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.profile import unknown
+from firsttoken.study.storage import storing
 
 if TYPE_CHECKING:
     import pandas
@@ -86,7 +87,7 @@ def result_path(experiment: str, profile: str, slug: str) -> Path:
 def write_result(result: Result) -> Path:
     """Write ``result`` to its place, atomically and with sorted keys.
 
-    Raises FirstTokenError for a value that is nan or infinite, or that JSON cannot hold.
+    Raises FirstTokenError for a value that is nan or infinite, or that JSON cannot hold, and StorageError.
     """
     content = {"schema": SCHEMA} | dataclasses.asdict(result)
     for place in _not_finite(content):
@@ -95,7 +96,8 @@ def write_result(result: Result) -> Path:
         text = _dump(content)
     except TypeError as error:
         raise FirstTokenError(f"result {result.experiment}: {error}") from error
-    write_text(result.path, text)
+    with storing(result.path.parent):
+        write_text(result.path, text)
     return result.path
 
 
@@ -124,7 +126,7 @@ def all_results() -> list[Result]:
     Raises FirstTokenError as ``read_result`` does, and for a result in the folder of another machine or profile.
     """
     results = []
-    for path in sorted(paths.RESULTS.glob("*/*/*.json")):
+    for path in _files("*/*/*.json"):
         results.append(result := read_result(path))
         if (result.slug, result.profile) != (path.parent.parent.name, path.parent.name):
             raise FirstTokenError(
@@ -144,8 +146,16 @@ def known_machine(slug: str, results: Iterable[Result]) -> str:
 
 def load_result(experiment: str, profile: str | None = None, machine: str | None = None) -> Result | None:
     """The recorded result of ``experiment`` that ``pick`` prefers, or None."""
-    found = sorted(paths.RESULTS.glob(f"*/*/{experiment}.json"))
-    return pick((read_result(path) for path in found), experiment, [profile] if profile else (), machine)
+    found = (read_result(path) for path in _files(f"*/*/{experiment}.json"))
+    return pick(found, experiment, [profile] if profile else (), machine)
+
+
+def _files(pattern: str) -> list[Path]:
+    """The results that came with the code and this reader's own, which replace those of the same place."""
+    kept = {
+        path.relative_to(folder): path for folder in (paths.RECORDED, paths.RESULTS) for path in folder.glob(pattern)
+    }
+    return [kept[place] for place in sorted(kept)]
 
 
 def pick(

@@ -21,6 +21,7 @@ from firsttoken.study.files import write_text
 from firsttoken.study.machine import cores, describe, identity, machine_slug
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, git_revision, load_result, write_result
+from firsttoken.study.storage import storing
 
 RUN = "run"  # the experiment that holds the seconds of each notebook
 SLOWER = 1.5  # times the recorded run: from here on a run says that it will be slow
@@ -72,7 +73,8 @@ def keep(path: Path, profile: Profile, seconds: float) -> None:
     """Remember that a notebook ran just now."""
     stamp = {"fingerprint": fingerprint(path, profile), "seconds": round(seconds, 1), "at": _now()}
     text = json.dumps(_stamps(profile.name) | {path.stem: stamp}, indent=1)
-    write_text(_stamp_file(profile.name), text + "\n")
+    with storing(paths.EXECUTED):
+        write_text(_stamp_file(profile.name), text + "\n")
 
 
 def figures_of(path: Path) -> list[Path]:
@@ -91,7 +93,8 @@ def fingerprint(path: Path, profile: Profile) -> str:
     reads_others = 'run_experiment("' not in path.read_text(encoding="utf-8").replace('\\"', '"')
     library = Path(dtypes.__file__).parents[1]
     files = [path, paths.PROFILES / f"{profile.name}.yaml", *library.rglob("*.py"), *library.rglob("*.cpp")]
-    counted = (file for file in paths.DATA.rglob("*") if file.is_file() and file.name != f"{RUN}.json")
+    data = {file for folder in (paths.DATA, paths.RESULTS) for file in folder.rglob("*")}
+    counted = (file for file in data if file.is_file() and file.name != f"{RUN}.json")
     files += [file for file in counted if reads_others or own not in file.parents]
     digest = hashlib.sha256(json.dumps([identity(), describe()["packages"]]).encode())
     for file in sorted(files):

@@ -9,6 +9,7 @@ from firsttoken.study import plot
 from firsttoken.study.machine import describe
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Result
+from firsttoken.study.system import NOT_HERE
 
 if TYPE_CHECKING:
     import pandas
@@ -18,11 +19,9 @@ def opening(name: str) -> Profile:
     """Set the figure style, print machine and versions, and return the profile. Raises ProfileError if unknown."""
     plot.style()
     machine = describe()
-    memory = machine["memory_bytes"] / 2**30
+    memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB" if machine["memory_bytes"] else f"memory {NOT_HERE}"
     where = machine["gpu"] or machine["cpu"]
-    print(
-        f"machine   {machine['slug']}: {where}, {machine['cores']} cores, {memory:.0f} GiB, Python {machine['python']}"
-    )
+    print(f"machine   {machine['slug']}: {where}, {machine['cores']} cores, {memory}, Python {machine['python']}")
     print("packages  " + ", ".join(f"{name} {version}" for name, version in machine["packages"].items()))
     profile = load_profile(name)
     print(

@@ -123,6 +123,39 @@ def test_nothing_is_left_of_a_failed_build(compiler, folder: Path, source: Path,
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("unknown", "taken"),
+    [
+        ([], ["-march=native", "-fopenmp"]),
+        (["-march=native"], ["-mcpu=native", "-fopenmp"]),  # Clang on arm64, for long
+        (["-march=native", "-mcpu=native"], ["-fopenmp"]),
+        (["-fopenmp"], ["-march=native", "-Xpreprocessor -fopenmp -undefined dynamic_lookup"]),  # Apple's
+        (["-march=native", "-fopenmp"], ["-mcpu=native", "-Xpreprocessor -fopenmp -undefined dynamic_lookup"]),
+    ],
+    ids=["all", "no march", "no processor", "no OpenMP", "neither"],
+)
+def test_a_compiler_that_lacks_a_flag_gets_another(compiler, tmp_path, source, unknown, taken) -> None:
+    refuse = "".join(f"*' {flag} '*) echo 'unsupported option {flag}' >&2; exit 1;; " for flag in unknown)
+    asked = "$(echo \" $* \" | sed 's/-Xpreprocessor -fopenmp/-Xpreprocessor-fopenmp/')"  # that one is not the driver's
+    log = tmp_path / "log"
+    compiler(
+        f'case "{asked}" in {refuse} esac; echo "$*" >> {log}\n'
+        f'args=$(echo "$*" | sed "s/-Xpreprocessor -fopenmp -undefined dynamic_lookup//; s/-mcpu=native//")\n'
+        f"exec {CXX} $args"
+    )
+    assert isinstance(build(), Kernels)
+    for line in log.read_text().splitlines():
+        between = line[line.index("-fassociative-math") :]
+        assert between.startswith(" ".join(["-fassociative-math", *taken]) + " -")
+
+
+def test_a_compiler_without_any_open_mp_is_as_none(compiler, folder: Path) -> None:
+    compiler('case "$*" in *-fopenmp*) echo "unsupported option -fopenmp" >&2; exit 1;; esac')
+    assert refusal().endswith("slower: unsupported option -fopenmp")
+    assert left(folder) == []
+
+
+@needs_compiler
 def test_a_library_without_the_functions(source: Path) -> None:
     source.write_text('extern "C" void attend_float32() {}\n')
     assert "attend_bfloat16" in refusal()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.loading.reader import PAGE, Blob, BlobReader, _groups, host_memory
 from firsttoken.study.errors import FirstTokenError, LinkError, ModelError
-from firsttoken.study.pagecache import evict, resident_fraction
+from firsttoken.study.system.pagecache import evict, resident_fraction
 
 CHUNK = 1000
 ONLY_STDLIB = """
@@ -123,6 +123,21 @@ def test_cold_files_of_any_length(tmp_path: Path, chunk: int, links: int, thread
     assert outcomes(reader) == [content(blob) for blob in blobs]
     reader.close()
     assert sum(wire.bytes_moved for wire in wires) == sum(sizes)
+
+
+@pytest.mark.parametrize(
+    "gone", ["O_DIRECT", "RWF_NOWAIT", "posix_fadvise", "preadv", "preadv O_DIRECT RWF_NOWAIT posix_fadvise"]
+)
+def test_a_system_without_a_facility_reads_the_same(tmp_path: Path, gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = [make_blob(tmp_path / f"{i}.bin", 7 * PAGE + 5 * i, data_start=8 * i) for i in range(3)]
+    for blob in blobs:
+        evict(blob.path)
+    for name in gone.split():
+        monkeypatch.delattr(os, name, raising=False)
+    reader = BlobReader(blobs, [Link()], threads=2, chunk_bytes=2 * PAGE)
+    reader.start()
+    assert outcomes(reader) == [content(blob) for blob in blobs]
+    reader.close()
 
 
 def test_cold_files_and_a_link_that_dies(tmp_path: Path) -> None:

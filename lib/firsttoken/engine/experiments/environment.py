@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from firsttoken.study.machine import describe
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
-
-_PCI = Path("/sys/bus/pci/devices")
-_DISPLAY = "0x03"  # PCI class of display controllers, data-centre GPUs included
-_GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}  # GT/s of a lane -> PCI Express
+from firsttoken.study.system import NOT_HERE
+from firsttoken.study.system.pci import link_of_gpu
 
 
 @dataclass(frozen=True)
@@ -74,11 +71,12 @@ def environment(profile: Profile) -> Outcome:
 
 
 def _here(component: str, machine: dict[str, Any], profile: Profile) -> str:
+    memory = machine["memory_bytes"]
     engine = f"firsttoken {_version('firsttoken')}, torch {machine['packages']['torch']}"
     told = {
         "CPU": f"{machine['cpu']}, {machine['cores']} cores",
         "GPU": machine["gpu"] or "none",
-        "system memory": f"{machine['memory_bytes'] / 1e9:.0f} GB",
+        "system memory": f"{memory / 1e9:.0f} GB" if memory else NOT_HERE,
         "interconnect": link_of_gpu() or "none to a GPU",
         "engine": engine,
         "model": profile.model,
@@ -86,21 +84,6 @@ def _here(component: str, machine: dict[str, Any], profile: Profile) -> str:
         "dataset": "ShareGPT, 200 conversations a seed (replayed)",
     }
     return told[component]
-
-
-def link_of_gpu(devices: Path = _PCI) -> str | None:
-    """ "PCIe 4.0 x16" of the first display controller whose link Linux knows; None where there is none."""
-    for device in sorted(devices.glob("*")):
-        try:
-            if not (device / "class").read_text().startswith(_DISPLAY):
-                continue
-            speed = (device / "max_link_speed").read_text().split()[0]
-            width = (device / "max_link_width").read_text().strip()
-        except (OSError, IndexError):
-            continue
-        if speed in _GENERATIONS:
-            return f"PCIe {_GENERATIONS[speed]}.0 x{width}"
-    return None
 
 
 def _version(package: str) -> str:

@@ -1,5 +1,6 @@
 // What a step does between its matrix products, without intermediate tensors. Built by library.py; no torch here: plain
-// pointers come in, so that it compiles in seconds and fits every version of torch. Sums are in float.
+// pointers come in, so that it compiles in seconds and fits every version of torch. Sums are in float. The number of threads
+// is torch's, and told: a compiler's OpenMP may have another runtime than torch's.
 
 #include <cmath>
 #include <cstdint>
@@ -165,14 +166,14 @@ void attend_group(const T* query, const Cached<T>& cached, T* out, int64_t group
 template <class T>
 void attend(const T* query, int64_t query_step, const T* pool, const int64_t* tables, int64_t table_width,
             const int64_t* works, const int64_t* contexts, T* out, int64_t tokens, int64_t kv_heads, int64_t group,
-            int64_t head_dim, int64_t block_tokens, int64_t block_step, int64_t layer, float scale) {
+            int64_t head_dim, int64_t block_tokens, int64_t block_step, int64_t layer, float scale, int threads) {
     const auto heads = head_dim == 16   ? attend_group<T, 16>
                        : head_dim == 32 ? attend_group<T, 32>
                        : head_dim == 64 ? attend_group<T, 64>
                                         : attend_group<T, 128>;
     const int64_t token_step = kv_heads * head_dim;
     pool += layer * 2 * block_tokens * token_step;
-#pragma omp parallel
+#pragma omp parallel num_threads(threads)
     {
         std::vector<float> room;
 #pragma omp for schedule(dynamic)
@@ -189,8 +190,8 @@ void attend(const T* query, int64_t query_step, const T* pool, const int64_t* ta
 
 // Root-mean-square norm of states [tokens, width], rounded where Hugging Face's Llama rounds.
 template <class T>
-void rms_norm(const T* states, const T* weight, T* out, int64_t tokens, int64_t width, float epsilon) {
-#pragma omp parallel for if (tokens >= 32)
+void rms_norm(const T* states, const T* weight, T* out, int64_t tokens, int64_t width, float epsilon, int threads) {
+#pragma omp parallel for num_threads(threads) if (tokens >= 32)
     for (int64_t token = 0; token < tokens; ++token) {
         const T* mine = states + token * width;
         float squares = 0;
@@ -205,8 +206,8 @@ void rms_norm(const T* states, const T* weight, T* out, int64_t tokens, int64_t 
 
 // silu(gate) * up of states [tokens, 2 * width], a token's gate before its up; rounded where Hugging Face rounds.
 template <class T>
-void gated(const T* states, T* out, int64_t tokens, int64_t width) {
-#pragma omp parallel for if (tokens >= 32)
+void gated(const T* states, T* out, int64_t tokens, int64_t width, int threads) {
+#pragma omp parallel for num_threads(threads) if (tokens >= 32)
     for (int64_t token = 0; token < tokens; ++token) {
         const T *gate = states + 2 * token * width, *up = gate + width;
 #pragma omp simd
@@ -219,9 +220,10 @@ void gated(const T* states, T* out, int64_t tokens, int64_t width) {
 
 // Rotate heads [tokens, heads, head_dim] in place by cos, sin [tokens, head_dim], tokens being step elements apart.
 template <class T>
-void rotate(T* states, int64_t step, const T* cos, const T* sin, int64_t tokens, int64_t heads, int64_t head_dim) {
+void rotate(T* states, int64_t step, const T* cos, const T* sin, int64_t tokens, int64_t heads, int64_t head_dim,
+            int threads) {
     const int64_t half = head_dim / 2;
-#pragma omp parallel for if (tokens >= 32)
+#pragma omp parallel for num_threads(threads) if (tokens >= 32)
     for (int64_t token = 0; token < tokens; ++token) {
         const T *c = cos + token * head_dim, *s = sin + token * head_dim;
         for (int64_t head = 0; head < heads; ++head) {
@@ -240,22 +242,23 @@ void rotate(T* states, int64_t step, const T* cos, const T* sin, int64_t tokens,
 
 #define EXPORT(NAME, T)                                                                                              \
     extern "C" void attend_##NAME(const T* query, int64_t query_step, const T* pool, const int64_t* tables,          \
-                                  int64_t table_width, const int64_t* works, const int64_t* contexts, T* out,       \
+                                  int64_t table_width, const int64_t* works, const int64_t* contexts, T* out,        \
                                   int64_t tokens, int64_t kv_heads, int64_t group, int64_t head_dim,                 \
-                                  int64_t block_tokens, int64_t block_step, int64_t layer, float scale) {            \
-        attend(query, query_step, pool, tables, table_width, works, contexts, out, tokens, kv_heads, group,         \
-               head_dim, block_tokens, block_step, layer, scale);                                                    \
+                                  int64_t block_tokens, int64_t block_step, int64_t layer, float scale,              \
+                                  int threads) {                                                                     \
+        attend(query, query_step, pool, tables, table_width, works, contexts, out, tokens, kv_heads, group,          \
+               head_dim, block_tokens, block_step, layer, scale, threads);                                           \
     }                                                                                                                \
     extern "C" void rms_norm_##NAME(const T* states, const T* weight, T* out, int64_t tokens, int64_t width,         \
-                                    float epsilon) {                                                                 \
-        rms_norm(states, weight, out, tokens, width, epsilon);                                                       \
+                                    float epsilon, int threads) {                                                    \
+        rms_norm(states, weight, out, tokens, width, epsilon, threads);                                              \
     }                                                                                                                \
-    extern "C" void gated_##NAME(const T* states, T* out, int64_t tokens, int64_t width) {                           \
-        gated(states, out, tokens, width);                                                                           \
+    extern "C" void gated_##NAME(const T* states, T* out, int64_t tokens, int64_t width, int threads) {              \
+        gated(states, out, tokens, width, threads);                                                                  \
     }                                                                                                                \
     extern "C" void rotate_##NAME(T* states, int64_t step, const T* cos, const T* sin, int64_t tokens,               \
-                                  int64_t heads, int64_t head_dim) {                                                 \
-        rotate(states, step, cos, sin, tokens, heads, head_dim);                                                     \
+                                  int64_t heads, int64_t head_dim, int threads) {                                    \
+        rotate(states, step, cos, sin, tokens, heads, head_dim, threads);                                            \
     }
 
 EXPORT(float32, float)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import shlex
 import shutil
@@ -22,17 +23,24 @@ from torch import Tensor
 from firsttoken.study import paths
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-# sums may be reordered, which vector registers need; infinities and NaN stay what they are
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
-OPEN_MP = ("-fopenmp",)  # finds the threads of torch's own runtime, which is loaded before
+# what Apple's clang would read is C++98; sums may be reordered, which vector registers need; infinities and NaN stay
+# what they are
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
+# of the following, the first that the compiler takes. Clang on arm64 did without -march=native for long, and has -mcpu
+PROCESSOR = (("-march=native",), ("-mcpu=native",), ())
+# finds the threads of torch's own runtime, which is loaded before, if it is of the same make. Apple's clang has no such
+# option and no runtime, but knows the pragmas; torch brings the runtime
+OPEN_MP = (("-fopenmp",), ("-Xpreprocessor", "-fopenmp", "-undefined", "dynamic_lookup"))
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 WIDTHS = (16, 32, 64, 128)  # of a head: what kernels.cpp is compiled for
-_POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_POINTER, _COUNT, _REAL, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
-    "attend": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER] + [_COUNT] * 7 + [_REAL],
-    "rms_norm": [_POINTER] * 3 + [_COUNT] * 2 + [_REAL],
-    "gated": [_POINTER] * 2 + [_COUNT] * 2,
-    "rotate": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT],
+    "attend": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER]
+    + [_COUNT] * 7
+    + [_REAL, _THREADS],
+    "rms_norm": [_POINTER] * 3 + [_COUNT] * 2 + [_REAL, _THREADS],
+    "gated": [_POINTER] * 2 + [_COUNT] * 2 + [_THREADS],
+    "rotate": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _THREADS],
 }
 
 
@@ -77,6 +85,7 @@ class Kernels:
             pool.stride(0),
             layer,
             scale,
+            torch.get_num_threads(),
         )
         return out
 
@@ -84,7 +93,13 @@ class Kernels:
         """``states`` [..., width] over their root mean square, times ``weight`` [width]."""
         out, width = torch.empty_like(states), states.shape[-1]
         self._calls["rms_norm", states.dtype](
-            states.data_ptr(), weight.data_ptr(), out.data_ptr(), states.numel() // width, width, epsilon
+            states.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            states.numel() // width,
+            width,
+            epsilon,
+            torch.get_num_threads(),
         )
         return out
 
@@ -92,14 +107,22 @@ class Kernels:
         """silu of the first half of ``states`` [..., 2 * width], times the second half -> [..., width]."""
         width = states.shape[-1] // 2
         out = states.new_empty(*states.shape[:-1], width)
-        self._calls["gated", states.dtype](states.data_ptr(), out.data_ptr(), out.numel() // width, width)
+        rows, threads = out.numel() // width, torch.get_num_threads()
+        self._calls["gated", states.dtype](states.data_ptr(), out.data_ptr(), rows, width, threads)
         return out
 
     def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate ``states`` [tokens, heads, head_dim] in place by ``cos`` and ``sin`` [tokens, head_dim]."""
         tokens, heads, width = states.shape
         self._calls["rotate", states.dtype](
-            states.data_ptr(), states.stride(0), cos.data_ptr(), sin.data_ptr(), tokens, heads, width
+            states.data_ptr(),
+            states.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            tokens,
+            heads,
+            width,
+            torch.get_num_threads(),
         )
 
 
@@ -125,8 +148,7 @@ def compiler() -> list[str] | None:
 
 def _built(cxx: list[str], folder: Path) -> Path:
     """The shared library of this source, compiler and processor; written whole or not at all."""
-    command = [*cxx, *FLAGS, *OPEN_MP]
-    macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])  # names the version, and what the processor can do
+    command, macros = _taken(cxx)
     key = hashlib.sha256("\n".join([SOURCE.read_text("utf-8"), *command, macros]).encode()).hexdigest()[:16]
     file = folder / f"kernels-{key}.so"
     if not file.exists():
@@ -136,6 +158,21 @@ def _built(cxx: list[str], folder: Path) -> Path:
             _run([*command, "-shared", "-fPIC", str(SOURCE), "-o", str(made)])
             made.replace(file)
     return file
+
+
+def _taken(cxx: list[str]) -> tuple[list[str], str]:
+    """The compiler with the flags that it takes, and its macros: they name its version, and what the processor can do.
+
+    Raises CalledProcessError, that of the flags which are tried first.
+    """
+    refused = []
+    for processor, open_mp in itertools.product(PROCESSOR, OPEN_MP):
+        command = [*cxx, *FLAGS, *processor, *open_mp]
+        try:
+            return command, _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
+        except subprocess.CalledProcessError as error:
+            refused.append(error)
+    raise refused[0]
 
 
 def _run(command: list[str]) -> str:

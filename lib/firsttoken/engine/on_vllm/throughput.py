@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from firsttoken.study.errors import RequestError
+from firsttoken.study.system.allowance import cores
 
 BLOCK_TOKENS = 128  # vLLM's own choice on CPU; 32 was no faster
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise RequestError(f"{options.prompts.name}: expected a list of prompts, each a list of token ids")
 
     # read when torch and vLLM are imported, which is why that comes only now
-    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
     for report in answers(options.model, prompts, options.new_tokens, options.dtype, sys.stdin):

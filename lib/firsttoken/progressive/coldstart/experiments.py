@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from firsttoken.link_kernel import available
 from firsttoken.progressive.coldstart.harness import BUCKET, NONE, Wire, one_trial, run_trials, wire_for
 from firsttoken.progressive.coldstart.materials import (
     Checkpoint,
@@ -73,9 +74,12 @@ def cold_start(profile: Profile) -> Outcome:
         entries, floor = link_summary(found, wire, checkpoint.manifest)
         summary |= entries
         floors[f"link {wire.name}"] = floor
-    return Outcome(
-        rows, floors, summary, checkpoint.provenance | {"block": list(checkpoint.plan.block), "left_out": left_out}
-    )
+    notes = {
+        "block": list(checkpoint.plan.block),
+        "left_out": left_out,
+        "no_kernel_limit": available(checkpoint.staged),
+    }
+    return Outcome(rows, floors, summary, checkpoint.provenance | notes)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from firsttoken.progressive.coldstart.harness import files_were
 from firsttoken.progressive.coldstart.summary import REQUEST, values
 from firsttoken.progressive.coldstart.variants import VARIANTS
 from firsttoken.study.plot import COLOURS
@@ -80,8 +81,8 @@ def _floor(result: Result, link: str, rows: Rows) -> float:
 
 
 def _link_title(rows: Rows) -> str:
-    name, shaped = rows[0]["link"], {"kernel": "shaped in the kernel", "bucket": "shaped by a token bucket", "none": ""}
-    return f"{name}, {shaped[rows[0]['shaped_by']]}".rstrip(", ") if name != "unshaped" else "this disk, cold"
+    name, shaped = rows[0]["link"], {"kernel": "shaped in the kernel", "bucket": "shaped by a token bucket"}
+    return f"this disk, {files_were(rows[0])}" if name == "unshaped" else f"{name}, {shaped[rows[0]['shaped_by']]}"
 
 
 def first_token_by_link(result: Result, variants: Sequence[str] = ("whole_streamed", "progressive")) -> Figure:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,8 +20,8 @@ from firsttoken.link import LinkConfig
 from firsttoken.link_kernel import KernelLimit, available
 from firsttoken.progressive.coldstart.trial import TrialSpec
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.pagecache import evict, resident_fraction
 from firsttoken.study.record import Rows
+from firsttoken.study.system.pagecache import evict, resident_fraction
 
 KERNEL, BUCKET, NONE = "kernel", "bucket", "none"
 
@@ -51,7 +52,7 @@ class Wire:
 
 
 def wire_for(gbit_per_s: float, folder: Path, disk_gbit_per_s: float) -> Wire:
-    """The best wire of that rate this machine has: the kernel's where it can, else a token bucket.
+    """The best wire of that rate that this machine has: the kernel's where it can, else a token bucket.
 
     Rates beyond four fifths of what the disk gives are served from memory.
     """
@@ -101,8 +102,16 @@ def one_trial(spec: TrialSpec, wire: Wire, timeout_s: float = 600.0) -> dict[str
         "link": wire.name,
         "gbit_per_s": wire.gbit_per_s,
         "shaped_by": wire.shaped_by,
+        "cold": wire.cold,
         "resident_before_pct": None if resident is None else round(100 * resident, 1),
     }
+
+
+def files_were(row: dict[str, Any]) -> str:
+    """How a trial met its files, as far as the system told: "cold", "in memory", or that nothing was verified."""
+    if row["resident_before_pct"] is None:
+        return f"{'cold' if row['cold'] else 'in memory'}, not verified"
+    return "in memory" if row["resident_before_pct"] else "cold"
 
 
 def make_cold(files: Sequence[Path]) -> float | None:

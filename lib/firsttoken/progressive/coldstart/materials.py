@@ -90,10 +90,13 @@ def write_stock(source: TensorSource, folder: Path) -> Path:
     draft = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    source.write_side_files(draft)
-    tensors = {name: source.get(name).contiguous() for name in source.names}
-    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
-    draft.rename(folder)
+    try:
+        source.write_side_files(draft)
+        tensors = {name: source.get(name).contiguous() for name in source.names}
+        save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+        draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 

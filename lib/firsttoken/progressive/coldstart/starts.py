@@ -19,7 +19,7 @@ from firsttoken.progressive.coldstart.variants import Variant
 from firsttoken.progressive.loading.reader import BlobReader
 from firsttoken.study.clock import timed
 from firsttoken.study.dtypes import DTYPES
-from firsttoken.study.footprint import cpu_seconds
+from firsttoken.study.system.footprint import cpu_seconds
 
 if TYPE_CHECKING:
     from firsttoken.progressive.coldstart.trial import Marks, TrialSpec

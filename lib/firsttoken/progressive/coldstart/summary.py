@@ -96,7 +96,6 @@ def _progressive(rows: Rows, manifest: Manifest, rate: float) -> dict[str, dict[
         "whole_streamed_over_bound": bootstrap(
             [s / bound for s in values(rows, "whole_streamed", REQUEST)], "median"
         ).summary("x"),
-        "peak_memory_over_whole": ratio(rows, "progressive", "whole_streamed", "growth_bytes").summary("x"),
         # the report counts device time from the creation of the process (3.1.3)
         "device_s_first": ratio(rows, "progressive", "whole_streamed", PROCESS).summary("x"),
         "device_s_full": ratio(both, "progressive_full", "whole_streamed", PROCESS).summary("x"),
@@ -104,6 +103,8 @@ def _progressive(rows: Rows, manifest: Manifest, rate: float) -> dict[str, dict[
         "cpu_s_first": ratio(rows, "progressive", "whole_streamed", "cpu_s").summary("x"),
         "cpu_s_full": ratio(both, "progressive_full", "whole_streamed", "cpu_s").summary("x"),
     }
+    if None not in values(rows, "progressive", "growth_bytes") + values(rows, "whole_streamed", "growth_bytes"):
+        measures["peak_memory_over_whole"] = ratio(rows, "progressive", "whole_streamed", "growth_bytes").summary("x")
     if any(row["variant"] == "whole" for row in rows):
         measures["streaming_gain"] = _reduction(ratio(rows, "whole_streamed", "whole"))
     return measures

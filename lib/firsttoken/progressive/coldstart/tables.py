@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, NONE, files_were
 from firsttoken.progressive.coldstart.variants import VARIANTS
 from firsttoken.study.record import Result
 from firsttoken.study.show import interval
+from firsttoken.study.system import NOT_HERE
 
 Table = list[dict[str, Any]]
 
 
 def first_token_rows(result: Result, key: str) -> Table:
-    """TTFT of every variant over the link ``key`` ("1gbit"), by both definitions, in s with 95 % intervals."""
+    """TTFT of every variant over the link ``key`` ("1gbit"), by both definitions, in s with 95 % intervals.
+
+    A variant that was asked for and cannot run here says so: another loader over a token bucket, or not installed.
+    """
+    absent = result.provenance.get("left_out", {})  # results recorded before that was kept lack it
+    left_out = {name for link in links_of(result, key) for name in absent.get(link, ())}
     rows: Table = []
     for name, variant in VARIANTS.items():
         entry = {
@@ -20,9 +27,16 @@ def first_token_rows(result: Result, key: str) -> Table:
             for scope, short in (("from the request's arrival", "request"), ("from process creation", "process"))
             for q in ("P50", "P95")
         }
+        if name in left_out:
+            entry = dict.fromkeys(entry, NOT_HERE)
         if any(entry.values()):
             rows.append({"variant": variant.label, **entry})
     return rows
+
+
+def links_of(result: Result, key: str) -> set[str]:
+    """The names of the links that the measures call ``key``."""
+    return {row["link"] for row in result.rows if _key(row) == key}
 
 
 TARGETS: tuple[tuple[str, str, str, str], ...] = (
@@ -60,20 +74,29 @@ def link_rows(result: Result) -> Table:
     links = {row["link"]: row for row in result.rows}
     rows: Table = []
     for name, row in links.items():
-        key = f"{row['gbit_per_s']:g}gbit" if row["gbit_per_s"] else "unshaped"
-        key += "_each" if name.endswith("a link") else ""
+        key = _key(row)
         rows.append(
             {
                 "link": name,
-                "limited by": {"none": "the disk", "kernel": "the kernel", "bucket": "a token bucket"}[
-                    row["shaped_by"]
-                ],
-                "files": "in memory" if row["resident_before_pct"] else "cold",
+                "limited by": _limit(row, result),
+                "files": files_were(row),
                 "rate read alone, Gbit/s": interval(result.summary.get(f"bandwidth_{key}"), 2),
                 "progressive / whole": interval(result.summary.get(f"progressive_over_whole_{key}"), 3),
             }
         )
     return rows
+
+
+def _key(row: dict[str, Any]) -> str:
+    """What the measures call the link of a row, as ``Wire.key`` does."""
+    rate = f"{row['gbit_per_s']:g}gbit" if row["gbit_per_s"] else "unshaped"
+    return f"{rate}_each" if row["link"].endswith("a link") else rate
+
+
+def _limit(row: dict[str, Any], result: Result) -> str:
+    limit = {NONE: "the disk", KERNEL: "the kernel", BUCKET: "a token bucket"}[row["shaped_by"]]
+    refused = result.provenance.get("no_kernel_limit")  # absent where it was recorded before that was kept
+    return f"{limit} ({refused})" if refused and row["shaped_by"] == BUCKET else limit
 
 
 def deferral_rows(result: Result) -> Table:

@@ -21,7 +21,7 @@ from firsttoken.progressive.checkpoint.manifest import read_manifest  # noqa: E4
 from firsttoken.progressive.coldstart.variants import Variant, find_variant  # noqa: E402
 from firsttoken.progressive.loading.blobs import open_reader, part_blobs  # noqa: E402
 from firsttoken.progressive.loading.reader import BlobReader  # noqa: E402
-from firsttoken.study.footprint import cpu_seconds, peak, reset_peak  # noqa: E402
+from firsttoken.study.system.footprint import Growth, cpu_seconds  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         torch.set_num_threads(spec.threads)
     marks.phase("imports")
     arrived, used = marks.last, cpu_seconds()
-    before = reset_peak()
+    growth = Growth()
     if not (variant.early or variant.peer) and spec.device == "cpu":
         # on CUDA the reader needs pinned memory, and so the load opens it
         reading = time.monotonic()
@@ -113,7 +113,7 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     row |= more(reading)
     if "cpu_full_s" in row:
         row["cpu_full_s"] -= used
-    row["growth_bytes"] = peak() - before
+    row["growth_bytes"] = growth.bytes()
     return row
 
 

@@ -8,7 +8,6 @@ of a daemon that outlives it.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from torch import Tensor
 from firsttoken.progressive.loading.placement import torch_dtype
 from firsttoken.progressive.loading.reader import host_memory
 from firsttoken.study.errors import LinkError
+from firsttoken.study.system.reading import open_uncached, read_at
 
 CHUNK_BYTES, THREADS = 32 << 20, 4  # what `sllm-store start`, their own server, takes without options
 _PAGE = 4096  # direct I/O wants offsets, lengths and addresses in multiples of the disk's block; none is larger
@@ -72,12 +72,8 @@ def _page_aligned(size: int, pinned: bool) -> Tensor:
 def _open(file: Path) -> int:
     """``file`` for reading past the page cache, or through it where its file system knows no other way."""
     try:
-        try:
-            return os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return os.open(file, os.O_RDONLY)
+        handle = open_uncached(file)
+        return os.open(file, os.O_RDONLY) if handle is None else handle
     except OSError as error:
         raise LinkError(f"{file}: {error.strerror}") from error
 
@@ -87,7 +83,7 @@ def _fill(handle: int, memory: memoryview, offset: int, wanted: int, file: Path)
     done = 0
     while done < wanted:
         try:
-            got = os.preadv(handle, [memory[done:]], offset + done)
+            got = read_at(handle, memory[done:], offset + done)
         except OSError as error:
             raise LinkError(f"{file}: {error.strerror}") from error
         if got == 0:

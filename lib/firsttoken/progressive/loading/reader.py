@@ -6,7 +6,6 @@ readers chunk by chunk: the first file is whole long before the last one, which 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import mmap
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from firsttoken.link import Link
 from firsttoken.study.errors import LinkError, ModelError
+from firsttoken.study.system.reading import is_cached, open_uncached, read_no_further
 
 PAGE = 4096  # direct reads want offsets, lengths and addresses in multiples of the disk's block; none is larger
 
@@ -176,17 +176,15 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self._buffered = os.open(path, os.O_RDONLY)
-        self._direct = -1
-        if not _cached(self._buffered):
-            with contextlib.suppress(OSError):  # a file system without direct reads, such as tmpfs
-                self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            # what is left for buffered reads is the end of the file: let them not read ahead
-            os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_RANDOM if self._direct >= 0 else os.POSIX_FADV_NORMAL)
+        # where the system does not tell, the page cache may hold it: a direct read would bring it from the disk again
+        self._direct = open_uncached(path) if is_cached(self._buffered) is False else None
+        if self._direct is not None:
+            read_no_further(self._buffered)  # what is left for it is the end of the file
 
     def read_into(self, link: Link, place: memoryview, offset: int) -> None:
         """Fill ``place`` from ``offset``, which is a multiple of a page. Raises LinkError."""
         aligned = ctypes.addressof(ctypes.c_char.from_buffer(place)) % PAGE == 0 if place else False
-        whole = len(place) // PAGE * PAGE if aligned and self._direct >= 0 else 0
+        whole = len(place) // PAGE * PAGE if aligned and self._direct is not None else 0
         if whole:
             try:
                 link.read_into(self._direct, place[:whole], offset)
@@ -197,18 +195,8 @@ class _File:
 
     def close(self) -> None:
         for handle in (self._buffered, self._direct):
-            if handle >= 0:
+            if handle is not None:
                 os.close(handle)
-
-
-def _cached(handle: int) -> bool:
-    """Whether the first page of an open file is in the page cache; True where the system cannot tell."""
-    try:
-        return os.preadv(handle, [bytearray(1)], 0, os.RWF_NOWAIT) >= 0
-    except BlockingIOError:
-        return False
-    except (AttributeError, OSError):
-        return True
 
 
 def _check_size(blob: Blob) -> None:

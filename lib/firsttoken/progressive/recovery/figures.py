@@ -9,6 +9,7 @@ import numpy as np
 from firsttoken.progressive.recovery.timeline import CASES
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
+from firsttoken.study.system import NOT_HERE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,13 +92,16 @@ def growth_of_service(result: Result, run: int = 0) -> Figure:
                 colour = COLOURS["S3" if row["stage"] == last else f"S{row['stage']}"]
                 for ax in (top, bottom):
                     ax.axvline(row["at_s"], color=colour, linestyle="--", linewidth=1.2)
-        memory = [(row["at_s"], row["rss_bytes"] / 1e6) for row in rows if row["row"] == "memory"]
-        bottom.plot(*zip(*memory, strict=True), color=COLOURS["measured"])
+        memory = [(row["at_s"], row["rss_bytes"] / 1e6) for row in rows if row["row"] == "memory" and row["rss_bytes"]]
+        if memory:
+            bottom.plot(*zip(*memory, strict=True), color=COLOURS["measured"])
+        else:
+            bottom.annotate(NOT_HERE, (0.5, 0.5), xycoords="axes fraction", ha="center", va="center")
         top.set_title(LABELS[case], fontsize=11)
         bottom.set(xlabel="seconds from the start")
     axes[0][0].set(ylabel="tokens handed out")
-    most = max(row["rss_bytes"] for row in result.rows if row["row"] in ("memory", "peak"))
-    axes[1][0].set(ylabel="resident, MB", ylim=(0, 1.1 * most / 1e6))
+    known = [row["rss_bytes"] or 0 for row in result.rows if row["row"] in ("memory", "peak")]
+    axes[1][0].set(ylabel="resident, MB", ylim=(0, 1.1 * max(known) / 1e6 or 1))
     for stage, label in ((1, "stage 1"), (2, "stage 2"), (3, "whole model")):
         axes[0][0].plot([], [], "o", color=COLOURS[f"S{stage}"], label=f"by {label}")
     axes[0][0].plot([], [], "--", color="black", label="begins to serve")

@@ -11,24 +11,26 @@ from firsttoken.progressive.recovery.timeline import CASES
 from firsttoken.progressive.recovery.transitions import TRANSITIONS
 from firsttoken.study.record import Result
 from firsttoken.study.show import interval
+from firsttoken.study.system import NOT_HERE
 
 Table = list[dict[str, Any]]
 
 _TIMELINE = (
-    ("first token, s", "first_token", 2),
-    ("whole model serves, s", "whole_model", 2),
-    ("tokens handed out", "tokens", 0),
-    ("growth of memory at its peak / bytes of the model", "peak_over_model", 2),
-    ("requests with a token too few or too many", "short_requests", 0),
-    ("stall at a transition beyond a turn and the move, ms", "excess_stall", 1),
+    ("first token, s", "first_token", 2, ""),
+    ("whole model serves, s", "whole_model", 2, ""),
+    ("tokens handed out", "tokens", 0, ""),
+    ("growth of memory at its peak / bytes of the model", "peak_over_model", 2, NOT_HERE),
+    ("requests with a token too few or too many", "short_requests", 0, ""),
+    ("stall at a transition beyond a turn and the move, ms", "excess_stall", 1, ""),
 )
 
 
 def timeline_rows(result: Result) -> Table:
     """What each case came to: medians over runs with 95 % intervals."""
     return [
-        {"measure": what} | {LABELS[case]: interval(result.summary.get(f"{name}_{case}"), digits) for case in CASES}
-        for what, name, digits in _TIMELINE
+        {"measure": what}
+        | {LABELS[case]: interval(result.summary.get(f"{name}_{case}"), digits) or absent for case in CASES}
+        for what, name, digits, absent in _TIMELINE
     ]
 
 

@@ -90,18 +90,20 @@ def _summary(rows: Rows, config: TimelineConfig, checkpoint: Checkpoint) -> dict
         last = max(row["stage"] for row in mine if row["row"] == "event")
         served = [row for row in mine if row["row"] == "event" and row["what"] == "serving"]
         full = [row["at_s"] for row in served if row["stage"] == last]
-        growth = [_growth(mine, run) / checkpoint.manifest.bytes for run in runs]
+        growth = [_growth(mine, run) for run in runs]
         summary |= {
             f"first_token_{case}": bootstrap(first, "median").summary("s"),
             f"whole_model_{case}": bootstrap(full, "median").summary("s"),
             f"tokens_{case}": bootstrap([len(_tokens(mine, run)) for run in runs], "median").summary("tokens"),
-            f"peak_over_model_{case}": bootstrap(growth, "median").summary("x"),
             f"short_requests_{case}": {
                 "value": sum(row["tokens"] != config.new_tokens for row in mine if row["row"] == "request"),
                 "n": sum(row["row"] == "request" for row in mine),
                 "unit": "requests with a token too few or too many",
             },
         }
+        if None not in growth:
+            relative = [size / checkpoint.manifest.bytes for size in growth]
+            summary[f"peak_over_model_{case}"] = bootstrap(relative, "median").summary("x")
         if excess := [stall for run in runs for stall in stalls(mine, run)]:
             summary[f"excess_stall_{case}"] = bootstrap(excess, "median").summary(
                 "ms beyond a decode turn and the move"
@@ -112,11 +114,12 @@ def _summary(rows: Rows, config: TimelineConfig, checkpoint: Checkpoint) -> dict
     return summary
 
 
-def _growth(rows: Rows, run: int) -> int:
-    """Bytes by which the process grew at its peak, from the moment its libraries were in memory."""
+def _growth(rows: Rows, run: int) -> int | None:
+    """Bytes by which the process grew at its peak, from the moment its libraries were in memory; None where unknown."""
     mine = [row for row in rows if row["run"] == run]
     before = next(row["rss_bytes"] for row in mine if row["row"] == "memory")
-    return next(row["rss_bytes"] for row in mine if row["row"] == "peak") - before
+    peak = next(row["rss_bytes"] for row in mine if row["row"] == "peak")
+    return None if before is None or peak is None else peak - before
 
 
 def _tokens(rows: Rows, run: int) -> Rows:

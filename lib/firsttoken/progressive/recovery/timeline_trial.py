@@ -18,7 +18,7 @@ import torch
 
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.recovery.engine import Engine
-from firsttoken.study.footprint import peak, reset_peak, resident
+from firsttoken.study.system.footprint import Growth, resident
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
         torch.set_num_threads(spec.threads)
     architecture = json.loads(Path(spec.folder, "config.json").read_text(encoding="utf-8"))["architectures"][0]
     getattr(transformers, architecture)  # a worker has its libraries in memory before a request comes
-    rows: list[dict[str, Any]] = [{"row": "memory", "at_s": 0.0, "rss_bytes": reset_peak()}]
+    growth = Growth()
+    rows: list[dict[str, Any]] = [{"row": "memory", "at_s": 0.0, "rss_bytes": growth.before}]
     engine = Engine(Path(spec.folder), [Link(LinkConfig(spec.gbit_per_s))], device=spec.device, dtype=spec.dtype)
     start = time.monotonic()
     engine.start()
@@ -56,7 +57,8 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
     while any(thread.is_alive() for thread in threads):
         rows.append({"row": "memory", "at_s": time.monotonic() - start, "rss_bytes": resident()})
         time.sleep(spec.sample_s)
-    rows.append({"row": "peak", "rss_bytes": peak()})
+    grown = growth.bytes()
+    rows.append({"row": "peak", "rss_bytes": None if grown is None else growth.before + grown})
     events = [{"row": "event", **event} for event in engine.status()["events"]]
     engine.close()
     return rows + events

@@ -18,6 +18,7 @@ from typing import Any
 from firsttoken.progressive.checkpoint.manifest import check_files, read_manifest
 from firsttoken.progressive.service.config import ServiceConfig
 from firsttoken.study.errors import StageError
+from firsttoken.study.system.allowance import cores
 
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _ENVIRONMENT = {
@@ -47,20 +48,20 @@ def running(config: ServiceConfig) -> Iterator[str]:
     read_vocabulary(config.folder, config.max_prompt_tokens)
     _check_port(config)
     ray, serve = _import_ray()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = cores()
     ray.init(
         address="local",
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        num_cpus=max(cores, config.replicas),
+        num_cpus=max(usable, config.replicas),
         object_store_memory=_OBJECTS_BYTES,
     )
     try:
         http = {"host": config.host, "port": config.port}
         serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
         try:
-            serve.run(_application(config, cores, serve), name="firsttoken")
+            serve.run(_application(config, usable, serve), name="firsttoken")
         except RuntimeError as error:
             raise StageError(f"the service did not start: {' '.join(str(error).split())}") from error
         yield f"http://{config.host}:{config.port}"
@@ -82,7 +83,7 @@ def serve_forever(config: ServiceConfig) -> None:
         signal.signal(number, handler)
 
 
-def _application(config: ServiceConfig, cores: int, serve: ModuleType) -> Any:
+def _application(config: ServiceConfig, usable: int, serve: ModuleType) -> Any:
     def build() -> Any:  # called in the process of each replica
         from firsttoken.progressive.service.app import build_replica
 
@@ -92,7 +93,7 @@ def _application(config: ServiceConfig, cores: int, serve: ModuleType) -> Any:
         serve.ingress(build)(),
         name="replica",
         num_replicas=config.replicas,
-        ray_actor_options={"num_cpus": max(1, cores // config.replicas)},  # also the threads that torch computes with
+        ray_actor_options={"num_cpus": max(1, usable // config.replicas)},  # also the threads that torch computes with
         max_ongoing_requests=256,  # Serve would queue what is above; the engine refuses, so that a client can decide
         max_constructor_retry_count=1,
         graceful_shutdown_timeout_s=5,

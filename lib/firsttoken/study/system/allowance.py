@@ -1,0 +1,35 @@
+"""What this process may use of the machine: cores and main memory, cut by a container's limits."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from firsttoken.study.system import kernel_files
+from firsttoken.study.system.sysctl import sysctl
+
+
+def cores() -> int:
+    """Cores this process may use: its affinity, or all where the system knows none, cut by a container's quota."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _limit("cpu.max").partition(" ")
+    return min(usable, math.ceil(int(quota) / int(period))) if quota.isdigit() and period.isdigit() else usable
+
+
+def memory_bytes() -> int | None:
+    """Main memory, or a container's limit where that is lower; None where the system does not tell."""
+    limit = _limit("memory.max")
+    known = [total for total in (_total_memory(), int(limit) if limit.isdigit() else None) if total]
+    return min(known, default=None)
+
+
+def _total_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # no sysconf, a name that it does not know, a value it does not have
+        told = sysctl("hw.memsize")
+        return int(told) if told.isdigit() else None
+
+
+def _limit(name: str) -> str:
+    return kernel_files.read(kernel_files.SYS / "fs" / "cgroup" / name)

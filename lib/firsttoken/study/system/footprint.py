@@ -1,0 +1,74 @@
+"""What a process takes: resident memory in bytes, now and at its peak, and CPU seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+
+from firsttoken.study.system import kernel_files
+
+
+def resident() -> int | None:
+    """Resident bytes now, mapped file pages included; None where the system does not tell."""
+    told = _status("VmRSS")
+    return _resident_by_ps() if told is None else told
+
+
+def peak() -> int:
+    """The most resident bytes since :func:`reset_peak`, or since the process began where the kernel keeps that."""
+    told = _status("VmHWM")
+    return _peak_by_rusage() if told is None else told
+
+
+def reset_peak() -> bool:
+    """Forget the former peak; False where the system cannot (Linux alone can)."""
+    return kernel_files.write(kernel_files.PROC / "self" / "clear_refs", "5") and _status("VmHWM") is not None
+
+
+class Growth:
+    """By how much the process grows at its peak, from the moment this is made."""
+
+    def __init__(self) -> None:
+        self._forgotten = reset_peak()
+        self.before = resident()
+        self._peak_before = peak()
+
+    def bytes(self) -> int | None:
+        """Resident bytes at the peak since then, less those of then; None where the system does not tell.
+
+        Where a former peak cannot be forgotten, that is known only once the process has grown beyond it.
+        """
+        now = peak()
+        if self.before is None or not (self._forgotten or now > self._peak_before):
+            return None
+        return max(0, now - self.before)
+
+
+def cpu_seconds() -> float:
+    """User and system time of all threads of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _status(key: str) -> int | None:
+    """A field of Linux' status of this process in bytes; None where there is no such file or field."""
+    text = kernel_files.read(kernel_files.PROC / "self" / "status")
+    found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
+    return 1024 * int(found.group(1)) if found else None
+
+
+def _peak_by_rusage() -> int:
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most  # macOS counts in bytes, Linux and the BSDs in KiB
+
+
+def _resident_by_ps() -> int | None:
+    command = ["ps", "-o", "rss=", "-p", str(os.getpid())]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return 1024 * int(told) if told.isdigit() else None

@@ -1,0 +1,28 @@
+"""The processor, as far as the system tells about it."""
+
+from __future__ import annotations
+
+import platform
+import re
+
+from firsttoken.study.system import kernel_files
+from firsttoken.study.system.sysctl import sysctl
+
+
+def cpu_model() -> str:
+    """The processor's marketing name, or its architecture where the system does not tell (Linux on arm64)."""
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE)
+    name = found.group(1).strip() if found else sysctl("machdep.cpu.brand_string")
+    return name or platform.processor() or platform.machine()
+
+
+def virtualised() -> bool | None:
+    """Whether a hypervisor shows; None where the system does not tell."""
+    if flags := re.search(r"^flags\s*:(.*)$", cpuinfo(), re.MULTILINE):
+        return "hypervisor" in flags.group(1).split()
+    return {"0": False, "1": True}.get(sysctl("kern.hv_vmm_present"))
+
+
+def cpuinfo() -> str:
+    """What Linux writes about its processors, "" elsewhere."""
+    return kernel_files.read(kernel_files.PROC / "cpuinfo")

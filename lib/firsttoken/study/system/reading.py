@@ -1,0 +1,52 @@
+"""Reading parts of an open file, through the page cache or past it, with what the system has for that."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+
+def read_at(handle: int, buffer: memoryview, offset: int) -> int:
+    """Read from byte ``offset`` of the open file ``handle`` into ``buffer``; the bytes read, 0 at the end of the file.
+
+    Fewer than asked for is no error. Raises OSError.
+    """
+    if hasattr(os, "preadv"):
+        return os.preadv(handle, [buffer], offset)
+    data = os.pread(handle, len(buffer), offset)
+    buffer[: len(data)] = data
+    return len(data)
+
+
+def open_uncached(path: Path) -> int | None:
+    """``path`` open for reads that leave the page cache alone; None where its file system has no such reads.
+
+    On Linux offsets, lengths and addresses must then be multiples of the disk's block; macOS takes any. Raises OSError
+    for a file that cannot be opened in any way.
+    """
+    if hasattr(os, "O_DIRECT"):
+        with contextlib.suppress(OSError):  # tmpfs, for one
+            return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    elif hasattr(fcntl, "F_NOCACHE"):
+        handle = os.open(path, os.O_RDONLY)
+        fcntl.fcntl(handle, fcntl.F_NOCACHE, 1)
+        return handle
+    return None
+
+
+def is_cached(handle: int) -> bool | None:
+    """Whether the first page of an open file is in the page cache; None where the system does not tell."""
+    try:
+        return os.preadv(handle, [bytearray(1)], 0, os.RWF_NOWAIT) >= 0
+    except BlockingIOError:
+        return False
+    except (AttributeError, OSError):
+        return None
+
+
+def read_no_further(handle: int) -> None:
+    """Ask the system not to read ahead in an open file; it may not know how to."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)

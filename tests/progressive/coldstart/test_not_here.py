@@ -1,0 +1,89 @@
+"""What a system cannot tell or do is said in tables and figures, and stops nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from firsttoken.progressive.coldstart import figures, tables
+from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, NONE, Wire, files_were
+from firsttoken.progressive.coldstart.summary import link_summary
+from firsttoken.progressive.recovery import figures as recovery_figures
+from firsttoken.progressive.recovery import tables as recovery_tables
+from firsttoken.progressive.recovery.timeline import CASES, TimelineConfig, _summary
+from firsttoken.study.system import NOT_HERE
+
+MANIFEST = SimpleNamespace(bytes=1000, stages=[SimpleNamespace(bytes=800), SimpleNamespace(bytes=200)])
+PHASES = ("interpreter", "imports", "config_and_tokenizer", "load", "prefill")
+
+
+def trial(variant: str, wire: Wire, **more: Any) -> dict[str, Any]:
+    times = dict.fromkeys(("ttft_request_s", "ttft_process_s", "load_s", "prefill_warm_s", "cpu_s"), 1.0)
+    told = {"link": wire.name, "gbit_per_s": wire.gbit_per_s, "shaped_by": wire.shaped_by, "cold": wire.cold}
+    row = {"variant": variant, "round": 0, "bytes": 1000, "growth_bytes": None, "resident_before_pct": None}
+    later = {"stage2_s": 0.1, "stage3_s": 0.1, "cpu_full_s": 1.5} if variant == "progressive" else {}
+    return row | times | told | later | {f"phase_{name}_s": 0.2 for name in PHASES} | more
+
+
+@pytest.fixture
+def result() -> SimpleNamespace:
+    """A user without root on macOS: no limit in the kernel, nothing verified, memory unknown."""
+    wires = (Wire(1.0, BUCKET), Wire(16.0, BUCKET, cold=False))
+    rows = [trial(name, wire) for wire in wires for name in ("read", "whole_streamed", "progressive")]
+    summary: dict[str, Any] = {}
+    for wire in wires:
+        summary |= link_summary([row for row in rows if row["link"] == wire.name], wire, MANIFEST)[0]
+    refused = "no limit in the kernel: it needs root"
+    provenance = {"left_out": {"1 Gbit/s": ["from_pretrained", "runai"]}, "no_kernel_limit": refused}
+    floors = {f"link {wire.name}": {"value": 1.0, "unit": "s", "why": "made up"} for wire in wires}
+    return SimpleNamespace(rows=rows, summary=summary, provenance=provenance, floors=floors)
+
+
+def test_variants_that_cannot_run_are_marked(result: SimpleNamespace) -> None:
+    found = {row["variant"]: set(row.values()) - {row["variant"]} for row in tables.first_token_rows(result, "1gbit")}
+    assert found["from_pretrained"] == found["runai-model-streamer"] == {NOT_HERE}
+    assert found["ours, progressive"] == {"1.00 [1.00, 1.00]"}
+    assert "from_pretrained" not in [row["variant"] for row in tables.first_token_rows(result, "16gbit")]
+
+
+def test_a_link_says_who_limits_it_and_why_and_that_files_were_not_verified(result: SimpleNamespace) -> None:
+    one, sixteen = tables.link_rows(result)
+    assert one["limited by"] == sixteen["limited by"] == "a token bucket (no limit in the kernel: it needs root)"
+    assert (one["files"], sixteen["files"]) == ("cold, not verified", "in memory, not verified")
+
+
+@pytest.mark.parametrize(("resident", "cold", "said"), [(0.0, True, "cold"), (100.0, True, "in memory")])
+def test_what_was_verified_counts_not_what_was_asked(resident: float, cold: bool, said: str) -> None:
+    assert files_were({"resident_before_pct": resident, "cold": cold}) == said
+
+
+def test_an_unknown_memory_gives_no_measure(result: SimpleNamespace) -> None:
+    assert not [name for name in result.summary if "memory" in name]
+    assert {row["ratio"] for row in tables.target_rows(result)} >= {"peak memory / whole start's"}
+
+
+def test_the_figures_are_drawn_all_the_same(result: SimpleNamespace) -> None:
+    fig = figures.phase_stacks(result, ["1 Gbit/s"])
+    assert fig.axes[0].get_title() == "1 Gbit/s, shaped by a token bucket, n = 1"
+    assert figures._link_title([trial("whole", Wire(0.0, NONE))]) == "this disk, cold, not verified"
+    assert figures._link_title([trial("whole", Wire(1.0, KERNEL))]) == "1 Gbit/s, shaped in the kernel"
+
+
+@pytest.mark.parametrize(("before", "peak", "shown"), [(None, None, NOT_HERE), (100, 1600, "1.50 [1.50, 1.50]")])
+def test_a_timeline_whose_memory_is_unknown(before, peak, shown) -> None:
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        told = {"case": case, "run": 0}
+        rows += [told | {"row": "memory", "at_s": 0.1 * i, "rss_bytes": before} for i in range(3)]
+        rows += [told | {"row": "token", "client": 0, "request": 0, "at_s": 1.0 + i, "stage": 1} for i in range(2)]
+        rows += [told | {"row": "request", "client": 0, "request": 0, "at_s": 0.0, "tokens": 2}]
+        rows += [told | {"row": "event", "what": "serving", "stage": 1, "at_s": 1.0}]
+        rows += [told | {"row": "peak", "rss_bytes": peak}]
+    config = TimelineConfig("", 1.0, 1, 2, 1.0, 0.1, 1)
+    result = SimpleNamespace(rows=rows, summary=_summary(rows, config, SimpleNamespace(manifest=MANIFEST)))
+    (memory,) = [row for row in recovery_tables.timeline_rows(result) if row["measure"].startswith("growth of memory")]
+    assert {memory[label] for label in recovery_figures.LABELS.values()} == {shown}
+    fig = recovery_figures.growth_of_service(result)
+    assert [text.get_text() for ax in fig.axes for text in ax.texts] == [NOT_HERE] * (3 if before is None else 0)

@@ -1,0 +1,50 @@
+"""A home that cannot be written: notebooks run all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from firsttoken.__main__ import main
+from firsttoken.study import paths
+from firsttoken.study.system.home import kept_elsewhere
+
+VARIABLES = ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLCONFIGDIR", "HF_HOME")
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_home_of_ones_own_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "made when needed"))
+    assert kept_elsewhere(tmp_path / "cache") == {}
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "/dev/null/home"])
+def test_without_a_home_all_is_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("MPLCONFIGDIR", "set by the user")
+    folders = kept_elsewhere(tmp_path)
+    assert folders.keys() == set(VARIABLES) - {"MPLCONFIGDIR"}
+    assert len(set(folders.values())) == 3 and all(Path(folder).parent == tmp_path for folder in folders.values())
+
+
+def test_a_home_of_someone_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_nobody) -> None:
+    monkeypatch.setenv("HOME", "/root")
+    assert as_nobody(lambda: sorted(kept_elsewhere(tmp_path))) == sorted(VARIABLES)
+
+
+@pytest.mark.usefixtures("root")
+def test_a_notebook_runs_without_a_home(write_notebook, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("HOME", "/dev/null/home")
+    write_notebook(
+        "01_draws",
+        "import matplotlib, os\nprint(matplotlib.get_configdir(), os.environ['JUPYTER_RUNTIME_DIR'])",
+    )
+    assert main(["run"]) == 0, capsys.readouterr()
+    text = (paths.EXECUTED / "quick" / "01_draws.ipynb").read_text(encoding="utf-8")
+    assert f"{paths.CACHE}/home/mpl {paths.CACHE}/home/jupyter" in text
