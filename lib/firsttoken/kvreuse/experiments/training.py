@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, Held, Need, check
 from firsttoken.kvreuse.experiments.setting import ReuseConfig
 from firsttoken.kvreuse.pairs import HALF, adapters_folder, half_the_layers
 from firsttoken.kvreuse.tasks.items import encode
@@ -33,15 +32,19 @@ class ReuseTrainingConfig:
     tokens: int
     items: int
 
+    def needs(self) -> list[Need]:
+        """The context holds a prefix."""
+        return [Need("reuse_training.tokens", self.tokens, CONTEXT)]
+
 
 def reuse_training(profile: Profile) -> Outcome:
     """One row a step and adapter: the loss of the answer's tokens, nats."""
     config = profile.section("reuse_training", ReuseTrainingConfig)
+    check(config.needs(), Held(profile.model))
     folder = adapters_folder(profile.section("reuse", ReuseConfig).adapters)
     rows, summary, provenance = [], {}, {}
-    for line in config.adapters:
-        name, tasks, steps = _parse(line)
-        base = load_model(profile.model, dtype=torch.bfloat16, device=profile.torch_device())
+    for name, tasks, steps in [_parse(line) for line in config.adapters]:
+        base = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
         model = half_the_layers(base.model) if name.startswith(HALF) else base.model
         data = {
             Path(task).stem: [  # of a file its name only: the recipe is given away
