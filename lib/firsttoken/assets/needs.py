@@ -73,13 +73,14 @@ class Held:
 def check(needs: Iterable[Need], facts: Facts, where: str = "") -> None:
     """Raise ProfileError for the first need that asks for more than there is, naming its key and the mend.
 
-    ``where`` is what lacks it, by default how ``facts`` call themselves. A need whose fact is not known is passed over.
+    ``where`` is what lacks it, by default the model for what a model has. A need of what is not known is passed over.
     """
     for need in needs:
         there = facts.get(need.of)
         if there is not None and need.wanted > there:
-            owner = where or (str(facts) if isinstance(facts, Held) else "this profile")
-            raise ProfileError(f"{need.key} needs {need.wanted:,} {need.of}, and {owner} has {there:,}: {need.mend}")
+            owner = where or (str(facts) if isinstance(facts, Held) and need.of in (LAYERS, CONTEXT) else "")
+            of = f"{need.of} of {owner}" if owner else need.of
+            raise ProfileError(f"{need.key}: {need.wanted:,} {of} are asked for, there are {there:,}; {need.mend}")
 
 
 def weight_bytes(model: str, dtype: torch.dtype) -> int:

@@ -53,7 +53,8 @@ def healing_controls(profile: Profile) -> Outcome:
     config = profile.section("controls", ControlsConfig)
     quality = profile.section("quality", QualityConfig)
     # A control is judged on the test items alone, so its run is not watched more than it must be.
-    healing = dataclasses.replace(profile.section("healing", HealingConfig), watch_every=0, watch_questions=8)
+    healing = profile.section("healing", HealingConfig)
+    healing = dataclasses.replace(healing, watch_every=0, watch_questions=min(8, healing.watch_questions))
     sizes = config.sizes(quality)
     place = profile.section("served", ServedConfig)
     check([*place.needs(), *config.needs(), *sizes.needs(), *healing.needs()], Held(profile.model))

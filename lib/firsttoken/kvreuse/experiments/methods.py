@@ -19,7 +19,7 @@ from firsttoken.assets.needs import LAYERS, Need
 from firsttoken.kvreuse.blend import blended_cache, tokens_per_layer
 from firsttoken.kvreuse.decode import greedy
 from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
-from firsttoken.kvreuse.experiments.setting import RUNS, Run, Setting, batches
+from firsttoken.kvreuse.experiments.setting import Run, Setting, batches
 from firsttoken.kvreuse.forward import cache_of
 from firsttoken.kvreuse.pairs import HALF, Variant
 from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, partial_prefill
@@ -50,12 +50,9 @@ class MethodsConfig:
     runs: int
 
     def needs(self) -> list[Need]:
-        """Every blend is one and leaves layers to choose tokens for; there are as many runs as are asked."""
+        """Every blend is one, and leaves layers to choose tokens for."""
         whole = [_blend(text, NOTHING, sys.maxsize)[2] for text in self.blends]
-        return [
-            Need("methods.blends (and a layer that is blended)", max(whole, default=0) + 1, LAYERS),
-            Need("methods.runs", self.runs, RUNS),
-        ]
+        return [Need("methods.blends (and a layer that is blended)", max(whole, default=0) + 1, LAYERS)]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from firsttoken.study.errors import CorpusError, ModelError, ProfileError
 from firsttoken.study.profile import Profile
 
 HELD_OUT = "held-out items"  # of a task's file; the constructed tasks count theirs once there is a tokenizer
-RUNS, ITEMS = "reuse.runs", "reuse.items"
+ITEMS = "reuse.items"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Setting:
         specs = [self.models.spec(name) for name in names]
         sizes = {spec: weight_bytes(spec, profile.torch_dtype()) for spec in set(specs)}
         weights = sum(sizes[spec] for spec in specs)
-        room = {MEMORY: device_memory(profile.torch_device()), RUNS: len(self.runs), ITEMS: self.config.items}
+        room = {MEMORY: device_memory(profile.torch_device()), ITEMS: self.config.items}
         check([Need("reuse.runs", weights, MEMORY, "name smaller models")], room, where="the device")
         check(needs, Held(self.models.spec(self.runs[0].pair.receiver), room))
 

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from firsttoken.assets.needs import LAYERS, Need
-from firsttoken.kvreuse.experiments.setting import ITEMS, RUNS, Setting, batches
+from firsttoken.kvreuse.experiments.setting import ITEMS, Setting, batches
 from firsttoken.kvreuse.prefill import spans
 from firsttoken.kvreuse.profile.bank import Bank, Questions
 from firsttoken.study.errors import ProfileError
@@ -34,12 +34,11 @@ class TransitionsConfig:
     runs: int
 
     def needs(self) -> list[Need]:
-        """Between the runs of recomputed layers lie reused ones; there are as many runs and items as are taken."""
+        """Between the runs of recomputed layers lie reused ones; there are as many items as are answered."""
         most = max(self.transitions)
         return [
             Need("transitions.layers (and a reused one between two runs)", self.layers + most - 1, LAYERS),
             Need("transitions.items", self.items, ITEMS),
-            Need("transitions.runs", self.runs, RUNS),
         ]
 
 

@@ -104,6 +104,9 @@ def _progressive(rows: Rows, manifest: Manifest, rate: float) -> dict[str, dict[
         "cpu_s_first": ratio(rows, "progressive", "whole_streamed", "cpu_s").summary("x"),
         "cpu_s_full": ratio(both, "progressive_full", "whole_streamed", "cpu_s").summary("x"),
     }
+    if any("device_peak_bytes" in row for row in rows):
+        device = ratio(rows, "progressive", "whole_streamed", "device_peak_bytes")
+        measures["peak_device_memory_over_whole"] = device.summary("x")
     if any(row["variant"] == "whole" for row in rows):
         measures["streaming_gain"] = _reduction(ratio(rows, "whole_streamed", "whole"))
     return measures

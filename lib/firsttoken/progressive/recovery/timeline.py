@@ -117,6 +117,9 @@ def _summary(rows: Rows, config: TimelineConfig, checkpoint: Checkpoint) -> dict
                 "unit": "requests with a token too few or too many",
             },
         }
+        if on_device := [row["device_peak_bytes"] for row in mine if "device_peak_bytes" in row]:
+            over = [size / checkpoint.manifest.bytes for size in on_device]
+            summary[f"device_peak_over_model_{case}"] = bootstrap(over, "median").summary("x")
         if excess := [stall for run in runs for stall in stalls(mine, run)]:
             summary[f"excess_stall_{case}"] = bootstrap(excess, "median").summary(
                 "ms beyond a decode turn and the move"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from firsttoken.link import Link, LinkConfig
+from firsttoken.progressive.device_memory import device_now, device_peak
 from firsttoken.progressive.recovery.engine import Engine
 from firsttoken.study.footprint import peak, reset_peak, resident
 
@@ -53,9 +54,10 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        rows.append({"row": "memory", "at_s": time.monotonic() - start, "rss_bytes": resident()})
+        at = {"row": "memory", "at_s": time.monotonic() - start}
+        rows.append(at | {"rss_bytes": resident()} | device_now(spec.device))
         time.sleep(spec.sample_s)
-    rows.append({"row": "peak", "rss_bytes": peak()})
+    rows.append({"row": "peak", "rss_bytes": peak()} | device_peak(spec.device))
     events = [{"row": "event", **event} for event in engine.status()["events"]]
     engine.close()
     return rows + events
