@@ -13,7 +13,7 @@ from firsttoken.assets.models import layers_of, load_model
 from firsttoken.assets.shapes import shape_config, shape_names
 from firsttoken.study.errors import AssetError, ModelError
 
-MILLIONS = {"smollm2-135m": 135, "tinyllama-1.1b": 1100, "qwen2.5-0.5b": 494, "llama-2-7b": 6738}
+MILLIONS = {"smollm2-135m": 135, "tinyllama-1.1b": 1100, "qwen2.5-0.5b": 494, "llama-3.1-8b": 8030, "llama-2-7b": 6738}
 
 
 @pytest.fixture

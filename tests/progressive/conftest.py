@@ -231,6 +231,7 @@ def paper(
         "healing.watch_every": 0,
         "healing.watch_questions": 3,
         "healing.watch_windows": 2,
+        "training.recipes": ["report"],
         "live.steps": 2,
         "controls.steps": 1,
         "controls.items": 4,
@@ -243,5 +244,6 @@ def paper(
         "quality.windows": 3,
         "quality.window_tokens": 48,
         "quality.batch": 4,
+        "quality.recipes": ["report"],
     }
     return load_profile("paper", **overrides)

@@ -10,7 +10,7 @@ import torch
 
 from firsttoken.assets.adapters import WEIGHTS, read_recipe
 from firsttoken.experiments import run_experiment
-from firsttoken.progressive import training
+from firsttoken.progressive import experiments, training
 from firsttoken.progressive.experiments import (
     DistanceConfig,
     healing_live,
@@ -19,7 +19,7 @@ from firsttoken.progressive.experiments import (
     stage_quality,
 )
 from firsttoken.progressive.recipe import OURS, RECIPES, REPORT, TASK
-from firsttoken.study.errors import StageError
+from firsttoken.study.errors import ProfileError, StageError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import read_result
 
@@ -93,7 +93,7 @@ def test_our_recipe_and_a_task_adapter_take_the_same_path(paper, tmp_path, monke
         paper,
         served={"task_adapter": "task"},
         training={"recipes": ["ours"]},
-        quality={"recipes": ["ours"], "closed_book": 0, "items": 4},
+        quality={"recipes": ["ours"], "judged": "extractive", "closed_book": 0, "items": 4},
     )
     outcome = healing_training(profile)
     assert {row["adapter"] for row in outcome.rows} == {"task", "A-ours", "AB-ours"}
@@ -127,10 +127,39 @@ def test_layer_distance_has_every_start_of_every_size(paper):
     assert layer_distance(paper).rows == outcome.rows
 
 
-@pytest.mark.parametrize("size", [0, 6, 9])
-def test_layer_distance_refuses_a_block_that_does_not_fit(paper, size):
-    with pytest.raises(StageError, match=f"a block of {size} layers does not fit a model of 6"):
+@pytest.mark.parametrize("size", [6, 9])
+def test_layer_distance_refuses_a_block_that_does_not_fit(paper, size, monkeypatch):
+    monkeypatch.setattr(experiments, "load_model", lambda *_, **__: pytest.fail("the weights were loaded first"))
+    with pytest.raises(
+        ProfileError, match=rf"distance\.block .*: {size + 1} layers of tiny-llama .*, there are 6; low"
+    ):
         layer_distance(changed(paper, distance={"block": size}))
+
+
+def test_layer_distance_refuses_a_block_of_nothing(paper):
+    with pytest.raises(StageError, match="a block of 0 layers does not fit a model of 6"):
+        layer_distance(changed(paper, distance={"block": 0}))
+
+
+def test_what_is_too_long_for_training_is_cut_and_counted(paper, tmp_path):
+    whole, cut = (changed(paper, healing={"max_tokens": tokens}) for tokens in (1024, 48))
+    assert healing_live(whole).provenance["cut_questions"] == 0
+    assert healing_live(cut).provenance["cut_questions"] > 0
+    provenance = healing_training(cut).provenance["cut_questions"]
+    assert provenance.keys() == {"A-report", "AB-report"} and min(provenance.values()) > 0
+    assert read_recipe(tmp_path / "adapters" / "A-report")["recipe"]["max_tokens"] == 48
+
+
+def test_stages_are_judged_by_the_closed_book_as_in_the_paper(paper):
+    healing_training(paper)
+    outcome = stage_quality(paper)
+    for variant, task in (("s1_report", "closed_book"), ("s3", "closed_book")):
+        scores = [row["f1"] for row in outcome.rows if (row["variant"], row["task"]) == (variant, task)]
+        assert outcome.summary[f"f1_{variant}"]["value"] == pytest.approx(100 * sum(scores) / len(scores))
+        assert outcome.summary[f"f1_{variant}"] == outcome.summary[f"closed_book_f1_{variant}"]
+        assert outcome.summary[f"extractive_f1_{variant}"]["n"] == 8
+    assert outcome.summary["em_drop_s1_report"]["n"] == 4
+    assert outcome.provenance["judged"] == "closed_book"
 
 
 def test_healing_live_takes_its_steps_and_writes_no_adapter(paper, tmp_path, monkeypatch):

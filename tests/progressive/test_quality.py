@@ -81,6 +81,8 @@ def test_scores_leave_no_trace_in_the_model(make_model, tokenizer, ids):
 def test_a_long_prompt_loses_its_start(make_model, tokenizer):
     model = make_model()
     rows = answer_scores(model, tokenizer, ITEMS, AnswerConfig(max_prompt_tokens=30))
+    lost = [len(tokenizer.encode(qa_prompt(item.passage, item.question))) - 30 for item in ITEMS]
+    assert [row.pop("cut_tokens", 0) for row in rows] == [max(0, count) for count in lost] and max(lost) > 0
     assert_rows(rows, [slowly(model, tokenizer, item, 30) for item in ITEMS])
 
 

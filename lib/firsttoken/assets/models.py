@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.assets.gguf import converted
@@ -76,6 +77,31 @@ def load_model(
     return Loaded(_settled(model.to(device)), tokenizer, provenance)
 
 
+def model_config(spec: str) -> PretrainedConfig:
+    """The transformers configuration of the model that ``spec`` names, without its weights: of the Hub, one small file.
+
+    Raises ModelError and AssetError as ``load_model`` does.
+    """
+    from transformers import AutoConfig
+
+    if spec.startswith("random:"):
+        return shape_config(spec.removeprefix("random:"))
+    if spec == PINNED:
+        folder = converted(PINNED)
+    else:
+        folder = Path(spec).expanduser() if _is_folder(spec) else _from_hub(spec, ["config.json"])
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"cannot read the config.json in {folder}: {reason}") from error
+
+
+def model_name(spec: str) -> str:
+    """What a message calls a model: its folder's last name, no path of this machine."""
+    return Path(spec).name if _is_folder(spec) else spec
+
+
 def layers_of(model: nn.Module) -> nn.ModuleList:
     """The decoder layers of a Llama-like model, also inside a PEFT wrapper; index 0 is next to the embedding.
 
@@ -118,14 +144,14 @@ def _from_folder(folder: Path, dtype: torch.dtype, with_tokenizer: bool) -> tupl
     return model, tokenizer
 
 
-def _from_hub(spec: str) -> Path:
+def _from_hub(spec: str, files: Sequence[str] = _HUB_FILES) -> Path:
     """The folder of a Hub snapshot; the Hub's own cache is used, and asked alone when HF_HUB_OFFLINE is set."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     folder_too = f"a folder with config.json and *.safetensors works too; in the profile, `model: /path/to/{spec}`"
     try:
-        return Path(snapshot_download(spec, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(spec, allow_patterns=list(files)))
     except HFValidationError as error:
         raise ModelError(f"{spec!r} is no pinned model, folder, Hub id or random:<shape>") from error
     except GatedRepoError as error:

@@ -1,8 +1,9 @@
 """Named model shapes: the public dimensions of real models, for timing with random weights.
 
 Dimensions are those of the ``config.json`` that each model's authors publish on the Hugging Face Hub
-(HuggingFaceTB/SmolLM2-135M-Instruct, TinyLlama/TinyLlama-1.1B-Chat-v1.0, Qwen/Qwen2.5-0.5B, meta-llama/Llama-2-7b-hf).
-"tiny" is nobody's model: it is for tests.
+(HuggingFaceTB/SmolLM2-135M-Instruct, TinyLlama/TinyLlama-1.1B-Chat-v1.0, Qwen/Qwen2.5-0.5B, meta-llama/Llama-2-7b-hf,
+meta-llama/Llama-3.1-8B, whose rescaled rotary angles cost nothing and are left out). "tiny" is nobody's model: it is
+for tests.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _SHAPES: dict[str, tuple[type[PretrainedConfig], tuple[int, int, int, int, int, 
     "tinyllama-1.1b": (LlamaConfig, (22, 2048, 5632, 32, 4, 32000, 2048, 1e4, False)),
     "qwen2.5-0.5b": (Qwen2Config, (24, 896, 4864, 14, 2, 151936, 32768, 1e6, True)),
     "llama-2-7b": (LlamaConfig, (32, 4096, 11008, 32, 32, 32000, 4096, 1e4, False)),
+    "llama-3.1-8b": (LlamaConfig, (32, 4096, 14336, 32, 8, 128256, 131072, 5e5, False)),
     "tiny": (LlamaConfig, (4, 32, 64, 4, 2, 256, 512, 1e4, True)),
 }
 

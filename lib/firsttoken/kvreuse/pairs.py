@@ -86,6 +86,17 @@ class Models:
         """Where the models that were loaded come from."""
         return {shown(name): variant.provenance for name, variant in self._loaded.items()}
 
+    def spec(self, name: str) -> str:
+        """What ``load_model`` calls the model that ``name`` begins from. Raises ModelError for a name of nothing."""
+        if name == BASE or (self._folder / name / WEIGHTS).is_file():
+            return self._profile.model
+        if re.fullmatch(r"[\w-]+", name) and name != PINNED and not Path(name).is_dir():
+            raise ModelError(
+                f"{name!r} is no adapter in {self._folder} and no model; train it (firsttoken measure reuse_training), "
+                "or name a folder or a Hub id"
+            )
+        return name
+
     def load(self, name: str) -> Variant:
         """The model called ``name``. Raises ModelError as ``load_model`` does, or for an adapter of another base."""
         if name not in self._loaded:
@@ -95,12 +106,7 @@ class Models:
         return self._loaded[name]
 
     def _plain(self, name: str) -> Variant:
-        spec, profile = self._profile.model if name == BASE else name, self._profile
-        if name != BASE and re.fullmatch(r"[\w-]+", name) and name != PINNED and not Path(name).is_dir():
-            raise ModelError(
-                f"{name!r} is no adapter in {self._folder} and no model; train it (firsttoken measure reuse_training), "
-                "or name a folder or a Hub id"
-            )
+        spec, profile = self.spec(name), self._profile
         loaded = load_model(spec, dtype=profile.torch_dtype(), device=profile.torch_device(), seed=profile.seed)
         model = as_stored(loaded.model, profile.stored_dtype(), profile.torch_dtype())
         provenance = loaded.provenance

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 
 from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.assets.needs import Held, Need, check, text_of
 from firsttoken.progressive.adapters import load_adapter
 from firsttoken.progressive.distance import angular_distances, choose_block
 from firsttoken.progressive.examination import Examination, QualityConfig
@@ -19,6 +20,8 @@ from firsttoken.study import paths
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome
 
+CALIBRATION_TOKENS = 256  # of a window that the smaller blocks are chosen on
+
 
 @dataclass(frozen=True)
 class ControlsConfig:
@@ -29,6 +32,15 @@ class ControlsConfig:
     items: int
     windows: int
     calibration_passages: int
+
+    def sizes(self, quality: QualityConfig) -> QualityConfig:
+        """What a control is asked: less than a stage, and by the task that judges one."""
+        return quality.smaller(self.items, self.windows)
+
+    def needs(self) -> list[Need]:
+        """The text to calibrate on."""
+        wanted = self.calibration_passages * CALIBRATION_TOKENS
+        return [Need(f"controls.calibration_passages x {CALIBRATION_TOKENS}", wanted, text_of("train"))]
 
 
 def healing_controls(profile: Profile) -> Outcome:
@@ -41,7 +53,11 @@ def healing_controls(profile: Profile) -> Outcome:
     config = profile.section("controls", ControlsConfig)
     quality = profile.section("quality", QualityConfig)
     # A control is judged on the test items alone, so its run is not watched more than it must be.
-    healing = dataclasses.replace(profile.section("healing", HealingConfig), watch_every=0, watch_questions=8)
+    healing = profile.section("healing", HealingConfig)
+    healing = dataclasses.replace(healing, watch_every=0, watch_questions=min(8, healing.watch_questions))
+    sizes = config.sizes(quality)
+    place = profile.section("served", ServedConfig)
+    check([*place.needs(), *config.needs(), *sizes.needs(), *healing.needs()], Held(profile.model))
     served = load_served(profile)
     recipe = dataclasses.replace(RECIPES[config.recipe], steps=config.steps)
     twice = dataclasses.replace(recipe, steps=2 * config.steps)
@@ -49,10 +65,9 @@ def healing_controls(profile: Profile) -> Outcome:
     runs: list[tuple[str, tuple[int, ...], Recipe]] = [(name, block, recipe) for name, block in blocks.items()]
     runs.insert(1, ("one_shot", blocks["chosen"], twice))
     runs.insert(2, ("full", (), recipe))
-    sizes = dataclasses.replace(quality, items=config.items, windows=config.windows, closed_book=0)
     examine, teacher = Examination(sizes, served.tokenizer), Teacher(served.model)
     rows = examine.rows("s0", served.model)
-    folder = paths.CACHE / "adapters" / profile.section("served", ServedConfig).folder.name
+    folder = paths.CACHE / "adapters" / place.folder.name
     for name, missing, wanted in runs:
         adapter = folder / f"control-{name}"
         healed(adapter, served, missing, wanted, healing, teacher)
@@ -64,7 +79,8 @@ def healing_controls(profile: Profile) -> Outcome:
             peft.unload()
     return Outcome(
         rows,
-        summary=summarise(rows) | recoveries(rows, (recipe.name,), tuple(blocks)),
+        summary=summarise(rows, judged=quality.judged)
+        | recoveries(rows, (recipe.name,), tuple(blocks), judged=quality.judged),
         provenance=served.provenance | {"blocks": {name: list(block) for name, block in blocks.items()}},
     )
 
@@ -73,7 +89,7 @@ def control_blocks(profile: Profile, config: ControlsConfig, served: Served) -> 
     """The removed layers of each control that removes some."""
     size = len(served.plan.block)
     base = load_base(profile)
-    windows = token_windows(running_text("train"), base.tokenizer, 256, config.calibration_passages)
+    windows = token_windows(running_text("train"), base.tokenizer, CALIBRATION_TOKENS, config.calibration_passages)
     distances = angular_distances(base.model, windows)
     starts = [s for s in range(served.plan.depth - size + 1) if s != served.plan.block[0]]
     start = random.Random(profile.seed).choice(starts)

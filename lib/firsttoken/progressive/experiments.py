@@ -11,6 +11,7 @@ import torch
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.models import layers_of, load_model
+from firsttoken.assets.needs import CONTEXT, LAYERS, Held, Need, check, text_of
 from firsttoken.progressive.distance import (
     Distances,
     angular_distances,
@@ -45,10 +46,19 @@ class DistanceConfig:
     block: int
     resamples: int
 
+    def needs(self) -> list[Need]:
+        """A layer stays beside the block, a window fits the context, and the text fills all windows."""
+        return [
+            Need("distance.block (and one that stays)", self.block + 1, LAYERS),
+            Need("distance.tokens", self.tokens, CONTEXT),
+            Need("distance.passages x tokens", self.passages * self.tokens, text_of("train")),
+        ]
+
 
 def layer_distance(profile: Profile) -> Outcome:
     """Angular distance of every block of 1 to ``max_block`` layers, and the block that it chooses."""
     config = profile.section("distance", DistanceConfig)
+    check(config.needs(), Held(profile.model))
     loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
     if loaded.tokenizer is None:
         raise StageError(f"model {profile.model} has no tokenizer, and calibration needs real text")
@@ -119,6 +129,7 @@ def healing_training(profile: Profile) -> Outcome:
     place = profile.section("served", ServedConfig)
     config = profile.section("healing", HealingConfig)
     chosen = profile.section("training", TrainingConfig)
+    check([*place.needs(), *config.needs()], Held(profile.model))
     runs: dict[str, dict[str, Any]] = {}
     if place.task_adapter:
         runs["task"] = healed(place.folder / place.task_adapter, load_base(profile), (), RECIPES["task"], config)
@@ -132,15 +143,16 @@ def healing_training(profile: Profile) -> Outcome:
     return Outcome(
         [{"adapter": adapter, **row} for adapter, run in runs.items() for row in run["curve"]],
         summary={f"train_s_{adapter}": {"value": run["train_s"], "n": 1, "unit": "s"} for adapter, run in runs.items()},
-        provenance=served.provenance,
+        provenance=served.provenance | {"cut_questions": {a: run.get("cut_questions") for a, run in runs.items()}},
     )
 
 
 def stage_quality(profile: Profile) -> Outcome:
     """Every stage, unhealed and healed by each recipe, on the same test items; stage 3 is checked to the bit."""
     config = profile.section("quality", QualityConfig)
-    folder = profile.section("served", ServedConfig).folder
-    served = load_served(profile)
+    place = profile.section("served", ServedConfig)
+    check([*place.needs(), *config.needs()], Held(profile.model))
+    served, folder = load_served(profile), place.folder
     examine = Examination(config, served.tokenizer)
     original = examine.logits(served.model)
     rows = examine.rows("s0", served.model)
@@ -154,10 +166,10 @@ def stage_quality(profile: Profile) -> Outcome:
         identical = bool(torch.equal(examine.logits(model), original))
     return Outcome(
         rows,
-        summary=summarise(rows)
-        | recoveries(rows, config.recipes)
+        summary=summarise(rows, judged=config.judged)
+        | recoveries(rows, config.recipes, judged=config.judged)
         | {"s3_bit_identical": {"value": identical, "n": original.numel(), "unit": "logits compared"}},
-        provenance=served.provenance | {"block": list(served.plan.block)},
+        provenance=served.provenance | {"block": list(served.plan.block), "judged": config.judged},
     )
 
 
@@ -173,8 +185,9 @@ def healing_live(profile: Profile) -> Outcome:
     """Heal stage 1 from scratch for a few steps; the summary compares the first third of the losses with the last."""
     config = profile.section("live", LiveConfig)
     healing = profile.section("healing", HealingConfig)
+    check([*profile.section("served", ServedConfig).needs(), *healing.needs()], Held(profile.model))
     served = load_served(profile)
-    recipe = dataclasses.replace(RECIPES[config.recipe], steps=config.steps, warmup_steps=2)
+    recipe = healing.sized(dataclasses.replace(RECIPES[config.recipe], steps=config.steps, warmup_steps=2))
     data = materials(healing, recipe, served.tokenizer)
     teacher = Teacher(served.model) if recipe.distill_weight else None
     _, curve = heal(served, served.plan.missing(1), recipe, data, healing, teacher)
@@ -188,5 +201,5 @@ def healing_live(profile: Profile) -> Outcome:
             "loss_last": {"value": round(last, 3), "n": third, "unit": "nats, all losses"},
             "step_s": {"value": round(curve.duration_s / config.steps, 2), "n": config.steps, "unit": "s"},
         },
-        provenance=served.provenance,
+        provenance=served.provenance | {"cut_questions": data.cut_questions},
     )

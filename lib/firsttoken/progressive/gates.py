@@ -15,8 +15,8 @@ from firsttoken.study.stats import bootstrap, paired_bootstrap
 
 Summary = dict[str, dict[str, Any]]
 
-SCORES = {"em": ("extractive", "em"), "f1": ("extractive", "f1"), "choice": ("extractive", "choice_correct")}
-RECOVERED = {"em": SCORES["em"], "f1": SCORES["f1"], "log_perplexity": ("text", "text_nll")}
+EXTRACTIVE, CLOSED_BOOK = "extractive", "closed_book"
+SCORES = {"em": "em", "f1": "f1", "choice": "choice_correct"}  # columns of the judged task
 GATES = {"s1": 3.0, "s2": 3.0, "s3": 1.0}
 """Points of EM and of F1 that a stage may lose (ProgressiveServe, 3.1.2)."""
 
@@ -26,29 +26,34 @@ def column(rows: Rows, variant: str, task: str, name: str) -> np.ndarray:
     return np.array([r[name] for r in rows if r["variant"] == variant and r["task"] == task and name in r])
 
 
-def summarise(rows: Rows, baseline: str = "s0") -> Summary:
-    """Scores of every variant in %, perplexity, nats an answer token; drops against ``baseline`` in points."""
+def summarise(rows: Rows, baseline: str = "s0", judged: str = EXTRACTIVE) -> Summary:
+    """Scores of every variant in %, perplexity, nats an answer token; drops against ``baseline`` in points.
+
+    ``em``, ``f1`` and the drops are those of the task ``judged``; any task that was asked has its own by its name too.
+    """
     found: Summary = {}
     for variant in dict.fromkeys(r["variant"] for r in rows):
-        for score, (task, name) in SCORES.items():
-            values = column(rows, variant, task, name)
+        for score, name in SCORES.items():
+            values = column(rows, variant, judged, name)
             if not len(values):
                 continue
             found[f"{score}_{variant}"] = bootstrap(values).summary("%", 100)
             if variant != baseline:
-                drop = paired_bootstrap(column(rows, baseline, task, name), values)
+                drop = paired_bootstrap(column(rows, baseline, judged, name), values)
                 found[f"{score}_drop_{variant}"] = drop.summary("points", 100)
-        found[f"answer_nll_{variant}"] = bootstrap(column(rows, variant, "extractive", "answer_nll")).summary("nats")
+        found[f"answer_nll_{variant}"] = bootstrap(column(rows, variant, judged, "answer_nll")).summary("nats")
         found[f"perplexity_{variant}"] = bootstrap(column(rows, variant, "text", "text_nll"), exp_mean).summary()
-        closed = column(rows, variant, "closed_book", "f1")
-        if len(closed):
-            found[f"closed_book_f1_{variant}"] = bootstrap(closed).summary("%", 100)
-            closed_em = column(rows, variant, "closed_book", "em")
-            found[f"closed_book_em_{variant}"] = bootstrap(closed_em).summary("%", 100)
+        for task in (CLOSED_BOOK, EXTRACTIVE) if judged == CLOSED_BOOK else (CLOSED_BOOK,):
+            for name in ("f1", "em"):
+                values = column(rows, variant, task, name)
+                if len(values):
+                    found[f"{task}_{name}_{variant}"] = bootstrap(values).summary("%", 100)
     return found
 
 
-def recoveries(rows: Rows, recipes: tuple[str, ...], models: tuple[str, ...] = ("s1", "s2")) -> Summary:
+def recoveries(
+    rows: Rows, recipes: tuple[str, ...], models: tuple[str, ...] = ("s1", "s2"), judged: str = EXTRACTIVE
+) -> Summary:
     """The share of what pruning lost that healing brings back, in %, by model (a stage, a control), recipe and score.
 
     0 is the pruned model without healing, 100 the full one. Perplexity is compared by its logarithm.
@@ -57,8 +62,8 @@ def recoveries(rows: Rows, recipes: tuple[str, ...], models: tuple[str, ...] = (
     for stage in models:
         for recipe in recipes:
             for score, task, name in (
-                ("em", *SCORES["em"]),
-                ("f1", *SCORES["f1"]),
+                ("em", judged, "em"),
+                ("f1", judged, "f1"),
                 ("log_perplexity", "text", "text_nll"),
             ):
                 parts = [column(rows, v, task, name) for v in (f"{stage}_none", f"{stage}_{recipe}", "s0")]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.corpora import QAItem
 from firsttoken.progressive.passlayer import GapCache
-from firsttoken.progressive.samples import STOP, answer_tokens, prompt_tokens, qa_prompt
+from firsttoken.progressive.samples import STOP, answer_tokens, qa_prompt, shortened
 from firsttoken.scoring import exact_match, token_f1
 
 
@@ -37,16 +37,20 @@ def answer_scores(
 ) -> list[dict[str, Any]]:
     """One row an item: ``em``, ``f1`` in 0..1, ``answer_nll`` in nats a token, ``choice_correct`` where it has choices.
 
-    Items of like length share a batch; rows come back in the order of ``items``.
+    Items of like length share a batch; rows come back in the order of ``items``. Where the prompt did not fit, the row
+    has ``cut_tokens``.
     """
-    texts = [qa_prompt(item.passage, item.question) for item in items]
-    prompts = [prompt_tokens(tokenizer, text, config.max_prompt_tokens) for text in texts]
+    whole = [tokenizer.encode(qa_prompt(item.passage, item.question)) for item in items]
+    prompts = [shortened(ids, tokenizer, config.max_prompt_tokens) for ids in whole]
     order = sorted(range(len(items)), key=lambda i: (len(prompts[i]), i))
     rows: dict[int, dict[str, Any]] = {}
     for at in range(0, len(order), config.batch):
         chosen = order[at : at + config.batch]
         scored = _score_batch(model, tokenizer, [items[i] for i in chosen], [prompts[i] for i in chosen], config)
         rows |= dict(zip(chosen, scored, strict=True))
+    for i, (ids, prompt) in enumerate(zip(whole, prompts, strict=True)):
+        if len(ids) > len(prompt):
+            rows[i]["cut_tokens"] = len(ids) - len(prompt)
     return [rows[i] for i in range(len(items))]
 
 

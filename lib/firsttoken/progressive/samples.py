@@ -16,11 +16,15 @@ STOP = "\n"  # an answer is one line: the same stop in training and in decoding
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sequence; ``answer_start`` is the index of its first answer token (its length: no answer)."""
+    """One training sequence; ``answer_start`` is the index of its first answer token (its length: no answer).
+
+    ``cut`` counts the tokens that its prompt has lost to the longest length.
+    """
 
     key: str
     tokens: tuple[int, ...]
     answer_start: int
+    cut: int = 0
 
 
 def qa_prompt(passage: str, question: str) -> str:
@@ -33,9 +37,15 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, limit: int) -
 
     A prompt of more than ``limit`` tokens loses what follows that token, never its end.
     """
-    ids = tokenizer.encode(prompt)
+    return shortened(tokenizer.encode(prompt), tokenizer, limit)
+
+
+def shortened(ids: list[int], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[int]:
+    """The tokens ``ids`` of a whole prompt as ``prompt_tokens`` keeps them."""
+    if len(ids) <= limit:
+        return ids
     head = tokenizer.encode("")
-    return ids if len(ids) <= limit else head + ids[len(ids) - max(1, limit - len(head)) :]
+    return head + ids[len(ids) - max(1, limit - len(head)) :]
 
 
 def answer_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> list[int]:
@@ -47,8 +57,9 @@ def qa_sample(item: QAItem, tokenizer: PreTrainedTokenizerBase, max_tokens: int)
     """Prompt and first answer of ``item``; a longer prompt loses tokens at its start, never its answer."""
     text = qa_prompt(item.passage, item.question)
     answer = answer_tokens(tokenizer, text, item.answers[0])
-    prompt = prompt_tokens(tokenizer, text, max_tokens - len(answer))
-    return Sample(item.id, (*prompt, *answer), len(prompt))
+    whole = tokenizer.encode(text)
+    prompt = shortened(whole, tokenizer, max_tokens - len(answer))
+    return Sample(item.id, (*prompt, *answer), len(prompt), len(whole) - len(prompt))
 
 
 def text_samples(windows: Tensor, prefix: str) -> list[Sample]:

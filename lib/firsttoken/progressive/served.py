@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.adapters import WEIGHTS
 from firsttoken.assets.models import as_stored, layers_of, load_model
+from firsttoken.assets.needs import LAYERS, Need
 from firsttoken.progressive.adapters import check_fit, load_adapter
 from firsttoken.progressive.passlayer import pass_layers, restore_layers
 from firsttoken.progressive.stages import StagePlan
@@ -39,6 +40,11 @@ class ServedConfig:
     block_size: int
     adapters: str
     task_adapter: str = ""
+
+    def needs(self) -> list[Need]:
+        """The block lies in the model; that a layer stays is the plan's to say."""
+        end = self.block_start + self.block_size
+        return [Need("served.block_start + block_size", end, LAYERS, "move the block down, or make it smaller")]
 
     def plan(self, depth: int) -> StagePlan:
         """The stage plan for a model of ``depth`` layers."""

@@ -15,6 +15,7 @@ from peft import PeftModel
 
 from firsttoken.assets.adapters import export_adapter, read_recipe
 from firsttoken.assets.corpora import QAItem, boolq_prompts, load_qa, running_text, token_windows
+from firsttoken.assets.needs import CONTEXT, Need, questions_of, text_of
 from firsttoken.progressive.healing import Curve, Teacher, attach, train
 from firsttoken.progressive.passlayer import pass_layers
 from firsttoken.progressive.quality import AnswerConfig, answer_scores, perplexity, text_scores
@@ -24,6 +25,9 @@ from firsttoken.progressive.served import Served
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.machine import describe
 
+WATCHED_TOKENS = 256  # of a window whose perplexity is watched
+PROMPTS = "open questions, train"
+
 
 @dataclass(frozen=True)
 class HealingConfig:
@@ -31,7 +35,7 @@ class HealingConfig:
 
     ``questions`` is a source that ``load_qa`` knows; ``windows`` windows of ``window_tokens`` of running text and
     ``prompts`` open questions join recipes that use text. Every ``watch_every`` steps ``watch_questions`` validation
-    questions and ``watch_windows`` windows are scored.
+    questions and ``watch_windows`` windows are scored. Questions have up to ``max_tokens`` tokens, 0: the recipe's own.
     """
 
     questions: str
@@ -41,6 +45,22 @@ class HealingConfig:
     watch_every: int
     watch_questions: int
     watch_windows: int
+    max_tokens: int = 0
+
+    def needs(self) -> list[Need]:
+        """The splits hold what is read and watched, the context holds the longest sequence."""
+        return [
+            Need("healing.watch_questions", self.watch_questions, questions_of(self.questions, "validation")),
+            Need("healing.windows x window_tokens", self.windows * self.window_tokens, text_of("train")),
+            Need("healing.prompts", self.prompts, PROMPTS),
+            Need("healing.watch_windows x 256", self.watch_windows * WATCHED_TOKENS, text_of("validation")),
+            Need("healing.window_tokens", self.window_tokens, CONTEXT),
+            Need("healing.max_tokens", self.max_tokens, CONTEXT),
+        ]
+
+    def sized(self, recipe: Recipe) -> Recipe:
+        """``recipe`` with questions of up to ``max_tokens``."""
+        return dataclasses.replace(recipe, max_tokens=self.max_tokens or recipe.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -52,6 +72,11 @@ class Materials:
     validation: list[QAItem]
     windows: torch.Tensor
     sha256: str
+
+    @property
+    def cut_questions(self) -> int:
+        """How many training questions were longer than the recipe takes and lost the beginning of their passage."""
+        return sum(sample.cut > 0 for sample in self.questions)
 
 
 def materials(config: HealingConfig, recipe: Recipe, tokenizer: Any) -> Materials:
@@ -72,7 +97,7 @@ def materials(config: HealingConfig, recipe: Recipe, tokenizer: Any) -> Material
         questions,
         text,
         load_qa(config.questions, "validation")[: config.watch_questions],
-        token_windows(running_text("validation"), tokenizer, 256, config.watch_windows),
+        token_windows(running_text("validation"), tokenizer, WATCHED_TOKENS, config.watch_windows),
         digest,
     )
 
@@ -109,6 +134,7 @@ def healed(
     teacher: Teacher | None = None,
 ) -> dict[str, Any]:
     """The recipe.json of the adapter in ``folder``, trained now unless exactly this run was finished before."""
+    recipe = config.sized(recipe)
     data = materials(config, recipe, served.tokenizer)
     wanted = {
         "recipe": dataclasses.asdict(recipe) | {"targets": list(recipe.targets)},
@@ -128,6 +154,7 @@ def healed(
     made = {
         "curve": curve.rows,
         "train_s": round(curve.duration_s, 1),
+        "cut_questions": data.cut_questions,
         "machine": {key: machine[key] for key in ("slug", "cpu", "gpu", "packages")},
     }
     export_adapter(peft, folder, wanted | made)

@@ -11,7 +11,7 @@ from firsttoken.kvreuse.experiments.gating import quality_gate
 from firsttoken.kvreuse.experiments.methods import _blend, reuse_methods
 from firsttoken.kvreuse.experiments.setting import Setting
 from firsttoken.kvreuse.prefill import Group
-from firsttoken.study.errors import ProfileError, RequestError
+from firsttoken.study.errors import ProfileError
 
 ALWAYS = ["full prefill", "sender", "full reuse", "DroidSpeak"]
 BLENDS = ["CacheBlend 0.15 gradual", "CacheBlend equal", "CacheBlend equal from 2"]
@@ -96,7 +96,7 @@ def test_how_long_each_method_computes(study):
 
 
 def test_a_group_that_the_model_has_no_layers_for_is_refused(study):
-    with pytest.raises(RequestError, match="does not fit 4 layers"):
+    with pytest.raises(ProfileError, match=r"latency\.layers: 6 layers of base are asked for, there are 4"):
         study.run("prefill_latency", **{"latency.layers": [6]})
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from firsttoken.assets.adapters import read_recipe
 from firsttoken.kvreuse import tuning
+from firsttoken.kvreuse.experiments import setting as setting_module
 from firsttoken.kvreuse.experiments.setting import Run, Setting, batches
 from firsttoken.kvreuse.experiments.training import reuse_training
 from firsttoken.kvreuse.tasks.items import Encoded, TaskItem
@@ -73,8 +76,8 @@ def test_a_bad_profile_is_refused(study, key, value, message):
 def test_models_that_are_no_pair_are_refused(study, folders, name, error, message):
     name = str(folders / name) if (folders / name).is_dir() else name
     receiver = name if name.startswith("random") else "base"
-    setting = Setting(study.profile(**{"reuse.runs": [f"{receiver} <- {name}: {study.task}, 96 tokens"]}))
     with pytest.raises(error, match=message) as caught:
+        setting = Setting(study.profile(**{"reuse.runs": [f"{receiver} <- {name}: {study.task}, 96 tokens"]}))
         setting.pair(setting.runs[0])
     assert "\n" not in str(caught.value)
 
@@ -94,9 +97,22 @@ def test_items_are_held_out_and_in_one_set_only(study):
 
 
 def test_too_few_items_are_refused(study):
-    setting = Setting(study.profile(**{"reuse.eval_items": 1000}))
+    with pytest.raises(ProfileError, match=r"eval_items: 1,006 held-out items of tuned <- base: hot.* are \d\d; lower"):
+        Setting(study.profile(**{"reuse.eval_items": 1000}))
+
+
+def test_too_few_items_of_a_constructed_task_are_refused_once_they_are_counted(study, monkeypatch):
+    setting = Setting(study.profile())
+    run, tokenizer = setting.runs[0], setting.pair(setting.runs[0])[0].tokenizer
+    monkeypatch.setattr(setting, "config", dataclasses.replace(setting.config, eval_items=1000))
     with pytest.raises(CorpusError, match=r"tuned <- base: hotpotqa has \d\d held-out items .*, not 1006; lower"):
-        setting.items(setting.runs[0], setting.pair(setting.runs[0])[0].tokenizer)
+        setting.items(run, tokenizer)
+
+
+def test_a_pair_that_the_device_cannot_hold_is_refused_before_it_is_loaded(study, monkeypatch):
+    monkeypatch.setattr(setting_module, "device_memory", lambda device: 100_000)
+    with pytest.raises(ProfileError, match=r"reuse\.runs: [\d,]+ bytes of memory of the device .*name smaller models"):
+        Setting(study.profile())
 
 
 def test_batches_keep_every_item_and_put_like_lengths_together():

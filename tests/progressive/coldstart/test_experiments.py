@@ -13,7 +13,7 @@ from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, Wire
 from firsttoken.progressive.experiments import healing_training
 from firsttoken.progressive.recovery import tables as recovery_tables
 from firsttoken.progressive.recovery.open_session import ROUNDING
-from firsttoken.study.errors import ProfileError, StageError
+from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, read_result
 
@@ -86,9 +86,10 @@ def test_the_sweep_times_and_scores_every_size(trained):
     assert moved[2] < moved[0]
     assert [row["layers deferred"] for row in tables.deferral_rows(result)] == [0, 2]
     sections = dict(trained.sections)
-    sections["deferral"] = dict(sections["deferral"]) | {"sizes": [6]}
-    with pytest.raises(StageError, match="6 of 6 layers"):
-        run_experiment("deferral_sweep", dataclasses.replace(trained, sections=sections))
+    for sizes, message in (([0, 6], r"deferral\.sizes .*: 7 layers of tiny-llama .*, there are 6"), ([2], "name 0")):
+        sections["deferral"] = dict(sections["deferral"]) | {"sizes": sizes}
+        with pytest.raises(ProfileError, match=message):
+            run_experiment("deferral_sweep", dataclasses.replace(trained, sections=sections))
 
 
 def test_the_timeline_serves_every_request_whole(trained):

@@ -53,6 +53,13 @@ def rows() -> list[dict[str, Any]]:
     return found[::-1]  # rounds are paired by number, not by place
 
 
+def test_memory_of_a_gpu_is_compared_where_it_was_measured(rows):
+    on_gpu = [row | {"device_peak_bytes": 80 if row["variant"] == "progressive" else 100} for row in rows]
+    name = "peak_device_memory_over_whole_1gbit"
+    found, _ = link_summary(on_gpu, Wire(1.0, KERNEL), MANIFEST)
+    assert found[name]["value"] == pytest.approx(0.8) and name not in link_summary(rows, Wire(1.0, KERNEL), MANIFEST)[0]
+
+
 def test_values_come_by_round(rows):
     assert values(rows, "whole", "ttft_request_s") == pytest.approx([1.4, 1.41, 1.42, 1.43])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, Held, Need, check
 from firsttoken.engine.costs.fitted import FittedCosts, StepSample, SwapSample, fit_costs
 from firsttoken.engine.engine import Engine, EngineConfig, Trace
 from firsttoken.engine.executor import Executor
@@ -21,12 +23,14 @@ from firsttoken.engine.preemption.base import Action
 from firsttoken.engine.preemptor import Recovery
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.items import Item, with_ids
-from firsttoken.engine.workload.sharegpt import threshold_mix
+from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
+BLOCK_TOKENS = 16
+POOL = "tokens in all of its KV blocks"
 METRICS = ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms")
 
 
@@ -52,6 +56,14 @@ class LiveConfig:
         if min(self.seeds, self.short, self.long, self.blocks) < 1:
             raise ProfileError("live_policies: seeds, short, long and blocks must be at least 1")
 
+    def needs(self) -> list[Need]:
+        """Context and pool hold the longest conversation, and so the threshold below it."""
+        longest = math.ceil(LONGEST * self.scale)
+        return [
+            Need("live_policies.scale", longest, CONTEXT),
+            Need("live_policies.scale", longest, POOL, "lower it, or raise live_policies.blocks"),
+        ]
+
 
 def crosspoint_live(profile: Profile) -> Outcome:
     """Rows {seed, policy, run: live | simulated, metrics}.
@@ -60,6 +72,7 @@ def crosspoint_live(profile: Profile) -> Outcome:
     the others: the simulator is the same engine on a cost model.
     """
     config = profile.section("live_policies", LiveConfig)
+    check(config.needs(), Held(config.model or profile.model, {POOL: config.blocks * BLOCK_TOKENS}))
     loaded = load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
     fuse(loaded.model)
     vocabulary = loaded.model.config.vocab_size

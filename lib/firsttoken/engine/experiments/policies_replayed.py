@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from firsttoken.assets.needs import Need, check
 from firsttoken.engine.costs.copies import CopyCosts
 from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
 from firsttoken.engine.engine import Engine, EngineConfig, Trace
 from firsttoken.engine.experiments.controls import Coin, Inverse
+from firsttoken.engine.experiments.policies_live import BLOCK_TOKENS, POOL
 from firsttoken.engine.experiments.recovery_latency import LONG, PCIE_4_X16
 from firsttoken.engine.metrics import client_metrics, recovery_metrics, serve_items
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.items import Item, with_ids
-from firsttoken.engine.workload.sharegpt import threshold_mix
+from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
@@ -52,10 +54,19 @@ class ReplayedConfig:
         if min(self.seeds, self.short, self.long, self.blocks) < 1:
             raise ProfileError("replayed: seeds, short, long and blocks must be at least 1")
 
+    def needs(self) -> list[Need]:
+        """The pool holds the longest conversation, and a request as long as the highest threshold."""
+        mend = "raise replayed.blocks"
+        return [
+            Need("replayed.blocks", LONGEST, POOL, mend),
+            Need("replayed.thresholds", max(self.thresholds, default=0), POOL, f"lower it, or {mend}"),
+        ]
+
 
 def crosspoint_replayed(profile: Profile) -> Outcome:
     """Rows {seed, policy, costs, decode_ms, metrics}: every policy on the same workloads and costs."""
     config = profile.section("replayed", ReplayedConfig)
+    check(config.needs(), {POOL: config.blocks * BLOCK_TOKENS}, where="the replayed engine")
     loads = [_workload(config, profile.seed + number) for number in range(config.seeds)]
     decode_s = calibrated(loads[: min(3, len(loads))], config.blocks)
     cases = list(_cases(config, decode_s))

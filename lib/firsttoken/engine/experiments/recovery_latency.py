@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, Held, Need, check
 from firsttoken.engine.costs.crossing import Crossing, crossing, crossing_interval
 from firsttoken.engine.costs.published import PAPER_SHAPE, TABLE_2, decomposed
 from firsttoken.engine.engine import Engine, EngineConfig, Trace
@@ -54,10 +55,18 @@ class RecoveryConfig:
         if len(self.tokens) < 2 or min(self.tokens) < 2:
             raise ProfileError("recovery.tokens needs two or more lengths of at least 2 tokens")
 
+    def needs(self) -> list[Need]:
+        """The context holds the longest request, preempted one token before its end, and the longest swept one."""
+        return [
+            Need("recovery.tokens", max(self.tokens) + 2, CONTEXT),
+            Need("recovery.sweep_tokens", self.sweep_tokens, CONTEXT),
+        ]
+
 
 def recovery_latency(profile: Profile) -> Outcome:
     """Both ways back for a request of each length, timed as the paper times them, beside a plain copy of the bytes."""
     config = profile.section("recovery", RecoveryConfig)
+    check(config.needs(), Held(config.model or profile.model))
     loaded = load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
     model = fuse(loaded.model)
     rows = recompute_rows(model, config.tokens, config.recomputes, config.block_tokens, profile.seed)

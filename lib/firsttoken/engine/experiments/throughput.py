@@ -19,6 +19,7 @@ from torch import nn
 from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, Held, Need, check
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.engine.attention import Attend
 from firsttoken.engine.engine import Engine
@@ -64,10 +65,16 @@ class ThroughputConfig:
             if dtype not in (*DTYPES, AUTO) or not count.isdecimal() or int(count) < 1:
                 raise ProfileError(f"throughput.cases: {case!r} is no dtype and number of requests, as in 'auto 16'")
 
+    def needs(self) -> list[Need]:
+        """The context holds the longest prompt and its answer."""
+        longest = max(self.prompt_tokens) + self.new_tokens
+        return [Need("throughput.prompt_tokens + new_tokens", longest, CONTEXT)]
+
 
 def throughput(profile: Profile) -> Outcome:
     """Rows {dtype, requests, system, repeat, tokens_per_s, same_tokens}: the same prompts for all, in one run."""
     config = profile.section("throughput", ThroughputConfig)
+    check(config.needs(), Held(profile.model))
     rows: Rows = []
     device = profile.torch_device()
     asked = [case.split() for case in config.cases]

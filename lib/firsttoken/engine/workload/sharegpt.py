@@ -14,6 +14,8 @@ from firsttoken.study.errors import CorpusError, RequestError
 
 __all__ = ["Conversations", "conversations", "pinned_tokenizer", "threshold_mix"]
 
+LONGEST = 2048  # tokens of a conversation, prompt and answer (CPS 4.1)
+
 
 def threshold_mix(
     tokenizer: Any | None,
@@ -21,7 +23,7 @@ def threshold_mix(
     long: int = 100,
     *,
     threshold: int = 1024,
-    total: tuple[int, int] = (128, 2048),
+    total: tuple[int, int] = (128, LONGEST),
     seed: int = 0,
     scale: float = 1.0,
     source: str | Path | None = None,

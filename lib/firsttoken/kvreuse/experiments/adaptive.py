@@ -28,7 +28,8 @@ def adaptive_group(profile: Profile) -> Outcome:
     The choice knows the costs, measured once before, and what it has seen of the link: its first belief is a wrong one
     (1 Gbit/s), and the first request over each link corrects it and is not counted.
     """
-    setting, config = Setting(profile), profile.section("loading", LoadingConfig)
+    config = profile.section("loading", LoadingConfig)
+    setting = Setting(profile, config.needs())
     receiver, sender, profiled = setting_profile(setting, setting.runs[0])
     within = sorted((g for g in profiled if g.relative_loss <= BOUND), key=lambda g: (len(g.group), g.relative_loss))
     best_by_size = {len(g.group): g for g in reversed(within)}

@@ -1,6 +1,7 @@
 """How long each method computes: partial prefill by the size of its group, CacheBlend, the smaller model (Figure 14).
 
 The share of layers matters, not which: one pair of random weights of the profile's shape would do, and on a GPU does.
+Which share is chosen comes from the profile of the runs all the same, whatever model is timed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, LAYERS, Held, Need, check
 from firsttoken.kvreuse.blend import blended_cache, tokens_per_layer
 from firsttoken.kvreuse.experiments.profiling import BOUND, setting_profile
 from firsttoken.kvreuse.experiments.setting import Setting
-from firsttoken.kvreuse.experiments.wire import random_request
+from firsttoken.kvreuse.experiments.wire import SUFFIX, random_request
 from firsttoken.kvreuse.forward import cache_of
 from firsttoken.kvreuse.pairs import half_the_layers
 from firsttoken.kvreuse.prefill import Group, full_prefill, partial_prefill, suffix_logits
@@ -35,7 +37,7 @@ from firsttoken.study.stats import Interval, bootstrap
 class LatencyConfig:
     """Prefixes of ``tokens`` tokens, groups of ``layers`` layers, CacheBlend at ``shares``; ``rounds`` of all of it.
 
-    ``model`` is timed where it is given ("random:llama-2-7b"), else the profile's.
+    ``model`` is timed where it is given ("random:llama-3.1-8b"), else the profile's.
     """
 
     model: str
@@ -43,6 +45,13 @@ class LatencyConfig:
     layers: tuple[int, ...]
     shares: tuple[float, ...]
     rounds: int
+
+    def needs(self) -> list[Need]:
+        """The timed model's context holds a prefix and what follows it, its layers every group."""
+        return [
+            Need("latency.tokens", max(self.tokens) + SUFFIX, CONTEXT, "ask for fewer, or name another latency.model"),
+            Need("latency.layers", max(self.layers), LAYERS, "ask for fewer, or name another latency.model"),
+        ]
 
 
 def prefill_latency(profile: Profile) -> Outcome:
@@ -52,15 +61,18 @@ def prefill_latency(profile: Profile) -> Outcome:
     the work of the first token.
     """
     config, device = profile.section("latency", LatencyConfig), profile.torch_device()
-    loaded = load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=device, with_tokenizer=False)
-    model, depth = loaded.model, loaded.model.config.num_hidden_layers
-    chosen = {} if config.model else chosen_groups(Setting(profile))
-    half = half_the_layers(load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=device).model)
+    name = config.model or profile.model
+    check(config.needs(), Held(name))
+    chosen = chosen_shares(Setting(profile))
+    loaded, again = (
+        load_model(name, dtype=profile.torch_dtype(), device=device, with_tokenizer=False) for _ in range(2)
+    )
+    model, depth, half = loaded.model, loaded.model.config.num_hidden_layers, half_the_layers(again.model)
     rng, rows = random.Random(profile.seed), []
     draw = torch.Generator().manual_seed(profile.seed)
     for tokens in config.tokens:
         prefix, suffix = random_request(model, tokens, draw)
-        sizes = {*config.layers, *(len(group) for bounds in chosen.values() for group in bounds.values())}
+        sizes = {*config.layers, *(round(share * depth) for bounds in chosen.values() for share in bounds.values())}
         groups = [Group((depth - k) // 2, (depth - k) // 2 + k) for k in sorted(sizes)]
         sent = full_prefill(model, prefix, {group.lo for group in groups if group.needs_edge})
         ways = _ways(model, half, prefix, sent, groups, config.shares)
@@ -73,14 +85,16 @@ def prefill_latency(profile: Profile) -> Outcome:
     return Outcome(rows, {}, summary, loaded.provenance.as_dict())
 
 
-def chosen_groups(setting: Setting) -> dict[str, dict[str, Group]]:
-    """By run, the smallest group within 5 % of the receiver's score ("relative") and within 5 points ("absolute")."""
+def chosen_shares(setting: Setting) -> dict[str, dict[str, float]]:
+    """By run, the share of the receiver's layers in the smallest group within 5 % of its score ("relative") and within
+    5 points ("absolute")."""
     found = {}
     for run in setting.runs:
-        _, _, profiled = setting_profile(setting, run)
+        receiver, _, profiled = setting_profile(setting, run)
+        depth = receiver.model.config.num_hidden_layers
         found[run.key] = {
-            "relative": smallest_within(profiled, BOUND).group,
-            "absolute": smallest_within(profiled, BOUND, absolute=True).group,
+            "relative": len(smallest_within(profiled, BOUND).group) / depth,
+            "absolute": len(smallest_within(profiled, BOUND, absolute=True).group) / depth,
         }
     return found
 
@@ -155,26 +169,25 @@ def summaries(rows: list[dict[str, Any]], depth: int) -> dict[str, dict[str, Any
     return found
 
 
-def speedups(rows: list[dict[str, Any]], chosen: dict[str, dict[str, Group]], depth: int) -> dict[str, dict[str, Any]]:
-    """How much earlier the first token comes with each run's chosen group, at the longest prefix; computation only.
+def speedups(rows: list[dict[str, Any]], chosen: dict[str, dict[str, float]], depth: int) -> dict[str, dict[str, Any]]:
+    """How much earlier the first token comes with each run's chosen share of layers, at the longest prefix;
+    computation only, in the whole layers of the ``depth`` of the timed model that come nearest.
 
     Mean and least are over the runs in which something must be recomputed: where full reuse keeps to the bound, there
     is nothing for the method to win.
     """
-    if not chosen:
-        return {}
     tokens = max(row["tokens"] for row in rows)
     of = [row for row in rows if row["tokens"] == tokens]
     full = {row["round"]: row["first_token_s"] for row in of if row["method"] == "full prefill"}
     found: dict[str, dict[str, Any]] = {}
     for bound in ("relative", "absolute"):
         medians = []
-        for key, groups in chosen.items():
-            compute = round(len(groups[bound]) / depth, 4)
+        for key, shares in chosen.items():
+            compute = round(round(shares[bound] * depth) / depth, 4)
             mine = [row for row in of if row["method"] == "DroidSpeak" and row["compute"] == compute]
             gain = bootstrap([full[row["round"]] / row["first_token_s"] for row in mine], "median")
             found[f"{key}_speedup_{bound}_x"] = gain.summary("x")
-            if len(groups[bound]):
+            if shares[bound]:
                 medians.append(gain.estimate)
         if not medians:
             continue

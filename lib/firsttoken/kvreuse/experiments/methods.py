@@ -6,6 +6,7 @@ Groups come from the profile of other items (``profiling``); what takes how long
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import DynamicCache
 
+from firsttoken.assets.needs import LAYERS, Need
 from firsttoken.kvreuse.blend import blended_cache, tokens_per_layer
 from firsttoken.kvreuse.decode import greedy
 from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
@@ -47,6 +49,11 @@ class MethodsConfig:
     smaller: str
     runs: int
 
+    def needs(self) -> list[Need]:
+        """Every blend is one, and leaves layers to choose tokens for."""
+        whole = [_blend(text, NOTHING, sys.maxsize)[2] for text in self.blends]
+        return [Need("methods.blends (and a layer that is blended)", max(whole, default=0) + 1, LAYERS)]
+
 
 @dataclass(frozen=True)
 class Method:
@@ -61,7 +68,8 @@ class Method:
 
 def reuse_methods(profile: Profile) -> Outcome:
     """One row a run and method: score, share of compute, and each item's ``score``."""
-    setting, config = Setting(profile), profile.section("methods", MethodsConfig)
+    config = profile.section("methods", MethodsConfig)
+    setting = Setting(profile, config.needs())
     rows, summary = [], {}
     for run in setting.runs[: config.runs]:
         receiver, sender = setting.pair(run)

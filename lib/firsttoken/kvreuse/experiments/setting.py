@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from firsttoken.assets.needs import CONTEXT, MEMORY, Held, Need, check, device_memory, weight_bytes
 from firsttoken.kvreuse.pairs import Models, Pair, Variant, shown
+from firsttoken.kvreuse.tasks import longbench
 from firsttoken.kvreuse.tasks.items import Encoded, encode
 from firsttoken.kvreuse.tasks.load import load_items
 from firsttoken.study.errors import CorpusError, ModelError, ProfileError
 from firsttoken.study.profile import Profile
+
+HELD_OUT = "held-out items"  # of a task's file; the constructed tasks count theirs once there is a tokenizer
+ITEMS = "reuse.items"
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,14 @@ class Run:
             raise ProfileError(f"run {text!r}: write it as 'receiver <- sender: task, 320 tokens'")
         return cls(Pair.parse(found[1]), found[2], int(found[3]), int(found[4] or 2))
 
+    def needs(self, config: ReuseConfig) -> list[Need]:
+        """The receiver's context holds a prefix, the task's held-out splits hold all items."""
+        items = config.items + config.eval_items
+        return [
+            Need("reuse.runs", self.tokens, CONTEXT, "shorten its prefixes"),
+            Need("reuse.items + eval_items", items, HELD_OUT),
+        ]
+
     def edges(self, depth: int) -> list[int]:
         """Where groups may begin and end in a model of ``depth`` layers."""
         return [*range(0, depth, self.step), depth]
@@ -71,13 +84,27 @@ class Run:
 
 
 class Setting:
-    """A profile's runs with their models and items."""
+    """A profile's runs with their models and items.
 
-    def __init__(self, profile: Profile) -> None:
+    Raises ProfileError, before anything is loaded, for a run that its receiver, its task or the device's memory does
+    not hold, and for what an experiment's own ``needs`` ask beyond that of the receiver of the first run.
+    """
+
+    def __init__(self, profile: Profile, needs: Iterable[Need] = ()) -> None:
         self.config = profile.section("reuse", ReuseConfig)
         self.runs = [Run.parse(text) for text in self.config.runs]
         self.models = Models(profile, self.config.adapters)
         self.seed = profile.seed
+        for run in self.runs:
+            receiver = self.models.spec(run.pair.receiver)
+            check(run.needs(self.config), Held(receiver, held_out(run.task)), where=run.name)
+        names = {name for run in self.runs for name in (run.pair.receiver, run.pair.sender)}
+        specs = [self.models.spec(name) for name in names]
+        sizes = {spec: weight_bytes(spec, profile.torch_dtype()) for spec in set(specs)}
+        weights = sum(sizes[spec] for spec in specs)
+        room = {MEMORY: device_memory(profile.torch_device()), ITEMS: self.config.items}
+        check([Need("reuse.runs", weights, MEMORY, "name smaller models")], room, where="the device")
+        check(needs, Held(self.models.spec(self.runs[0].pair.receiver), room))
 
     def pair(self, run: Run) -> tuple[Variant, Variant]:
         """Receiver and sender of ``run``.
@@ -105,6 +132,13 @@ class Setting:
                 "lower reuse.items or reuse.eval_items, or allow longer prefixes"
             )
         return found[: config.items], found[config.items :]
+
+
+def held_out(task: str) -> dict[str, int]:
+    """How many items of ``task`` no model was tuned on, where its file alone tells. Raises CorpusError as ``read``."""
+    if not task.endswith(".jsonl"):
+        return {}
+    return {HELD_OUT: sum(longbench.size(task, split) for split in ("test", "validation"))}
 
 
 def batches(items: Sequence[Encoded], size: int) -> Iterator[list[Encoded]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firsttoken.assets.models import as_stored, load_model
+from firsttoken.assets.needs import CONTEXT, Held, Need, check
 from firsttoken.kvreuse.experiments.setting import ReuseConfig
 from firsttoken.kvreuse.pairs import HALF, adapters_folder, half_the_layers
 from firsttoken.kvreuse.tasks.items import encode
@@ -31,14 +32,18 @@ class ReuseTrainingConfig:
     tokens: int
     items: int
 
+    def needs(self) -> list[Need]:
+        """The context holds a prefix."""
+        return [Need("reuse_training.tokens", self.tokens, CONTEXT)]
+
 
 def reuse_training(profile: Profile) -> Outcome:
     """One row a step and adapter: the loss of the answer's tokens, nats."""
     config = profile.section("reuse_training", ReuseTrainingConfig)
+    check(config.needs(), Held(profile.model))
     folder = adapters_folder(profile.section("reuse", ReuseConfig).adapters)
     rows, summary, provenance = [], {}, {}
-    for line in config.adapters:
-        name, tasks, steps = _parse(line)
+    for name, tasks, steps in [_parse(line) for line in config.adapters]:
         base = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
         as_stored(base.model, profile.stored_dtype(), profile.torch_dtype())
         model = half_the_layers(base.model) if name.startswith(HALF) else base.model

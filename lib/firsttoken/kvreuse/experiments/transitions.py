@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from tqdm import tqdm
 
-from firsttoken.kvreuse.experiments.setting import Setting, batches
+from firsttoken.assets.needs import LAYERS, Need
+from firsttoken.kvreuse.experiments.setting import ITEMS, Setting, batches
 from firsttoken.kvreuse.prefill import spans
 from firsttoken.kvreuse.profile.bank import Bank, Questions
 from firsttoken.study.errors import ProfileError
@@ -31,10 +33,19 @@ class TransitionsConfig:
     items: int
     runs: int
 
+    def needs(self) -> list[Need]:
+        """Between the runs of recomputed layers lie reused ones; there are as many items as are answered."""
+        most = max(self.transitions)
+        return [
+            Need("transitions.layers (and a reused one between two runs)", self.layers + most - 1, LAYERS),
+            Need("transitions.items", self.items, ITEMS),
+        ]
+
 
 def transitions(profile: Profile) -> Outcome:
     """One row a run and set of layers: distance of the output from the receiver's own, likelihood and accuracy lost."""
-    setting, config = Setting(profile), profile.section("transitions", TransitionsConfig)
+    config = profile.section("transitions", TransitionsConfig)
+    setting = Setting(profile, config.needs())
     rows, summary = [], {}
     for run in setting.runs[: config.runs]:
         receiver, sender = setting.pair(run)
@@ -64,7 +75,14 @@ def transitions(profile: Profile) -> Outcome:
         for count in config.transitions:
             of = [row["deviation"] for row in rows if row["run"] == run.name and row["transitions"] == count]
             summary[f"{run.key}_deviation_{count}"] = bootstrap(of).summary("of the output's length")
-    return Outcome(rows, {}, summary, {"models": setting.models.provenance})
+    return Outcome(rows, {}, summary | over_runs(rows), {"models": setting.models.provenance})
+
+
+def over_runs(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By number of transitions, the distance over the sets of all runs, whatever the runs are."""
+    counts = dict.fromkeys(row["transitions"] for row in rows)
+    each = {count: [row["deviation"] for row in rows if row["transitions"] == count] for count in counts}
+    return {f"deviation_{count}": bootstrap(of).summary("of the output's length") for count, of in each.items()}
 
 
 def layer_sets(depth: int, config: TransitionsConfig, seed: int) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from firsttoken.assets.needs import CONTEXT, Need
 from firsttoken.kvreuse.pairs import Variant
 from firsttoken.kvreuse.pipeline.live import FirstToken, first_token, pieces_of, sent_pieces
 from firsttoken.kvreuse.pipeline.schedule import Schedule
@@ -19,7 +20,7 @@ from firsttoken.kvreuse.prefix import Prefix
 from firsttoken.kvreuse.store import KVStore
 from firsttoken.link import Link, LinkConfig
 
-_SUFFIX = 4  # tokens behind the prefix, as "\nAnswer:" has
+SUFFIX = 4  # tokens behind the prefix, as "\nAnswer:" has
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,14 @@ class LoadingConfig:
     rounds: int
     rivals: int
 
+    def needs(self) -> list[Need]:
+        """The receiver's context holds the prefix and what follows it."""
+        return [Need("loading.tokens", self.tokens + SUFFIX, CONTEXT)]
+
 
 def random_request(model: PreTrainedModel, tokens: int, draw: torch.Generator) -> tuple[Prefix, Tensor]:
     """A prefix of ``tokens`` random tokens and a suffix [1, 4]: a timing does not depend on which they are."""
-    ids = torch.randint(model.config.vocab_size, (1, tokens + _SUFFIX), generator=draw).to(model.device)
+    ids = torch.randint(model.config.vocab_size, (1, tokens + SUFFIX), generator=draw).to(model.device)
     return Prefix(ids[:, :tokens]), ids[:, tokens:]
 
 

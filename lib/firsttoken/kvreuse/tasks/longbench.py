@@ -91,14 +91,23 @@ def items(
     context the middle is left out, as LongBench does. Raises CorpusError as ``read`` does, for an unknown split, for
     too few items, and when a question alone is longer than ``tokens``.
     """
-    if split not in _EDGES:
-        raise CorpusError(f"no split is called {split!r}; known: {', '.join(SPLITS)}")
-    low, high = _EDGES[split]
-    rows = [row for row in read(path) if low <= _unit(row.context) < high]
+    rows = _part(path, split)
     if count is not None and len(rows) < count:
         raise CorpusError(f"{path} has {len(rows)} items of {split}, {count} are asked for; ask for fewer")
     rows.sort(key=lambda row: _unit(f"{row.context}\n{row.input}"))
     return [_item(row, tokenizer, tokens) for row in rows[:count]]
+
+
+def size(path: str | Path, split: str) -> int:
+    """How many items a split of the file has. Raises CorpusError as ``read`` does, and for an unknown split."""
+    return len(_part(path, split))
+
+
+def _part(path: str | Path, split: str) -> list[Row]:
+    if split not in _EDGES:
+        raise CorpusError(f"no split is called {split!r}; known: {', '.join(SPLITS)}")
+    low, high = _EDGES[split]
+    return [row for row in read(path) if low <= _unit(row.context) < high]
 
 
 def _item(row: Row, tokenizer: PreTrainedTokenizerBase, tokens: int) -> TaskItem:

@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.assets.needs import CONTEXT, LAYERS, Held, Need, check, text_of
 from firsttoken.progressive.checkpoint.plan import by_layers
 from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.coldstart.experiments import disk_speed, trial_specs
@@ -21,7 +22,7 @@ from firsttoken.progressive.quality import text_scores
 from firsttoken.progressive.served import Served, ServedConfig, at_stage, load_base, load_served, passing
 from firsttoken.progressive.staging import best_recipe, served_source, stage_adapters
 from firsttoken.study import paths
-from firsttoken.study.errors import StageError
+from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -46,18 +47,30 @@ class DeferralConfig:
     items: int
     windows: int
 
+    def __post_init__(self) -> None:
+        if 0 not in self.sizes or max(self.sizes) < 1:
+            raise ProfileError("deferral.sizes: name 0, to compare with, and a size above it")
+
+    def needs(self) -> list[Need]:
+        """Below the last layer, which always stays, a block of every size has room; the text fills all windows."""
+        return [
+            Need("deferral.sizes (and one that stays)", max(self.sizes) + 1, LAYERS),
+            Need("deferral.tokens", self.tokens, CONTEXT),
+            Need("deferral.calibration x tokens", self.calibration * self.tokens, text_of("train")),
+        ]
+
 
 def deferral_sweep(profile: Profile) -> Outcome:
     """Both sides of the trade, by the number of layers that wait: first tokens timed, and quality without healing."""
     config = profile.section("deferral", DeferralConfig)
     quality = profile.section("quality", QualityConfig)
+    sizes = quality.smaller(config.items, config.windows)
+    place = profile.section("served", ServedConfig)
+    check([*place.needs(), *config.needs(), *sizes.needs()], Held(profile.model))
     served = load_served(profile)
-    if max(config.sizes) >= served.plan.depth:
-        raise StageError(f"deferral.sizes: {max(config.sizes)} of {served.plan.depth} layers: at least one must stay")
     rows = _first_tokens(profile, config, quality.questions, served)
-    sizes = dataclasses.replace(quality, items=config.items, windows=config.windows, closed_book=0)
     scored = _qualities(profile, config, Examination(sizes, served.tokenizer), served)
-    summary = summarise(scored)
+    summary = summarise(scored, judged=quality.judged)
     for size in config.sizes:
         times = [row["ttft_request_s"] for row in rows if row["deferred_layers"] == size]
         summary[f"ttft_{size}"] = bootstrap(times, "median").summary("s")

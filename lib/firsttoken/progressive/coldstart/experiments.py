@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from firsttoken.assets.needs import CONTEXT, LAYERS, Held, Need, check
 from firsttoken.link_kernel import available
 from firsttoken.progressive.coldstart.harness import BUCKET, NONE, Wire, one_trial, run_trials, wire_for
 from firsttoken.progressive.coldstart.materials import (
@@ -18,6 +19,7 @@ from firsttoken.progressive.coldstart.summary import link_summary, ratio
 from firsttoken.progressive.coldstart.trial import TrialSpec
 from firsttoken.progressive.coldstart.variants import find_variant
 from firsttoken.progressive.loading.peers import installed
+from firsttoken.progressive.served import ServedConfig
 from firsttoken.progressive.staging import RANDOM
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
@@ -48,6 +50,7 @@ class ColdStartConfig:
 def cold_start(profile: Profile) -> Outcome:
     """Fresh processes from cold files to the first token, over each link; ratios within each link."""
     config = profile.section("coldstart", ColdStartConfig)
+    check(profile.section("served", ServedConfig).needs(), Held(profile.model))
     ours = (*config.sweep_variants, *config.parallel_variants)
     if peers := [name for name in ours if find_variant(name).peer]:
         raise ProfileError(f"coldstart: {peers[0]} reads past a token bucket; sweep and parallel variants must be ours")
@@ -94,12 +97,25 @@ class ShapesConfig:
     prompt_tokens: int
     variants: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        if len(self.shapes) != len(self.blocks):
+            raise ProfileError(f"shapes.blocks: {len(self.shapes)} shapes need as many, not {len(self.blocks)}")
+
+    def needs(self, block: int) -> list[Need]:
+        """Of one shape: the last layer stays and another one, and the prompt fits the context with its first token."""
+        return [
+            Need("shapes.blocks (and two that stay)", block + 2, LAYERS),
+            Need("shapes.prompt_tokens", self.prompt_tokens + 1, CONTEXT),
+        ]
+
 
 def cold_start_shapes(profile: Profile) -> Outcome:
     """Larger shapes with random weights: what is left of the gain when the transfer dominates, and when it does not."""
     config = profile.section("shapes", ShapesConfig)
     rows: Rows = []
     summary: dict[str, dict[str, Any]] = {}
+    for shape, block in zip(config.shapes, config.blocks, strict=True):
+        check(config.needs(block), Held(f"{RANDOM}{shape}"))
     for shape, block in zip(config.shapes, config.blocks, strict=True):
         checkpoint = random_checkpoint(shape, profile.stored_dtype(), block, profile.seed)
         specs = trial_specs(profile, checkpoint, "", config.readers, config.prompt_tokens)

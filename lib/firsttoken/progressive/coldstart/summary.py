@@ -105,6 +105,9 @@ def _progressive(rows: Rows, manifest: Manifest, rate: float) -> dict[str, dict[
     }
     if None not in values(rows, "progressive", "growth_bytes") + values(rows, "whole_streamed", "growth_bytes"):
         measures["peak_memory_over_whole"] = ratio(rows, "progressive", "whole_streamed", "growth_bytes").summary("x")
+    if any("device_peak_bytes" in row for row in rows):
+        device = ratio(rows, "progressive", "whole_streamed", "device_peak_bytes")
+        measures["peak_device_memory_over_whole"] = device.summary("x")
     if any(row["variant"] == "whole" for row in rows):
         measures["streaming_gain"] = _reduction(ratio(rows, "whole_streamed", "whole"))
     return measures

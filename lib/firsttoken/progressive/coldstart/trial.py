@@ -86,6 +86,7 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     import torch
 
     from firsttoken.progressive.coldstart import starts
+    from firsttoken.progressive.device_memory import device_peak
 
     starts.import_libraries(spec, variant)
     if spec.threads:
@@ -114,7 +115,7 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     if "cpu_full_s" in row:
         row["cpu_full_s"] -= used
     row["growth_bytes"] = growth.bytes()
-    return row
+    return row | device_peak(spec.device)
 
 
 def _open(spec: TrialSpec, variant: Variant, links: list[Link]) -> BlobReader:

@@ -12,13 +12,14 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.assets.needs import CONTEXT, Held, Need, check, text_of
 from firsttoken.link import Link
 from firsttoken.progressive.coldstart.materials import Checkpoint, bare_checkpoint, served_checkpoint
 from firsttoken.progressive.loading.loader import Skeleton, StageLoad
 from firsttoken.progressive.loading.views import StageView
 from firsttoken.progressive.recovery.contexts import Context
 from firsttoken.progressive.recovery.transitions import TRANSITIONS, Transition
-from firsttoken.progressive.served import load_served
+from firsttoken.progressive.served import ServedConfig, load_served
 from firsttoken.study.clock import synchronise
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
@@ -38,6 +39,17 @@ class OpenSessionConfig:
     windows: int
     context_tokens: int
     continue_tokens: int
+
+    def needs(self) -> list[Need]:
+        """The context holds the longest sequence and the token that follows it, the text holds all of them."""
+        longest, continued = max(self.contexts) + 1, self.context_tokens + self.continue_tokens
+        windows = "open_session.windows x (context_tokens + continue_tokens)"
+        return [
+            Need("open_session.contexts", longest, CONTEXT),
+            Need("open_session.context_tokens + continue_tokens", continued, CONTEXT),
+            Need("open_session.contexts", longest, text_of("test")),
+            Need(windows, self.windows * continued, text_of("test")),
+        ]
 
 
 class Stages:
@@ -66,9 +78,12 @@ def open_session(profile: Profile) -> Outcome:
     "healed" has the stages' adapters, which change with the stage and so touch every layer; "bare" has none.
     """
     config = profile.section("open_session", OpenSessionConfig)
+    check([*profile.section("served", ServedConfig).needs(), *config.needs()], Held(profile.model))
     served = load_served(profile)
-    longest = max(*config.contexts, config.context_tokens + config.continue_tokens) + 1
-    text = token_windows(running_text("test"), served.tokenizer, longest, max(config.windows, 1)).tolist()
+    longest, continued = max(config.contexts) + 1, config.context_tokens + config.continue_tokens
+    # windows of their own length each: as many of the longest context as continuations would be more text than there is
+    (timed,) = token_windows(running_text("test"), served.tokenizer, longest, 1).tolist()
+    read = token_windows(running_text("test"), served.tokenizer, continued, config.windows).tolist()
     checkpoints = {"healed": served_checkpoint(profile, served), "bare": bare_checkpoint(served)}
     rows: Rows = []
     for kind, checkpoint in checkpoints.items():
@@ -76,8 +91,8 @@ def open_session(profile: Profile) -> Outcome:
         jobs = [(n, move, policy) for n in config.contexts for move in MOVES for policy in TRANSITIONS.values()]
         for tokens, move, policy in tqdm(jobs, desc=f"transitions, {kind}", disable=None):
             label = {"kind": kind, "measure": "cost", "context_tokens": tokens}
-            rows += [label | row for row in _costs(stages, text[0][: tokens + 1], move, policy, config.repeats)]
-        for index, ids in enumerate(tqdm(text[: config.windows], desc=f"continuations, {kind}", disable=None)):
+            rows += [label | row for row in _costs(stages, timed[: tokens + 1], move, policy, config.repeats)]
+        for index, ids in enumerate(tqdm(read, desc=f"continuations, {kind}", disable=None)):
             label = {"kind": kind, "measure": "continuation", "window": index}
             rows += [label | row for row in _continuations(stages, ids, config)]
     return Outcome(rows, summary=_summary(rows, config), provenance=served.provenance)

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from firsttoken.assets.needs import CONTEXT, Held, Need, check, weight_bytes
 from firsttoken.progressive.coldstart.harness import make_cold
 from firsttoken.progressive.coldstart.materials import Checkpoint, prompt_of, served_checkpoint, whole_checkpoint
 from firsttoken.progressive.recovery.timeline_trial import TimelineSpec
-from firsttoken.progressive.served import load_served
-from firsttoken.study.errors import FirstTokenError
+from firsttoken.progressive.served import ServedConfig, load_served
+from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -37,6 +38,19 @@ class TimelineConfig:
     sample_s: float
     runs: int
 
+    def needs(self) -> list[Need]:
+        """The context holds an answer and, by the prompt's own length, more."""
+        return [Need("timeline.new_tokens", self.new_tokens + 1, CONTEXT)]
+
+    def check_duration(self, size: int) -> None:
+        """Raise ProfileError where the clients would be gone before ``size`` bytes have come over the link."""
+        needed = 8e-9 * size / self.gbit_per_s if self.gbit_per_s else 0.0
+        if needed > self.duration_s:
+            raise ProfileError(
+                f"timeline.duration_s: the whole model takes {needed:.0f} s over {self.gbit_per_s:g} Gbit/s and the "
+                f"clients leave after {self.duration_s:g}: raise it, or timeline.gbit_per_s"
+            )
+
 
 CASES = ("whole", "pinned", "upgrade")
 """The whole model at once; progressively, requests ending as they began; progressively, open requests moving over."""
@@ -45,6 +59,8 @@ CASES = ("whole", "pinned", "upgrade")
 def recovery_timeline(profile: Profile) -> Outcome:
     """The same clients meet a plain start and two progressive ones, each in a fresh process with cold files."""
     config = profile.section("timeline", TimelineConfig)
+    check([*profile.section("served", ServedConfig).needs(), *config.needs()], Held(profile.model))
+    config.check_duration(weight_bytes(profile.model, profile.torch_dtype()))
     served = load_served(profile)
     progressive, whole = served_checkpoint(profile, served), whole_checkpoint(served)
     prompt = served.tokenizer.encode(prompt_of(profile, config.questions))
@@ -104,6 +120,9 @@ def _summary(rows: Rows, config: TimelineConfig, checkpoint: Checkpoint) -> dict
         if None not in growth:
             relative = [size / checkpoint.manifest.bytes for size in growth]
             summary[f"peak_over_model_{case}"] = bootstrap(relative, "median").summary("x")
+        if on_device := [row["device_peak_bytes"] for row in mine if "device_peak_bytes" in row]:
+            over = [size / checkpoint.manifest.bytes for size in on_device]
+            summary[f"device_peak_over_model_{case}"] = bootstrap(over, "median").summary("x")
         if excess := [stall for run in runs for stall in stalls(mine, run)]:
             summary[f"excess_stall_{case}"] = bootstrap(excess, "median").summary(
                 "ms beyond a decode turn and the move"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from firsttoken.link import Link, LinkConfig
+from firsttoken.progressive.device_memory import device_now, device_peak
 from firsttoken.progressive.recovery.engine import Engine
 from firsttoken.study.system.footprint import Growth, resident
 
@@ -55,10 +56,12 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        rows.append({"row": "memory", "at_s": time.monotonic() - start, "rss_bytes": resident()})
+        at = {"row": "memory", "at_s": time.monotonic() - start}
+        rows.append(at | {"rss_bytes": resident()} | device_now(spec.device))
         time.sleep(spec.sample_s)
     grown = growth.bytes()
-    rows.append({"row": "peak", "rss_bytes": None if grown is None else growth.before + grown})
+    peak = {"row": "peak", "rss_bytes": None if grown is None else growth.before + grown}
+    rows.append(peak | device_peak(spec.device))
     events = [{"row": "event", **event} for event in engine.status()["events"]]
     engine.close()
     return rows + events

@@ -1,0 +1,99 @@
+"""What a section of a profile asks of its model and data, checked before anything expensive begins.
+
+A configuration lists its needs (``config.needs()``); an experiment holds them against a model's config.json and the
+counts of its data, before it loads a weight. A test holds every profile against the true facts, pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from firsttoken.assets.corpora import SPLITS, load_qa
+from firsttoken.assets.models import model_config, model_name
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.machine import memory_bytes
+
+LAYERS, CONTEXT, MEMORY = "layers", "tokens of context", "bytes of memory"
+TEXT = "tokens of text"  # of a split: "tokens of text, train"; counted by who cuts the windows
+
+
+@dataclass(frozen=True)
+class Need:
+    """``key`` of the profile asks for ``wanted`` of what ``of`` names: LAYERS, CONTEXT, or as the functions below."""
+
+    key: str
+    wanted: int
+    of: str
+    mend: str = "lower it"
+
+
+class Facts(Protocol):
+    """How many there are of what a need names; None where that is not known yet. A dict will do."""
+
+    def get(self, of: str, /) -> int | None: ...
+
+
+def questions_of(source: str, split: str) -> str:
+    """What a need for questions of ``source`` is of; ``Held`` counts them."""
+    return f"{split} questions of {source}"
+
+
+def text_of(split: str) -> str:
+    """What a need for running text is of: tokens, those between passages included."""
+    return f"{TEXT}, {split}"
+
+
+class Held:
+    """The facts of ``model``, as ``load_model`` names it, and of any questions, looked up when they are asked for.
+
+    ``more`` are other facts by name. Raises ModelError and CorpusError as ``model_config`` and ``load_qa`` do.
+    """
+
+    def __init__(self, model: str, more: Mapping[str, int] | None = None) -> None:
+        self._model, self._more = model, dict(more or {})
+
+    def get(self, of: str, /) -> int | None:
+        """How many there are."""
+        if of not in self._more and of in (LAYERS, CONTEXT):
+            config = model_config(self._model)
+            self._more |= {LAYERS: config.num_hidden_layers, CONTEXT: config.max_position_embeddings}
+        split, counted, source = of.partition(" questions of ")
+        if of not in self._more and counted and split in SPLITS:
+            self._more[of] = len(load_qa(source, split))
+        return self._more.get(of)
+
+    def __str__(self) -> str:
+        return model_name(self._model)
+
+
+def check(needs: Iterable[Need], facts: Facts, where: str = "") -> None:
+    """Raise ProfileError for the first need that asks for more than there is, naming its key and the mend.
+
+    ``where`` is what lacks it, by default the model for what a model has. A need of what is not known is passed over.
+    """
+    for need in needs:
+        there = facts.get(need.of)
+        if there is not None and need.wanted > there:
+            owner = where or (str(facts) if isinstance(facts, Held) and need.of in (LAYERS, CONTEXT) else "")
+            of = f"{need.of} of {owner}" if owner else need.of
+            raise ProfileError(f"{need.key}: {need.wanted:,} {of} are asked for, there are {there:,}; {need.mend}")
+
+
+def weight_bytes(model: str, dtype: torch.dtype) -> int:
+    """Bytes that the weights of ``model`` take in ``dtype``, from its config alone. Raises ModelError."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(model_config(model), dtype=dtype)
+    return sum(parameter.nbytes for parameter in built.parameters())
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory where ``device`` computes: the GPU's own, or the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return memory_bytes()

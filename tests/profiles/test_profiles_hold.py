@@ -1,0 +1,171 @@
+"""Every experiment of every profile gets past its own checks with the true sizes of models, data and devices.
+
+Where the first weight would be loaded it is stopped. Sizes that cannot hold are refused in one line that names the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from firsttoken.assets import models, needs
+from firsttoken.engine.experiments import online, policies_replayed
+from firsttoken.experiments import EXPERIMENTS
+from firsttoken.kvreuse.experiments import setting
+from firsttoken.kvreuse.experiments.setting import HELD_OUT, ReuseConfig, Run
+from firsttoken.progressive.coldstart import experiments as coldstart
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import Profile, load_profile
+
+ASKS_NOTHING = {"machine", "sizes", "environment"}  # of a model or of data
+CASES = [
+    (name, profile)
+    for name, experiment in EXPERIMENTS.items()
+    for profile in experiment.profiles
+    if name not in ASKS_NOTHING
+]
+
+
+class Reached(Exception):
+    """The checks are passed: here the work would begin."""
+
+
+@pytest.fixture(autouse=True)
+def true_world(truth: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Models of the true shapes that cannot be loaded, data of the true sizes that cannot be read."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise Reached
+
+    def held(self: needs.Held, of: str) -> int | None:
+        config = truth.config(self._model)
+        facts = {needs.LAYERS: config.num_hidden_layers, needs.CONTEXT: config.max_position_embeddings}
+        return (facts | truth.held | self._more).get(of)
+
+    monkeypatch.setattr(needs.Held, "get", held)
+    monkeypatch.setattr(needs, "model_config", truth.config)
+    monkeypatch.setattr(setting, "held_out", lambda task: {HELD_OUT: truth.longbench} if "." in task else {})
+    for name in ("_random", "_from_folder"):
+        monkeypatch.setattr(models, name, stop)
+    for name in ("_from_hub", "converted", "weight_files"):
+        monkeypatch.setattr(models, name, lambda *_: tmp_path)
+    monkeypatch.setattr(coldstart, "random_checkpoint", stop)
+    monkeypatch.setattr(policies_replayed, "threshold_mix", stop)
+    monkeypatch.setattr(online, "conversations", stop)
+
+
+@pytest.fixture
+def on_cpu(truth: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Profile]:
+    """Makes a profile whose GPU is replaced by a CPU that has the memory of the GPU."""
+
+    def make(name: str, **overrides: object) -> Profile:
+        monkeypatch.setattr(setting, "device_memory", lambda device: truth.device_bytes[name])
+        return load_profile(name, **({"device": "cpu", "dtype": "bfloat16"} | overrides))
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "profile"), CASES, ids=lambda part: part)
+def test_an_experiment_gets_to_its_work(name, profile, on_cpu):
+    with pytest.raises(Reached):
+        EXPERIMENTS[name](on_cpu(profile))
+
+
+@pytest.mark.parametrize("profile", ["quick", "full", "gpu"])
+def test_constructed_tasks_hold_the_items_of_every_run(profile, truth):
+    config = load_profile(profile).section("reuse", ReuseConfig)
+    for run in map(Run.parse, config.runs):
+        assert config.items + config.eval_items <= truth.constructed[run.task, run.tokens]
+
+
+PAIR = "meta-llama/Llama-3.1-70B-Instruct <- meta-llama/Llama-3.1-70B: hotpotqa.jsonl, 16384 tokens"
+FAULTS = {
+    "a window of the longest context for every continuation": (
+        "open_session",
+        "gpu",
+        {"open_session.context_tokens": 4049},
+        r"open_session\.windows .*: 196,656 tokens of text, test are asked for, there are 169,549; lower it",
+    ),
+    "more layers than the timed model has": (
+        "prefill_latency",
+        "paper",
+        {"latency.model": "", "latency.tokens": [4092], "latency.layers": [0, 16, 40, 80]},
+        r"latency\.layers: 80 layers of meta-llama/Llama-2-7b-hf are asked for, there are 32; ask for fewer",
+    ),
+    "16k tokens of a context of 4k": (
+        "prefill_latency",
+        "paper",
+        {"latency.model": ""},
+        r"latency\.tokens: 16,388 tokens of context of meta-llama/Llama-2-7b-hf are asked for, there are 4,096; ask",
+    ),
+    "the same, drawn at random": (
+        "prefill_latency",
+        "gpu",
+        {"latency.model": "random:llama-2-7b"},
+        r"latency\.tokens: 16,388 tokens of context of random:llama-2-7b are asked for, there are 4,096; ask",
+    ),
+    "a pair that no GPU holds": (
+        "layer_profile",
+        "paper",
+        {"reuse.runs": [PAIR]},
+        r"reuse\.runs: 282,[\d,]+ bytes of memory of the device are asked for, there are 85,.*name smaller models",
+    ),
+    "more items than a task holds out": (
+        "layer_profile",
+        "paper",
+        {"reuse.eval_items": 80},
+        r"reuse\.items \+ eval_items: 130 held-out items of .*hotpotqa are asked for, there are 112; lower it",
+    ),
+    "a block that the model has no layers for": (
+        "stage_quality",
+        "quick",
+        {"served.block_start": 23},
+        r"served\.block_start \+ block_size: 31 layers of smollm2-135m are asked for, there are 30; move the block",
+    ),
+    "more questions than the test split has": (
+        "stage_quality",
+        "full",
+        {"quality.items": 300},
+        r"quality\.items: 300 test questions of sciq are asked for, there are 259; lower it",
+    ),
+    "runs of layers with no reused one between them": (
+        "transitions",
+        "quick",
+        {"transitions.layers": 28},
+        r"transitions\.layers .*: 32 layers of smollm2-135m are asked for, there are 30; lower it",
+    ),
+    "a threshold that no pool holds": (
+        "crosspoint_replayed",
+        "full",
+        {"replayed.thresholds": [16384]},
+        r"replayed\.thresholds: 16,384 tokens in all of its KV blocks .*, there are 8,192; lower it, or raise replay",
+    ),
+    "conversations that no pool holds": (
+        "crosspoint_live",
+        "full",
+        {"live_policies.blocks": 31},
+        r"live_policies\.scale: 512 tokens in all of its KV blocks .*, there are 496; lower it, or raise live_po",
+    ),
+    "clients that leave before the model is there": (
+        "recovery_timeline",
+        "paper",
+        {"timeline.duration_s": 60},
+        r"timeline\.duration_s: the whole model takes 108 s over 1 Gbit/s and the clients leave after 60: raise it",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_size_that_cannot_hold_is_refused_before_any_work(fault, on_cpu):
+    name, profile, overrides, message = FAULTS[fault]
+    with pytest.raises(ProfileError, match=message) as caught:
+        EXPERIMENTS[name](on_cpu(profile, **overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_memory_of_a_device():
+    assert needs.device_memory(torch.device("cpu")) > 1 << 30
