@@ -20,6 +20,7 @@ from firsttoken.engine.schedulers.base import VICTIMS
 from firsttoken.engine.swap import PATHS
 from firsttoken.engine.swap.path import Moved
 
+pytestmark = pytest.mark.long(seconds=100)
 ANSWER = 24
 
 

@@ -18,7 +18,7 @@ from firsttoken.engine.workload.sharegpt import threshold_mix
 from firsttoken.study import paths
 
 NEW = 12
-pytestmark = pytest.mark.assets
+pytestmark = [pytest.mark.assets, pytest.mark.long(seconds=40)]
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ from firsttoken.study.errors import ProfileError, StageError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, read_result
 
+pytestmark = pytest.mark.long(seconds=50)
+
 FEW = {
     "coldstart": {
         "rounds": 1,

@@ -35,6 +35,7 @@ from firsttoken.progressive.passlayer import pass_layers
 if importlib.util.find_spec("ray") is None:  # importorskip would import it, and that is the service's affair
     pytest.skip("ray is not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.long(seconds=60)
 REPLICAS, STAGES, TOKENS = 2, 3, 60
 MISSING = {1: (1, 2, 3, 4), 2: (3, 4), 3: ()}  # layers, by stage
 ENDLESS = 20_000  # tokens: a minute and more
