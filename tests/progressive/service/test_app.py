@@ -47,7 +47,7 @@ def client_of(engine: Engine, folder: Path, stop_ids: tuple[int, ...] = ()) -> h
     vocabulary.stop_ids = stop_ids
     app = build_app(Replica(engine, vocabulary, "tiny", "the-replica"), engine)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30)
+    return httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300)
 
 
 @pytest.fixture
