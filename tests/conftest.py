@@ -8,6 +8,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# how long an example takes says more about what else the machine does than about the code
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Every test begins on one thread, whatever the ones before it have set.
+
+    An experiment takes the cores that its profile names; two test processes with two threads each on two cores wait
+    for one another's time slices in every parallel loop: the schedules of the engine took five times as long.
+    """
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files begin first, so that no process is left alone with one of them at the end."""
+
+    def seconds(item: pytest.Item) -> float:
+        mark = item.get_closest_marker("long")
+        return mark.kwargs["seconds"] if mark else 0.0
+
+    items.sort(key=seconds, reverse=True)
 
 
 @pytest.fixture

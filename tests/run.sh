@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that must pass before a change is kept: style, unit tests (seconds), then every notebook at the quick
+# Everything that must pass before a change is kept: style, unit tests (minutes), then every notebook at the quick
 # profile, its outputs held against the committed ones. `tests/run.sh --unit` leaves the notebooks out.
 # `tests/run.sh --vllm` runs only what needs vLLM, in an environment of its own, which it makes (env/vllm/setup.sh).
 set -euo pipefail
@@ -20,5 +20,7 @@ source env/setup.sh
 "$FIRSTTOKEN_PYTHON" -m firsttoken fetch
 "$FIRSTTOKEN_PYTHON" -m ruff check .
 "$FIRSTTOKEN_PYTHON" -m ruff format --check .
-"$FIRSTTOKEN_PYTHON" -m pytest -q -n 2 --dist loadfile tests  # each process computes on one thread
+echo "firsttoken: unit tests, 5 minutes on two quiet cores"
+# two processes that compute on one thread each; the files go to them in the order of tests/conftest.py
+"$FIRSTTOKEN_PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 [[ "${1:-}" == --unit ]] || "$FIRSTTOKEN_PYTHON" -m pytest -q --nbval notebooks

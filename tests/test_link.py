@@ -95,23 +95,29 @@ def test_parallel_readers_get_their_own_bytes(weights: Path, handle: int, pieces
 
 
 def test_readers_share_one_wire(handle: int) -> None:
-    """Two readers of half the file take as long as one of the whole, and end at about the same time."""
-    link, half, ends, together = Link(LinkConfig(0.1)), SIZE // 2, [], threading.Barrier(2)
+    """Two readers of half the file take as long as one of the whole, and end at about the same time.
 
-    def read(offset: int) -> None:
-        together.wait()
-        link.read_into(handle, memoryview(bytearray(half)), offset)
-        ends.append(time.monotonic())
+    A busy machine keeps one of them waiting now and then, and not three times.
+    """
+    half, begun_to_first_end = SIZE // 2, []
+    for _ in range(3):
+        link, ends, together = Link(LinkConfig(0.1)), [], threading.Barrier(2)
 
-    start = time.monotonic()
-    threads = [threading.Thread(target=read, args=(offset,)) for offset in (0, half)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    floor = SIZE / link.config.bytes_per_s
-    assert max(ends) - start >= 0.99 * floor
-    assert min(ends) - start >= 0.6 * floor  # taken in turn, the first would have ended at half of it
+        def read(offset: int, link: Link = link, ends: list = ends, together: threading.Barrier = together) -> None:
+            together.wait()
+            link.read_into(handle, memoryview(bytearray(half)), offset)
+            ends.append(time.monotonic())
+
+        start = time.monotonic()
+        threads = [threading.Thread(target=read, args=(offset,)) for offset in (0, half)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        floor = SIZE / link.config.bytes_per_s
+        assert max(ends) - start >= 0.99 * floor
+        begun_to_first_end.append(min(ends) - start)
+    assert max(begun_to_first_end) >= 0.6 * floor  # taken in turn, the first would have ended at half of it
 
 
 def test_the_measured_rate_is_the_rate(weights: Path) -> None:

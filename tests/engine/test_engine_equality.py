@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_tokens import generated
 
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.live import LiveExecutor
@@ -20,6 +20,7 @@ from firsttoken.engine.schedulers.base import VICTIMS
 from firsttoken.engine.swap import PATHS
 from firsttoken.engine.swap.path import Moved
 
+pytestmark = pytest.mark.long(seconds=100)
 ANSWER = 24
 
 
@@ -188,15 +189,6 @@ def test_the_model_is_left_as_it_was(lab, llama) -> None:
     lab.close()
     assert llama.model.config._attn_implementation == "sdpa"
     one = llama.known[-1]
-    ids = torch.tensor([one.prompt])
     for stop in (None, one.answer[7]):  # and `Known.expected` cuts where `generate` does
-        said = llama.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=ANSWER,
-            do_sample=False,
-            eos_token_id=stop,
-            pad_token_id=0,
-        )
-        sampling = Sampling(ANSWER, stop=() if stop is None else (stop,))
-        assert said[0, len(one.prompt) :].tolist() == one.expected(sampling)
+        said = generated(llama.model, one.prompt, ANSWER, eos_token_id=stop)
+        assert said.tokens == one.expected(Sampling(ANSWER, stop=() if stop is None else (stop,)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_tokens import generated as plain
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -45,9 +46,7 @@ def model():
 
 
 def generated(model, prefix: list[int], suffix: list[int]) -> list[int]:
-    ids = torch.tensor([prefix + suffix])
-    said = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-    return said[0, ids.shape[1] :].tolist()
+    return plain(model, prefix + suffix, NEW).exact()
 
 
 def answers(model, prefixes, suffixes, new=NEW, **options) -> list[str]:

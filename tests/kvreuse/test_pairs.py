@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from plain_tokens import check_greedy, generated
 
 from firsttoken.assets.adapters import WEIGHTS
 from firsttoken.assets.models import load_model
@@ -174,8 +175,8 @@ def test_half_the_layers_is_a_model_of_its_own(tiny, kind, depth):
         torch.testing.assert_close(
             half(ids[:, 5:], past_key_values=cache).logits, expected(ids).logits[:, 5:], rtol=1e-4, atol=1e-4
         )
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(half.generate(ids, **options), expected.generate(ids, **options))
+    for prompt in ids.tolist():
+        assert check_greedy(generated(half, prompt, 4).tokens, generated(expected, prompt, 4)) == 4
     assert len(whole.model.layers) == depth
 
 

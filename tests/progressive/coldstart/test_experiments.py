@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from firsttoken.experiments import run_experiment
-from firsttoken.progressive.coldstart import tables
+from firsttoken.progressive.coldstart import tables, trial
 from firsttoken.progressive.coldstart.experiments import reachable
 from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, Wire
 from firsttoken.progressive.experiments import healing_training
 from firsttoken.progressive.recovery import tables as recovery_tables
+from firsttoken.progressive.recovery import timeline_trial
 from firsttoken.progressive.recovery.open_session import ROUNDING
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, read_result
+
+pytestmark = pytest.mark.long(seconds=50)
 
 FEW = {
     "coldstart": {
@@ -38,21 +46,57 @@ FEW = {
         "items": 4,
         "windows": 2,
     },
-    "timeline": {"gbit_per_s": 0.005, "clients": 2, "new_tokens": 6, "duration_s": 1, "sample_s": 0.05, "runs": 1},
+    "timeline": {"gbit_per_s": 0.005, "clients": 2, "new_tokens": 6, "duration_s": 3, "sample_s": 0.05, "runs": 1},
     "open_session": {"contexts": [8, 24], "repeats": 1, "windows": 2, "context_tokens": 16, "continue_tokens": 4},
 }
 
 
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the report's adapters are kept once they are trained."""
+    return tmp_path_factory.mktemp("trained") / "adapters"
+
+
 @pytest.fixture
-def trained(paper: Profile) -> Profile:
+def trained(paper: Profile, adapters: Path) -> Profile:
     """The paper profile with the report's adapters trained, and every online experiment cut to seconds."""
     sections = dict(paper.sections)
     for name, keys in FEW.items():
         questions = {"questions": sections["quality"]["questions"]} if "questions" in sections[name] else {}
         sections[name] = dict(sections[name]) | keys | questions
     profile = dataclasses.replace(paper, sections=sections)
-    healing_training(profile)
+    own = Path(sections["served"]["adapters"])
+    if adapters.exists():
+        shutil.copytree(adapters, own)
+    else:
+        healing_training(profile)
+        shutil.copytree(own, adapters)
     return profile
+
+
+@pytest.fixture
+def few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials that load a whole model, and timelines that do not move, run in this process.
+
+    Each process of its own imports for seconds; the others of this file and those of ``test_trial.py`` are real.
+    """
+    real = subprocess.run
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess:
+        module, asked = (command[2] if len(command) > 2 else ""), {}
+        if module == trial.__name__:
+            asked = json.loads(command[3])
+        elif module == timeline_trial.__name__:
+            asked = json.loads(options["input"])
+        if asked.get("variant") == "whole_streamed":
+            said = {"variant": asked["variant"]} | trial.main(trial.TrialSpec(**asked))
+        elif asked.get("upgrade") is False:
+            said = timeline_trial.main(timeline_trial.TimelineSpec(**asked))
+        else:
+            return real(command, **options)
+        return subprocess.CompletedProcess(command, 0, json.dumps(said), "")
+
+    monkeypatch.setattr(subprocess, "run", run)
 
 
 def test_a_cold_start_from_trial_to_table(trained):
@@ -78,7 +122,7 @@ def test_a_variant_that_a_bucket_cannot_hold_back_is_refused_or_left_out(trained
         run_experiment("cold_start", dataclasses.replace(trained, sections=sections))
 
 
-def test_the_sweep_times_and_scores_every_size(trained):
+def test_the_sweep_times_and_scores_every_size(trained, few_processes):
     result = run_experiment("deferral_sweep", trained)
     assert {"ttft_0", "ttft_2", "f1_distance_2", "f1_perplexity_2", "f1_healed_3"} <= result.summary.keys()
     assert tables.most_deferred(result) == 2
@@ -92,7 +136,7 @@ def test_the_sweep_times_and_scores_every_size(trained):
             run_experiment("deferral_sweep", dataclasses.replace(trained, sections=sections))
 
 
-def test_the_timeline_serves_every_request_whole(trained):
+def test_the_timeline_serves_every_request_whole(trained, few_processes):
     result = run_experiment("recovery_timeline", trained)
     assert all(result.summary[f"short_requests_{case}"]["value"] == 0 for case in ("whole", "pinned", "upgrade"))
     assert recovery_tables.stages_served(result) == {"whole": [1], "pinned": [1, 2, 3], "upgrade": [1, 2, 3]}

@@ -31,6 +31,7 @@ from firsttoken.progressive.served import at_stage
 from firsttoken.study.errors import FirstTokenError, ModelError, ProfileError
 from firsttoken.study.system.pagecache import resident_fraction
 
+pytestmark = pytest.mark.long(seconds=30)
 PROMPT = "in the wind the house"
 COLD = Wire(0.0, NONE)
 PHASES = {"interpreter", "imports", "config_and_tokenizer", "load", "prefill"}

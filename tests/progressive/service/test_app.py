@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
+from plain_tokens import generated
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("fastapi")
@@ -47,7 +47,7 @@ def client_of(engine: Engine, folder: Path, stop_ids: tuple[int, ...] = ()) -> h
     vocabulary.stop_ids = stop_ids
     app = build_app(Replica(engine, vocabulary, "tiny", "the-replica"), engine)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30)
+    return httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300)
 
 
 @pytest.fixture
@@ -78,12 +78,9 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-@torch.inference_mode()
 def expected_ids(folder: Path, prompt_ids: list[int], count: int) -> list[int]:
     """What stock transformers generates from the staged folder."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    out = model.generate(torch.tensor([prompt_ids]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
-    return out[0, len(prompt_ids) :].tolist()
+    return generated(AutoModelForCausalLM.from_pretrained(folder).eval(), prompt_ids, count).exact()
 
 
 class TestCompletion:

@@ -79,3 +79,26 @@ def test_a_ray_that_would_listen_to_the_world(tiny, port, monkeypatch):
     monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
     assert "every interface" in str(refusal(ServiceConfig(tiny, port=port)))
+
+
+class BusyMachine(types.SimpleNamespace):
+    """A ray whose node comes up at the ``late``th time only."""
+
+    def __init__(self, late: int) -> None:
+        self.tried, self.ended, self.late = 0, 0, late
+
+    def init(self, **options: object) -> None:
+        self.tried += 1
+        if self.tried < self.late:
+            raise Exception("The current node timed out during startup. This could happen because some of the raylet")
+
+    def shutdown(self) -> None:
+        self.ended += 1
+
+
+def test_a_node_that_is_late_is_started_again():
+    ray = BusyMachine(late=3)
+    launch._start_node(ray, 2)
+    assert (ray.tried, ray.ended) == (3, 2)
+    with pytest.raises(StageError, match=r"^Ray did not start in 3 tries: is this machine very busy\? Try again$"):
+        launch._start_node(BusyMachine(late=4), 2)

@@ -25,16 +25,19 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
+from plain_tokens import generated
 from transformers import AutoModelForCausalLM
 
 from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.loading.blobs import part_blobs
+from firsttoken.progressive.passlayer import pass_layers
 
 if importlib.util.find_spec("ray") is None:  # importorskip would import it, and that is the service's affair
     pytest.skip("ray is not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.long(seconds=60)
 REPLICAS, STAGES, TOKENS = 2, 3, 60
+MISSING = {1: (1, 2, 3, 4), 2: (3, 4), 3: ()}  # layers, by stage
 ENDLESS = 20_000  # tokens: a minute and more
 PATIENCE = 300.0
 SLOW = 0.002  # Gbit/s: stage 1 takes 0.4 s, stages 2 and 3 take 0.3 s each
@@ -357,13 +360,14 @@ def test_a_stage_has_one_answer_whole_or_streamed_from_any_replica(story):
             assert answer.text.startswith(text) or text.startswith(answer.text)
 
 
-def test_the_complete_model_answers_as_stock_transformers_does(story, tiny, tokenizers):
-    tokenizer = tokenizers["byte level"]
-    ids = torch.tensor([tokenizer.encode("the inn").ids])
-    with torch.inference_mode():
-        out = AutoModelForCausalLM.from_pretrained(tiny).eval().generate(ids, max_new_tokens=TOKENS, do_sample=False)
-    expected = tokenizer.decode(out[0, ids.shape[1] :].tolist())
-    assert {a.text for a in story.answers if a.kind == "whole" and a.stages == [3]} == {expected}
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_answers_as_stock_transformers_does(story, tiny, tokenizers, stage):
+    tokenizer, model = tokenizers["byte level"], AutoModelForCausalLM.from_pretrained(tiny).eval()
+    pass_layers(model, MISSING[stage])
+    plain = generated(model, tokenizer.encode("the inn").ids, TOKENS, use_cache=False)
+    assert {a.text for a in story.answers if a.kind == "whole" and a.stages == [stage]} == {
+        tokenizer.decode(plain.exact())
+    }
 
 
 def test_both_replicas_answer(service, story):

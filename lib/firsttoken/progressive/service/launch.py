@@ -27,7 +27,14 @@ _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's 15 puts a replica behind everything else on the machine
+    # patience, as a process of Ray's takes seconds to start on a quiet machine and ten times as long on a busy one
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
+_LATE = "timed out during startup"  # Ray gives its helpers 15 s to report their ports, which nothing can change
+_STARTS = 3  # the next time they are in the page cache
 _OBJECTS_BYTES = 80 << 20  # nothing is kept in Ray's object store, which would take 30 % of the memory
 _EXAMPLE = (
     """curl -N {url}/v1/completions -d '{{"prompt": "The capital of France is", "max_tokens": 32, "stream": true}}'"""
@@ -39,7 +46,7 @@ def running(config: ServiceConfig) -> Iterator[str]:
     """The service, up and answering /health while its weights arrive, for the time of the block; its URL.
 
     Raises ModelError for a folder that cannot be served, and StageError when ray is missing or runs already, when the
-    port is taken, or when a replica does not start.
+    port is taken, or when a replica or Ray itself does not start.
     """
     from firsttoken.progressive.service.text import read_vocabulary
 
@@ -49,20 +56,13 @@ def running(config: ServiceConfig) -> Iterator[str]:
     _check_port(config)
     ray, serve = _import_ray()
     usable = cores()
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        num_cpus=max(usable, config.replicas),
-        object_store_memory=_OBJECTS_BYTES,
-    )
+    _start_node(ray, max(usable, config.replicas))
     try:
         http = {"host": config.host, "port": config.port}
-        serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
         try:
+            serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
             serve.run(_application(config, usable, serve), name="firsttoken")
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise StageError(f"the service did not start: {' '.join(str(error).split())}") from error
         yield f"http://{config.host}:{config.port}"
         serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
@@ -81,6 +81,26 @@ def serve_forever(config: ServiceConfig) -> None:
         print("shutting down", flush=True)
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def _start_node(ray: ModuleType, usable: int) -> None:
+    for tried in range(1, _STARTS + 1):
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                num_cpus=usable,
+                object_store_memory=_OBJECTS_BYTES,
+            )
+            return
+        except Exception as error:  # Ray has no kind of its own for it
+            ray.shutdown()
+            if _LATE not in str(error):
+                raise
+            if tried == _STARTS:
+                raise StageError(f"Ray did not start in {tried} tries: is this machine very busy? Try again") from error
 
 
 def _application(config: ServiceConfig, usable: int, serve: ModuleType) -> Any:
