@@ -6,22 +6,21 @@ import argparse
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from firsttoken import __version__
+from firsttoken import __version__, running
 from firsttoken.experiments import EXPERIMENTS, run_experiment
-from firsttoken.study import dtypes, paths, runs, storage, warm
-from firsttoken.study.claims import load_claims, show
-from firsttoken.study.claims_table import Own, readme_is_current, readme_machine, table_for, update_readme
-from firsttoken.study.errors import FirstTokenError, NotebookError
+from firsttoken.study import dtypes, paths, storage
+from firsttoken.study.claims import show
+from firsttoken.study.claims_table import readme_is_current, readme_machine, update_readme
+from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.machine import describe, machine_slug
-from firsttoken.study.notebooks import notebook_paths, notebook_title, run_notebook
-from firsttoken.study.profile import Profile, load_profile, profile_names
-from firsttoken.study.record import all_results, known_machine, result_path
+from firsttoken.study.notebooks import notebook_paths, notebook_title
+from firsttoken.study.profile import load_profile, profile_names
+from firsttoken.study.record import result_path
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -47,60 +46,17 @@ def run(options: argparse.Namespace) -> int:
         for path in notebooks:
             print(f"{path.name[:2]}  {notebook_title(path)}")
         return OK
-    profile, started = load_profile(options.profile), datetime.now(UTC)
-    left, seconds, failures = list(notebooks), dict[str, float](), 0
-    expected = runs.expected(profile)
-    for folder in (paths.EXECUTED, paths.RESULTS, paths.FIGURES, paths.CACHE):
-        storage.check(folder)
-    _announce(notebooks, profile, expected)
-    with warm.warmed():
-        for path in notebooks:
-            print(f"{path.stem:<40} ", end="", flush=True)
-            left.remove(path)
-            try:
-                if not options.again and (stamp := runs.is_kept(path, profile)):
-                    print(f"kept, ran {stamp['at']} in {stamp['seconds']:.0f} s", flush=True)
-                    continue
-                seconds[path.stem] = run_notebook(path, profile.name)
-                runs.keep(path, profile, seconds[path.stem])
-                rest = expected.of(left)
-                print(f"{seconds[path.stem]:6.1f} s" + (f"   about {_minutes(rest)} left" if rest else ""), flush=True)
-            except NotebookError as error:
-                failures += 1
-                print(f"failed\n{error}", flush=True)
-    if len(seconds) == len(notebook_paths()):
-        runs.record(profile, seconds, started)
-    print(f"\n{_claims_table(None, profile.name)}\n")
+    profile = load_profile(options.profile)
+    ran = running.run_notebooks(notebooks, profile, again=options.again)
+    print(f"\n{running.claims_text(profile=profile.name)}\n")
     for what, folder in (("figures", paths.FIGURES), ("results", paths.RESULTS / machine_slug() / profile.name)):
         print(f"{what}: {folder}")
     print(f"executed notebooks: {paths.EXECUTED / profile.name}")
-    if failures:
-        print(f"firsttoken: {failures} of {len(notebooks)} notebooks failed", file=sys.stderr)
-    elif len(seconds) < len(notebooks):
-        print(f"{len(notebooks) - len(seconds)} notebooks were kept from before: nothing that they hang on has changed")
-        print("(run them all the same with --again)")
-    return FAILED if failures else OK
-
-
-def _announce(notebooks: Sequence[Path], profile: Profile, expected: runs.Expected) -> None:
-    """Say what computes and how long it will take, before it begins."""
-    print(f"{machine_slug()}, profile {profile.name}, {profile.dtype_name}")
-    whole = expected.of(notebooks)
-    if whole is None:
-        print("no record of how long these notebooks take; quick takes minutes, full hours\n")
-        return
-    print(f"expected: {_minutes(whole)}, by {expected.source}")
-    if expected.slower >= runs.SLOWER:
-        print(
-            f"firsttoken: this processor multiplies {expected.slower:.1f} times slower than that one; what to expect:"
-        )
-        for path in notebooks:
-            print(f"  {path.stem:<40} {_minutes(expected.of([path]) or 0.0)}")
-    print()
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    if ran.kept:
+        print(f"{ran.kept} notebooks were kept: nothing that they hang on has changed; --again runs them all the same")
+    if ran.failed:
+        print(f"firsttoken: {ran.failed} of {len(notebooks)} notebooks failed", file=sys.stderr)
+    return FAILED if ran.failed else OK
 
 
 def measure(options: argparse.Namespace) -> int:
@@ -118,14 +74,14 @@ def claims(options: argparse.Namespace) -> int:
     """Print the claims table, write it into the README, or check that the README has it."""
     readme = paths.ROOT / "README.md"
     if options.check:
-        if readme_is_current(readme, _claims_table(options.machine or readme_machine(readme))):
+        if readme_is_current(readme, running.claims_text(options.machine or readme_machine(readme))):
             print("claims: README.md is current")
             return OK
         print("firsttoken: the claims table of README.md is out of date; run `firsttoken claims --update`")
         return FAILED
-    table = _claims_table(options.machine)
+    table = running.claims_text(options.machine)
     if options.update:
-        update_readme(readme, _claims_table(options.machine or readme_machine(readme) or machine_slug()))
+        update_readme(readme, running.claims_text(options.machine or readme_machine(readme) or machine_slug()))
     print(table)
     return OK
 
@@ -191,16 +147,6 @@ def doctor(options: argparse.Namespace) -> int:
     print(f"cache: {paths.CACHE}, {_size(shutil.disk_usage(here).free)} free")
     print(f"profiles: {', '.join(profile_names())}")
     return OK
-
-
-def _claims_table(machine: str | None, profile: str | None = None) -> str:
-    """The table of ``machine``; without one, the record beside what this machine measured under ``profile``."""
-    claims, results = load_claims(paths.CLAIMS, EXPERIMENTS), all_results()
-    if machine:
-        return table_for(claims, results, known_machine(machine, results))
-    here, recorded = machine_slug(), readme_machine(paths.ROOT / "README.md")
-    mine = tuple(result for result in results if result.slug == here and profile in (None, result.profile))
-    return table_for(claims, results, recorded or here, Own(here, profile or "any profile", mine))
 
 
 def _size(value: int | None) -> str:

@@ -1,0 +1,86 @@
+"""The notebooks one after another: what is expected, what is left, what may be kept; and the table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from firsttoken.experiments import EXPERIMENTS
+from firsttoken.study import paths, runs, storage, warm
+from firsttoken.study.claims import load_claims
+from firsttoken.study.claims_table import Own, readme_machine, table_for
+from firsttoken.study.errors import NotebookError
+from firsttoken.study.machine import machine_slug
+from firsttoken.study.notebooks import notebook_paths, run_notebook
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import all_results, known_machine
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How many notebooks failed, and how many were kept from before."""
+
+    failed: int
+    kept: int
+
+
+def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool) -> Ran:
+    """Run ``notebooks`` in order; a failing one does not keep the others from running. A run of all is recorded.
+
+    Raises StorageError when what they write cannot be kept.
+    """
+    left, seconds, failed, started = list(notebooks), dict[str, float](), 0, datetime.now(UTC)
+    for folder in (paths.EXECUTED, paths.RESULTS, paths.FIGURES, paths.CACHE):
+        storage.check(folder)
+    expected = runs.expected(profile)
+    _announce(notebooks, profile, expected)
+    with warm.warmed():
+        for path in notebooks:
+            print(f"{path.stem:<40} ", end="", flush=True)
+            left.remove(path)
+            try:
+                if not again and (stamp := runs.is_kept(path, profile)):
+                    print(f"kept, ran {stamp['at']} in {stamp['seconds']:.0f} s", flush=True)
+                    continue
+                seconds[path.stem] = run_notebook(path, profile.name)
+                runs.keep(path, profile, seconds[path.stem])
+                rest = expected.of(left)
+                print(f"{seconds[path.stem]:6.1f} s" + (f"   about {_minutes(rest)} left" if rest else ""), flush=True)
+            except NotebookError as error:
+                failed += 1
+                print(f"failed\n{error}", flush=True)
+    if len(seconds) == len(notebook_paths()):
+        runs.record(profile, seconds, started)
+    return Ran(failed, len(notebooks) - len(seconds) - failed)
+
+
+def claims_text(machine: str | None = None, profile: str | None = None) -> str:
+    """The claims table of ``machine``; without one, the README's record beside what this machine measured, under
+    ``profile`` where one is named. Raises FirstTokenError for a machine without results."""
+    claims, results = load_claims(paths.CLAIMS, EXPERIMENTS), all_results()
+    if machine:
+        return table_for(claims, results, known_machine(machine, results))
+    here, recorded = machine_slug(), readme_machine(paths.ROOT / "README.md")
+    mine = tuple(result for result in results if result.slug == here and profile in (None, result.profile))
+    return table_for(claims, results, recorded or here, Own(here, profile or "any profile", mine))
+
+
+def _announce(notebooks: Sequence[Path], profile: Profile, expected: runs.Expected) -> None:
+    """Say what computes and how long it will take, before it begins."""
+    print(f"{machine_slug()}, profile {profile.name}, {profile.dtype_name}")
+    whole = expected.of(notebooks)
+    if whole is None:
+        print("no record of how long these notebooks take; quick takes minutes, full hours\n")
+        return
+    print(f"expected, if all must run: {_minutes(whole)}, by {expected.source}")
+    if expected.slower >= runs.SLOWER:
+        print(f"firsttoken: this processor multiplies {expected.slower:.1f} times slower than that; what to expect:")
+        for path in notebooks:
+            print(f"  {path.stem:<40} {_minutes(expected.of([path]) or 0.0)}")
+    print()
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
