@@ -58,9 +58,10 @@ firsttoken_make_venv() {
             firsttoken_fail "$base cannot make $venv; Debian and Ubuntu need \`apt install python3-venv\`"
     fi
     echo "firsttoken: installing the pinned packages into .venv; a minute, or several where torch brings CUDA"
+    # --no-compile: to compile every module of every package takes 80 s of two cores, those that are imported 20
     # no build isolation: the lock pins setuptools, and a build of this package needs nothing else
     "$python" -m pip install --disable-pip-version-check "pip==$FIRSTTOKEN_PIP" &&
-        "$python" -m pip install -r "$firsttoken_root/env/requirements.lock" &&
+        "$python" -m pip install --no-compile -r "$firsttoken_root/env/requirements.lock" &&
         "$python" -m pip install --no-deps --no-build-isolation -e "$firsttoken_root" ||
         firsttoken_fail "pip could not install env/requirements.lock (see above); check the network, then run this again"
     firsttoken_stamp "$python" >"$stamp"
