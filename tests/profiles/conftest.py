@@ -55,8 +55,9 @@ CONSTRUCTED = {("qa", 320): 264, ("lead", 192): 437, ("copy", 192): 668}  # held
 
 @dataclass(frozen=True)
 class Truth:
-    """The true sizes: ``held`` by what a need is of, held-out items of tasks, ``device_bytes`` by profile."""
+    """What there is: ``models`` that profiles name, ``held`` by what a need is of, held-out items of tasks, devices."""
 
+    models: tuple[str, ...]
     held: dict[str, int]
     constructed: dict[tuple[str, int], int]
     longbench: int
@@ -72,4 +73,4 @@ class Truth:
 
 @pytest.fixture(scope="session")
 def truth() -> Truth:
-    return Truth(HELD, CONSTRUCTED, LONGBENCH, DEVICE_BYTES)
+    return Truth(tuple(SHAPES), HELD, CONSTRUCTED, LONGBENCH, DEVICE_BYTES)

@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache
 
+from firsttoken.assets.needs import Need, check
 from firsttoken.kvreuse import gate
 from firsttoken.kvreuse.decode import greedy
 from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
@@ -25,6 +26,7 @@ from firsttoken.kvreuse.tasks.load import task_of
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome
 
+PREFIX = "tokens of prefix"
 SIGNALS = ("entropy", "doubt", "head", "tail")
 _FAILED = 0.5  # an answer that scores this much less than the receiver's own counts as spoiled
 
@@ -44,6 +46,7 @@ def quality_gate(profile: Profile) -> Outcome:
     """
     setting, config = Setting(profile), profile.section("gate", GateConfig)
     run = setting.runs[0]
+    check([Need("the gate's probes", TOKENS, PREFIX, "let it have longer ones")], {PREFIX: run.tokens}, run.name)
     receiver, sender = setting.pair(run)
     sets = dict(zip(("calibrate", "judge"), setting.items(run, receiver.tokenizer), strict=True))
     groups = profiled_groups(run_profile(setting, run, receiver, sender, sets["calibrate"]))
