@@ -1,7 +1,7 @@
 """What a process takes of a GPU, and of pinned memory for it; no columns where it computes on a CPU.
 
-Torch's own allocators are asked, so what a peer's package takes past them (``fastsafetensors``, ``runai``) is not in it,
-nor is the CUDA context. A trial is a process of its own: its peaks count from its beginning.
+Torch's own allocators are asked, so what a peer's package takes past them (``fastsafetensors``, ``runai``) is not in
+it, nor is the CUDA context. A trial is a process of its own: its peaks count from its beginning.
 """
 
 from __future__ import annotations
