@@ -5,6 +5,7 @@ Where the first weight would be loaded it is stopped. Sizes that cannot hold are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from firsttoken.experiments import EXPERIMENTS
 from firsttoken.kvreuse.experiments import setting
 from firsttoken.kvreuse.experiments.setting import HELD_OUT, ReuseConfig, Run
 from firsttoken.progressive.coldstart import experiments as coldstart
+from firsttoken.progressive.recovery import timeline
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, load_profile
 
@@ -28,6 +30,9 @@ CASES = [
     for profile in experiment.profiles
     if name not in ASKS_NOTHING
 ]
+
+
+weighed = functools.cache(needs.weight_bytes)  # a second for 8B, and many ask
 
 
 class Reached(Exception):
@@ -46,6 +51,8 @@ def true_world(truth: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         facts = {needs.LAYERS: config.num_hidden_layers, needs.CONTEXT: config.max_position_embeddings}
         return (facts | truth.held | self._more).get(of)
 
+    for place in (setting, timeline):
+        monkeypatch.setattr(place, "weight_bytes", weighed)
     monkeypatch.setattr(needs.Held, "get", held)
     monkeypatch.setattr(needs, "model_config", truth.config)
     monkeypatch.setattr(setting, "held_out", lambda task: {HELD_OUT: truth.longbench} if "." in task else {})

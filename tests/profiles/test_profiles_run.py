@@ -82,6 +82,8 @@ def scaled(section: str, key: str, value: Any) -> Any:
         return shorter(value)
     if key in COUNTS:
         return min(value, 2)
+    if key == "cases":
+        return list(dict.fromkeys(f"{case.split()[0]} 4" for case in value))
     if key == "systems":
         return [name for name in value if name != "vllm"]  # has an environment of its own
     return FIXED.get(key, value)
@@ -98,8 +100,8 @@ def tiny_profile(name: str, folder: Path) -> Profile:
     for key in ("served.adapters", "reuse.adapters"):
         section, _, entry = key.partition(".")
         overrides[key] = str(folder / "adapters" / sections[section][entry])
-    live = sections["live_policies"]  # pool and lengths by another number: a request must outgrow a block of 16 tokens
-    overrides |= {"live_policies.scale": live["scale"] / 8, "live_policies.blocks": live["blocks"] // 8}
+    live = sections["live_policies"]  # a pool of 8 blocks, lengths in proportion: requests must outgrow a block
+    overrides |= {"live_policies.scale": 8 * live["scale"] / live["blocks"], "live_policies.blocks": 8}
     sections["quality"].pop("max_prompt_tokens")
     return load_profile(name, **overrides)
 

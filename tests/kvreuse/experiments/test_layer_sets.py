@@ -67,7 +67,9 @@ def test_the_experiment(study, same):
         assert (len(spans(layers)), len(layers), row["n"]) == (row["transitions"], 2, 5)
         assert row["deviation"] > 0
     keys = [f"tuned_from_{sender}_hotpotqa_deviation_{n}" for sender in ("base", "other") for n in (1, 2)]
-    assert list(result.summary) == keys
+    assert list(result.summary) == [*keys, "deviation_1", "deviation_2"]
+    both = [result.summary[f"tuned_from_{sender}_hotpotqa_deviation_1"]["value"] for sender in ("base", "other")]
+    assert result.summary["deviation_1"]["value"] == pytest.approx(sum(both) / 2)
     assert transitions(study.profile()).rows == result.rows
     outcome = transitions(study.profile(**{"reuse.runs": [same], "transitions.runs": 1}))
     assert {(row["deviation"], row["accuracy_lost"]) for row in outcome.rows} == {(0.0, 0.0)}
