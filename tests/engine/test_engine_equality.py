@@ -7,8 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from plain_tokens import generated
 
 from firsttoken.engine.engine import EngineConfig
@@ -22,6 +20,7 @@ from firsttoken.engine.swap.path import Moved
 
 pytestmark = pytest.mark.long(seconds=100)
 ANSWER = 24
+LONGEST = 16  # tokens of an answer in a schedule: what shows then shows in eight more as well, for half as much again
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,13 @@ class Schedule:
 
 
 def draw_schedule(seed: int, numbers: int, arrivals: bool) -> Schedule:
-    """By ``seed`` alone: what hypothesis itself composes is mostly small, and rarely preempts."""
+    """By ``seed`` alone, so that a run has what the one before it had."""
     rng = random.Random(seed)
     asked = [
         Asked(
             number=rng.randrange(numbers),
-            max_tokens=rng.randint(*rng.choice(((1, 4), (8, ANSWER), (20, ANSWER)))),
-            stop=rng.randrange(ANSWER) if rng.random() < 0.2 else None,
+            max_tokens=rng.randint(*rng.choice(((1, 4), (6, LONGEST), (12, LONGEST)))),
+            stop=rng.randrange(LONGEST) if rng.random() < 0.2 else None,
             after_ms=rng.uniform(0, 8) if arrivals else 0.0,
         )
         for _ in range(rng.choice((1, 2, 4, 5, 6, 7, 8, 8)))
@@ -72,7 +71,7 @@ def draw_schedule(seed: int, numbers: int, arrivals: bool) -> Schedule:
         asked=asked,
         block_tokens=rng.choice((rng.randint(1, 5), rng.randint(1, 16))),
         spare=rng.choice((0, rng.randint(0, 8), rng.randint(0, 8), rng.randint(0, 60))),
-        host_blocks=rng.choice((0, rng.randint(1, 30), 500, 500)),
+        host_blocks=rng.choice((0, 0, rng.randint(1, 10), 500, 500)),
         swap=rng.choice(sorted(PATHS)),
         policy=(name, rng.uniform(0, 50) if name == "cross_point" else None),
         config=config,
@@ -101,7 +100,7 @@ def perform(lab, subject, schedule: Schedule) -> Counter:
     for asked, one, sampling in zip(schedule.asked, known, samplings, strict=True):
         run.submit(one.prompt, sampling, start + asked.after_ms / 1e3)
     outputs = run.finish()
-    assert outputs == [one.expected(sampling) for one, sampling in zip(known, samplings, strict=True)]
+    assert outputs == [one.expected(sampling) for one, sampling in zip(known, samplings, strict=True)], schedule
     assert sum(request.preemptions for request in run.requests) == len(run.trace.recoveries)
     seen = Counter(f"{recovery.action}: {recovery.reason}" for recovery in run.trace.recoveries)
     return seen + Counter(mixed=any(step.prefills and step.contexts for step in run.trace.steps))
@@ -116,13 +115,8 @@ def test_every_schedule_gives_the_plain_tokens(
 ) -> None:
     """With the kernels between fused layers, and with stock modules and attention."""
     subject, seen = request.getfixturevalue(kind), Counter()
-
-    @settings(settings.get_profile("live"), max_examples=examples)
-    @given(seed=st.integers(0, 2**32))
-    def check(seed: int) -> None:
+    for seed in range(examples):
         seen.update(perform(lab, subject, draw_schedule(seed, len(subject.known), arrivals)))
-
-    check()
     for what in ("swap: policy", "recompute: policy", "recompute: host pool full", "mixed"):
         assert seen[what] >= examples // 50, f"the schedules are too tame: {seen}"
 
@@ -130,13 +124,8 @@ def test_every_schedule_gives_the_plain_tokens(
 @pytest.mark.parametrize("kind", ["qwen2", "lora"])
 def test_models_with_biases_or_an_adapter_too(lab, kind: str, request: pytest.FixtureRequest) -> None:
     subject, seen = request.getfixturevalue(kind), Counter()
-
-    @settings(settings.get_profile("live"), max_examples=40)
-    @given(seed=st.integers(0, 2**32))
-    def check(seed: int) -> None:
+    for seed in range(40):
         seen.update(perform(lab, subject, draw_schedule(seed, len(subject.known), arrivals=False)))
-
-    check()
     assert seen["swap: policy"] and seen["recompute: policy"]
 
 
