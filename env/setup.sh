@@ -58,13 +58,11 @@ firsttoken_make_venv() {
             firsttoken_fail "$base cannot make $venv; Debian and Ubuntu need \`apt install python3-venv\`"
     fi
     echo "firsttoken: installing the pinned packages into .venv; a minute, or several where torch brings CUDA"
-    # pip compiles one module after another, 80 s; all cores do it in half of that (some templates are no Python)
     # no build isolation: the lock pins setuptools, and a build of this package needs nothing else
     "$python" -m pip install --disable-pip-version-check "pip==$FIRSTTOKEN_PIP" &&
-        "$python" -m pip install --no-compile -r "$firsttoken_root/env/requirements.lock" &&
+        "$python" -m pip install -r "$firsttoken_root/env/requirements.lock" &&
         "$python" -m pip install --no-deps --no-build-isolation -e "$firsttoken_root" ||
         firsttoken_fail "pip could not install env/requirements.lock (see above); check the network, then run this again"
-    "$python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
     firsttoken_stamp "$python" >"$stamp"
 }
 
