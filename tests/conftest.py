@@ -21,8 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 def pytest_runtest_setup() -> None:
     """Every test begins on one thread, whatever the ones before it have set.
 
-    An experiment takes the cores that its profile names; two test processes with two threads each on two cores wait
-    for one another's time slices in every parallel loop: the schedules of the engine took five times as long.
+    An experiment takes the cores that its profile names; two test processes with two threads each on two cores would
+    wait for one another's time slices in every parallel loop after it.
     """
     torch.set_num_threads(1)
 

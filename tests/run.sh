@@ -20,7 +20,7 @@ source env/setup.sh
 "$FIRSTTOKEN_PYTHON" -m firsttoken fetch
 "$FIRSTTOKEN_PYTHON" -m ruff check .
 "$FIRSTTOKEN_PYTHON" -m ruff format --check .
-echo "firsttoken: unit tests, 5 minutes on two quiet cores"
+echo "firsttoken: unit tests, about 6 minutes on two quiet cores"
 # two processes that compute on one thread each; the files go to them in the order of tests/conftest.py
 "$FIRSTTOKEN_PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 [[ "${1:-}" != --unit ]] || exit 0
