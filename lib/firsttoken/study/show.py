@@ -16,8 +16,15 @@ if TYPE_CHECKING:
 
 
 def opening(name: str) -> Profile:
-    """Set the figure style, print machine and versions, and return the profile. Raises ProfileError if unknown."""
+    """Set the style of figures and tables, print machine and versions, and return the profile.
+
+    Raises ProfileError if it is unknown.
+    """
+    import pandas
+
     plot.style()
+    # what pandas has in a notebook; imported before there is one, as in a warm kernel, it cuts to the terminal's width
+    pandas.set_option("display.max_columns", 20)
     machine = describe()
     memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB" if machine["memory_bytes"] else f"memory {NOT_HERE}"
     where = machine["gpu"] or machine["cpu"]
