@@ -1,8 +1,8 @@
 """Every experiment of every profile runs to its summary, on tiny shapes that keep the profile's own relations.
 
 One rule makes them: layers, of models and of what is cut from them, are a quarter; lengths in tokens and the models'
-contexts a 32nd; whatever is only counted (items, rounds, draws) is 2 at most; models have no width. Trials run in
-this process, nothing is read or fetched, and what the claims ask must then be in the summaries.
+contexts a 32nd; of what is counted there are 2 at most, and it is done once; models have no width. Trials run in this
+process, nothing is read or fetched, and what the claims ask must then be in the summaries.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SHORTER, FEWER = 32, 4
 LENGTHS = {"tokens", "window_tokens", "max_tokens", "max_prompt_tokens", "prompt_tokens", "new_tokens"}
 LENGTHS |= {"contexts", "context_tokens", "continue_tokens", "sweep_tokens"}
 COUNTS = {"passages", "items", "eval_items", "windows", "prompts", "closed_book", "calibration", "calibration_passages"}
-COUNTS |= {"watch_questions", "watch_windows", "search_windows", "rounds", "few_rounds", "repeats", "recomputes"}
-COUNTS |= {"runs", "trials", "draws", "seeds", "steps", "clients", "readers", "frontier", "copy_mib", "disk_mib"}
+COUNTS |= {"watch_questions", "watch_windows", "search_windows", "steps", "clients", "readers", "frontier"}
+AGAIN = {"rounds", "few_rounds", "repeats", "recomputes", "runs", "trials", "draws", "seeds", "copy_mib", "disk_mib"}
 FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "preemptions": 10, "short": 4, "long": 4}
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
 LAYERS |= {"deferral": {"sizes"}, "transitions": {"layers", "transitions"}, "latency": {"layers"}}
@@ -57,8 +57,10 @@ CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile
 
 
 def shorter(value: Any) -> Any:
-    """A length, or each of several, by the rule."""
-    return [shorter(one) for one in value] if isinstance(value, list) else max(2, value // SHORTER)
+    """A length by the rule; of several the shortest and the longest."""
+    if isinstance(value, list):
+        return list(dict.fromkeys(shorter(one) for one in (value[0], value[-1])))
+    return max(2, value // SHORTER)
 
 
 def fewer(value: Any, section: str = "") -> Any:
@@ -80,8 +82,8 @@ def scaled(section: str, key: str, value: Any) -> Any:
         return fewer(value, section)
     if key in LENGTHS:
         return shorter(value)
-    if key in COUNTS:
-        return min(value, 2)
+    if key in COUNTS or key in AGAIN:
+        return min(value, 2 if key in COUNTS else 1)
     if key == "cases":
         return list(dict.fromkeys(f"{case.split()[0]} 4" for case in value))
     if key == "systems":
