@@ -27,11 +27,13 @@ class Ran:
 
 
 def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool) -> Ran:
-    """Run ``notebooks`` in order; a failing one does not keep the others from running. A run of all is recorded.
+    """Run ``notebooks`` in order; a failing one does not keep the others from running.
+
+    A run of all is recorded, with the seconds that those which were kept took when they ran.
 
     Raises StorageError when what they write cannot be kept.
     """
-    left, seconds, failed, started = list(notebooks), dict[str, float](), 0, datetime.now(UTC)
+    left, seconds, failed, kept, started = list(notebooks), dict[str, float](), 0, 0, datetime.now(UTC)
     for folder in (paths.EXECUTED, paths.RESULTS, paths.FIGURES, paths.CACHE):
         storage.check(folder)
     expected = runs.expected(profile)
@@ -43,6 +45,7 @@ def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool) -
             try:
                 if not again and (stamp := runs.is_kept(path, profile)):
                     print(f"kept, ran {stamp['at']} in {stamp['seconds']:.0f} s", flush=True)
+                    seconds[path.stem], kept = stamp["seconds"], kept + 1
                     continue
                 seconds[path.stem] = run_notebook(path, profile.name)
                 runs.keep(path, profile, seconds[path.stem])
@@ -51,9 +54,9 @@ def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool) -
             except NotebookError as error:
                 failed += 1
                 print(f"failed\n{error}", flush=True)
-    if len(seconds) == len(notebook_paths()):
+    if len(seconds) == len(notebook_paths()) > kept:
         runs.record(profile, seconds, started)
-    return Ran(failed, len(notebooks) - len(seconds) - failed)
+    return Ran(failed, kept)
 
 
 def claims_text(machine: str | None = None, profile: str | None = None) -> str:

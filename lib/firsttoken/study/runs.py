@@ -111,7 +111,10 @@ def record(profile: Profile, seconds: Mapping[str, float], started: datetime) ->
             profile=profile.name,
             parameters=profile.parameters(),
             machine=describe(),
-            provenance={"source": "wall-clock time of each notebook, kernel start included", "kind": "real"},
+            provenance={
+                "source": "wall-clock time of each notebook as it last ran with this code, kernel start included",
+                "kind": "real",
+            },
             git_revision=git_revision(),
             seeds=[profile.seed],
             started=started.isoformat(timespec="seconds"),
