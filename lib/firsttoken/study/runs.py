@@ -112,7 +112,7 @@ def record(profile: Profile, seconds: Mapping[str, float], started: datetime) ->
             parameters=profile.parameters(),
             machine=describe(),
             provenance={
-                "source": "wall-clock time of each notebook as it last ran with this code, kernel start included",
+                "source": "seconds of each notebook as it last ran with this code, its start included",
                 "kind": "real",
             },
             git_revision=git_revision(),
