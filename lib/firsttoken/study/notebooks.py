@@ -16,7 +16,6 @@ from firsttoken.study.clock import Stopwatch
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.files import replacing
 from firsttoken.study.storage import is_full, storing
-from firsttoken.study.system.home import kept_elsewhere
 
 LAST_LINES = 12
 STOP_S = 10  # given to an interrupted kernel to end by itself
@@ -63,7 +62,7 @@ def run_notebook(path: Path, profile: str) -> float:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env=_environment(),
+            env=warm.surroundings(),
         )
         try:
             _, complaint = run.communicate()
@@ -108,12 +107,6 @@ def _errors(copy: Path) -> list[dict]:
     except NotebookError:
         return []
     return [output for output in outputs if output["output_type"] == "error"]
-
-
-def _environment() -> dict[str, str]:
-    """That of this process, with its own folders, as the kernel starts in another one, and without need of a home."""
-    ours = {"FIRSTTOKEN_OUT": str(paths.OUT), "FIRSTTOKEN_CACHE": str(paths.CACHE)}
-    return os.environ | ours | kept_elsewhere(paths.CACHE / "home")
 
 
 def _read_notebook(path: Path) -> dict:

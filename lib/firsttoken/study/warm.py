@@ -25,6 +25,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from firsttoken.study import paths
+from firsttoken.study.system.home import kept_elsewhere
+
 SOCKET = "FIRSTTOKEN_WARM"  # the environment variable that names the socket of the warm process
 CLIENT = Path(__file__).with_name("warm_client.py")
 MODULES = (
@@ -65,7 +68,7 @@ def warmed(modules: Sequence[str] = MODULES) -> Iterator[None]:
             [sys.executable, "-m", "firsttoken.study.warm", "--serve", address, *modules],
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for whoever asked for a copy
-            env=os.environ | _ENVIRONMENT,
+            env=surroundings() | _ENVIRONMENT,
         )
         before = {name: os.environ.get(name) for name in (SOCKET, "JUPYTER_PATH")}
         try:
@@ -79,6 +82,13 @@ def warmed(modules: Sequence[str] = MODULES) -> Iterator[None]:
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
             server.terminate()
             server.wait()
+
+
+def surroundings() -> dict[str, str]:
+    """The environment of a notebook: this process's, with its own folders, as a kernel starts in another one, and
+    without need of a home."""
+    ours = {"FIRSTTOKEN_OUT": str(paths.OUT), "FIRSTTOKEN_CACHE": str(paths.CACHE)}
+    return os.environ | ours | kept_elsewhere(paths.CACHE / "home")
 
 
 def command(module: str, arguments: Sequence[str]) -> list[str]:
