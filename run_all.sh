@@ -5,10 +5,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 
 usage() {
     cat <<'TEXT'
-usage: ./run_all.sh [--profile NAME] [--only NN ...] [--list]
+usage: ./run_all.sh [--profile NAME] [--only NN ...] [--again] [--list]
 
   --profile NAME   quick (default; 2 CPU cores), full, gpu or paper
   --only NN ...    only the notebooks with these numbers, e.g. --only 10 12
+  --again          run those too of which nothing has changed since they ran
   --list           list the notebooks and stop
   -h, --help       this text
 
@@ -28,7 +29,7 @@ while (($#)); do
             [[ $# -gt 1 && "$2" != -* ]] || { echo "firsttoken: $1 needs a value; see ./run_all.sh --help" >&2 && exit 2; }
             shift
             ;;
-        --profile=* | --only=*) ;;
+        --profile=* | --only=* | --again) ;;
         -*) echo "firsttoken: no option $1; see ./run_all.sh --help" >&2 && exit 2 ;;
     esac
     shift
