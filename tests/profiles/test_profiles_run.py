@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from firsttoken.assets import corpora, models, needs, shapes
 from firsttoken.assets.qa_files import QAItem
 from firsttoken.engine.experiments import online
+from firsttoken.engine.native.library import kernels
 from firsttoken.engine.workload import sharegpt
 from firsttoken.engine.workload.conversations import Conversations
 from firsttoken.experiments import EVERY_PROFILE, EXPERIMENTS
@@ -152,7 +153,7 @@ def few_conversations(tokenizer: Any, *_: Any) -> Conversations:
 
 
 def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """A trial without a process of its own; there is no compiler."""
+    """A trial without a process of its own; there is no other command."""
     if command[:2] != [sys.executable, "-m"]:
         raise FileNotFoundError(command[0])
     if command[2].endswith("timeline_trial"):
@@ -222,6 +223,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for spec in truth.models:  # now: a config may be asked for where everything is built on the meta device
             made.model(spec)
         patch.setattr(paths, "CACHE", folder / "cache")
+        kernels()  # looked for once a process: not where there seems to be no compiler
         patch.setattr(subprocess, "run", in_this_process)
         resampled = stats._resampled  # 2,000 draws of each of some hundred measures would be most of the time
         patch.setattr(stats, "_resampled", lambda sample, stat, _, rng: resampled(sample, stat, 20, rng))

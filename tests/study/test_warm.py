@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -66,6 +67,18 @@ def test_signals_reach_the_copy(start, number: int) -> None:
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == 128 + number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_before_there_is_a_copy_end_the_client(tmp_path: Path, number: int) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "warm"))
+        silent.listen()
+        process = subprocess.Popen([sys.executable, "-I", "-S", str(warm.CLIENT), str(tmp_path / "warm"), "asked"])
+        with silent.accept()[0] as client:
+            assert client.recv(1 << 16)
+            process.send_signal(number)
+            assert process.wait(60) == 128 + number
 
 
 def test_a_copy_ends_with_its_client(start) -> None:

@@ -10,6 +10,16 @@ import signal
 import socket
 import sys
 
+copy = 0
+
+
+def pass_on(number: int, _: object) -> None:
+    """To the copy; before there is one, or before it is known, to end here closes the connection, which ends it."""
+    os.kill(copy, number) if copy else sys.exit(128 + number)
+
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, pass_on)
 with socket.socket(socket.AF_UNIX) as server:
     server.connect(sys.argv[1])
     asked = {"module": sys.argv[2], "arguments": sys.argv[3:], "folder": os.getcwd(), "environment": dict(os.environ)}
@@ -17,10 +27,8 @@ with socket.socket(socket.AF_UNIX) as server:
     said = b""
     while b"\n" not in said:
         said += server.recv(64) or sys.exit("firsttoken: the warm process is gone; run again")
-    number, _, said = said.partition(b"\n")  # what comes next is the exit status, maybe already
-    copy = int(number)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: os.kill(copy, number))
+    first, _, said = said.partition(b"\n")  # what comes next is the exit status, maybe already
+    copy = int(first)
     parent = os.getppid()
     server.settimeout(1.0)
     while not said and os.getppid() == parent:  # to end here closes the connection, which ends the copy
