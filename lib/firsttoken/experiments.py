@@ -1,7 +1,7 @@
 """The experiments there are, and the one way to run one.
 
-An experiment is a function ``(profile) -> Outcome`` somewhere in a system; naming it as text keeps the systems apart
-and the start quick.
+An experiment is a function ``(profile) -> Outcome`` somewhere in a system, with a pure function beside it that makes the
+summary of its rows; naming both as text keeps the systems apart and the start quick.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import random
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from firsttoken.study import paths, storage
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.machine import cores, describe
 from firsttoken.study.profile import Profile, unknown
-from firsttoken.study.record import Outcome, Result, git_revision, write_result
+from firsttoken.study.record import Outcome, Result, Rows, git_revision, write_result
 
 EVERY_PROFILE = ("quick", "full", "gpu", "paper")
 LONG = ("full", "gpu", "paper")  # training runs: half an hour and more on a CPU
@@ -27,17 +29,31 @@ LONG = ("full", "gpu", "paper")  # training runs: half an hour and more on a CPU
 
 @dataclass(frozen=True)
 class Experiment:
-    """``target`` is "module:function"; ``notebook`` the number of the notebook that shows the result."""
+    """``target`` is "module:function"; ``notebook`` the number of the notebook that shows the result.
+
+    ``summary`` names the function, in the same module unless it says which, that makes the summary of rows and
+    parameters, and of nothing else: so anybody can make it again (``tests/study/test_recorded.py`` does).
+    """
 
     name: str
     title: str
     notebook: str
     target: str
     profiles: tuple[str, ...] = EVERY_PROFILE
+    summary: str = ""
 
     def __call__(self, profile: Profile) -> Outcome:
-        module, _, function = self.target.partition(":")
-        return getattr(importlib.import_module(module), function)(profile)
+        return _named(self.target)(profile)
+
+    def summarise(self, rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The summary of ``rows`` that were measured with ``parameters`` (``Result.parameters``)."""
+        module = self.target.partition(":")[0]
+        return _named(self.summary if ":" in self.summary else f"{module}:{self.summary}")(rows, parameters)
+
+
+def _named(target: str) -> Callable[..., Any]:
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 _PROGRESSIVE = "firsttoken.progressive.experiments"
@@ -128,10 +144,12 @@ def run_experiment(name: str, profile: Profile) -> Result:
     storage.check(paths.RESULTS)
     with storage.storing(paths.CACHE):
         outcome = experiment(profile)
+    parameters = profile.parameters()
+    summary = experiment.summarise(outcome.rows, parameters) if experiment.summary else outcome.summary
     result = Result(
         experiment=name,
         profile=profile.name,
-        parameters=profile.parameters(),
+        parameters=parameters,
         machine=describe(),
         provenance=outcome.provenance,
         git_revision=revision,
@@ -140,7 +158,7 @@ def run_experiment(name: str, profile: Profile) -> Result:
         duration_s=round(time.perf_counter() - clock, 3),
         rows=outcome.rows,
         floors=outcome.floors,
-        summary=outcome.summary,
+        summary=summary,
     )
     write_result(result)
     return result
