@@ -1,7 +1,7 @@
 """The experiments there are, and the one way to run one.
 
-An experiment is a function ``(profile) -> Outcome`` somewhere in a system, with a pure function beside it that makes the
-summary of its rows; naming both as text keeps the systems apart and the start quick.
+An experiment is a function ``(profile) -> Outcome`` somewhere in a system, with a pure function beside it that makes
+the summary of its rows; naming both as text keeps the systems apart and the start quick.
 """
 
 from __future__ import annotations
