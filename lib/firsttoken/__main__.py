@@ -14,13 +14,13 @@ import yaml
 from firsttoken import __version__, running
 from firsttoken.experiments import EXPERIMENTS, run_experiment
 from firsttoken.study import dtypes, paths, storage
-from firsttoken.study.claims import show
 from firsttoken.study.claims_table import readme_is_current, readme_machine, update_readme
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, notebook_title
 from firsttoken.study.profile import load_profile, profile_names
 from firsttoken.study.record import result_path
+from firsttoken.study.verdicts import show
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 

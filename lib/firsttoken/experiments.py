@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from firsttoken.study import paths, storage
+from firsttoken.study.claims import digests, load_claims
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.machine import cores, describe
 from firsttoken.study.profile import Profile, unknown
-from firsttoken.study.record import Outcome, Result, Rows, git_revision, write_result
+from firsttoken.study.record import Outcome, Result, Rows, git_revision, is_clean, write_result
 
 EVERY_PROFILE = ("quick", "full", "gpu", "paper")
 LONG = ("full", "gpu", "paper")  # training runs: half an hour and more on a CPU
@@ -129,18 +130,25 @@ def run_experiment(name: str, profile: Profile) -> Result:
     """Run an experiment, seeded and timed, write its result and return it.
 
     The seeds recorded are those in a ``seed`` column of the rows, else the profile's. Raises ProfileError when the
-    experiment does not exist or is not meant for the profile, StorageError when the disk takes no result, and what the
-    experiment raises.
+    experiment does not exist or is not meant for the profile, or when a result for the record would name no commit,
+    ClaimsError when the ledger cannot be read, StorageError when the disk takes no result, and what the experiment
+    raises.
     """
     experiment = find_experiment(name)
     if profile.name in EVERY_PROFILE and profile.name not in experiment.profiles:
         raise ProfileError(f"{name} is not for profile {profile.name}; use {' or '.join(experiment.profiles)}")
+    revision, entries = git_revision(), digests(load_claims(paths.CLAIMS, EXPERIMENTS), name)
+    if profile.name in LONG and paths.RESULTS == paths.RECORDED and not is_clean(revision):
+        raise ProfileError(
+            f"{name} under profile {profile.name} is for the record, and the code is not that of a commit "
+            f"({revision}); commit it, or let FIRSTTOKEN_OUT name another folder for results"
+        )
     profile.used.clear()
     random.seed(profile.seed)
     np.random.seed(profile.seed)
     torch.manual_seed(profile.seed)
     torch.set_num_threads(profile.threads or cores())
-    revision, started, clock = git_revision(), datetime.now(UTC), time.perf_counter()
+    started, clock = datetime.now(UTC), time.perf_counter()
     storage.check(paths.RESULTS)
     with storage.storing(paths.CACHE):
         outcome = experiment(profile)
@@ -156,6 +164,7 @@ def run_experiment(name: str, profile: Profile) -> Result:
         seeds=sorted({row["seed"] for row in outcome.rows if "seed" in row}) or [profile.seed],
         started=started.isoformat(timespec="seconds"),
         duration_s=round(time.perf_counter() - clock, 3),
+        entries=entries,
         rows=outcome.rows,
         floors=outcome.floors,
         summary=summary,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from firsttoken.study import paths
+from firsttoken.study.claims import Claim
 from firsttoken.study.record import Result
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -47,11 +48,24 @@ def make_result() -> Callable[..., Result]:
             "seeds": [0],
             "started": "2026-01-01T00:00:00+00:00",
             "duration_s": 1.5,
+            "entries": {},
             "rows": [{"trial": 0, "copy_s": 0.25}, {"trial": 1, "copy_s": 0.5}],
             "floors": {"copy_s": {"value": 0.2, "unit": "s", "why": "bytes over bandwidth"}},
             "summary": {"copy": {"value": 0.375, "low": 0.25, "high": 0.5, "n": 2, "unit": "s"}},
         }
         return Result(**fields | changes)
+
+    return make
+
+
+@pytest.fixture
+def claim() -> Callable[..., Claim]:
+    """A small valid claim; keyword arguments replace its fields."""
+
+    def make(**changes: Any) -> Claim:
+        fields = {"id": "c", "report": "progressive", "place": "Table 1", "says": "says so", "kind": "exact"}
+        fields |= {"value": 25, "measure": "m", "experiment": "machine", "notebook": "00"}
+        return Claim(**fields | {"human_min": 1, "compute_min": 0.5} | changes)
 
     return make
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
-from firsttoken.study import paths
+from firsttoken.study import paths, record
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import replacing, write_text
 from firsttoken.study.record import all_results, git_revision, load_result, pick, read_result, write_result
@@ -45,7 +46,7 @@ def test_a_value_that_json_cannot_hold_is_refused(make_result) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 99}, "schema 99, this version reads 1"),
+        ({"schema": 99}, "schema 99, this version reads 2"),
         ({"extra": 1}, "unknown key 'extra'"),
         ({"rows": None}, "missing key 'rows'"),
     ],
@@ -53,7 +54,8 @@ def test_a_value_that_json_cannot_hold_is_refused(make_result) -> None:
 def test_a_file_of_another_shape_is_refused(make_result, change: dict, message: str) -> None:
     path = write_result(make_result())
     content = json.loads(path.read_text(encoding="utf-8")) | change
-    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}), encoding="utf-8")
+    content = {k: v for k, v in content.items() if v is not None and k != "sha256"}
+    path.write_text(json.dumps(content | {"sha256": record._sha256(content)}), encoding="utf-8")
     with pytest.raises(FirstTokenError, match=message):
         read_result(path)
 
@@ -62,6 +64,31 @@ def test_a_truncated_file_is_refused(make_result) -> None:
     path = write_result(make_result())
     path.write_text(path.read_text(encoding="utf-8")[:50], encoding="utf-8")
     with pytest.raises(FirstTokenError, match="cannot be read"):
+        all_results()
+
+
+@pytest.mark.parametrize(
+    ("said", "instead"),
+    [
+        ('"copy_s": 0.25', '"copy_s": 0.24'),
+        ('"low": 0.25', '"low": 0.26'),
+        ('"git_revision": "unknown"', '"git_revision": "0123"'),
+        ('"duration_s": 1.5', '"duration_s": 0.5'),
+    ],
+)
+def test_what_was_edited_is_refused(make_result, said: str, instead: str) -> None:
+    path = write_result(make_result())
+    text = path.read_text(encoding="utf-8")
+    assert said in text
+    path.write_text(text.replace(said, instead), encoding="utf-8")
+    with pytest.raises(FirstTokenError, match="does not fit its own sha256, so it was edited; measure it again"):
+        read_result(path)
+
+
+def test_an_experiment_has_one_result_a_machine_and_profile(make_result) -> None:
+    path = write_result(make_result())
+    shutil.copy(path, path.with_name("machine-again.json"))
+    with pytest.raises(FirstTokenError, match=r"machine-again.json: it is of machine, .* remove one"):
         all_results()
 
 

@@ -8,7 +8,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap, percentile
+from firsttoken.study.stats import FEWEST, Interval, bootstrap, paired_bootstrap, percentile
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30))
@@ -79,4 +79,11 @@ def test_percentile_and_summary() -> None:
     with pytest.raises(ValueError, match="unknown statistic 'mode'"):
         bootstrap([1, 2], stat="mode")
     summary = Interval(0.5, 0.25, 0.75, 4).summary("%", scale=100)
-    assert summary == {"value": 50, "low": 25, "high": 75, "n": 4, "unit": "%"}
+    assert summary == {"value": 50, "low": 25, "high": 75, "n": 4, "unit": "%", "range": True}
+    assert "range" not in Interval(0.5, 0.25, 0.75, FEWEST).summary()
+
+
+def test_of_fewer_than_five_the_range_is_told() -> None:
+    assert bootstrap([3.0, 1.0, 2.0], "median") == Interval(2.0, 1.0, 3.0, 3)
+    ratio = bootstrap([[2.0, 1.0], [9.0, 3.0]], lambda x: x[:, 0].sum() / x[:, 1].sum())
+    assert ratio == Interval(11 / 4, 2.0, 3.0, 2)

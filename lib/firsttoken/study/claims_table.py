@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from firsttoken.study.claims import Claim, Judgement, Verdict, judge, judge_all, show
+from firsttoken.study.claims import Claim
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.files import write_text
 from firsttoken.study.record import Result, pick
+from firsttoken.study.verdicts import Judgement, Verdict, judge, judge_all, show
 
 BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
 _CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)
@@ -45,8 +46,8 @@ def table_for(claims: Iterable[Claim], results: Iterable[Result], machine: str, 
     columns["notebook"] = [claim.notebook for claim in claims]
     columns["human + compute min"] = [f"{show(claim.human_min)} + {show(claim.compute_min)}" for claim in claims]
     if own:
-        columns["yours says"] = [judgement.verdict for judgement in mine]
-    columns["the record says" if own else "verdict"] = [judgement.verdict for judgement in recorded]
+        columns["yours says"] = [judgement.says for judgement in mine]
+    columns["the record says" if own else "verdict"] = [judgement.says for judgement in recorded]
     lines = [_row(columns), _row(["---"] * len(columns)), *map(_row, zip(*columns.values(), strict=True))]
     yours = f" Yours: `{own.machine}`, profile {own.profile}, whose samples are smaller." if own else ""
     return "\n".join([*lines, "", f"Recorded: `{machine}`, the largest profile that was run there.{yours}"])
@@ -83,8 +84,8 @@ def _says(claim: Claim) -> str:
 
 
 def _beside(theirs: Judgement, ours: Judgement) -> str:
-    differs = theirs.verdict not in (Verdict.NOT_RUN, ours.verdict)
-    return f"{theirs.measured} ({theirs.verdict})" if differs else theirs.measured
+    differs = theirs.verdict != Verdict.NOT_RUN and theirs.says != ours.says
+    return f"{theirs.measured} ({theirs.says})" if differs else theirs.measured
 
 
 def _paper(claim: Claim) -> str:
@@ -96,7 +97,8 @@ def _paper(claim: Claim) -> str:
 
 def _tolerance(claim: Claim) -> str:
     if claim.kind == "ratio":
-        return f"± {claim.tolerance:.0%}"
+        effect = f" of the effect beyond {show(claim.no_effect)}" if claim.no_effect else ""
+        return f"± {claim.tolerance:.0%}{effect}"
     if claim.kind == "exact":
         return f"± {show(claim.tolerance)} {claim.unit}".strip() if claim.tolerance else "exact"
     return claim.kind

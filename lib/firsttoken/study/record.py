@@ -1,12 +1,14 @@
 """One experiment, one JSON file: ``data/results/<machine>/<profile>/<experiment>.json``.
 
 A file holds the raw rows as well as the summary, so that a figure or an interval can be made again without the
-machine that measured it.
+machine that measured it; the digest of every claim that it answers, as the ledger had it when the run began; and a
+sha256 of all that, so that what was edited by hand is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import subprocess
@@ -25,8 +27,10 @@ from firsttoken.study.storage import storing
 if TYPE_CHECKING:
     import pandas
 
-SCHEMA = 1
+SCHEMA = 2
 PREFERENCE = ("paper", "full", "gpu", "quick")  # of several results that answer, the larger sample counts
+
+_MEASURES = ("lib", "env", "data/adapters", "data/claims.yaml")  # what a result hangs on
 
 Rows = list[dict[str, Any]]
 
@@ -59,6 +63,7 @@ class Result:
     seeds: list[int]
     started: str  # ISO 8601, UTC
     duration_s: float
+    entries: dict[str, str]  # id of a claim -> its digest (``claims.digests``) when the run began
     rows: Rows
     floors: dict[str, dict[str, Any]]
     summary: dict[str, dict[str, Any]]
@@ -93,7 +98,7 @@ def write_result(result: Result) -> Path:
     for place in _not_finite(content):
         raise FirstTokenError(f"result {result.experiment}: {place} is not finite; leave the key out instead")
     try:
-        text = _dump(content)
+        text = _dump(content | {"sha256": _sha256(content)})
     except TypeError as error:
         raise FirstTokenError(f"result {result.experiment}: {error}") from error
     with storing(result.path.parent):
@@ -102,7 +107,11 @@ def write_result(result: Result) -> Path:
 
 
 def read_result(path: Path) -> Result:
-    """Read one result. Raises FirstTokenError for an unreadable file, another schema, a missing or unknown key."""
+    """Read one result.
+
+    Raises FirstTokenError for an unreadable file, another schema, a missing or unknown key, and for content that is not
+    what the program wrote.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -110,6 +119,9 @@ def read_result(path: Path) -> Result:
     schema = content.pop("schema", None) if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise FirstTokenError(f"result {path}: schema {schema}, this version reads {SCHEMA}; measure it again")
+    kept = content.pop("sha256", None)
+    if kept != _sha256({"schema": schema} | content):
+        raise FirstTokenError(f"result {path}: does not fit its own sha256, so it was edited; measure it again")
     expected = {entry.name for entry in dataclasses.fields(Result)}
     if odd := expected ^ content.keys():
         key = min(odd)
@@ -123,11 +135,17 @@ def read_result(path: Path) -> Result:
 def all_results() -> list[Result]:
     """Every recorded result, ordered by path.
 
-    Raises FirstTokenError as ``read_result`` does, and for a result in the folder of another machine or profile.
+    Raises FirstTokenError as ``read_result`` does, for a result in the folder of another machine or profile, and for
+    one that has not its experiment's name, as of two for one machine one has.
     """
     results = []
     for path in _files("*/*/*.json"):
         results.append(result := read_result(path))
+        if result.experiment != path.stem:
+            raise FirstTokenError(
+                f"result {path}: it is of {result.experiment}, of which a machine and profile have one result, "
+                "in a file of that name; remove one"
+            )
         if (result.slug, result.profile) != (path.parent.parent.name, path.parent.name):
             raise FirstTokenError(
                 f"result {path}: it was measured on {result.slug} under profile {result.profile}, which is another "
@@ -178,13 +196,19 @@ def pick(
 
 
 def git_revision() -> str:
-    """The commit of the code, "-dirty" appended when lib/ or env/ differ from it; "unknown" outside a git clone."""
+    """The commit of the code, "-dirty" appended when what results hang on differs from it; "unknown" outside a git
+    clone."""
     try:
         head = _git("rev-parse", "HEAD")
-        changed = _git("status", "--porcelain", "--", "lib", "env")
+        changed = _git("status", "--porcelain", "--", *_MEASURES)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("-dirty" if changed else "")
+
+
+def is_clean(revision: str) -> bool:
+    """Whether ``revision`` (of :func:`git_revision`) names the code that ran."""
+    return len(revision) == 40 and set(revision) <= set("0123456789abcdef")
 
 
 def _git(*arguments: str) -> str:
@@ -194,6 +218,12 @@ def _git(*arguments: str) -> str:
 
 def _rank(profile: str) -> int:
     return PREFERENCE.index(profile) if profile in PREFERENCE else len(PREFERENCE)
+
+
+def _sha256(content: Mapping[str, Any]) -> str:
+    """Of ``content``, whatever the order of its keys and the layout of its file."""
+    text = json.dumps(content, sort_keys=True, default=_plain, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _dump(content: Mapping[str, Any]) -> str:

@@ -118,6 +118,7 @@ def record(profile: Profile, seconds: Mapping[str, float], started: datetime) ->
             git_revision=git_revision(),
             seeds=[profile.seed],
             started=started.isoformat(timespec="seconds"),
+            entries={},
             duration_s=round(total, 3),
             rows=[{"notebook": stem, "seconds": round(value, 1)} for stem, value in seconds.items()],
             floors={},

@@ -15,12 +15,14 @@ import numpy as np
 Statistic = str | Callable[[np.ndarray], float]
 
 _NAMED = {"mean": np.mean, "median": np.median}
+FEWEST = 5  # observations for a bootstrap: draws from fewer repeat a handful of values
 _DRAWS_AT_ONCE = 1_000_000  # drawn indices held in memory, 8 bytes each
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate from ``n`` observations with the bounds of its confidence interval."""
+    """An estimate from ``n`` observations with the bounds of its confidence interval, which of fewer than
+    ``FEWEST`` is their range and is called so."""
 
     estimate: float
     low: float
@@ -30,7 +32,8 @@ class Interval:
     def summary(self, unit: str = "", scale: float = 1.0) -> dict[str, Any]:
         """The entry that ``Result.summary`` holds, multiplied by ``scale`` (100 for per cent)."""
         bounds = {"value": self.estimate * scale, "low": self.low * scale, "high": self.high * scale}
-        return bounds | {"n": self.n, "unit": unit}
+        called = {"range": True} if self.n < FEWEST and self.low != self.high else {}
+        return bounds | {"n": self.n, "unit": unit} | called
 
 
 def bootstrap(
@@ -43,8 +46,9 @@ def bootstrap(
     """Percentile-bootstrap interval of ``stat`` over the first axis of ``values`` [n] or [n, columns].
 
     ``stat`` is "mean", "median" or a function of one resample; the columns of an observation stay together, so a
-    ratio of sums (perplexity from [loss, tokens]) is resampled correctly. One observation, or a constant sample,
-    gives low = high = estimate. Raises ValueError for no values, a value that is not finite, or an unknown name.
+    ratio of sums (perplexity from [loss, tokens]) is resampled correctly. Fewer than ``FEWEST`` observations give the
+    range of ``stat`` over each alone, one or a constant sample low = high = estimate. Raises ValueError for no values,
+    a value that is not finite, or an unknown name.
     """
     sample = np.asarray(values, dtype=float)
     if sample.ndim == 0 or len(sample) == 0 or not np.isfinite(sample).all():
@@ -55,6 +59,9 @@ def bootstrap(
     estimate, n = float(function(sample)), len(sample)
     if (sample == sample[0]).all():
         return Interval(estimate, estimate, estimate, n)
+    if n < FEWEST:
+        alone = [float(function(sample[index : index + 1])) for index in range(n)]
+        return Interval(estimate, min(alone), max(alone), n)
     draws = _resampled(sample, stat, resamples, np.random.default_rng(seed))
     low, high = np.percentile(draws, [50 * (1 - level), 50 * (1 + level)])
     return Interval(estimate, float(low), float(high), n)

@@ -11,7 +11,7 @@ from firsttoken.study.record import Result
 
 
 def result(rows: list[dict]) -> Result:
-    return Result("x", "quick", {}, {"slug": "here"}, {}, "", [0], "2026-01-01", 0.0, rows, {}, {})
+    return Result("x", "quick", {}, {"slug": "here"}, {}, "", [0], "2026-01-01", 0.0, {}, rows, {}, {})
 
 
 def latency() -> Result:

@@ -1,0 +1,170 @@
+"""From a claim and a result to a verdict, by the interval of what was measured.
+
+*Reproduced*: within the tolerance, and the effect's interval excludes no effect. *Trend only*: the interval excludes
+no effect, and the effect is within a factor of two of the report's. *Not reproduced* otherwise. A bound is reproduced
+where the whole interval keeps to it, and a trend also where it lies across.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+from firsttoken.study.claims import Claim, is_number
+from firsttoken.study.record import Result, pick
+
+WITHIN = 2.0  # an effect is of the report's size where neither is more than so many times the other
+
+
+class Verdict(StrEnum):
+    """What may be said of a claim."""
+
+    REPRODUCED = "reproduced"
+    TREND = "trend only"
+    FAILED = "not reproduced"
+    NOT_RUN = "not run here"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on a claim, what was measured (as text), and the reason in a few words.
+
+    ``post_hoc``: the claim is not the one that stood in the ledger when the run began.
+    """
+
+    claim: Claim
+    measured: str
+    verdict: Verdict
+    why: str
+    post_hoc: bool = False
+
+    @property
+    def says(self) -> str:
+        """The verdict as every table shows it."""
+        return f"{self.verdict}, post hoc" if self.post_hoc else str(self.verdict)
+
+
+def judge(claim: Claim, result: Result | None) -> Judgement:
+    """The verdict on ``claim`` from ``result``; "not run here" without one, or when it lacks the measure."""
+    if result is None:
+        return Judgement(claim, "", Verdict.NOT_RUN, f"no result of {claim.experiment}")
+    absent = [name for name in claim.measures if name not in result.summary]
+    if absent:
+        return Judgement(claim, "", Verdict.NOT_RUN, f"the result of {claim.experiment} has no {', '.join(absent)}")
+    found = [result.summary[name] for name in claim.measures]
+    if claim.kind != "exact" and not all(is_number(entry["value"]) for entry in found):
+        return Judgement(claim, "", Verdict.NOT_RUN, f"{', '.join(claim.measures)} must be a number")
+    verdict, why = _RULES[claim.kind](claim, found)
+    post_hoc = result.entries.get(claim.id) != claim.digest
+    return Judgement(claim, _measured(claim, found), verdict, why, post_hoc)
+
+
+def judge_all(claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None) -> list[Judgement]:
+    """One judgement a claim, from the result that ``record.pick`` prefers on ``machine`` (None: this machine)."""
+    results = list(results)
+    return [judge(claim, pick(results, claim.experiment, claim.profiles, machine)) for claim in claims]
+
+
+def count_verdicts(claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None) -> dict[str, int]:
+    """How often each verdict falls, as in ``judge_all``."""
+    verdicts = [judgement.verdict for judgement in judge_all(claims, results, machine)]
+    return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
+
+
+def _exact(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
+    measured, value = found[0]["value"], claim.value
+    if is_number(measured) and is_number(value):
+        off = abs(measured - value)
+        right = off <= claim.tolerance or math.isclose(off, claim.tolerance, rel_tol=1e-9)
+        return (Verdict.REPRODUCED if right else Verdict.FAILED), f"differs by {off:.3g}"
+    same = type(measured) is type(value) and measured == value
+    return (Verdict.REPRODUCED, "equal") if same else (Verdict.FAILED, "differs")
+
+
+def _ratio(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
+    wanted, low, effect = _effects(claim, found[0])
+    off = abs(effect / wanted - 1)
+    if low <= 0:
+        return Verdict.FAILED, "no effect, or opposite" if effect <= 0 else "the interval reaches no effect"
+    if off <= claim.tolerance or math.isclose(off, claim.tolerance, rel_tol=1e-9):
+        return Verdict.REPRODUCED, f"off by {off:.0%} of the effect"
+    if _alike(effect, wanted):
+        return Verdict.TREND, f"right sign, off by {off:.0%} of the effect"
+    return Verdict.FAILED, f"right sign, {effect / wanted:.2g} times the effect"
+
+
+def _bound(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
+    entry, sign = found[0], 1 if claim.op == ">=" else -1
+    bounds = [sign * (entry.get(name, entry["value"]) - claim.value) for name in ("low", "high")]
+    if min(bounds) >= 0:
+        return Verdict.REPRODUCED, f"holds for {'the whole interval' if 'low' in entry else 'the value'}"
+    if max(bounds) >= 0:
+        return Verdict.TREND, "the interval lies across the bound"
+    if claim.no_effect is not None:
+        wanted, low, effect = _effects(claim, entry)
+        if low > 0 and _alike(effect, wanted):
+            return Verdict.TREND, f"right sign, {effect / wanted:.2g} times the effect asked for"
+    return Verdict.FAILED, "outside the bound"
+
+
+def _effects(claim: Claim, entry: dict[str, Any]) -> tuple[float, float, float]:
+    """How far the report's value lies from no effect, and how far, in that direction, the near end of the measured
+    interval and the measured value."""
+    wanted = claim.value - claim.no_effect
+    sign = math.copysign(1, wanted)
+    ends = [sign * (entry.get(name, entry["value"]) - claim.no_effect) for name in ("low", "high")]
+    return abs(wanted), min(ends), sign * (entry["value"] - claim.no_effect)
+
+
+def _alike(effect: float, wanted: float) -> bool:
+    return wanted / WITHIN <= effect <= wanted * WITHIN
+
+
+def _ordering(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
+    if all(a.get("high", a["value"]) < b.get("low", b["value"]) for a, b in pairwise(found)):
+        return Verdict.REPRODUCED, "every pair in order, their intervals apart"
+    if all(a["value"] < b["value"] for a, b in pairwise(found)):
+        return Verdict.TREND, "in order, but intervals overlap"
+    return Verdict.FAILED, "not in this order"
+
+
+_RULES: dict[str, Callable[[Claim, list[dict[str, Any]]], tuple[Verdict, str]]] = {
+    "exact": _exact,
+    "ratio": _ratio,
+    "bound": _bound,
+    "ordering": _ordering,
+}
+
+
+def _measured(claim: Claim, found: list[dict[str, Any]]) -> str:
+    """Measured values as a short text: value, interval (a range, of fewer than five), n; an ordering in its order."""
+    if claim.kind == "ordering":
+        return ", ".join(show(entry["value"]) for entry in found)
+    entry = found[0]
+    beside = claim.value if claim.kind == "bound" else None
+    text = f"{show(entry['value'], beside)} {entry.get('unit') or claim.unit}".strip()
+    if "low" in entry and entry["low"] != entry["high"]:
+        called = "range " if entry.get("range") else ""
+        text += f" {called}[{show(entry['low'], beside)}, {show(entry['high'], beside)}]"
+    return text + (f", n={entry['n']}" if "n" in entry else "")
+
+
+def show(value: Any, beside: Any = None) -> str:
+    """A value for a table: floats to three significant digits without an exponent where that stays short, and to as
+    many more as tell it from the number ``beside``."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, float):
+        return str(value)
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.2e}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    if is_number(beside) and value != beside:
+        while float(f"{value:.{digits}f}") == beside and digits < 9:
+            digits += 1
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,69 @@
+"""What a run writes down: the code, the ledger as it stood, a summary of its own rows; and when it is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firsttoken import experiments
+from firsttoken.experiments import EXPERIMENTS, Experiment, run_experiment
+from firsttoken.study import paths
+from firsttoken.study.claims import digests, load_claims
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import Profile, load_profile
+from firsttoken.study.record import Outcome, Rows, git_revision, is_clean, read_result
+
+
+def measured(profile: Profile) -> Outcome:
+    return Outcome([{"s": 0.5}, {"s": 1.5}], provenance={"kind": "real"})
+
+
+def total(rows: Rows, parameters: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {"total": {"value": sum(row["s"] for row in rows), "unit": "s", "seed": parameters["seed"]}}
+
+
+@pytest.fixture
+def clone(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """A git clone with one commit; the fixture runs git in it. "machine" is an experiment of no seconds."""
+    module = types.ModuleType("made_up")
+    module.measured, module.total = measured, total
+    monkeypatch.setattr(experiments.importlib, "import_module", {"made_up": module}.__getitem__)
+    made = Experiment("machine", "Made up", "00", "made_up:measured", summary="total")
+    monkeypatch.setitem(EXPERIMENTS, "machine", made)
+
+    def git(*arguments: str) -> str:
+        told = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(told, check=True, capture_output=True, text=True).stdout.strip()
+
+    (root / ".gitignore").write_text("data/results\n.cache\n", encoding="utf-8")
+    (root / "env" / "profiles" / "full.yaml").write_text((root / "env/profiles/quick.yaml").read_text("utf-8"), "utf-8")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    return git
+
+
+def test_a_result_names_its_commit_the_ledger_and_a_summary_that_anybody_can_make(clone) -> None:
+    result = read_result(run_experiment("machine", load_profile("full")).path)
+    assert is_clean(result.git_revision) and result.git_revision == clone("rev-parse", "HEAD")
+    assert result.summary == EXPERIMENTS["machine"].summarise(result.rows, result.parameters)
+    assert result.summary == {"total": {"value": 2.0, "unit": "s", "seed": 0}}
+    assert result.entries == digests(load_claims(paths.CLAIMS, EXPERIMENTS), "machine")
+
+
+@pytest.mark.parametrize("changed", ["env/profiles/quick.yaml", "data/claims.yaml", "lib/new.py"])
+def test_a_dirty_tree_gives_nothing_for_the_record(root: Path, clone, monkeypatch, changed: str) -> None:
+    (root / changed).parent.mkdir(exist_ok=True)
+    with (root / changed).open("a", encoding="utf-8") as file:
+        file.write("# changed\n")
+    assert git_revision().endswith("-dirty")
+    with pytest.raises(ProfileError, match=r"machine under profile full is for the record.*-dirty\); commit it, or"):
+        run_experiment("machine", load_profile("full"))
+    assert run_experiment("machine", load_profile("quick")).git_revision.endswith("-dirty")
+    monkeypatch.setattr(paths, "RESULTS", root / "elsewhere")
+    assert run_experiment("machine", load_profile("full")).path.is_relative_to(root / "elsewhere")

@@ -1,0 +1,108 @@
+"""Verdicts by interval, and what is said of a claim that was changed after the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from firsttoken.study.verdicts import Verdict, judge, judge_all, show
+
+R, T, F, N = Verdict
+
+LOSS = {"kind": "ratio", "value": -20.0, "tolerance": 0.25, "no_effect": 0.0}
+GAIN = {"kind": "ratio", "value": 2.0, "unit": "x", "tolerance": 0.1, "no_effect": 1.0}
+LIMIT = {"kind": "bound", "value": 3.0, "op": "<="}
+LEAST = {"kind": "bound", "value": 3.0, "op": ">="}
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured", "verdict"),
+    [
+        ({}, {"value": 25}, R),
+        ({"tolerance": 0.3}, {"value": 25.3}, R),
+        ({"tolerance": 0.3}, {"value": 25.4}, F),
+        ({"value": "21-28"}, {"value": "21-28"}, R),
+        ({"value": "21-28"}, {"value": "20-27"}, F),
+        ({"value": True}, {"value": True}, R),
+        ({"value": True}, {"value": 1}, F),
+        (LOSS, {"value": -16}, R),
+        (LOSS, {"value": -16, "low": -30, "high": -1}, R),
+        (LOSS, {"value": -16, "low": -30, "high": 1}, F),  # within the tolerance, and maybe nothing at all
+        (LOSS, {"value": -11}, T),
+        (LOSS, {"value": -11, "low": -12, "high": 1}, F),
+        (LOSS, {"value": -9.9}, F),  # less than half of the effect
+        (LOSS, {"value": -40}, T),
+        (LOSS, {"value": -41}, F),
+        (LOSS, {"value": 3}, F),
+        (GAIN, {"value": 1.91}, R),
+        (GAIN, {"value": 1.85}, T),  # the tolerance is a share of the effect, which is 1
+        (GAIN, {"value": 1.03}, F),
+        (GAIN, {"value": 0.9}, F),
+        (LIMIT, {"value": 2, "low": 1, "high": 3}, R),
+        (LIMIT, {"value": 2, "low": 1, "high": 4}, T),
+        (LIMIT, {"value": 3.5, "low": 2, "high": 4}, T),
+        (LIMIT, {"value": 3.5, "low": 3.1, "high": 4}, F),
+        (LEAST, {"value": 4}, R),
+        (LEAST, {"value": 4, "low": 2, "high": 5}, T),
+        (LEAST, {"value": 2}, F),
+        (LEAST | {"no_effect": 1.0}, {"value": 2, "low": 1.5, "high": 2.5}, T),
+        (LEAST | {"no_effect": 1.0}, {"value": 2, "low": 0.5, "high": 2.5}, F),
+        (LEAST | {"no_effect": 1.0}, {"value": 1.9, "low": 1.5, "high": 2.5}, F),
+    ],
+)
+def test_verdicts_on_one_measure(claim, make_result, changes: dict, measured: dict, verdict: Verdict) -> None:
+    judged = judge(claim(**changes), make_result(summary={"m": measured}))
+    assert judged.verdict == verdict, judged.why
+
+
+@pytest.mark.parametrize(
+    ("entries", "verdict"),
+    [
+        ([(1,), (2,), (3,)], R),
+        ([(1, 0, 1.4), (2, 1.5, 2.5), (3, 2.6, 4)], R),
+        ([(1, 0, 1.6), (2, 1.5, 2.5), (3, 2.6, 4)], T),
+        ([(1,), (4,), (3,)], F),
+        ([(3,), (2,), (1,)], F),
+        ([(1,), (1,), (3,)], F),
+    ],
+)
+def test_verdicts_on_an_ordering(claim, make_result, entries: list, verdict: Verdict) -> None:
+    ordering = claim(kind="ordering", measure=("a", "b", "c"), value=None)
+    made = [dict(zip(("value", "low", "high"), entry, strict=False)) for entry in entries]
+    assert judge(ordering, make_result(summary=dict(zip("abc", made, strict=True)))).verdict == verdict
+
+
+def test_a_claim_that_was_changed_after_the_run_is_judged_post_hoc(claim, make_result) -> None:
+    before, after = claim(value=24, tolerance=0.5), claim(value=24, tolerance=1.0)
+    result = make_result(summary={"m": {"value": 25}}, entries={"c": before.digest})
+    assert judge(before, result).says == "not reproduced"
+    assert judge(after, result).says == "reproduced, post hoc"
+    assert judge(before, make_result(summary={"m": {"value": 25}})).says == "not reproduced, post hoc", "none was kept"
+
+
+def test_without_a_result_or_measure_nothing_is_claimed(claim, make_result) -> None:
+    assert judge(claim(), None).says == "not run here"
+    assert "has no m" in judge(claim(), make_result()).why
+    text = judge(claim(kind="bound", op=">="), make_result(summary={"m": {"value": "many"}}))
+    assert (text.verdict, text.measured) == (N, "")
+
+
+def test_only_the_profiles_that_a_claim_names_may_answer(claim, make_result) -> None:
+    results = [
+        make_result(profile=name, summary={"m": {"value": value}}) for name, value in (("quick", 1), ("full", 25))
+    ]
+    by_full, by_quick = judge_all([claim(), claim(profiles=("quick",))], results, "test-cpu-2c")
+    assert (by_full.verdict, by_quick.verdict) == (R, F)
+
+
+def test_a_range_is_called_one_and_a_bound_is_told_from_what_misses_it(claim, make_result) -> None:
+    few = {"value": 1.0512, "low": 1.04996, "high": 1.0524, "n": 3, "unit": "x", "range": True}
+    limit = claim(kind="bound", op="<=", value=1.05)
+    assert judge(limit, make_result(summary={"m": few})).measured == "1.051 x range [1.04996, 1.052], n=3"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(25, "25"), (21.05, "21.1"), (0.12345, "0.123"), (1234.5, "1234"), (0.0, "0"), (True, "yes"), (2e-5, "2.00e-05")],
+)
+def test_numbers_are_shown_short(value, text: str) -> None:
+    assert show(value) == text
