@@ -13,13 +13,13 @@ import yaml
 
 from firsttoken import __version__, running
 from firsttoken.experiments import EXPERIMENTS, run_experiment
-from firsttoken.study import dtypes, paths, storage
-from firsttoken.study.claims_table import readme_is_current, readme_machine, update_readme
+from firsttoken.study import dtypes, pages, paths, storage
+from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, notebook_title
 from firsttoken.study.profile import load_profile, profile_names
-from firsttoken.study.record import result_path
+from firsttoken.study.record import all_results, result_path
 from firsttoken.study.verdicts import show
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -71,18 +71,19 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def claims(options: argparse.Namespace) -> int:
-    """Print the claims table, write it into the README, or check that the README has it."""
-    readme = paths.ROOT / "README.md"
-    if options.check:
-        if readme_is_current(readme, running.claims_text(options.machine or readme_machine(readme))):
-            print("claims: README.md is current")
-            return OK
-        print("firsttoken: the claims table of README.md is out of date; run `firsttoken claims --update`")
-        return FAILED
-    table = running.claims_text(options.machine)
-    if options.update:
-        update_readme(readme, running.claims_text(options.machine or readme_machine(readme) or machine_slug()))
-    print(table)
+    """Print the claims table, write the pages that show it, or check that they do."""
+    if options.check or options.update:
+        ledger, results = load_claims(paths.CLAIMS, EXPERIMENTS), all_results()
+        machine = options.machine or pages.recorded_machine() or machine_slug()
+        if options.update:
+            pages.update(ledger, results, machine)
+        if late := pages.outdated(ledger, results, machine):
+            names = " and ".join(page.name for page in late)
+            print(f"firsttoken: out of date: {names}; run `firsttoken claims --update`")
+            return FAILED
+        print(f"claims: {' and '.join(page.name for page in pages.pages())} are current")
+        return OK
+    print(running.claims_text(options.machine))
     return OK
 
 
@@ -202,9 +203,13 @@ def _parser() -> argparse.ArgumentParser:
     setting_option(added)
 
     added = command("claims", claims, "Print what the papers say beside what was measured.")
-    added.add_argument("--check", action="store_true", help="exit 1 unless README.md holds the current table")
-    added.add_argument("--update", action="store_true", help="write the table into README.md")
-    added.add_argument("--machine", metavar="NAME", help="whose results (default: the README's and this machine's)")
+    added.add_argument(
+        "--check", action="store_true", help="exit 1 unless README.md and CLAIMS.md show the record"
+    )
+    added.add_argument("--update", action="store_true", help="write README.md and data/CLAIMS.md from data/templates")
+    added.add_argument(
+        "--machine", metavar="NAME", help="whose results (default: the record, and this machine)"
+    )
 
     added = command("fetch", fetch, "Bring the pinned model and texts into the cache.")
     added.add_argument("names", nargs="*", metavar="ASSET", help="which assets (default: all)")

@@ -38,6 +38,7 @@ class Claim:
     did nothing; a bound that has no such value, such as a limit on a loss, leaves it out. ``nature`` is "measured",
     "arithmetic" (on published numbers) or "configuration" (chosen here as the report chose it). ``notebook`` is its
     number; the minutes are a reader's and a computer's. ``profiles`` limits which profiles may answer, () for all.
+    ``told`` is what a table shows as the report's, where that is not value and unit; a ``headline`` is in the README.
     """
 
     id: str
@@ -59,6 +60,8 @@ class Claim:
     profiles: tuple[str, ...] = ()
     whose: str = "report"
     nature: str = "measured"
+    told: str = ""
+    headline: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("kind", KINDS), ("nature", NATURES), ("whose", OWNERS)):
@@ -68,8 +71,8 @@ class Claim:
             raise ClaimsError("no source: place must say where the report has it, or that it is this project's goal")
         if isinstance(self.measure, tuple) != (self.kind == "ordering") or len(self.measures) < 1:
             raise ClaimsError("measure must be a list of names for an ordering, and one name otherwise")
-        if self.kind == "ordering" and len(self.measures) < 2:
-            raise ClaimsError("an ordering needs at least two measures")
+        if self.kind == "ordering" and (len(self.measures) < 2 or not self.told):
+            raise ClaimsError("an ordering needs at least two measures, and told: what the report has")
         if (self.value is None) != (self.kind == "ordering"):
             raise ClaimsError(f"value must be {'absent' if self.kind == 'ordering' else 'given'} for kind {self.kind}")
         if self.kind in ("ratio", "bound") and not is_number(self.value):

@@ -1,22 +1,13 @@
-"""The claims table as markdown, and its place in the README: paper, what was recorded, what this machine measured."""
+"""Claims as tables of markdown: what the reports say, what was recorded, what this machine measured, and verdicts."""
 
 from __future__ import annotations
 
-import re
-import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from firsttoken.study.claims import Claim
-from firsttoken.study.errors import ClaimsError
-from firsttoken.study.files import write_text
+from firsttoken.study.claims import NATURES, Claim
 from firsttoken.study.record import Result, pick
 from firsttoken.study.verdicts import Judgement, Verdict, judge, judge_all, show
-
-BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
-_CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)
-_WIDTH = 90
 
 
 @dataclass(frozen=True)
@@ -34,53 +25,74 @@ def table_for(claims: Iterable[Claim], results: Iterable[Result], machine: str, 
     A column that would be empty is left out. A verdict of the GPU that differs stands with its number.
     """
     claims, results = list(claims), list(results)
-    columns = {"claim": [_says(claim) for claim in claims], "paper": [_paper(claim) for claim in claims]}
-    recorded, gpu = (judge_all(claims, results, where) for where in (machine, "gpu"))
+    columns = {"claim": [f"{claim.report}: {_says(claim)}" for claim in claims], "report": [_told(c) for c in claims]}
+    recorded = judge_all(claims, results, machine)
     mine = [judge(claim, pick(own.results, claim.experiment, claim.profiles, "any")) for claim in claims] if own else []
     if own:
         columns[f"yours: {own.machine}, {own.profile}"] = [judgement.measured for judgement in mine]
     columns["recorded" if own else "measured"] = [judgement.measured for judgement in recorded]
-    if any(judgement.verdict != Verdict.NOT_RUN for judgement in gpu):
-        columns["recorded GPU"] = [_beside(theirs, ours) for theirs, ours in zip(gpu, recorded, strict=True)]
+    columns |= _gpu(claims, results, recorded)
     columns["tolerance"] = [_tolerance(claim) for claim in claims]
     columns["notebook"] = [claim.notebook for claim in claims]
-    columns["human + compute min"] = [f"{show(claim.human_min)} + {show(claim.compute_min)}" for claim in claims]
     if own:
         columns["yours says"] = [judgement.says for judgement in mine]
     columns["the record says" if own else "verdict"] = [judgement.says for judgement in recorded]
-    lines = [_row(columns), _row(["---"] * len(columns)), *map(_row, zip(*columns.values(), strict=True))]
     yours = f" Yours: `{own.machine}`, profile {own.profile}, whose samples are smaller." if own else ""
-    return "\n".join([*lines, "", f"Recorded: `{machine}`, the largest profile that was run there.{yours}"])
+    return f"{_table(columns)}\n\nRecorded: `{machine}`, the largest profile that was run there.{yours}"
 
 
-def update_readme(path: Path, table: str) -> None:
-    """Put ``table`` between the markers of the README. Raises ClaimsError when they are missing."""
-    before, _, after = _split(path)
-    write_text(path, f"{before}{BEGIN}\n{table}\n{END}{after}")
+def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
+    """All that the ledger has on ``claims``, with conditions and minutes, judged by the record of ``machine``."""
+    recorded = judge_all(claims, results, machine)
+    columns = {
+        "claim": [_says(claim) for claim in claims],
+        "report": [_told(claim) for claim in claims],
+        "measured": [judgement.measured for judgement in recorded],
+        **_gpu(claims, results, recorded),
+        "conditions": [claim.conditions for claim in claims],
+        "kind": [", ".join(dict.fromkeys((claim.nature, claim.whose))) for claim in claims],
+        "tolerance": [_tolerance(claim) for claim in claims],
+        "notebook": [claim.notebook for claim in claims],
+        "human + compute min": [f"{show(claim.human_min)} + {show(claim.compute_min)}" for claim in claims],
+        "verdict": [f"{judgement.says}: {judgement.why}" for judgement in recorded],
+    }
+    return _table(columns)
 
 
-def readme_is_current(path: Path, table: str) -> bool:
-    """Whether the README holds exactly ``table`` between its markers. Raises ClaimsError when they are missing."""
-    return _split(path)[1].strip() == table.strip()
+def scoreboard(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
+    """The headline claims with their conditions, judged by the record of ``machine``."""
+    recorded = judge_all([claim for claim in claims if claim.headline], results, machine)
+    columns = {
+        "claim": [f"{judgement.claim.report}: {_says(judgement.claim)}" for judgement in recorded],
+        "report": [_told(judgement.claim) for judgement in recorded],
+        "measured": [judgement.measured for judgement in recorded],
+        "conditions": [judgement.claim.conditions for judgement in recorded],
+        "verdict": [f"**{judgement.says}** ({judgement.claim.notebook})" for judgement in recorded],
+    }
+    return _table(columns)
 
 
-def readme_machine(path: Path) -> str | None:
-    """The machine whose results the README's table shows, so that any other can show them too; None without a table."""
-    found = _CAPTION.search(path.read_text(encoding="utf-8")) if path.exists() else None
-    return found.group(1) if found else None
+def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
+    """How often each verdict falls, by report, and by whose the number is and of what nature."""
+    rows = {"report": list[str](), **{str(verdict): list[str]() for verdict in Verdict}, "post hoc": list[str]()}
+    groups = {report: [c for c in claims if c.report == report] for report in dict.fromkeys(c.report for c in claims)}
+    for nature in NATURES:
+        groups[f"*all, {nature}*"] = [c for c in claims if c.nature == nature and c.whose == "report"]
+    groups["*all, goals of this project*"] = [c for c in claims if c.whose == "project"]
+    for name, of in groups.items():
+        judged = judge_all(of, results, machine)
+        rows["report"].append(name)
+        for verdict in Verdict:
+            rows[str(verdict)].append(str(sum(judgement.verdict == verdict for judgement in judged)))
+        rows["post hoc"].append(str(sum(judgement.post_hoc for judgement in judged)))
+    return _table(rows)
 
 
-def _split(path: Path) -> tuple[str, str, str]:
-    text = Path(path).read_text(encoding="utf-8") if Path(path).exists() else ""
-    before, begin, rest = text.partition(BEGIN)
-    inside, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ClaimsError(f"{Path(path).name}: put the lines {BEGIN} and {END} where the claims table belongs")
-    return before, inside, after
-
-
-def _says(claim: Claim) -> str:
-    return f"{claim.report}: {textwrap.shorten(claim.says, _WIDTH, placeholder=' ...')} ({claim.place})"
+def _gpu(claims: Iterable[Claim], results: Iterable[Result], recorded: Iterable[Judgement]) -> dict[str, list[str]]:
+    gpu = judge_all(claims, results, "gpu")
+    if all(judgement.verdict == Verdict.NOT_RUN for judgement in gpu):
+        return {}
+    return {"recorded GPU": [_beside(theirs, ours) for theirs, ours in zip(gpu, recorded, strict=True)]}
 
 
 def _beside(theirs: Judgement, ours: Judgement) -> str:
@@ -88,11 +100,13 @@ def _beside(theirs: Judgement, ours: Judgement) -> str:
     return f"{theirs.measured} ({theirs.says})" if differs else theirs.measured
 
 
-def _paper(claim: Claim) -> str:
-    if claim.kind == "ordering":
-        return " < ".join(claim.measures)
+def _says(claim: Claim) -> str:
+    return f"{claim.says} ({claim.place})"
+
+
+def _told(claim: Claim) -> str:
     bound = {"<=": "≤ ", ">=": "≥ "}.get(claim.op or "", "")
-    return f"{bound}{show(claim.value)} {claim.unit}".strip()
+    return claim.told or f"{bound}{show(claim.value)} {claim.unit}".strip()
 
 
 def _tolerance(claim: Claim) -> str:
@@ -102,6 +116,11 @@ def _tolerance(claim: Claim) -> str:
     if claim.kind == "exact":
         return f"± {show(claim.tolerance)} {claim.unit}".strip() if claim.tolerance else "exact"
     return claim.kind
+
+
+def _table(columns: Mapping[str, Sequence[str]]) -> str:
+    lines = [_row(columns), _row(["---"] * len(columns)), *map(_row, zip(*columns.values(), strict=True))]
+    return "\n".join(lines)
 
 
 def _row(cells: Iterable[str]) -> str:

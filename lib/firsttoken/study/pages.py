@@ -1,0 +1,94 @@
+"""README.md and data/CLAIMS.md, written from templates: every number of a result in them is put there by the program.
+
+A template says ``{{ n("cold_start", "p95_reduction") }}`` for a value and ``{{ i(...) }}`` for one with its interval,
+``{{ counts }}``, ``{{ scoreboard }}`` and ``{{ systems }}`` for tables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from firsttoken.study import paths
+from firsttoken.study.claims import Claim
+from firsttoken.study.claims_table import counts, page_table, scoreboard
+from firsttoken.study.errors import ClaimsError
+from firsttoken.study.files import write_text
+from firsttoken.study.profile import unknown
+from firsttoken.study.record import Result, known_machine, pick
+from firsttoken.study.verdicts import show
+
+_CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)
+
+
+def pages() -> dict[Path, Path]:
+    """Each page with its template."""
+    return {paths.ROOT / "README.md": paths.TEMPLATES / "README.md", paths.CLAIMS_PAGE: paths.TEMPLATES / "CLAIMS.md"}
+
+
+def recorded_machine() -> str | None:
+    """The machine whose results the pages show, so that any other can write them too; None before they are written."""
+    page = paths.CLAIMS_PAGE
+    found = _CAPTION.search(page.read_text(encoding="utf-8")) if page.exists() else None
+    return found.group(1) if found else None
+
+
+def render(template: Path, claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
+    """The text of a page, with what was recorded on ``machine``.
+
+    Raises ClaimsError for a result or a measure that a template names and nobody recorded, and for what is no template,
+    and FirstTokenError for a machine without results.
+    """
+    import jinja2
+
+    known_machine(machine, results)
+
+    def entry(experiment: str, measure: str) -> dict[str, Any]:
+        result = pick(results, experiment, machine=machine)
+        if result is None:
+            raise ClaimsError(f"{template.name}: no result of {experiment!r} on {machine}")
+        if measure not in result.summary:
+            raise ClaimsError(f"{template.name}: {experiment} has no {measure!r}; {unknown(measure, result.summary)}")
+        return result.summary[measure]
+
+    def number(experiment: str, measure: str, digits: int | None = None) -> str:
+        value = entry(experiment, measure)["value"]
+        return show(value) if digits is None else f"{value:.{digits}f}"
+
+    def interval(experiment: str, measure: str, digits: int | None = None) -> str:
+        found = entry(experiment, measure)
+        ends = [show(found[name]) if digits is None else f"{found[name]:.{digits}f}" for name in ("low", "high")]
+        called = "range " if found.get("range") else ""
+        return f"{number(experiment, measure, digits)} {called}[{', '.join(ends)}]"
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    reports = {claim.report: [c for c in claims if c.report == claim.report] for claim in claims}
+    try:
+        return environment.from_string(template.read_text(encoding="utf-8")).render(
+            n=number,
+            i=interval,
+            machine=machine,
+            counts=counts(claims, results, machine),
+            scoreboard=scoreboard(claims, results, machine),
+            systems={report: page_table(of, results, machine) for report, of in reports.items()},
+        )
+    except (jinja2.TemplateError, OSError) as error:
+        raise ClaimsError(f"{template}: {error}") from error
+
+
+def outdated(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> list[Path]:
+    """The pages that are not what their templates give. Raises as ``render`` does."""
+    return [
+        page
+        for page, template in pages().items()
+        if not page.exists() or page.read_text(encoding="utf-8") != render(template, claims, results, machine)
+    ]
+
+
+def update(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> None:
+    """Write all pages, or none where one cannot be made. Raises as ``render`` does."""
+    made = {page: render(template, claims, results, machine) for page, template in pages().items()}
+    for page, text in made.items():
+        write_text(page, text)
