@@ -65,7 +65,13 @@ _KVREUSE = "firsttoken.kvreuse.experiments"
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
-        Experiment("machine", "What this machine can do at most", "00", "firsttoken.study.ceilings:experiment"),
+        Experiment(
+            "machine",
+            "What this machine can do at most",
+            "00",
+            "firsttoken.study.ceilings:experiment",
+            summary="ceilings_summary",
+        ),
         Experiment("sizes", "What a block and its adapters weigh", "11", "firsttoken.progressive.sizes:sizes"),
         Experiment("layer_distance", "Which layers change least", "11", f"{_PROGRESSIVE}:layer_distance"),
         Experiment("stage_quality", "What each stage answers", "12", f"{_PROGRESSIVE}:stage_quality"),
@@ -89,9 +95,27 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("deferral_sweep", "How many layers may wait", "14", f"{_COLDSTART}.deferral:deferral_sweep"),
         Experiment("recovery_timeline", "Serving while it grows", "15", f"{_RECOVERY}.timeline:recovery_timeline"),
         Experiment("open_session", "A session that is open meanwhile", "16", f"{_RECOVERY}.open_session:open_session"),
-        Experiment("environment", "What the engine runs on", "20", f"{_ENGINE}.environment:environment"),
-        Experiment("throughput", "The engine beside others", "20", f"{_ENGINE}.throughput:throughput"),
-        Experiment("recovery_latency", "Swap or recompute", "21", f"{_ENGINE}.recovery_latency:recovery_latency"),
+        Experiment(
+            "environment",
+            "What the engine runs on",
+            "20",
+            f"{_ENGINE}.environment:environment",
+            summary="environment_summary",
+        ),
+        Experiment(
+            "throughput",
+            "The engine beside others",
+            "20",
+            f"{_ENGINE}.throughput:throughput",
+            summary="throughput_summary",
+        ),
+        Experiment(
+            "recovery_latency",
+            "Swap or recompute",
+            "21",
+            f"{_ENGINE}.recovery_latency:recovery_latency",
+            summary="recovery_latency_summary",
+        ),
         Experiment(
             "crosspoint_replayed",
             "The cross-point policy on the paper's costs",
@@ -103,8 +127,15 @@ EXPERIMENTS: dict[str, Experiment] = {
             "The policies live, and the simulator's error",
             "22",
             f"{_ENGINE}.policies_live:crosspoint_live",
+            summary="live_summary",
         ),
-        Experiment("online_crosspoint", "A threshold that learns", "23", f"{_ENGINE}.online:online_crosspoint"),
+        Experiment(
+            "online_crosspoint",
+            "A threshold that learns",
+            "23",
+            f"{_ENGINE}.online:online_crosspoint",
+            summary="online_summary",
+        ),
         Experiment("layer_profile", "Which layers to recompute", "30", f"{_KVREUSE}.profiling:layer_profile"),
         Experiment("transitions", "Why one contiguous group", "31", f"{_KVREUSE}.transitions:transitions"),
         Experiment("pipelined_loading", "E first, KV meanwhile", "32", f"{_KVREUSE}.loading:pipelined_loading"),
