@@ -121,6 +121,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "The cross-point policy on the paper's costs",
             "22",
             f"{_ENGINE}.policies_replayed:crosspoint_replayed",
+            summary="replayed_summary",
         ),
         Experiment(
             "crosspoint_live",
