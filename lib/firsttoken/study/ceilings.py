@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from firsttoken.study.clock import Stopwatch, timed
 from firsttoken.study.dtypes import computing
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome
+from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.system.pagecache import evict, resident_fraction
 
@@ -48,16 +48,20 @@ class MachineConfig:
 
 
 def experiment(profile: Profile) -> Outcome:
-    """The ceilings of the profile's device as an outcome; the summary holds the median of each rate."""
+    """The ceilings of the profile's device as an outcome."""
     rows = measure_ceilings(profile.section("machine", MachineConfig), profile.torch_device())
-    rates: dict[str, list[Row]] = {}
+    return Outcome(rows=rows, provenance={"source": "random bytes and matrices", "kind": "random"})
+
+
+def ceilings_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The median of each rate, by its name."""
+    rates: dict[str, Rows] = {}
     for row in rows:
         rates.setdefault(row["what"], []).append(row)
-    summary = {
+    return {
         what: bootstrap([row["value"] for row in group], stat="median").summary(group[0]["unit"])
         for what, group in rates.items()
     }
-    return Outcome(rows=rows, summary=summary, provenance={"source": "random bytes and matrices", "kind": "random"})
 
 
 def measure_ceilings(config: MachineConfig, device: torch.device | str) -> list[Row]:

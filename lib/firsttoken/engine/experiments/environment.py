@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +67,13 @@ def environment(profile: Profile) -> Outcome:
         row["here"] = _here(row["component"], here, profile)
     for limit in LIMITS:
         rows.append({"what": "limit", **vars(limit), "broken": limit.broken})
-    broken = sum(limit.broken for limit in LIMITS)
-    return Outcome(rows, {}, {"impossible_pairs": {"value": broken, "n": len(LIMITS)}}, {"source": "this machine"})
+    return Outcome(rows, provenance={"source": "this machine"})
+
+
+def environment_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """How many pairs of parts cannot have been together."""
+    broken = [row["broken"] for row in rows if row["what"] == "limit"]
+    return {"impossible_pairs": {"value": sum(broken), "n": len(broken)}}
 
 
 def _here(component: str, machine: dict[str, Any], profile: Profile) -> str:

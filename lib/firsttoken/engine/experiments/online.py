@@ -6,7 +6,7 @@ them. So totals differ by the choices alone, and the oracle is the least that an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ def online_crosspoint(profile: Profile) -> Outcome:
                 if seed == profile.seed:
                     rows += [{"what": "course", **case, **point} for point in _course(paid)]
     source = "ShareGPT lengths on the costs of CPS Table 2 and changes of them; no model runs"
-    return Outcome(rows, {}, _summary(rows), {"source": source, "kind": "replayed"})
+    return Outcome(rows, provenance={"source": source, "kind": "replayed"})
 
 
 def _sequence(lengths: np.ndarray, seconds: float, config: OnlineConfig, seed: int) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _course(paid: Rows) -> Rows:
     return [{"at_s": paid[index]["at_s"], "regret_s": float(lost[index])} for index in chosen]
 
 
-def _summary(rows: Rows) -> dict[str, dict[str, Any]]:
+def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The learning policy over the best static one, the oracle, and the fixed threshold, by setting and at worst."""
     spent = {(row["setting"], row["policy"], row["seed"]): row["seconds"] for row in rows if row["what"] == "total"}
     named = list(dict.fromkeys(setting for setting, _, _ in spent))

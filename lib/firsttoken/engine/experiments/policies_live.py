@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ def crosspoint_live(profile: Profile) -> Outcome:
         rows = _compare(executor, costs, {seed: loads[seed] for seed in others}, config, profile.seed)
     finally:
         executor.close()
-    return Outcome(rows, {}, _summary(rows, config), loaded.provenance.as_dict() | {"costs": costs.as_dict()})
+    return Outcome(rows, provenance=loaded.provenance.as_dict() | {"costs": costs.as_dict()})
 
 
 def samples(traces: Iterable[Trace]) -> tuple[list[StepSample], list[SwapSample]]:
@@ -131,12 +131,12 @@ def _mix(config: LiveConfig, tokenizer: Any | None, seed: int) -> tuple[Item, ..
     return threshold_mix(tokenizer, config.short, config.long, scale=config.scale, seed=seed)
 
 
-def _summary(rows: Rows, config: LiveConfig) -> dict[str, dict[str, Any]]:
+def live_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Means of the live runs, and how far the simulated ones are off, by metric: the mean over runs and the worst."""
     measures: dict[str, dict[str, Any]] = {}
     live = {(row["seed"], row["policy"]): row for row in rows if row["run"] == "live"}
     simulated = {(row["seed"], row["policy"]): row for row in rows if row["run"] == "simulated"}
-    for policy in config.policies:
+    for policy in parameters["live_policies"]["policies"]:
         for name in (*METRICS, "recovery_s", "preemptions"):
             unit = {"recovery_s": "s", "preemptions": ""}.get(name, "ms")
             values = [row[name] for (_, which), row in live.items() if which == policy]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +77,7 @@ def recovery_latency(profile: Profile) -> Outcome:
     for block_tokens in config.block_sizes:
         swept = KVShape.of(model.config, profile.torch_dtype(), block_tokens)
         rows += [{"what": "swept"} | row for row in _swaps(swept, [config.sweep_tokens], config.repeats, profile)]
-    summary = _published() | _measured(rows, shape)
-    return Outcome(rows, _floors(rows), summary, loaded.provenance.as_dict())
+    return Outcome(rows, _floors(rows), provenance=loaded.provenance.as_dict())
 
 
 def recompute_rows(
@@ -123,10 +122,12 @@ def swap_ms(row: dict[str, Any]) -> float:
     return row["out_ms"] + row["prep_ms"] + row["in_ms"]
 
 
-def _measured(rows: Rows, shape: KVShape) -> dict[str, dict[str, Any]]:
+def recovery_latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What Table 2 says about itself, and here: by swap path where it crosses recompute, what it costs beside recompute
+    and beside a plain copy; what a copy of the paper's size costs, and how large it is."""
     recompute = [(row["tokens"], row["ms"] / 1e3) for row in rows if row["what"] == "recompute"]
     longest = max(tokens for tokens, _ in recompute)
-    measures: dict[str, dict[str, Any]] = {}
+    measures = _published()
     for name in PATHS:
         mine = [row for row in rows if row["what"] == "swap" and row["path"] == name]
         found = crossing_interval([(row["tokens"], swap_ms(row) / 1e3) for row in mine], recompute)
@@ -136,11 +137,11 @@ def _measured(rows: Rows, shape: KVShape) -> dict[str, dict[str, Any]]:
         again = [seconds * 1e3 for tokens, seconds in recompute if tokens == longest]
         measures[f"{name}_swap_over_recompute"] = ratio_of_medians(at_end, again).summary("x")
         measures |= _of_memcpy(name, mine, [row for row in rows if row["what"] == "memcpy"])
-    copies = [row for row in rows if row["what"] == "swap" and row["path"] == "per_block" and row["tokens"] >= LONG]
-    if copies:
-        each = [1e3 * (row["out_ms"] + row["in_ms"]) / (2 * row["copies"]) for row in copies]
+    copied = [row for row in rows if row["what"] == "swap" and row["path"] == "per_block"]
+    if long := [row for row in copied if row["tokens"] >= LONG]:
+        each = [1e3 * (row["out_ms"] + row["in_ms"]) / (2 * row["copies"]) for row in long]
         measures["us_per_copy"] = bootstrap(each, "median").summary("us")
-    measures["copy_bytes"] = {"value": shape.copy_bytes, "unit": "bytes"}
+    measures["copy_bytes"] = {"value": copied[0]["bytes"] // copied[0]["copies"], "unit": "bytes"}
     return measures
 
 

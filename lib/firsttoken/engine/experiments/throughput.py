@@ -8,7 +8,7 @@ import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,7 +90,7 @@ def throughput(profile: Profile) -> Outcome:
                 if isinstance(system, _Vllm):
                     system.close()
         rows += [{"dtype": case.dtype, "requests": len(prompts)} | row for row in timed]
-    return Outcome(rows, {}, _summary(rows), stock.provenance.as_dict())
+    return Outcome(rows, provenance=stock.provenance.as_dict())
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ _SYSTEMS: dict[str, Callable[[_Case], System]] = {
 }
 
 
-def _summary(rows: Rows) -> dict[str, dict[str, Any]]:
+def throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Medians, and both forms of this engine over each of the others."""
     measures: dict[str, dict[str, Any]] = {}
     for dtype, count in {(row["dtype"], row["requests"]): None for row in rows}:
