@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -67,6 +69,20 @@ def test_signals_reach_the_copy(start, number: int) -> None:
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == 128 + number
+
+
+def test_a_client_that_is_gone_before_its_copy_is_known_leaves_none(alive, tmp_path: Path) -> None:
+    """Its streams are the copy's, too: whoever reads them would wait for a copy that nobody ends."""
+    (tmp_path / "asked.py").write_text("import time\ntime.sleep(300)", encoding="utf-8")
+    for _ in range(20):
+        end, theirs = os.pipe()
+        asked = {"module": "asked", "arguments": [], "folder": str(tmp_path), "environment": dict(os.environ)}
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(os.environ[warm.SOCKET])
+            socket.send_fds(client, [json.dumps(asked).encode()], [theirs] * 3)
+        os.close(theirs)
+        assert select.select([end], [], [], 60)[0] and os.read(end, 1) == b"", "the copy lives on"
+        os.close(end)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

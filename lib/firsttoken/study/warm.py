@@ -147,11 +147,14 @@ def _copy(client: socket.socket, listening: socket.socket, selector: selectors.B
     with suppress(OSError, ValueError):
         said, handles, _, _ = socket.recv_fds(client, 1 << 20, 3)
         asked = json.loads(said)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the child must not end as this process would
         child = os.fork()
         if child:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             for handle in handles:
                 os.close(handle)
-            client.sendall(f"{child}\n".encode())
+            with suppress(OSError):  # a client that is gone already is noticed by serve(), which ends its copy
+                client.sendall(f"{child}\n".encode())
             return child
         status = 1
         try:
@@ -167,6 +170,7 @@ def _copy(client: socket.socket, listening: socket.socket, selector: selectors.B
 def _become(asked: dict, handles: Sequence[int]) -> int:
     """In the child: take on the client's streams, folder and environment and run its module; returns its status."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     for number, handle in enumerate(handles):
         os.dup2(handle, number)
         os.close(handle)
