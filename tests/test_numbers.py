@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from firsttoken.study import paths
 
 NUMBERS: list[dict[str, Any]] = yaml.safe_load((paths.DATA / "numbers.yaml").read_text(encoding="utf-8"))
-CLAIMS: set[str] = {claim["id"] for claim in yaml.safe_load(paths.CLAIMS.read_text(encoding="utf-8"))}
+LEDGER: list[dict[str, Any]] = yaml.safe_load(paths.CLAIMS.read_text(encoding="utf-8"))
+CLAIMS = {claim["id"] for claim in LEDGER}
 COUNT = 163
 IDS_SHA256 = "915e111a1f403499dceec5f1bc3faf43d2cd8c4be764b153aae2e97e207d7482"  # sorted, one a line
 
@@ -26,16 +26,16 @@ NAMES_ERRATA = (
 )
 
 
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.get("id"))
-def test_a_number_is_judged_or_says_why_not(number: dict[str, Any]) -> None:
-    (answer,) = number.keys() - {"id", "system", "says", "place"}
-    assert number.keys() == {"id", "system", "says", "place", answer}
-    assert all(isinstance(number[key], str) and number[key].strip() for key in number.keys() - {"claims"})
-    if answer == "claims":
-        assert number["claims"] and set(number["claims"]) <= CLAIMS
-        assert len(number["claims"]) == len(set(number["claims"]))
-    else:
-        assert answer == "why_not"
+def test_every_number_is_judged_or_says_why_not() -> None:
+    for number in NUMBERS:
+        (answer,) = number.keys() - {"id", "system", "says", "place"}
+        assert number.keys() == {"id", "system", "says", "place", answer}, number["id"]
+        assert all(isinstance(number[key], str) and number[key].strip() for key in number.keys() - {"claims"})
+        if answer == "claims":
+            assert number["claims"] and set(number["claims"]) <= CLAIMS, number["id"]
+            assert len(number["claims"]) == len(set(number["claims"])), number["id"]
+        else:
+            assert answer == "why_not", number["id"]
 
 
 def test_no_number_is_lost_or_renamed() -> None:
@@ -44,8 +44,9 @@ def test_no_number_is_lost_or_renamed() -> None:
     assert hashlib.sha256("\n".join(sorted(ids)).encode()).hexdigest() == IDS_SHA256
 
 
-def test_every_claim_judges_a_number() -> None:
-    assert {claim for number in NUMBERS for claim in number.get("claims", [])} == CLAIMS
+def test_every_claim_of_the_reports_judges_a_number() -> None:
+    judging = {claim for number in NUMBERS for claim in number.get("claims", [])}
+    assert judging >= {claim["id"] for claim in LEDGER if claim.get("whose") != "project"}
 
 
 def test_every_erratum_that_is_named_is_a_row() -> None:

@@ -203,13 +203,9 @@ def _parser() -> argparse.ArgumentParser:
     setting_option(added)
 
     added = command("claims", claims, "Print what the papers say beside what was measured.")
-    added.add_argument(
-        "--check", action="store_true", help="exit 1 unless README.md and CLAIMS.md show the record"
-    )
+    added.add_argument("--check", action="store_true", help="exit 1 unless README.md and CLAIMS.md show the record")
     added.add_argument("--update", action="store_true", help="write README.md and data/CLAIMS.md from data/templates")
-    added.add_argument(
-        "--machine", metavar="NAME", help="whose results (default: the record, and this machine)"
-    )
+    added.add_argument("--machine", metavar="NAME", help="whose results (default: the record, and this machine)")
 
     added = command("fetch", fetch, "Bring the pinned model and texts into the cache.")
     added.add_argument("names", nargs="*", metavar="ASSET", help="which assets (default: all)")
