@@ -7,7 +7,7 @@ import json
 import pytest
 
 from firsttoken.kvreuse.experiments import gating
-from firsttoken.kvreuse.experiments.gating import quality_gate
+from firsttoken.kvreuse.experiments.gating import gate_summary, quality_gate
 from firsttoken.kvreuse.experiments.methods import _blend, reuse_methods
 from firsttoken.kvreuse.experiments.setting import Setting
 from firsttoken.kvreuse.prefill import Group
@@ -117,9 +117,10 @@ def test_the_gate(study):
 def test_the_gate_where_nothing_need_be_recomputed(study, same):
     outcome = quality_gate(study.profile(**{"reuse.runs": [same], "reuse.items": 2, "reuse.eval_items": 2}))
     assert len(outcome.rows) == 4, "one cache, so one row an item"
+    summary = gate_summary(outcome.rows, {"gate": {"miss_budget": 0.1}})
     for tag in ("reuse", "half", "chosen"):
-        assert outcome.summary[f"{tag}_group"]["value"] == "none"
-        assert outcome.summary[f"{tag}_spoiled_pct"] == {"value": 0, "n": 2, "unit": "%"}
+        assert summary[f"{tag}_group"]["value"] == "none"
+        assert summary[f"{tag}_spoiled_pct"] == {"value": 0, "n": 2, "unit": "%"}
     assert all(row["tail"] == pytest.approx(0, abs=1e-3) and row["head"] < 1e-3 for row in outcome.rows)
 
 
@@ -129,7 +130,7 @@ def test_gates_of_signals_that_see_it_and_that_do_not():
         return {"set": where, "group": "none", "score": 0.2 if spoiled else 0.9, "own": 0.9} | signal
 
     rows = [row(where, index % 4 == 0, index) for where in ("calibrate", "judge") for index in range(8)]
-    found = gating.summaries(rows, {"reuse": Group(0, 0), "chosen": Group(0, 0)}, 0.1)
+    found = gate_summary(rows, {"gate": {"miss_budget": 0.1}})
     value = {name: entry["value"] for name, entry in found.items()}
     assert value["reuse_spoiled_pct"] == 25
     assert [value[f"reuse_{s}_auc"] for s in ("entropy", "doubt", "head")] == [1, 0, 0.5]
@@ -137,6 +138,17 @@ def test_gates_of_signals_that_see_it_and_that_do_not():
     assert value["reuse_entropy_loss_points"] == 0 and value["reuse_entropy_fallback_pct"] == 25
     assert value["reuse_doubt_fallback_pct"] == 100, "a signal that misleads sends everything back"
     assert {name.replace("reuse", "chosen") for name in value if name.startswith("reuse")} <= set(value)
+
+
+@pytest.mark.parametrize(
+    ("groups", "half"), [(["none", "2-3", "0-3"], "2-3"), (["none", "0-1"], "none")], ids=["three", "two"]
+)
+def test_which_cache_is_which(groups, half):
+    rows = [
+        {"set": where, "group": group, "score": 1.0, "own": 1.0} for where in ("calibrate", "judge") for group in groups
+    ]
+    found = gate_summary(rows, {"gate": {"miss_budget": 0.1}})
+    assert [found[f"{tag}_group"]["value"] for tag in ("reuse", "half", "chosen")] == ["none", half, groups[-1]]
 
 
 def test_suffixes_of_different_lengths(study):

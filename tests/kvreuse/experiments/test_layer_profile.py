@@ -8,7 +8,7 @@ import math
 import pytest
 
 from firsttoken.kvreuse.experiments import profiling
-from firsttoken.kvreuse.experiments.profiling import layer_profile, profiled_groups
+from firsttoken.kvreuse.experiments.profiling import layer_profile, profile_summary, profiled_groups
 from firsttoken.kvreuse.prefill import Group
 
 SUMMARY = [
@@ -24,7 +24,7 @@ SUMMARY = [
     "naive_prefix_passes",
     "weight_distance_pct",
 ]
-WHAT = ["own", "sender", *["layer"] * 4, "reuse", *["group"] * 3, "cost"]
+WHAT = ["own", "sender", *["layer"] * 4, "reuse", *["group"] * 3, "cost", "weights"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_the_table_of_two_runs(study):
     for name, key in zip(names, ("tuned_from_base_hotpotqa", "tuned_from_other_hotpotqa"), strict=True):
         rows = [row for row in result.rows if row["run"] == name]
         assert [row["what"] for row in rows] == WHAT
-        for row in rows[:-1]:
+        for row in rows[:-2]:
             assert row["n"] == len(row["item_nll"]) == len(row["item_accuracy"]) == 6
             assert row["accuracy"] == pytest.approx(sum(row["item_accuracy"]) / 6, abs=1e-4)
             assert all(0 <= a <= 1 for a in row["item_accuracy"]) and all(n >= 0 for n in row["item_nll"])
@@ -81,9 +81,10 @@ def test_the_table_of_two_runs(study):
 
 def test_a_sender_that_is_the_receiver_loses_nothing(study, same):
     outcome = layer_profile(study.profile(**{"reuse.runs": [same]}))
-    own, *others = outcome.rows[:-1]
+    own, *others = outcome.rows[:-2]
     assert len(others) == 9 and all(row["item_nll"] == pytest.approx(own["item_nll"], abs=0.002) for row in others)
-    summary = {name.removeprefix("base_from_base_hotpotqa_"): v["value"] for name, v in outcome.summary.items()}
+    found = profile_summary(outcome.rows, {})
+    summary = {name.removeprefix("base_from_base_hotpotqa_"): v["value"] for name, v in found.items()}
     assert (summary["group"], summary["reuse_loss_points"], summary["weight_distance_pct"]) == ("none", 0, 0)
     assert {g.group for g in profiled_groups(outcome.rows)} == {Group(0, 0), Group(0, 2), Group(0, 4), Group(2, 4)}
 

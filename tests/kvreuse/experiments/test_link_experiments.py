@@ -6,7 +6,7 @@ import pytest
 
 from firsttoken.kvreuse.experiments import profiling
 from firsttoken.kvreuse.experiments.adaptive import adaptive_group
-from firsttoken.kvreuse.experiments.loading import pipelined_loading
+from firsttoken.kvreuse.experiments.loading import loading_summary, pipelined_loading
 from firsttoken.kvreuse.pipeline.schedule import Schedule
 from firsttoken.kvreuse.prefill import Group
 
@@ -68,7 +68,8 @@ def test_whatever_group_was_chosen(study, monkeypatch, group):
 
 def test_only_unshaped_links(study):
     outcome = pipelined_loading(study.profile(**{"loading.rounds": 1, "loading.gbit_per_s": [0]}))
-    assert "pipelined_over_floor_0" in outcome.summary and "pipelined_over_floor_worst" not in outcome.summary
+    summary = loading_summary(outcome.rows, {})
+    assert "pipelined_over_floor_0" in summary and "pipelined_over_floor_worst" not in summary
 
 
 def test_the_table_of_choices(study):

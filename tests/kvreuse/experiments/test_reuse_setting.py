@@ -10,7 +10,7 @@ from firsttoken.assets.adapters import read_recipe
 from firsttoken.kvreuse import tuning
 from firsttoken.kvreuse.experiments import setting as setting_module
 from firsttoken.kvreuse.experiments.setting import Run, Setting, batches
-from firsttoken.kvreuse.experiments.training import reuse_training
+from firsttoken.kvreuse.experiments.training import reuse_training, training_summary
 from firsttoken.kvreuse.tasks.items import Encoded, TaskItem
 from firsttoken.study.errors import CacheError, CorpusError, ModelError, ProfileError
 
@@ -133,7 +133,7 @@ def test_adapters_are_trained_and_kept(study, monkeypatch):
     assert {row["adapter"] for row in outcome.rows} == {"tuned", "half-hotpotqa"}
     losses = [row["answer_loss"] for row in outcome.rows if row["adapter"] == "tuned"]
     assert len(losses) == 60 and losses[-1] < 0.5 * losses[0]
-    assert set(outcome.summary) == {"tuned_train_s", "half-hotpotqa_train_s"}
+    assert set(training_summary(outcome.rows, {})) == {"tuned_train_s", "half-hotpotqa_train_s"}
     assert outcome.provenance["base"]["kind"] == "real"
     monkeypatch.setattr(tuning, "tune", lambda *_: pytest.fail("it was trained before"))
     assert reuse_training(study.profile()).rows == outcome.rows

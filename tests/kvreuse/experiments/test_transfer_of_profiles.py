@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from firsttoken.kvreuse.experiments import profiling
-from firsttoken.kvreuse.experiments.transfer import AT_BOUND, OF_SIZE, SEEN, is_foreign, over_own, summaries
+from firsttoken.kvreuse.experiments.transfer import AT_BOUND, OF_SIZE, SEEN, is_foreign, over_own, transfer_summary
 
 
 def row(chosen_on: str, judged_on: str, losses: list[float], rule: str = AT_BOUND, layers: int = 2) -> dict:
@@ -48,7 +48,7 @@ def test_what_a_foreign_choice_costs():
     ]
     assert [is_foreign(r) for r in rows] == [False, False, True, False, True, False]
     assert over_own(rows, rows[2]) == pytest.approx([0.1, 0.1])
-    summary = summaries(rows)
+    summary = transfer_summary(rows, {})
     assert summary["a_from_b_y_to_x_over_own_points"]["value"] == pytest.approx(10)
     assert summary["a_from_b_x_to_y_over_own_points"]["value"] == pytest.approx(-1)
     assert summary["worst_over_own_points"]["value"] == pytest.approx(10)
@@ -62,4 +62,4 @@ def test_sizes_are_compared_with_their_own():
     rows += [row("y", "x", [0.1 * layers, 0.1], OF_SIZE, layers) for layers in (2, 4)]
     assert over_own(rows, rows[2]) == pytest.approx([0.1, 0])
     assert over_own(rows, rows[3]) == pytest.approx([0.3, 0])
-    assert summaries(rows)["same_size_worst_over_own_points"]["value"] == pytest.approx(10)
+    assert transfer_summary(rows, {})["same_size_worst_over_own_points"]["value"] == pytest.approx(10)

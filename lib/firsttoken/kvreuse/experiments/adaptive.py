@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from firsttoken.kvreuse.pipeline.schedule import Schedule
 from firsttoken.kvreuse.prefill import Group
 from firsttoken.link import LinkConfig
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome
+from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
 
@@ -59,7 +59,7 @@ def adaptive_group(profile: Profile) -> Outcome:
                             | {"round": step, "tokens": config.tokens, "ttft_s": round(marks.first_token_s, 6)}
                             | {"expected_s": round(costs.ttft_s(group, _now(config.tokens, estimate)), 6)}
                         )
-    return Outcome(rows, {}, adaptive_summary(rows), {"models": setting.models.provenance, "costs": vars(costs)})
+    return Outcome(rows, provenance={"models": setting.models.provenance, "costs": vars(costs)})
 
 
 def measured_costs(wire: Wire, group: Group) -> GroupCosts:
@@ -74,7 +74,7 @@ def measured_costs(wire: Wire, group: Group) -> GroupCosts:
     return GroupCosts(depth, sorted(layer)[1], 0.0, sorted(behind)[1], wire.kv_token_bytes, wire.edge_token_bytes)
 
 
-def adaptive_summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def adaptive_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """By link: the chosen group, and its median TTFT over that of the best fixed one."""
     found: dict[str, dict[str, Any]] = {}
     for rate in sorted({row["gbit_per_s"] for row in rows}):

@@ -67,8 +67,8 @@ def full_reuse(result: Result) -> Figure:
     for ax in (points, relative):
         ax.axvline(0, color="#666666", linewidth=0.8)
     relative.set_xlim(min(-5, relative.get_xlim()[0]), max(60, relative.get_xlim()[1]))
-    apart = [result.summary[f"{tables.key_of(rows[0])}_weight_distance_pct"]["value"] for rows in runs.values()]
-    labels = [f"{run}\n(weights {far:.1f} % apart)" for run, far in zip(runs, apart, strict=True)]
+    apart = {run: tables.distance_of(result, rows) for run, rows in runs.items()}
+    labels = [run if far is None else f"{run}\n(weights {far:.1f} % apart)" for run, far in apart.items()]
     scores.set_yticks(range(len(runs)), labels)
     scores.set_ylim(len(runs) - 0.5, -0.5)
     for method in shown.values():

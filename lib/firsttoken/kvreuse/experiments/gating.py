@@ -24,7 +24,7 @@ from firsttoken.kvreuse.profile.pareto import frontier, smallest_within
 from firsttoken.kvreuse.tasks.items import Encoded
 from firsttoken.kvreuse.tasks.load import task_of
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome
+from firsttoken.study.record import Outcome, Rows
 
 PREFIX = "tokens of prefix"
 SIGNALS = ("entropy", "doubt", "head", "tail")
@@ -41,10 +41,11 @@ class GateConfig:
 def quality_gate(profile: Profile) -> Outcome:
     """One row an item and cache: the score over it and over the receiver's own, and every signal.
 
-    The caches: all layers reused, the chosen group recomputed, and a group of half as many layers; those of them that
-    are one have one row.
+    The caches in their order: all layers reused, a group of half as many layers as the chosen one recomputed, and the
+    chosen one; those of them that are one have one row.
     """
-    setting, config = Setting(profile), profile.section("gate", GateConfig)
+    setting = Setting(profile)
+    profile.section("gate", GateConfig)  # the summary calibrates by it
     run = setting.runs[0]
     check([Need("the gate's probes", TOKENS, PREFIX, "let it have longer ones")], {PREFIX: run.tokens}, run.name)
     receiver, sender = setting.pair(run)
@@ -52,13 +53,13 @@ def quality_gate(profile: Profile) -> Outcome:
     groups = profiled_groups(run_profile(setting, run, receiver, sender, sets["calibrate"]))
     chosen = smallest_within(groups, BOUND).group
     half = max((g.group for g in frontier(groups) if 2 * len(g.group) <= len(chosen)), key=len)
-    caches, rows = {"reuse": NOTHING, "half": half, "chosen": chosen}, []
+    caches, rows = list(dict.fromkeys([NOTHING, half, chosen])), []
     for name, items in sets.items():
         parts = list(batches(items, setting.config.batch))
         for part in tqdm(parts, desc=f"gate, {name}", unit="batch", disable=None):
-            found = _batch(receiver, sender, part, list(dict.fromkeys(caches.values())))
+            found = _batch(receiver, sender, part, caches)
             rows += [run.row() | {"set": name} | row for row in found]
-    return Outcome(rows, {}, summaries(rows, caches, config.miss_budget), {"models": setting.models.provenance})
+    return Outcome(rows, provenance={"models": setting.models.provenance})
 
 
 @torch.inference_mode()
@@ -94,12 +95,12 @@ def _batch(
     return rows
 
 
-def summaries(
-    rows: Sequence[dict[str, Any]], caches: Mapping[str, Group], miss_budget: float
-) -> dict[str, dict[str, Any]]:
+def gate_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """By cache: how many answers are spoiled; by signal: area under the curve, and what its gate does elsewhere."""
     found: dict[str, dict[str, Any]] = {}
-    for tag, group in ((tag, str(group)) for tag, group in caches.items()):
+    groups, miss_budget = list(dict.fromkeys(row["group"] for row in rows)), parameters["gate"]["miss_budget"]
+    caches = {"reuse": groups[0], "half": groups[-2:][0], "chosen": groups[-1]}  # half may be none, too
+    for tag, group in caches.items():
         sets = {name: [r for r in rows if (r["set"], r["group"]) == (name, group)] for name in ("calibrate", "judge")}
         judged = sets["judge"]
         failed = {name: [r["own"] - r["score"] >= _FAILED for r in of] for name, of in sets.items()}

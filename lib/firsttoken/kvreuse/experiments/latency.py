@@ -7,7 +7,7 @@ Which share is chosen comes from the profile of the runs all the same, whatever 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, Held, Need, check
 from firsttoken.kvreuse.blend import blended_cache, tokens_per_layer
 from firsttoken.kvreuse.experiments.profiling import BOUND, setting_profile
-from firsttoken.kvreuse.experiments.setting import Setting
+from firsttoken.kvreuse.experiments.setting import Run, Setting
 from firsttoken.kvreuse.experiments.wire import SUFFIX, random_request
 from firsttoken.kvreuse.forward import cache_of
 from firsttoken.kvreuse.pairs import half_the_layers
@@ -29,8 +29,10 @@ from firsttoken.kvreuse.prefix import Prefix, PrefixCache
 from firsttoken.kvreuse.profile.pareto import smallest_within
 from firsttoken.study.clock import Stopwatch
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome
+from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import Interval, bootstrap
+
+_BOUNDS = ("relative", "absolute")  # the paper's and the report's, as ``speedups.BOUNDS`` has them
 
 
 @dataclass(frozen=True)
@@ -58,44 +60,49 @@ def prefill_latency(profile: Profile) -> Outcome:
     """One row a method, length and round: seconds to the first token, and of the pass behind the prefix alone.
 
     Within a round the order is random. Partial prefill is held against k / L of the full prefill of the same round plus
-    the work of the first token.
+    the work of the first token. Its rows name the runs in which a bound chooses as many layers (``chosen_relative``,
+    ``chosen_absolute``); ``depth`` counts all of the timed model.
     """
     config, device = profile.section("latency", LatencyConfig), profile.torch_device()
     name = config.model or profile.model
     check(config.needs(), Held(name))
-    chosen = chosen_shares(Setting(profile))
+    shares = chosen_shares(Setting(profile))
     loaded, again = (
         load_model(name, dtype=profile.torch_dtype(), device=device, with_tokenizer=False) for _ in range(2)
     )
     model, depth, half = loaded.model, loaded.model.config.num_hidden_layers, half_the_layers(again.model)
+    chosen = {bound: {key: round(share * depth) for key, share in of.items()} for bound, of in shares.items()}
     rng, rows = random.Random(profile.seed), []
     draw = torch.Generator().manual_seed(profile.seed)
     for tokens in config.tokens:
         prefix, suffix = random_request(model, tokens, draw)
-        sizes = {*config.layers, *(round(share * depth) for bounds in chosen.values() for share in bounds.values())}
+        sizes = {*config.layers, *(layers for of in chosen.values() for layers in of.values())}
         groups = [Group((depth - k) // 2, (depth - k) // 2 + k) for k in sorted(sizes)]
         sent = full_prefill(model, prefix, {group.lo for group in groups if group.needs_edge})
         ways = _ways(model, half, prefix, sent, groups, config.shares)
         for step in tqdm(range(-1, config.rounds), desc=f"prefill, {tokens} tokens", unit="round", disable=None):
             for name, compute in rng.sample(list(ways), len(ways)):
                 row = _timed(half if name == "smaller model" else model, ways[name, compute], prefix, suffix)
+                if name == "DroidSpeak":
+                    layers = round(compute * depth)
+                    row |= {f"chosen_{bound}": [key for key in of if of[key] == layers] for bound, of in chosen.items()}
                 if step >= 0:  # the first round warms up
-                    rows.append({"method": name, "tokens": tokens, "compute": round(compute, 4), "round": step} | row)
-    summary = summaries(rows, depth) | speedups(rows, chosen, depth)
-    return Outcome(rows, {}, summary, loaded.provenance.as_dict())
+                    way = {"method": name, "tokens": tokens, "compute": round(compute, 4), "depth": depth}
+                    rows.append(way | {"round": step} | row)
+    return Outcome(rows, provenance=loaded.provenance.as_dict())
 
 
 def chosen_shares(setting: Setting) -> dict[str, dict[str, float]]:
-    """By run, the share of the receiver's layers in the smallest group within 5 % of its score ("relative") and within
-    5 points ("absolute")."""
-    found = {}
+    """By bound and run, the share of the receiver's layers in the smallest group that keeps to the bound.
+
+    "relative" is within 5 % of its score, "absolute" within 5 points.
+    """
+    found: dict[str, dict[str, float]] = {bound: {} for bound in _BOUNDS}
     for run in setting.runs:
         receiver, _, profiled = setting_profile(setting, run)
         depth = receiver.model.config.num_hidden_layers
-        found[run.key] = {
-            "relative": len(smallest_within(profiled, BOUND).group) / depth,
-            "absolute": len(smallest_within(profiled, BOUND, absolute=True).group) / depth,
-        }
+        for bound, shares in found.items():
+            shares[run.key] = len(smallest_within(profiled, BOUND, absolute=bound == "absolute").group) / depth
     return found
 
 
@@ -147,50 +154,54 @@ def over_floor(rows: Sequence[dict[str, Any]]) -> dict[float, Interval]:
     return {share: bootstrap(values, "median") for share, values in ratios.items()}
 
 
-def summaries(rows: list[dict[str, Any]], depth: int) -> dict[str, dict[str, Any]]:
-    """By length: the worst ratio of partial prefill to (k + first token) / L of a full one, and speed-ups."""
-    found = {}
-    for tokens in sorted({row["tokens"] for row in rows}):
+def latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By length: the worst ratio of partial prefill to (k + first token) / L of a full one, and speed-ups of all ways.
+
+    By run: the speed-up at the longest prefix with the group that is chosen. Speed-ups are left out where the rows lack
+    the depth, those of runs where they lack the choice.
+    """
+    found, lengths, depth = {}, sorted({row["tokens"] for row in rows}), rows[0].get("depth")
+    for tokens in lengths:
         of = [row for row in rows if row["tokens"] == tokens]
-        full = {row["round"]: row for row in of if row["method"] == "full prefill"}
         each = over_floor(of)
         if each:
             worst = max(each.values(), key=lambda interval: interval.estimate)
             found[f"partial_over_share_{tokens}"] = worst.summary("x of (k + first token) / L")
-        for name in ("DroidSpeak", "CacheBlend", "smaller model"):
+        for name in ("DroidSpeak", "CacheBlend", "smaller model") if depth else ():
             for compute in sorted({row["compute"] for row in of if row["method"] == name}):
-                gains = [
-                    full[row["round"]]["first_token_s"] / row["first_token_s"]
-                    for row in of
-                    if row["method"] == name and row["compute"] == compute
-                ]
+                mine = [row for row in of if row["method"] == name and row["compute"] == compute]
                 slug = f"{name.replace(' ', '_').lower()}_{round(compute * depth, 1):g}_of_{depth}_{tokens}_x"
-                found[slug.replace(".", "p")] = bootstrap(gains, "median").summary("x")
-    return found
+                found[slug.replace(".", "p")] = _gain(of, mine).summary("x")
+    longest = [row for row in rows if row["tokens"] == lengths[-1]]
+    return found | _speedups(longest, [Run.parse(text).key for text in parameters["reuse"]["runs"]])
 
 
-def speedups(rows: list[dict[str, Any]], chosen: dict[str, dict[str, float]], depth: int) -> dict[str, dict[str, Any]]:
-    """How much earlier the first token comes with each run's chosen share of layers, at the longest prefix;
-    computation only, in the whole layers of the ``depth`` of the timed model that come nearest.
+def _speedups(rows: Rows, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How much earlier the first token comes with each run's chosen share of layers; computation only.
 
+    The share is in the whole layers of the timed model that come nearest. ``rows`` are of one length.
     Mean and least are over the runs in which something must be recomputed: where full reuse keeps to the bound, there
     is nothing for the method to win.
     """
-    tokens = max(row["tokens"] for row in rows)
-    of = [row for row in rows if row["tokens"] == tokens]
-    full = {row["round"]: row["first_token_s"] for row in of if row["method"] == "full prefill"}
     found: dict[str, dict[str, Any]] = {}
-    for bound in ("relative", "absolute"):
+    for bound in _BOUNDS:
         medians = []
-        for key, shares in chosen.items():
-            compute = round(round(shares[bound] * depth) / depth, 4)
-            mine = [row for row in of if row["method"] == "DroidSpeak" and row["compute"] == compute]
-            gain = bootstrap([full[row["round"]] / row["first_token_s"] for row in mine], "median")
+        for key in keys:
+            mine = [row for row in rows if key in row.get(f"chosen_{bound}", ())]
+            if not mine:
+                continue
+            gain = _gain(rows, mine)
             found[f"{key}_speedup_{bound}_x"] = gain.summary("x")
-            if shares[bound]:
+            if mine[0]["compute"]:
                 medians.append(gain.estimate)
         if not medians:
             continue
         found[f"speedup_mean_{bound}_x"] = bootstrap(medians).summary("x")
         found[f"speedup_least_{bound}_x"] = {"value": min(medians), "n": len(medians), "unit": "x"}
     return found
+
+
+def _gain(rows: Rows, mine: Rows) -> Interval:
+    """How many times earlier the first token comes in ``mine`` than in the full prefill of the same round."""
+    full = {row["round"]: row["first_token_s"] for row in rows if row["method"] == "full prefill"}
+    return bootstrap([full[row["round"]] / row["first_token_s"] for row in mine], "median")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from firsttoken.kvreuse.pipeline.schedule import Schedule, simulate
 from firsttoken.kvreuse.profile.pareto import smallest_within
 from firsttoken.link import LinkConfig
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome
+from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
 
@@ -45,15 +45,11 @@ def pipelined_loading(profile: Profile) -> Outcome:
                 rows.append(
                     {"gbit_per_s": rate, "schedule": str(schedule), "round": step, "group": str(group)}
                     | {"tokens": config.tokens, "ttft_s": round(marks.first_token_s, 6), "bytes": marks.bytes_moved}
+                    | {"kv_token_bytes": wire.kv_token_bytes, "edge_token_bytes": wire.edge_token_bytes}
                     | _rounded(edge_s=marks.edge_s, last_byte_s=marks.last_byte_s, start_s=marks.recompute_start_s)
                 )
     _add_floors(rows)
-    summary = loading_summary(rows) | {
-        "edge_over_kv": {"value": wire.edge_token_bytes / wire.kv_token_bytes, "unit": "x of one layer's KV"},
-        "group": {"value": str(group), "unit": "layers"},
-    }
-    summary |= arithmetic()
-    return Outcome(rows, {}, summary, {"models": setting.models.provenance})
+    return Outcome(rows, provenance={"models": setting.models.provenance})
 
 
 def arithmetic() -> dict[str, dict[str, Any]]:
@@ -69,7 +65,7 @@ def arithmetic() -> dict[str, dict[str, Any]]:
     return found | {"toy_kv_bytes": {"value": kv_bytes(6, 1, 2, 4), "unit": "bytes"}}
 
 
-def _add_floors(rows: list[dict[str, Any]]) -> None:
+def _add_floors(rows: Rows) -> None:
     """To each row of a request that computes on what was sent: ``floor_s``."""
     for row in rows:
         same = (r for r in rows if (r["gbit_per_s"], r["round"]) == (row["gbit_per_s"], row["round"]))
@@ -83,8 +79,11 @@ def _add_floors(rows: list[dict[str, Any]]) -> None:
         row["floor_s"] = round(max(compute, transfer), 6)
 
 
-def loading_summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By link: TTFT of every schedule; pipelined over its floor, and its gain over the other ways."""
+def loading_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By link: pipelined over its floor, and its gain over the other ways; the group, sizes, and the arithmetic.
+
+    The size of this model's E-cache is left out where the rows do not have it.
+    """
     found: dict[str, dict[str, Any]] = {}
     for rate in sorted({row["gbit_per_s"] for row in rows}):
         of = {
@@ -108,7 +107,11 @@ def loading_summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]
         tag = f"{fastest:g}".replace(".", "p")
         found["recompute_over_pipelined_fastest"] = found[f"recompute_over_pipelined_{tag}"]
         found["pipelined_over_floor_worst"] = max(shaped, key=lambda entry: entry["value"])
-    return found
+    one = rows[0]  # the group and what a token weighs are the same in all
+    if "edge_token_bytes" in one:
+        ratio = one["edge_token_bytes"] / one["kv_token_bytes"]
+        found["edge_over_kv"] = {"value": ratio, "unit": "x of one layer's KV"}
+    return found | {"group": {"value": one["group"], "unit": "layers"}} | arithmetic()
 
 
 def _rounded(**seconds: float | None) -> dict[str, float]:

@@ -16,7 +16,7 @@ from firsttoken.study.show import interval
 
 def edge_rows(result: Result) -> Rows:
     """E-cache over KV of one layer, by shape; of the model that was run, as it was measured, too."""
-    measured = result.summary["edge_over_kv"]["value"]
+    measured = result.summary.get("edge_over_kv", {}).get("value", "")
     return [
         {
             "model": name,

@@ -8,9 +8,10 @@ import numpy as np
 
 from firsttoken.kvreuse.experiments.methods import DROIDSPEAK, OWN, REUSE
 from firsttoken.kvreuse.experiments.profiling import BOUND
+from firsttoken.kvreuse.experiments.setting import key_of
 from firsttoken.kvreuse.experiments.speedups import BOUNDS, TimeShares
 from firsttoken.kvreuse.experiments.styles import METHODS, style_of
-from firsttoken.kvreuse.experiments.tables import by_run, key_of
+from firsttoken.kvreuse.experiments.tables import by_run
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.stats import bootstrap

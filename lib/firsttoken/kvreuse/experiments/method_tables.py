@@ -14,9 +14,9 @@ from firsttoken.kvreuse.experiments.method_figures import (
     label_of,
 )
 from firsttoken.kvreuse.experiments.methods import DROIDSPEAK, REUSE
+from firsttoken.kvreuse.experiments.setting import key_of
 from firsttoken.kvreuse.experiments.speedups import BOUNDS, TimeShares
 from firsttoken.kvreuse.experiments.styles import METHODS
-from firsttoken.kvreuse.experiments.tables import key_of
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 

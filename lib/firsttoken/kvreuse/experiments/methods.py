@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from firsttoken.assets.needs import LAYERS, Need
 from firsttoken.kvreuse.blend import blended_cache, tokens_per_layer
 from firsttoken.kvreuse.decode import greedy
 from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
-from firsttoken.kvreuse.experiments.setting import Run, Setting, batches
+from firsttoken.kvreuse.experiments.setting import Run, Setting, batches, key_of, rows_by_run
 from firsttoken.kvreuse.forward import cache_of
 from firsttoken.kvreuse.pairs import HALF, Variant
 from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, partial_prefill
@@ -29,7 +29,7 @@ from firsttoken.kvreuse.tasks.items import Encoded
 from firsttoken.kvreuse.tasks.load import task_of
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome
+from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap, paired_bootstrap
 
 OWN, REUSE, DROIDSPEAK, SENDER, SMALLER = "full prefill", "full reuse", "DroidSpeak", "sender", "smaller model"
@@ -70,22 +70,15 @@ def reuse_methods(profile: Profile) -> Outcome:
     """One row a run and method: score, share of compute, and each item's ``score``."""
     config = profile.section("methods", MethodsConfig)
     setting = Setting(profile, config.needs())
-    rows, summary = [], {}
+    rows = []
     for run in setting.runs[: config.runs]:
         receiver, sender = setting.pair(run)
         to_choose, to_judge = setting.items(run, receiver.tokenizer)
         groups = profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
         methods = list(_methods(setting, config, run, receiver, sender, groups))
         scored = _scores(setting, run, methods, sender, to_judge)
-        of_run = [_row(run, method, scored[method.name], to_judge) for method in methods]
-        rows += of_run
-        summary |= summaries(run.key, of_run)
-    reused = [entry for name, entry in summary.items() if name.endswith("full_reuse_relative_loss_pct")]
-    summary["reuse_relative_loss_worst_pct"] = max(reused, key=lambda entry: entry["value"])
-    leads = [entry["value"] for name, entry in summary.items() if name.endswith("_over_cacheblend_points")]
-    if leads:
-        summary["over_cacheblend_mean_points"] = bootstrap(leads).summary("points")
-    return Outcome(rows, {}, summary, {"models": setting.models.provenance})
+        rows += [_row(run, method, scored[method.name], to_judge) for method in methods]
+    return Outcome(rows, provenance={"models": setting.models.provenance})
 
 
 def _methods(
@@ -194,7 +187,20 @@ def _relative_loss(scores: np.ndarray) -> float:
     return float(1 - other / own) if own else 0.0
 
 
-def summaries(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def methods_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What each method scores and loses in each run, full reuse at worst, and the mean lead over CacheBlend."""
+    summary: dict[str, dict[str, Any]] = {}
+    for of in rows_by_run(rows).values():
+        summary |= _of_run(key_of(of[0]), of)
+    reused = [entry for name, entry in summary.items() if name.endswith("full_reuse_relative_loss_pct")]
+    summary["reuse_relative_loss_worst_pct"] = max(reused, key=lambda entry: entry["value"])
+    leads = [entry["value"] for name, entry in summary.items() if name.endswith("_over_cacheblend_points")]
+    if leads:
+        summary["over_cacheblend_mean_points"] = bootstrap(leads).summary("points")
+    return summary
+
+
+def _of_run(key: str, rows: Rows) -> dict[str, dict[str, Any]]:
     """The scores of a run, what each method loses against the receiver's own prefill, and the lead over CacheBlend."""
     by_name = {row["method"]: row for row in rows}
     own = by_name[OWN]["item_score"]

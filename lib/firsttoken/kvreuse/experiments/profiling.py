@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
-from firsttoken.kvreuse.experiments.setting import Run, Setting, batches
+from firsttoken.kvreuse.experiments.setting import Run, Setting, batches, key_of, rows_by_run
 from firsttoken.kvreuse.pairs import Distance, Variant
 from firsttoken.kvreuse.prefill import NOTHING, Group
 from firsttoken.kvreuse.profile.bank import Bank, Questions, Score
@@ -22,7 +22,7 @@ from firsttoken.kvreuse.tasks.items import Encoded
 from firsttoken.study import paths
 from firsttoken.study.files import write_text
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome
+from firsttoken.study.record import Outcome, Rows
 
 BOUND = 0.05  # of the receiver's own score (DroidSpeak, 5.1: "within 5 %"; the report: points, errata I41)
 _SCORING = 1  # raised when what a batch holds is made in another way
@@ -30,32 +30,42 @@ CRITICAL = 0.10  # Figure 7: a layer whose reuse alone costs more than a tenth o
 
 
 def layer_profile(profile: Profile) -> Outcome:
-    """One row a run and mixture, with an item's ``accuracy`` and ``nll`` each in lists of one order."""
+    """One row a run and mixture, with an item's ``accuracy`` and ``nll`` each in lists of one order.
+
+    The last row of a run, ``what`` is weights, has how far receiver and sender are apart.
+    """
     setting = Setting(profile)
-    rows, summary = [], {}
+    rows = []
     for run in setting.runs:
         receiver, sender = setting.pair(run)
         chosen, _ = setting.items(run, receiver.tokenizer)
         profiled = run_profile(setting, run, receiver, sender, chosen)
-        rows += [run.row() | row for row in profiled]
-        summary |= summaries(run.key, profiled)
-        distance = Distance.between(receiver.model, sender.model)
-        summary[f"{run.key}_weight_distance_pct"] = {"value": 100 * distance.whole, "unit": "% of |sender|"}
-    losing = [run.key for run in setting.runs if summary[f"{run.key}_group_layers_pct"]["value"]]
-    keys, depth = [run.key for run in setting.runs], receiver.model.config.num_hidden_layers
-    summary |= {
-        "critical_layers_mean_pct": _mean([summary[f"{key}_critical_layers_pct"] for key in keys]),
-        "runs_with_loss": {"value": len(losing), "n": len(keys), "unit": "runs in which full reuse breaks the bound"},
-        "group_layers_mean_pct": _mean([summary[f"{key}_group_layers_pct"] for key in losing or keys]),
+        apart = {"what": "weights", "distance_pct": 100 * Distance.between(receiver.model, sender.model).whole}
+        rows += [run.row() | row for row in [*profiled, apart]]
+    return Outcome(rows, provenance={"models": setting.models.provenance})
+
+
+def profile_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the profile of each run says in numbers, what all of them say, and what groups of two layers save."""
+    runs = {key_of(of[0]): of for of in rows_by_run(rows).values()}
+    summary: dict[str, dict[str, Any]] = {}
+    for key, of in runs.items():
+        summary |= {f"{key}_{name}": entry for name, entry in _of_run(of).items()}
+    losing = [key for key in runs if summary[f"{key}_group_layers_pct"]["value"]]
+    *_, last = runs.values()
+    depth = sum(row["what"] == "layer" for row in last)
+    return summary | {
+        "critical_layers_mean_pct": _mean([summary[f"{key}_critical_layers_pct"] for key in runs]),
+        "runs_with_loss": {"value": len(losing), "n": len(runs), "unit": "runs in which full reuse breaks the bound"},
+        "group_layers_mean_pct": _mean([summary[f"{key}_group_layers_pct"] for key in losing or runs]),
         "reuse_relative_loss_worst_pct": max(
-            (summary[f"{key}_reuse_relative_loss_pct"] for key in keys), key=lambda entry: entry["value"]
+            (summary[f"{key}_reuse_relative_loss_pct"] for key in runs), key=lambda entry: entry["value"]
         ),
         "two_layer_groups_x": {
             "value": naive_passes(depth, 1) / naive_passes(depth, 2),
             "unit": "x fewer layers over a prefix",
         },
     }
-    return Outcome(rows, {}, summary, {"models": setting.models.provenance})
 
 
 def run_profile(
@@ -127,8 +137,8 @@ def profiled_groups(rows: Sequence[dict[str, Any]]) -> list[Profiled]:
     ]
 
 
-def summaries(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What a run's profile says in numbers."""
+def _of_run(rows: Rows) -> dict[str, dict[str, Any]]:
+    """What a run's profile says in numbers; how far its weights are apart where the rows have it."""
     own = next(row for row in rows if row["what"] == "own")
     groups = profiled_groups(rows)
     reuse = next(group for group in groups if not len(group.group))
@@ -137,21 +147,22 @@ def summaries(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, A
     chosen = smallest_within(groups, BOUND)
     cost = next(row for row in rows if row["what"] == "cost")
     depth = len(layers)
-    return {
-        f"{key}_own_accuracy_pct": {"value": 100 * own["accuracy"], "n": own["n"], "unit": "%"},
-        f"{key}_reuse_loss_points": reuse.loss.summary("points", 100),
-        f"{key}_reuse_relative_loss_pct": {"value": 100 * reuse.relative_loss, "n": own["n"], "unit": "% of own"},
-        f"{key}_critical_layers_pct": {"value": 100 * len(critical) / depth, "n": depth, "unit": "% of layers"},
-        f"{key}_group": {"value": str(chosen.group), "unit": "layers"},
-        f"{key}_group_layers_pct": {"value": 100 * len(chosen.group) / depth, "n": own["n"], "unit": "% of layers"},
-        f"{key}_group_loss_points": chosen.loss.summary("points", 100),
-        f"{key}_profile_s": {"value": cost["seconds"], "n": cost["n"], "unit": "s"},
-        f"{key}_prefix_passes": {"value": cost["prefix_layers"] / depth, "unit": "prefills an item"},
-        f"{key}_naive_prefix_passes": {
-            "value": sum(len(g.group) for g in groups) / depth,
-            "unit": "prefills an item",
-        },
+    found = {
+        "own_accuracy_pct": {"value": 100 * own["accuracy"], "n": own["n"], "unit": "%"},
+        "reuse_loss_points": reuse.loss.summary("points", 100),
+        "reuse_relative_loss_pct": {"value": 100 * reuse.relative_loss, "n": own["n"], "unit": "% of own"},
+        "critical_layers_pct": {"value": 100 * len(critical) / depth, "n": depth, "unit": "% of layers"},
+        "group": {"value": str(chosen.group), "unit": "layers"},
+        "group_layers_pct": {"value": 100 * len(chosen.group) / depth, "n": own["n"], "unit": "% of layers"},
+        "group_loss_points": chosen.loss.summary("points", 100),
+        "profile_s": {"value": cost["seconds"], "n": cost["n"], "unit": "s"},
+        "prefix_passes": {"value": cost["prefix_layers"] / depth, "unit": "prefills an item"},
+        "naive_prefix_passes": {"value": sum(len(g.group) for g in groups) / depth, "unit": "prefills an item"},
     }
+    for row in rows:
+        if row["what"] == "weights":
+            found["weight_distance_pct"] = {"value": row["distance_pct"], "unit": "% of |sender|"}
+    return found
 
 
 def naive_passes(depth: int, group_layers: int) -> float:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from firsttoken.assets.needs import CONTEXT, MEMORY, Held, Need, check, device_memory, weight_bytes
 from firsttoken.kvreuse.pairs import Models, Pair, Variant, shown
@@ -14,6 +15,7 @@ from firsttoken.kvreuse.tasks.items import Encoded, encode
 from firsttoken.kvreuse.tasks.load import load_items
 from firsttoken.study.errors import CorpusError, ModelError, ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.record import Rows
 
 HELD_OUT = "held-out items"  # of a task's file; the constructed tasks count theirs once there is a tokenizer
 ITEMS = "reuse.items"
@@ -81,6 +83,19 @@ class Run:
         """The columns that say which run a row belongs to."""
         receiver, sender = shown(self.pair.receiver), shown(self.pair.sender)
         return {"run": self.name, "receiver": receiver, "sender": sender, "task": Path(self.task).stem}
+
+
+def key_of(row: dict[str, Any]) -> str:
+    """How the measures of a row's run begin in a summary."""
+    return Run(Pair(row["receiver"], row["sender"]), row["task"], 0).key
+
+
+def rows_by_run(rows: Rows) -> dict[str, Rows]:
+    """The rows of each run by its name, in the order of the profile."""
+    found: dict[str, Rows] = {}
+    for row in rows:
+        found.setdefault(row["run"], []).append(row)
+    return found
 
 
 class Setting:

@@ -8,25 +8,21 @@ from typing import Any
 import numpy as np
 
 from firsttoken.kvreuse.experiments.profiling import BOUND, CRITICAL, naive_passes, profiled_groups
-from firsttoken.kvreuse.experiments.setting import Run
-from firsttoken.kvreuse.pairs import Pair
+from firsttoken.kvreuse.experiments.setting import key_of, rows_by_run
 from firsttoken.kvreuse.profile.pareto import critical_layers, smallest_within
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
 
 
-def key_of(row: dict[str, Any]) -> str:
-    """How the measures of a row's run begin in a summary."""
-    return Run(Pair(row["receiver"], row["sender"]), row["task"], 0).key
-
-
 def by_run(result: Result) -> dict[str, Rows]:
     """The rows of each run, in the order of the profile."""
-    found: dict[str, Rows] = {}
-    for row in result.rows:
-        found.setdefault(row["run"], []).append(row)
-    return found
+    return rows_by_run(result.rows)
+
+
+def distance_of(result: Result, of: Rows) -> float | None:
+    """How far the weights of a run's pair are apart, % of the sender's; None where that was not recorded."""
+    return result.summary.get(f"{key_of(of[0])}_weight_distance_pct", {}).get("value")
 
 
 def only(rows: Iterable[dict[str, Any]], what: str) -> dict[str, Any]:
@@ -59,8 +55,9 @@ def reuse_rows(result: Result) -> Rows:
     rows = []
     for run, of in by_run(result).items():
         own, reuse, sender = (only(of, what)["item_accuracy"] for what in ("own", "reuse", "sender"))
+        far = distance_of(result, of)
         rows.append(
-            {"run": run, "weights apart, %": f"{result.summary[key_of(of[0]) + '_weight_distance_pct']['value']:.2f}"}
+            {"run": run, "weights apart, %": "" if far is None else f"{far:.2f}"}
             | {
                 f"{name}, %": interval(bootstrap(values).summary(scale=100))
                 for name, values in {"own prefill": own, "full reuse": reuse, "sender": sender}.items()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from firsttoken.assets.models import as_stored, load_model
 from firsttoken.assets.needs import CONTEXT, Held, Need, check
@@ -14,7 +16,7 @@ from firsttoken.kvreuse.tasks.load import load_items
 from firsttoken.kvreuse.tuning import TuningConfig, tuned
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome
+from firsttoken.study.record import Outcome, Rows
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,11 @@ class ReuseTrainingConfig:
 
 
 def reuse_training(profile: Profile) -> Outcome:
-    """One row a step and adapter: the loss of the answer's tokens, nats."""
+    """One row a step and adapter: the loss of the answer's tokens, nats; an adapter's last has ``train_s``, too."""
     config = profile.section("reuse_training", ReuseTrainingConfig)
     check(config.needs(), Held(profile.model))
     folder = adapters_folder(profile.section("reuse", ReuseConfig).adapters)
-    rows, summary, provenance = [], {}, {}
+    rows, provenance = [], {}
     for name, tasks, steps in [_parse(line) for line in config.adapters]:
         base = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
         as_stored(base.model, profile.stored_dtype(), profile.torch_dtype())
@@ -57,9 +59,18 @@ def reuse_training(profile: Profile) -> Outcome:
         tuning = TuningConfig(config.rank, config.learning_rate, steps, config.batch, config.tokens, config.items)
         recipe = tuned(folder / name, model, base.provenance.sha256, data, tuning, profile.seed)
         rows += [{"adapter": name, "seed": profile.seed} | row for row in recipe["curve"]]
-        summary[f"{name}_train_s"] = {"value": recipe["train_s"], "n": steps, "unit": "s"}
+        rows[-1]["train_s"] = recipe["train_s"]
         provenance["base"] = base.provenance.as_dict()
-    return Outcome(rows, {}, summary, provenance)
+    return Outcome(rows, provenance=provenance)
+
+
+def training_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By adapter, the seconds that its training took; of the rows that say so."""
+    return {
+        f"{row['adapter']}_train_s": {"value": row["train_s"], "n": row["step"], "unit": "s"}
+        for row in rows
+        if "train_s" in row
+    }
 
 
 def _parse(line: str) -> tuple[str, list[str], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
@@ -12,7 +12,7 @@ from firsttoken.kvreuse.pairs import Pair
 from firsttoken.kvreuse.profile.pareto import Profiled, smallest_within
 from firsttoken.kvreuse.profile.transfer import Chooser, best_of_size, resampled, transfer
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome
+from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
 SEEN = "the same items"  # in place of a task's name: the choice was made on the very items that judge it
@@ -45,7 +45,7 @@ def profile_transfer(profile: Profile) -> Outcome:
         of_pair = {name: run.row()[name] for name in ("receiver", "sender")} | {"seed": setting.seed}
         for row in [*_transfers(by_task, setting.seed), *_choices(by_task, setting.seed)]:
             rows.append(of_pair | row)
-    return Outcome(rows, {}, summaries(rows), {"models": setting.models.provenance})
+    return Outcome(rows, provenance={"models": setting.models.provenance})
 
 
 def _transfers(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
@@ -105,7 +105,7 @@ def is_foreign(row: dict[str, Any]) -> bool:
     return row["what"] == "transfer" and row["chosen_on"] not in (SEEN, row["judged_on"])
 
 
-def summaries(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def transfer_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What each choice loses where it is used, what a foreign one loses more than the task's own, how stable one is."""
     found = {}
     for row in rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 from tqdm import tqdm
 
 from firsttoken.assets.needs import LAYERS, Need
-from firsttoken.kvreuse.experiments.setting import ITEMS, Setting, batches
+from firsttoken.kvreuse.experiments.setting import ITEMS, Setting, batches, key_of, rows_by_run
 from firsttoken.kvreuse.prefill import spans
 from firsttoken.kvreuse.profile.bank import Bank, Questions
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome
+from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
 
@@ -46,7 +46,7 @@ def transitions(profile: Profile) -> Outcome:
     """One row a run and set of layers: distance of the output from the receiver's own, likelihood and accuracy lost."""
     config = profile.section("transitions", TransitionsConfig)
     setting = Setting(profile, config.needs())
-    rows, summary = [], {}
+    rows = []
     for run in setting.runs[: config.runs]:
         receiver, sender = setting.pair(run)
         items = setting.items(run, receiver.tokenizer)[0][: config.items]
@@ -72,17 +72,17 @@ def transitions(profile: Profile) -> Outcome:
                 | {"deviation": round(deviation, 5), "nll_lost": round(nll - own[0] / n, 5)}
                 | {"accuracy_lost": round(own[1] / n - accuracy, 5)}
             )
-        for count in config.transitions:
-            of = [row["deviation"] for row in rows if row["run"] == run.name and row["transitions"] == count]
-            summary[f"{run.key}_deviation_{count}"] = bootstrap(of).summary("of the output's length")
-    return Outcome(rows, {}, summary | over_runs(rows), {"models": setting.models.provenance})
+    return Outcome(rows, provenance={"models": setting.models.provenance})
 
 
-def over_runs(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By number of transitions, the distance over the sets of all runs, whatever the runs are."""
-    counts = dict.fromkeys(row["transitions"] for row in rows)
-    each = {count: [row["deviation"] for row in rows if row["transitions"] == count] for count in counts}
-    return {f"deviation_{count}": bootstrap(of).summary("of the output's length") for count, of in each.items()}
+def transitions_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By number of transitions, the distance over the sets of layers: of each run, and of all runs together."""
+    found = {}
+    for start, of in [*((f"{key_of(of[0])}_", of) for of in rows_by_run(rows).values()), ("", rows)]:
+        for count in dict.fromkeys(row["transitions"] for row in of):
+            deviations = [row["deviation"] for row in of if row["transitions"] == count]
+            found[f"{start}deviation_{count}"] = bootstrap(deviations).summary("of the output's length")
+    return found
 
 
 def layer_sets(depth: int, config: TransitionsConfig, seed: int) -> Iterator[tuple[int, tuple[int, ...]]]:
