@@ -11,15 +11,14 @@ from typing import Any
 
 import yaml
 
-from firsttoken import __version__, running
+from firsttoken import __version__, ledger, running
 from firsttoken.experiments import EXPERIMENTS, run_experiment
-from firsttoken.study import dtypes, pages, paths, storage
-from firsttoken.study.claims import load_claims
+from firsttoken.study import dtypes, paths, storage
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, notebook_title
 from firsttoken.study.profile import load_profile, profile_names
-from firsttoken.study.record import all_results, result_path
+from firsttoken.study.record import result_path
 from firsttoken.study.verdicts import show
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -48,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         return OK
     profile = load_profile(options.profile)
     ran = running.run_notebooks(notebooks, profile, again=options.again)
-    print(f"\n{running.claims_text(profile=profile.name)}\n")
+    print(f"\n{ledger.table(profile=profile.name)}\n")
     for what, folder in (("figures", paths.FIGURES), ("results", paths.RESULTS / machine_slug() / profile.name)):
         print(f"{what}: {folder}")
     print(f"executed notebooks: {paths.EXECUTED / profile.name}")
@@ -72,18 +71,15 @@ def measure(options: argparse.Namespace) -> int:
 
 def claims(options: argparse.Namespace) -> int:
     """Print the claims table, write the pages that show it, or check that they do."""
-    if options.check or options.update:
-        ledger, results = load_claims(paths.CLAIMS, EXPERIMENTS), all_results()
-        machine = options.machine or pages.recorded_machine() or machine_slug()
-        if options.update:
-            pages.update(ledger, results, machine)
-        if late := pages.outdated(ledger, results, machine):
-            names = " and ".join(page.name for page in late)
-            print(f"firsttoken: out of date: {names}; run `firsttoken claims --update`")
-            return FAILED
-        print(f"claims: {' and '.join(page.name for page in pages.pages())} are current")
+    if not (options.check or options.update):
+        print(ledger.table(options.machine))
         return OK
-    print(running.claims_text(options.machine))
+    if options.update:
+        ledger.update_pages(options.machine)
+    if late := ledger.outdated_pages(options.machine):
+        print(f"firsttoken: out of date: {', '.join(late)}; run `firsttoken claims --update`")
+        return FAILED
+    print("claims: README.md and CLAIMS.md show the record")
     return OK
 
 

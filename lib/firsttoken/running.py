@@ -7,16 +7,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from firsttoken.experiments import EXPERIMENTS
 from firsttoken.study import paths, runs, storage, warm
-from firsttoken.study.claims import load_claims
-from firsttoken.study.claims_table import Own, table_for
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.notebooks import notebook_paths, run_notebook
-from firsttoken.study.pages import recorded_machine
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import all_results, known_machine
 
 
 @dataclass(frozen=True)
@@ -58,17 +53,6 @@ def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool) -
     if len(seconds) == len(notebook_paths()) > kept:
         runs.record(profile, seconds, started)
     return Ran(failed, kept)
-
-
-def claims_text(machine: str | None = None, profile: str | None = None) -> str:
-    """The claims table of ``machine``; without one, the committed record beside what this machine measured, under
-    ``profile`` where one is named. Raises FirstTokenError for a machine without results."""
-    claims, results = load_claims(paths.CLAIMS, EXPERIMENTS), all_results()
-    if machine:
-        return table_for(claims, results, known_machine(machine, results))
-    here, recorded = machine_slug(), recorded_machine()
-    mine = tuple(result for result in results if result.slug == here and profile in (None, result.profile))
-    return table_for(claims, results, recorded or here, Own(here, profile or "any profile", mine))
 
 
 def _announce(notebooks: Sequence[Path], profile: Profile, expected: runs.Expected) -> None:

@@ -86,15 +86,15 @@ def _exact(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
 
 
 def _ratio(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
-    wanted, low, effect = _effects(claim, found[0])
-    off = abs(effect / wanted - 1)
+    low, share, _ = effect(claim, found[0])
+    off = abs(share - 1)
     if low <= 0:
-        return Verdict.FAILED, "no effect, or opposite" if effect <= 0 else "the interval reaches no effect"
+        return Verdict.FAILED, "no effect, or opposite" if share <= 0 else "the interval reaches no effect"
     if off <= claim.tolerance or math.isclose(off, claim.tolerance, rel_tol=1e-9):
         return Verdict.REPRODUCED, f"off by {off:.0%} of the effect"
-    if _alike(effect, wanted):
+    if _alike(share):
         return Verdict.TREND, f"right sign, off by {off:.0%} of the effect"
-    return Verdict.FAILED, f"right sign, {effect / wanted:.2g} times the effect"
+    return Verdict.FAILED, f"right sign, {share:.2g} times the effect"
 
 
 def _bound(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
@@ -105,23 +105,23 @@ def _bound(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
     if max(bounds) >= 0:
         return Verdict.TREND, "the interval lies across the bound"
     if claim.no_effect is not None:
-        wanted, low, effect = _effects(claim, entry)
-        if low > 0 and _alike(effect, wanted):
-            return Verdict.TREND, f"right sign, {effect / wanted:.2g} times the effect asked for"
+        low, share, _ = effect(claim, entry)
+        if low > 0 and _alike(share):
+            return Verdict.TREND, f"right sign, {share:.2g} times the effect asked for"
     return Verdict.FAILED, "outside the bound"
 
 
-def _effects(claim: Claim, entry: dict[str, Any]) -> tuple[float, float, float]:
-    """How far the report's value lies from no effect, and how far, in that direction, the near end of the measured
-    interval and the measured value."""
-    wanted = claim.value - claim.no_effect
-    sign = math.copysign(1, wanted)
-    ends = [sign * (entry.get(name, entry["value"]) - claim.no_effect) for name in ("low", "high")]
-    return abs(wanted), min(ends), sign * (entry["value"] - claim.no_effect)
+def effect(claim: Claim, entry: dict[str, Any]) -> tuple[float, float, float]:
+    """What was measured as a share of the report's effect: 0 is no effect, 1 the report's; low, value and high."""
+    low, value, high = (
+        (entry.get(name, entry["value"]) - claim.no_effect) / (claim.value - claim.no_effect)
+        for name in ("low", "value", "high")
+    )
+    return min(low, high), value, max(low, high)
 
 
-def _alike(effect: float, wanted: float) -> bool:
-    return wanted / WITHIN <= effect <= wanted * WITHIN
+def _alike(share: float) -> bool:
+    return 1 / WITHIN <= share <= WITHIN
 
 
 def _ordering(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:

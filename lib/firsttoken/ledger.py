@@ -1,0 +1,71 @@
+"""The ledger with its answers: what a notebook, a run and the command line say of the claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from firsttoken.experiments import EXPERIMENTS
+from firsttoken.study import pages, paths
+from firsttoken.study.claims import Claim, load_claims
+from firsttoken.study.claims_table import Own, table_for
+from firsttoken.study.errors import ClaimsError
+from firsttoken.study.machine import machine_slug
+from firsttoken.study.profile import unknown
+from firsttoken.study.record import Result, all_results, known_machine
+from firsttoken.study.verdicts import judge_all
+
+FOR_THE_RECORD = ("full", "gpu", "paper")  # quick results are whoever ran the notebooks last
+
+
+def claims() -> list[Claim]:
+    """The claims of the ledger. Raises ClaimsError."""
+    return load_claims(paths.CLAIMS, EXPERIMENTS)
+
+
+def recorded() -> list[Result]:
+    """The results that verdicts of the record stand on. Raises FirstTokenError as ``record.all_results``."""
+    return [result for result in all_results() if result.profile in FOR_THE_RECORD]
+
+
+def machine() -> str:
+    """The machine whose record is committed; this one before there is any."""
+    return pages.recorded_machine() or machine_slug()
+
+
+def verdicts(*ids: str) -> None:
+    """Print what the record says of each claim named, in a line.
+
+    Raises ClaimsError for a claim that does not exist.
+    """
+    known = {claim.id: claim for claim in claims()}
+    asked = [_named(name, known) for name in ids]
+    for judged in judge_all(asked, recorded(), machine()):
+        told = f", {judged.measured}" if judged.measured else ""
+        print(f"{judged.says}: {judged.claim.says}{told} ({judged.claim.id})")
+
+
+def table(of: str | None = None, profile: str | None = None) -> str:
+    """The claims table of the machine ``of``; without one, the record beside what this machine measured, under
+    ``profile`` where one is named. Raises FirstTokenError for a machine without results."""
+    results = all_results()
+    if of:
+        return table_for(claims(), results, known_machine(of, results))
+    here = machine_slug()
+    mine = tuple(result for result in results if result.slug == here and profile in (None, result.profile))
+    return table_for(claims(), recorded(), machine(), Own(here, profile or "any profile", mine))
+
+
+def update_pages(of: str | None = None) -> None:
+    """Write README.md and data/CLAIMS.md from the record of ``of``. Raises ClaimsError and FirstTokenError."""
+    pages.update(claims(), recorded(), of or machine())
+
+
+def outdated_pages(of: str | None = None) -> Iterable[str]:
+    """The names of the pages that do not show the record. Raises as ``update_pages``."""
+    return [page.name for page in pages.outdated(claims(), recorded(), of or machine())]
+
+
+def _named(name: str, known: dict[str, Claim]) -> Claim:
+    if name not in known:
+        raise ClaimsError(f"no claim {name!r} in {paths.CLAIMS.name}; {unknown(name, known)}")
+    return known[name]
