@@ -66,17 +66,41 @@ EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
         Experiment("machine", "What this machine can do at most", "00", "firsttoken.study.ceilings:experiment"),
-        Experiment("sizes", "What a block and its adapters weigh", "11", "firsttoken.progressive.sizes:sizes"),
-        Experiment("layer_distance", "Which layers change least", "11", f"{_PROGRESSIVE}:layer_distance"),
-        Experiment("stage_quality", "What each stage answers", "12", f"{_PROGRESSIVE}:stage_quality"),
-        Experiment("healing_training", "The adapters that are served", "12", f"{_PROGRESSIVE}:healing_training", LONG),
-        Experiment("healing_live", "Healing a pruned model", "12", f"{_PROGRESSIVE}:healing_live"),
+        Experiment(
+            "sizes",
+            "What a block and its adapters weigh",
+            "11",
+            "firsttoken.progressive.sizes:sizes",
+            summary="sizes_summary",
+        ),
+        Experiment(
+            "layer_distance",
+            "Which layers change least",
+            "11",
+            f"{_PROGRESSIVE}:layer_distance",
+            summary="distance_summary",
+        ),
+        Experiment(
+            "stage_quality", "What each stage answers", "12", f"{_PROGRESSIVE}:stage_quality", summary="stage_summary"
+        ),
+        Experiment(
+            "healing_training",
+            "The adapters that are served",
+            "12",
+            f"{_PROGRESSIVE}:healing_training",
+            LONG,
+            "training_summary",
+        ),
+        Experiment(
+            "healing_live", "Healing a pruned model", "12", f"{_PROGRESSIVE}:healing_live", summary="live_summary"
+        ),
         Experiment(
             "healing_controls",
             "What healing owes to what",
             "12",
             "firsttoken.progressive.controls:healing_controls",
             LONG,
+            "controls_summary",
         ),
         Experiment("cold_start", "From a cold disk to the first token", "13", f"{_COLDSTART}.experiments:cold_start"),
         Experiment(
