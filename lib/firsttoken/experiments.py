@@ -40,8 +40,8 @@ class Experiment:
     title: str
     notebook: str
     target: str
+    summary: str
     profiles: tuple[str, ...] = EVERY_PROFILE
-    summary: str = ""
 
     def __call__(self, profile: Profile) -> Outcome:
         return _named(self.target)(profile)
@@ -71,132 +71,147 @@ EXPERIMENTS: dict[str, Experiment] = {
             "What this machine can do at most",
             "00",
             "firsttoken.study.ceilings:experiment",
-            summary="ceilings_summary",
+            "ceilings_summary",
         ),
-        Experiment("sizes", "What a block and its adapters weigh", "11", "firsttoken.progressive.sizes:sizes"),
-        Experiment("layer_distance", "Which layers change least", "11", f"{_PROGRESSIVE}:layer_distance"),
-        Experiment("stage_quality", "What each stage answers", "12", f"{_PROGRESSIVE}:stage_quality"),
-        Experiment("healing_training", "The adapters that are served", "12", f"{_PROGRESSIVE}:healing_training", LONG),
-        Experiment("healing_live", "Healing a pruned model", "12", f"{_PROGRESSIVE}:healing_live"),
+        Experiment(
+            "sizes", "What a block and its adapters weigh", "11", "firsttoken.progressive.sizes:sizes", "sizes_summary"
+        ),
+        Experiment(
+            "layer_distance", "Which layers change least", "11", f"{_PROGRESSIVE}:layer_distance", "distance_summary"
+        ),
+        Experiment("stage_quality", "What each stage answers", "12", f"{_PROGRESSIVE}:stage_quality", "stage_summary"),
+        Experiment(
+            "healing_training",
+            "The adapters that are served",
+            "12",
+            f"{_PROGRESSIVE}:healing_training",
+            "training_summary",
+            LONG,
+        ),
+        Experiment("healing_live", "Healing a pruned model", "12", f"{_PROGRESSIVE}:healing_live", "live_summary"),
         Experiment(
             "healing_controls",
             "What healing owes to what",
             "12",
             "firsttoken.progressive.controls:healing_controls",
+            "controls_summary",
             LONG,
         ),
-        Experiment("cold_start", "From a cold disk to the first token", "13", f"{_COLDSTART}.experiments:cold_start"),
+        Experiment(
+            "cold_start",
+            "From a cold disk to the first token",
+            "13",
+            f"{_COLDSTART}.experiments:cold_start",
+            f"{_COLDSTART}.summary:cold_start_summary",
+        ),
         Experiment(
             "cold_start_shapes",
             "The same with larger shapes",
             "13",
             f"{_COLDSTART}.experiments:cold_start_shapes",
+            f"{_COLDSTART}.summary:shapes_summary",
             LONG,
         ),
-        Experiment("deferral_sweep", "How many layers may wait", "14", f"{_COLDSTART}.deferral:deferral_sweep"),
-        Experiment("recovery_timeline", "Serving while it grows", "15", f"{_RECOVERY}.timeline:recovery_timeline"),
-        Experiment("open_session", "A session that is open meanwhile", "16", f"{_RECOVERY}.open_session:open_session"),
         Experiment(
-            "environment",
-            "What the engine runs on",
-            "20",
-            f"{_ENGINE}.environment:environment",
-            summary="environment_summary",
+            "deferral_sweep",
+            "How many layers may wait",
+            "14",
+            f"{_COLDSTART}.deferral:deferral_sweep",
+            "deferral_summary",
         ),
         Experiment(
-            "throughput",
-            "The engine beside others",
-            "20",
-            f"{_ENGINE}.throughput:throughput",
-            summary="throughput_summary",
+            "recovery_timeline",
+            "Serving while it grows",
+            "15",
+            f"{_RECOVERY}.timeline:recovery_timeline",
+            "timeline_summary",
+        ),
+        Experiment(
+            "open_session",
+            "A session that is open meanwhile",
+            "16",
+            f"{_RECOVERY}.open_session:open_session",
+            "session_summary",
+        ),
+        Experiment(
+            "environment", "What the engine runs on", "20", f"{_ENGINE}.environment:environment", "environment_summary"
+        ),
+        Experiment(
+            "throughput", "The engine beside others", "20", f"{_ENGINE}.throughput:throughput", "throughput_summary"
         ),
         Experiment(
             "recovery_latency",
             "Swap or recompute",
             "21",
             f"{_ENGINE}.recovery_latency:recovery_latency",
-            summary="recovery_latency_summary",
+            "recovery_latency_summary",
         ),
         Experiment(
             "crosspoint_replayed",
             "The cross-point policy on the paper's costs",
             "22",
             f"{_ENGINE}.policies_replayed:crosspoint_replayed",
-            summary="replayed_summary",
+            "replayed_summary",
         ),
         Experiment(
             "crosspoint_live",
             "The policies live, and the simulator's error",
             "22",
             f"{_ENGINE}.policies_live:crosspoint_live",
-            summary="live_summary",
+            "live_summary",
         ),
         Experiment(
             "online_crosspoint",
             "A threshold that learns",
             "23",
             f"{_ENGINE}.online:online_crosspoint",
-            summary="online_summary",
+            "online_summary",
         ),
         Experiment(
-            "layer_profile",
-            "Which layers to recompute",
-            "30",
-            f"{_KVREUSE}.profiling:layer_profile",
-            summary="profile_summary",
+            "layer_profile", "Which layers to recompute", "30", f"{_KVREUSE}.profiling:layer_profile", "profile_summary"
         ),
         Experiment(
             "transitions",
             "Why one contiguous group",
             "31",
             f"{_KVREUSE}.transitions:transitions",
-            summary="transitions_summary",
+            "transitions_summary",
         ),
         Experiment(
             "pipelined_loading",
             "E first, KV meanwhile",
             "32",
             f"{_KVREUSE}.loading:pipelined_loading",
-            summary="loading_summary",
+            "loading_summary",
         ),
         Experiment(
             "prefill_latency",
             "How long each method computes",
             "33",
             f"{_KVREUSE}.latency:prefill_latency",
-            summary="latency_summary",
+            "latency_summary",
         ),
         Experiment(
-            "reuse_methods",
-            "What each method answers",
-            "33",
-            f"{_KVREUSE}.methods:reuse_methods",
-            summary="methods_summary",
+            "reuse_methods", "What each method answers", "33", f"{_KVREUSE}.methods:reuse_methods", "methods_summary"
         ),
         Experiment(
             "profile_transfer",
             "A profile on another task",
             "34",
             f"{_KVREUSE}.transfer:profile_transfer",
-            summary="transfer_summary",
+            "transfer_summary",
         ),
         Experiment(
-            "adaptive_group",
-            "A group for this link",
-            "35",
-            f"{_KVREUSE}.adaptive:adaptive_group",
-            summary="adaptive_summary",
+            "adaptive_group", "A group for this link", "35", f"{_KVREUSE}.adaptive:adaptive_group", "adaptive_summary"
         ),
-        Experiment(
-            "quality_gate", "A gate before the answer", "35", f"{_KVREUSE}.gating:quality_gate", summary="gate_summary"
-        ),
+        Experiment("quality_gate", "A gate before the answer", "35", f"{_KVREUSE}.gating:quality_gate", "gate_summary"),
         Experiment(
             "reuse_training",
             "Models to share between",
             "30",
             f"{_KVREUSE}.training:reuse_training",
+            "training_summary",
             LONG,
-            summary="training_summary",
         ),
     )
 }
@@ -236,7 +251,6 @@ def run_experiment(name: str, profile: Profile) -> Result:
     with storage.storing(paths.CACHE):
         outcome = experiment(profile)
     parameters = profile.parameters()
-    summary = experiment.summarise(outcome.rows, parameters) if experiment.summary else outcome.summary
     result = Result(
         experiment=name,
         profile=profile.name,
@@ -250,7 +264,7 @@ def run_experiment(name: str, profile: Profile) -> Result:
         entries=entries,
         rows=outcome.rows,
         floors=outcome.floors,
-        summary=summary,
+        summary=experiment.summarise(outcome.rows, parameters),
     )
     write_result(result)
     return result

@@ -204,11 +204,7 @@ class World:
             if (what, model) == (name, made.model) and all(made.sections.get(k) == v for k, v in sections.items()):
                 return summary
         outcome = EXPERIMENTS[name](made)
-        summary = (
-            EXPERIMENTS[name].summarise(outcome.rows, made.parameters())
-            if EXPERIMENTS[name].summary
-            else outcome.summary
-        )
+        summary = EXPERIMENTS[name].summarise(outcome.rows, made.parameters())
         assert summary or name == "reuse_training"
         json.dumps(outcome.rows, default=lambda value: value.item())
         self._ran.append((name, made.model, {key: made.sections[key] for key in made.used}, summary))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from firsttoken.progressive.controls import ControlsConfig, control_blocks, healing_controls
+from firsttoken.progressive.controls import ControlsConfig, control_blocks, controls_summary, healing_controls
 from firsttoken.progressive.recipe import RECIPES, REPORT
 from firsttoken.progressive.served import load_served
 from firsttoken.study import paths
@@ -27,7 +27,11 @@ def test_controls_run_and_keep_their_adapters_in_the_cache(paper, monkeypatch):
     assert variants[0] == "s0"
     assert {"chosen_none", f"chosen_{recipe}", f"one_shot_{recipe}", f"full_{recipe}", "random_none"} <= set(variants)
     assert not {"full_none", "one_shot_none"} & set(variants), "these have no unhealed counterpart of their own"
-    assert outcome.summary["f1_s0"]["n"] == 4
+    summary = controls_summary(outcome.rows, paper.parameters())
+    assert summary["f1_s0"]["n"] == 4
+    assert {name.split("_recovered_")[1] for name in summary if "_recovered_" in name} <= {
+        f"{block}_{recipe}" for block in outcome.provenance["blocks"]
+    }
     kept = {path.name for path in (paths.CACHE / "adapters").glob("*/*")}
     assert {"control-chosen", "control-one_shot", "control-full", "control-random"} <= kept
     assert healing_controls(paper).rows == outcome.rows

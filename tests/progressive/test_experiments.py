@@ -12,11 +12,15 @@ from firsttoken.assets.adapters import WEIGHTS, read_recipe
 from firsttoken.experiments import run_experiment
 from firsttoken.progressive import experiments, training
 from firsttoken.progressive.experiments import (
+    LOGITS,
     DistanceConfig,
+    distance_summary,
     healing_live,
     healing_training,
     layer_distance,
+    live_summary,
     stage_quality,
+    stage_summary,
 )
 from firsttoken.progressive.recipe import OURS, RECIPES, REPORT, TASK
 from firsttoken.study.errors import ProfileError, StageError
@@ -30,6 +34,11 @@ def changed(profile: Profile, **sections: dict) -> Profile:
     """The profile with some keys of some sections replaced."""
     merged = {name: dict(profile.sections[name]) | keys for name, keys in sections.items()}
     return dataclasses.replace(profile, sections=dict(profile.sections) | merged)
+
+
+def untimed(rows: list[dict]) -> list[dict]:
+    """The rows without how long they took."""
+    return [{key: value for key, value in row.items() if key not in ("compute_s", "train_s")} for row in rows]
 
 
 def test_the_report_from_training_to_the_table(paper, tmp_path, monkeypatch):
@@ -51,10 +60,10 @@ def test_the_report_from_training_to_the_table(paper, tmp_path, monkeypatch):
     assert weights == {path: path.read_bytes() for path in (tmp_path / "adapters").glob(f"*/{WEIGHTS}")}
 
     quality = run_experiment("stage_quality", paper)
-    again = stage_quality(paper)
-    assert quality.rows == again.rows and quality.summary == again.summary
+    assert quality.rows == stage_quality(paper).rows
     assert list(dict.fromkeys(row["variant"] for row in quality.rows)) == VARIANTS
-    table = {variant: [r for r in quality.rows if r["variant"] == variant] for variant in VARIANTS}
+    asked = [row for row in quality.rows if row["task"] != LOGITS]
+    table = {variant: [r for r in asked if r["variant"] == variant] for variant in VARIANTS}
     items = [(r["task"], r["item"]) for r in table["s0"]]
     assert sorted({task for task, _ in items}) == ["closed_book", "extractive", "text"]
     assert (len(items), len(set(items))) == (8 + 4 + 3, 15)
@@ -102,8 +111,8 @@ def test_our_recipe_and_a_task_adapter_take_the_same_path(paper, tmp_path, monke
     assert {"answer_loss", "text_loss"} <= set(task["curve"][0])
     assert {"answer_loss", "distill_loss"} <= set(stage["curve"][0])
     quality = stage_quality(profile)
-    assert {row["task"] for row in quality.rows} == {"extractive", "text"}
-    assert quality.summary["s3_bit_identical"]["value"] is True
+    assert {row["task"] for row in quality.rows} == {"extractive", "text", LOGITS}
+    assert stage_summary(quality.rows, profile.parameters())["s3_bit_identical"]["value"] is True
     assert quality.provenance["task_adapter_sha256"]
 
 
@@ -118,13 +127,20 @@ def test_layer_distance_has_every_start_of_every_size(paper):
     rows = {(r["size_layers"], r["start_layer"], r["tokens"]): r for r in outcome.rows}
     assert set(rows) == {(n, s, t) for n in (1, 2, 3, 4) for s in range(7 - n) for t in ("last", "all")}
     best = min(range(5), key=lambda start: rows[2, start, "last"]["distance"])
-    summary = {name: entry["value"] for name, entry in outcome.summary.items()}
+    summary = {name: entry["value"] for name, entry in distance_summary(outcome.rows, paper.parameters()).items()}
     assert (summary["chosen_start"], summary["chosen_end"]) == (best, best + 1)
     assert summary["relative_depth"] == best / 6 and summary["dropped_layers_pct"] == pytest.approx(100 / 3)
     assert 0 <= summary["stability_pct"] <= 100
     assert all(r["low"] <= r["distance"] <= r["high"] for r in outcome.rows)
     assert {len(r["by_passage"]) for r in outcome.rows} == {config.passages}
-    assert layer_distance(paper).rows == outcome.rows
+    assert untimed(layer_distance(paper).rows) == untimed(outcome.rows)
+
+
+def test_the_block_that_is_deployed_may_be_larger_than_those_of_the_map(paper):
+    profile = changed(paper, distance={"max_block": 1})
+    rows = layer_distance(profile).rows
+    assert {row["size_layers"] for row in rows} == {1, 2}
+    assert distance_summary(rows, profile.parameters())["chosen_end"]["value"] <= 5
 
 
 @pytest.mark.parametrize("size", [6, 9])
@@ -153,12 +169,13 @@ def test_what_is_too_long_for_training_is_cut_and_counted(paper, tmp_path):
 def test_stages_are_judged_by_the_closed_book_as_in_the_paper(paper):
     healing_training(paper)
     outcome = stage_quality(paper)
+    summary = stage_summary(outcome.rows, paper.parameters())
     for variant, task in (("s1_report", "closed_book"), ("s3", "closed_book")):
         scores = [row["f1"] for row in outcome.rows if (row["variant"], row["task"]) == (variant, task)]
-        assert outcome.summary[f"f1_{variant}"]["value"] == pytest.approx(100 * sum(scores) / len(scores))
-        assert outcome.summary[f"f1_{variant}"] == outcome.summary[f"closed_book_f1_{variant}"]
-        assert outcome.summary[f"extractive_f1_{variant}"]["n"] == 8
-    assert outcome.summary["em_drop_s1_report"]["n"] == 4
+        assert summary[f"f1_{variant}"]["value"] == pytest.approx(100 * sum(scores) / len(scores))
+        assert summary[f"f1_{variant}"] == summary[f"closed_book_f1_{variant}"]
+        assert summary[f"extractive_f1_{variant}"]["n"] == 8
+    assert summary["em_drop_s1_report"]["n"] == 4
     assert outcome.provenance["judged"] == "closed_book"
 
 
@@ -166,8 +183,10 @@ def test_healing_live_takes_its_steps_and_writes_no_adapter(paper, tmp_path, mon
     monkeypatch.setitem(RECIPES, "report", dataclasses.replace(REPORT, accumulate=2))
     outcome = healing_live(changed(paper, live={"steps": 3}))
     assert [row["step"] for row in outcome.rows] == [1, 2, 3]
-    assert outcome.summary["loss_first"]["n"] == 1
-    assert outcome.summary["loss_first"]["value"] == pytest.approx(outcome.rows[0]["answer_loss"], abs=1e-3)
+    summary = live_summary(outcome.rows, {})
+    assert summary["loss_first"]["n"] == 1
+    assert summary["loss_first"]["value"] == pytest.approx(outcome.rows[0]["answer_loss"], abs=1e-3)
+    assert summary["step_s"]["value"] == pytest.approx(outcome.rows[-1]["train_s"] / 3, abs=0.01)
     assert not (tmp_path / "adapters").exists()
     torch.manual_seed(99)
-    assert healing_live(changed(paper, live={"steps": 3})).rows == outcome.rows
+    assert untimed(healing_live(changed(paper, live={"steps": 3})).rows) == untimed(outcome.rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken.progressive.sizes import size_row
+from firsttoken.progressive.sizes import size_row, sizes_summary
 
 HIDDEN, MLP = 4096, 11008
 LAYER = 4 * HIDDEN**2 + 3 * HIDDEN * MLP + 2 * HIDDEN
@@ -25,3 +25,9 @@ def test_another_shape_loses_a_quarter_of_its_layers():
     assert (row["depth_layers"], row["block_layers"], row["block_layers_pct"]) == (8, 2, 25)
     assert row["block_bytes_pct"] < 25, "embeddings and the final norm stay"
     assert row["adapter_a_params"] * 8 == row["adapter_all_params"] * 6
+
+
+def test_the_summary_is_of_the_reports_model_alone():
+    shares = {"block_bytes_pct": 24.027, "adapter_a_params": 14_991_360, "adapter_all_params": 19_988_480}
+    rows = [{"shape": "smollm2-135m"}, {"shape": "llama-2-7b"} | shares]
+    assert [entry["value"] for entry in sizes_summary(rows, {}).values()] == [24.03, 14.99, 19.99]

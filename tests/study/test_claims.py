@@ -7,15 +7,7 @@ import pytest
 from firsttoken.experiments import EXPERIMENTS
 from firsttoken.study import paths
 from firsttoken.study.claims import Claim, digests, load_claims
-from firsttoken.study.claims_table import (
-    BEGIN,
-    END,
-    Own,
-    readme_is_current,
-    readme_machine,
-    table_for,
-    update_readme,
-)
+from firsttoken.study.claims_table import Own, table_for
 from firsttoken.study.errors import ClaimsError
 
 ENTRY = """\
@@ -143,20 +135,3 @@ def test_a_readers_values_stand_beside_the_record_and_neither_is_taken_for_the_o
     assert [second[key] for key in head[2:4] + head[-2:]] == ["", "2 x", "not run here", "reproduced"]
     same = table_for([ratio], [recorded[0], mine], "test-cpu-2c", Own("test-cpu-2c", "quick", ()))
     assert cells(same, 2)[2:4] == ["", "2 x"], "a machine of the same name, too, has only what it ran itself"
-
-
-def test_the_readme_holds_the_table(root, claim) -> None:
-    readme = root / "README.md"
-    with pytest.raises(ClaimsError, match="put the lines"):
-        update_readme(readme, "table")
-    readme.write_text(f"before\n{BEGIN}\n{END}\nafter\n", encoding="utf-8")
-    table = table_for([claim()], [], "test-cpu-2c")
-    assert not readme_is_current(readme, table)
-    assert readme_machine(readme) is None
-    update_readme(readme, table)
-    assert readme_is_current(readme, table)
-    assert readme_machine(readme) == "test-cpu-2c"
-    text = readme.read_text(encoding="utf-8")
-    assert text.startswith("before\n") and text.endswith("\nafter\n")
-    update_readme(readme, table)
-    assert readme.read_text(encoding="utf-8") == text

@@ -33,7 +33,7 @@ def clone(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
     module = types.ModuleType("made_up")
     module.measured, module.total = measured, total
     monkeypatch.setattr(experiments.importlib, "import_module", {"made_up": module}.__getitem__)
-    made = Experiment("machine", "Made up", "00", "made_up:measured", summary="total")
+    made = Experiment("machine", "Made up", "00", "made_up:measured", "total")
     monkeypatch.setitem(EXPERIMENTS, "machine", made)
 
     def git(*arguments: str) -> str:

@@ -66,7 +66,7 @@ def test_verdicts_on_one_measure(claim, make_result, changes: dict, measured: di
     ],
 )
 def test_verdicts_on_an_ordering(claim, make_result, entries: list, verdict: Verdict) -> None:
-    ordering = claim(kind="ordering", measure=("a", "b", "c"), value=None)
+    ordering = claim(kind="ordering", measure=("a", "b", "c"), value=None, told="a < b < c")
     made = [dict(zip(("value", "low", "high"), entry, strict=False)) for entry in entries]
     assert judge(ordering, make_result(summary=dict(zip("abc", made, strict=True)))).verdict == verdict
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import Held, Need, check, text_of
 from firsttoken.progressive.adapters import load_adapter
 from firsttoken.progressive.distance import angular_distances, choose_block
 from firsttoken.progressive.examination import Examination, QualityConfig
-from firsttoken.progressive.gates import recoveries, summarise
+from firsttoken.progressive.gates import Summary, recoveries, summarise
 from firsttoken.progressive.healing import Teacher
 from firsttoken.progressive.recipe import RECIPES, Recipe
 from firsttoken.progressive.served import Served, ServedConfig, load_base, load_served, passing
 from firsttoken.progressive.training import HealingConfig, healed, present_without
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome
+from firsttoken.study.record import Outcome, Rows
 
 CALIBRATION_TOKENS = 256  # of a window that the smaller blocks are chosen on
 
@@ -77,12 +79,14 @@ def healing_controls(profile: Profile) -> Outcome:
             peft = load_adapter(model, adapter, present_without(served.plan.depth, missing), served.sha256)
             rows += examine.rows(f"{name}_{wanted.name}", peft.get_base_model())
             peft.unload()
-    return Outcome(
-        rows,
-        summary=summarise(rows, judged=quality.judged)
-        | recoveries(rows, (recipe.name,), tuple(blocks), judged=quality.judged),
-        provenance=served.provenance | {"blocks": {name: list(block) for name, block in blocks.items()}},
-    )
+    provenance = served.provenance | {"blocks": {name: list(block) for name, block in blocks.items()}}
+    return Outcome(rows, provenance=provenance)
+
+
+def controls_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Scores of every control, and what healing brings back of those that were also asked unhealed."""
+    judged, recipe = QualityConfig.recorded(parameters).judged, parameters["controls"]["recipe"]
+    return summarise(rows, judged=judged) | recoveries(rows, (recipe,), judged=judged)
 
 
 def control_blocks(profile: Profile, config: ControlsConfig, served: Served) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,7 +15,7 @@ from firsttoken.assets.needs import CONTEXT, Need, questions_of, text_of
 from firsttoken.progressive.gates import CLOSED_BOOK, EXTRACTIVE
 from firsttoken.progressive.quality import AnswerConfig, answer_scores, text_scores
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.profile import unknown
+from firsttoken.study.profile import build_config, unknown
 from firsttoken.study.record import Rows
 
 
@@ -43,6 +45,14 @@ class QualityConfig:
         if sizes[self.judged] < 1:
             key = "items" if self.judged == EXTRACTIVE else "closed_book"
             raise ProfileError(f"quality.{key}: {self.judged} questions are judged, ask at least 1")
+
+    @classmethod
+    def recorded(cls, parameters: Mapping[str, Any]) -> QualityConfig:
+        """That of a result with ``parameters``; what it was recorded without has its default.
+
+        Raises ProfileError for a key that is unknown now.
+        """
+        return build_config(cls, parameters["quality"], "the recorded section quality")
 
     def needs(self) -> list[Need]:
         """The test splits hold every item and window, the context holds a prompt with its answer."""

@@ -1,9 +1,10 @@
-"""ProgressiveServe's offline half as experiments: functions from a profile to rows and a summary."""
+"""ProgressiveServe's offline half as experiments: functions from a profile to rows, and from rows to a summary."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,10 @@ from firsttoken.progressive.distance import (
     Distances,
     angular_distances,
     check_size,
-    choose_block,
     resampled_starts,
 )
 from firsttoken.progressive.examination import Examination, QualityConfig
-from firsttoken.progressive.gates import recoveries, summarise
+from firsttoken.progressive.gates import Summary, recoveries, summarise
 from firsttoken.progressive.healing import Teacher
 from firsttoken.progressive.recipe import RECIPES
 from firsttoken.progressive.served import ServedConfig, at_stage, load_base, load_served
@@ -29,6 +29,8 @@ from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
+
+LOGITS = "logits"  # the task of a row that says whether a variant's logits are the full model's
 
 
 @dataclass(frozen=True)
@@ -67,35 +69,43 @@ def layer_distance(profile: Profile) -> Outcome:
     windows = token_windows(running_text("train"), loaded.tokenizer, config.tokens, config.passages)
     start = time.perf_counter()
     distances = angular_distances(loaded.model, windows, config.batch)
-    elapsed = time.perf_counter() - start
+    elapsed = round(time.perf_counter() - start, 2)
     rows = [
-        row
-        for size in range(1, min(config.max_block, depth - 1) + 1)
+        row | {"compute_s": elapsed}  # one pass serves all rows
+        for size in sorted({*range(1, min(config.max_block, depth - 1) + 1), config.block})
         for tokens in ("last", "all")
         for row in _block_rows(distances, size, tokens, profile.seed)
     ]
-    chosen = choose_block(distances, config.block)
-    starts = resampled_starts(distances.block(config.block).tolist(), config.resamples, profile.seed)
-    return Outcome(
-        rows,
-        summary={
-            "chosen_start": {"value": chosen[0], "unit": "layer, 0-based"},
-            "chosen_end": {"value": chosen[-1], "unit": "layer, 0-based"},
-            "chosen_start_all_tokens": {
-                "value": choose_block(distances, config.block, "all")[0],
-                "unit": "layer, 0-based",
-            },
-            "relative_depth": {"value": chosen[0] / depth, "unit": "start / depth"},
-            "dropped_layers_pct": {"value": 100 * config.block / depth, "unit": "%"},
-            "stability_pct": {
-                "value": 100 * sum(s == chosen[0] for s in starts) / len(starts),
-                "n": len(starts),
-                "unit": "% of resampled calibration sets",
-            },
-            "compute_s": {"value": round(elapsed, 2), "n": 1, "unit": "s"},
+    return Outcome(rows, provenance=loaded.provenance.as_dict())
+
+
+def distance_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """The block of the deployed size that turns the stream least: where it is, and how often resampling chooses it.
+
+    ``compute_s`` is absent where the rows do not say how long the distances took.
+    """
+    config = parameters["distance"]
+    depth = max(row["start_layer"] + row["size_layers"] for row in rows)
+    deployed = [row for row in rows if row["size_layers"] == config["block"]]
+    by_last, by_all = ([row for row in deployed if row["tokens"] == tokens] for tokens in ("last", "all"))
+    start, start_all = (min(found, key=lambda row: row["distance"])["start_layer"] for found in (by_last, by_all))
+    by_passage = list(zip(*(row["by_passage"] for row in by_last), strict=True))
+    starts = resampled_starts(by_passage, config["resamples"], parameters["seed"])
+    summary: Summary = {
+        "chosen_start": {"value": start, "unit": "layer, 0-based"},
+        "chosen_end": {"value": start + config["block"] - 1, "unit": "layer, 0-based"},
+        "chosen_start_all_tokens": {"value": start_all, "unit": "layer, 0-based"},
+        "relative_depth": {"value": start / depth, "unit": "start / depth"},
+        "dropped_layers_pct": {"value": 100 * config["block"] / depth, "unit": "%"},
+        "stability_pct": {
+            "value": 100 * starts.count(start) / len(starts),
+            "n": len(starts),
+            "unit": "% of resampled calibration sets",
         },
-        provenance=loaded.provenance.as_dict(),
-    )
+    }
+    if "compute_s" in rows[0]:
+        summary["compute_s"] = {"value": rows[0]["compute_s"], "n": 1, "unit": "s"}
+    return summary
 
 
 def _block_rows(distances: Distances, size: int, tokens: str, seed: int) -> Rows:
@@ -140,11 +150,21 @@ def healing_training(profile: Profile) -> Outcome:
             folder = place.folder / f"{letters}-{name}"
             missing = served.plan.missing(stage)
             runs[folder.name] = healed(folder, served, missing, RECIPES[name], config, teacher)
-    return Outcome(
-        [{"adapter": adapter, **row} for adapter, run in runs.items() for row in run["curve"]],
-        summary={f"train_s_{adapter}": {"value": run["train_s"], "n": 1, "unit": "s"} for adapter, run in runs.items()},
-        provenance=served.provenance | {"cut_questions": {a: run.get("cut_questions") for a, run in runs.items()}},
-    )
+    cut = {adapter: run.get("cut_questions") for adapter, run in runs.items()}
+    curves = [_curve_rows({"adapter": adapter}, run["curve"], run["train_s"]) for adapter, run in runs.items()]
+    return Outcome([row for curve in curves for row in curve], provenance=served.provenance | {"cut_questions": cut})
+
+
+def _curve_rows(label: dict[str, Any], curve: Rows, train_s: float) -> Rows:
+    """One row a step; the last one says how many seconds all of them took."""
+    *before, last = ({**label, **row} for row in curve)
+    return [*before, last | {"train_s": train_s}]
+
+
+def training_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
+    """How long the training of each adapter took whose rows say so."""
+    timed = [row for row in rows if "train_s" in row]
+    return {f"train_s_{row['adapter']}": {"value": row["train_s"], "n": 1, "unit": "s"} for row in timed}
 
 
 def stage_quality(profile: Profile) -> Outcome:
@@ -164,13 +184,23 @@ def stage_quality(profile: Profile) -> Outcome:
     with at_stage(served, 3) as model:
         rows += examine.rows("s3", model)
         identical = bool(torch.equal(examine.logits(model), original))
-    return Outcome(
-        rows,
-        summary=summarise(rows, judged=config.judged)
-        | recoveries(rows, config.recipes, judged=config.judged)
-        | {"s3_bit_identical": {"value": identical, "n": original.numel(), "unit": "logits compared"}},
-        provenance=served.provenance | {"block": list(served.plan.block), "judged": config.judged},
-    )
+    rows.append({"variant": "s3", "task": LOGITS, "bit_identical": identical, "logits": original.numel()})
+    provenance = served.provenance | {"block": list(served.plan.block), "judged": config.judged}
+    return Outcome(rows, provenance=provenance)
+
+
+def stage_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Scores of every stage, the shares that healing brings back, and whether stage 3 is the full model to the bit.
+
+    The latter is absent where no row compares the logits.
+    """
+    config = QualityConfig.recorded(parameters)
+    summary = summarise(rows, judged=config.judged) | recoveries(rows, config.recipes, judged=config.judged)
+    for row in rows:
+        if row["task"] == LOGITS:
+            entry = {"value": row["bit_identical"], "n": row["logits"], "unit": "logits compared"}
+            summary[f"{row['variant']}_bit_identical"] = entry
+    return summary
 
 
 @dataclass(frozen=True)
@@ -182,7 +212,7 @@ class LiveConfig:
 
 
 def healing_live(profile: Profile) -> Outcome:
-    """Heal stage 1 from scratch for a few steps; the summary compares the first third of the losses with the last."""
+    """Heal stage 1 from scratch for a few steps, and keep the losses."""
     config = profile.section("live", LiveConfig)
     healing = profile.section("healing", HealingConfig)
     check([*profile.section("served", ServedConfig).needs(), *healing.needs()], Held(profile.model))
@@ -191,15 +221,19 @@ def healing_live(profile: Profile) -> Outcome:
     data = materials(healing, recipe, served.tokenizer)
     teacher = Teacher(served.model) if recipe.distill_weight else None
     _, curve = heal(served, served.plan.missing(1), recipe, data, healing, teacher)
-    third = max(1, config.steps // 3)
-    losses = [sum(value for key, value in row.items() if key.endswith("_loss")) for row in curve.rows]
+    rows = _curve_rows({"seed": recipe.seed}, curve.rows, curve.duration_s)
+    return Outcome(rows, provenance=served.provenance | {"cut_questions": data.cut_questions})
+
+
+def live_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
+    """The first third of the losses beside the last, and the seconds a step where the rows say how long all took."""
+    steps, third = len(rows), max(1, len(rows) // 3)
+    losses = [sum(value for key, value in row.items() if key.endswith("_loss")) for row in rows]
     first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
-    return Outcome(
-        [{"seed": recipe.seed, **row} for row in curve.rows],
-        summary={
-            "loss_first": {"value": round(first, 3), "n": third, "unit": "nats, all losses"},
-            "loss_last": {"value": round(last, 3), "n": third, "unit": "nats, all losses"},
-            "step_s": {"value": round(curve.duration_s / config.steps, 2), "n": config.steps, "unit": "s"},
-        },
-        provenance=served.provenance | {"cut_questions": data.cut_questions},
-    )
+    summary: Summary = {
+        "loss_first": {"value": round(first, 3), "n": third, "unit": "nats, all losses"},
+        "loss_last": {"value": round(last, 3), "n": third, "unit": "nats, all losses"},
+    }
+    if "train_s" in rows[-1]:
+        summary["step_s"] = {"value": round(rows[-1]["train_s"] / steps, 2), "n": steps, "unit": "s"}
+    return summary

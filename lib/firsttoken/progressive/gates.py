@@ -6,6 +6,7 @@ variants hold the same items in the same order, so every difference is paired.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,15 +52,15 @@ def summarise(rows: Rows, baseline: str = "s0", judged: str = EXTRACTIVE) -> Sum
     return found
 
 
-def recoveries(
-    rows: Rows, recipes: tuple[str, ...], models: tuple[str, ...] = ("s1", "s2"), judged: str = EXTRACTIVE
-) -> Summary:
+def recoveries(rows: Rows, recipes: Sequence[str], judged: str = EXTRACTIVE) -> Summary:
     """The share of what pruning lost that healing brings back, in %, by model (a stage, a control), recipe and score.
 
-    0 is the pruned model without healing, 100 the full one. Perplexity is compared by its logarithm.
+    A model has a share where it was asked unhealed too: as "s1_none" beside "s1_ours". 0 is the pruned model without
+    healing, 100 the full one. Perplexity is compared by its logarithm.
     """
     found: Summary = {}
-    for stage in models:
+    unhealed = [variant for variant in dict.fromkeys(r["variant"] for r in rows) if variant.endswith("_none")]
+    for stage in (variant.removesuffix("_none") for variant in unhealed):
         for recipe in recipes:
             for score, task, name in (
                 ("em", judged, "em"),

@@ -5,6 +5,7 @@ Models are built on the meta device, so that the 7-billion-parameter shapes cost
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,25 +17,26 @@ from firsttoken.progressive.healing import attach
 from firsttoken.progressive.recipe import REPORT
 from firsttoken.progressive.stages import REPORT_PLAN, StagePlan
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome
+from firsttoken.study.record import Outcome, Rows
 
 SHAPES = ("llama-2-7b", "tinyllama-1.1b", "qwen2.5-0.5b", "smollm2-135m")
 
 
 def sizes(_: Profile) -> Outcome:
     """A quarter of the layers removed from each named shape: share of the bytes, and the report's adapters."""
-    rows = [size_row(shape) for shape in SHAPES]
-    report = rows[0]
+    provenance = {"source": "public model dimensions", "kind": "arithmetic"}
+    return Outcome([size_row(shape) for shape in SHAPES], provenance=provenance)
+
+
+def sizes_summary(rows: Rows, _: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The report's model, Llama-2-7B: its block in % of the bytes, its adapters in million parameters."""
+    (report,) = [row for row in rows if row["shape"] == SHAPES[0]]
     million = {"unit": "million parameters"}
-    return Outcome(
-        rows,
-        summary={
-            "llama2_block_bytes_pct": {"value": round(report["block_bytes_pct"], 2), "unit": "% of bytes"},
-            "llama2_adapter_a_params": {"value": round(report["adapter_a_params"] / 1e6, 2), **million},
-            "llama2_adapter_all_params": {"value": round(report["adapter_all_params"] / 1e6, 2), **million},
-        },
-        provenance={"source": "public model dimensions", "kind": "arithmetic"},
-    )
+    return {
+        "llama2_block_bytes_pct": {"value": round(report["block_bytes_pct"], 2), "unit": "% of bytes"},
+        "llama2_adapter_a_params": {"value": round(report["adapter_a_params"] / 1e6, 2), **million},
+        "llama2_adapter_all_params": {"value": round(report["adapter_all_params"] / 1e6, 2), **million},
+    }
 
 
 def size_row(shape: str) -> dict[str, Any]:

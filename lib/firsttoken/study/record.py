@@ -39,14 +39,12 @@ Rows = list[dict[str, Any]]
 class Outcome:
     """What an experiment returns.
 
-    ``rows`` are tidy raw observations with units in the column names. ``floors`` maps a name to {value, unit, why}.
-    ``summary`` maps a measure to {value, and where they exist low, high, n, unit}; ``provenance`` says what the
-    weights and the data were.
+    ``rows`` are tidy raw observations with units in the column names, and hold all that the summary is made of.
+    ``floors`` maps a name to {value, unit, why}; ``provenance`` says what the weights and the data were.
     """
 
     rows: Rows
     floors: dict[str, dict[str, Any]] = field(default_factory=dict)
-    summary: dict[str, dict[str, Any]] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
 
 
@@ -66,7 +64,7 @@ class Result:
     entries: dict[str, str]  # id of a claim -> its digest (``claims.digests``) when the run began
     rows: Rows
     floors: dict[str, dict[str, Any]]
-    summary: dict[str, dict[str, Any]]
+    summary: dict[str, dict[str, Any]]  # of a measure: value, and where they exist low, high, n, unit, range
 
     def frame(self) -> pandas.DataFrame:
         """The rows as a table, one observation a row."""

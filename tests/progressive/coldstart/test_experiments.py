@@ -120,6 +120,9 @@ def test_a_variant_that_a_bucket_cannot_hold_back_is_refused_or_left_out(trained
     sections["coldstart"] = dict(sections["coldstart"]) | {"sweep_variants": [], "variants": ["warp"]}
     with pytest.raises(ProfileError, match="no cold-start variant 'warp'"):
         run_experiment("cold_start", dataclasses.replace(trained, sections=sections))
+    sections["coldstart"] = dict(sections["coldstart"]) | {"sweep_links": [0.01]}
+    with pytest.raises(ProfileError, match="name every rate once"):
+        run_experiment("cold_start", dataclasses.replace(trained, sections=sections))
 
 
 def test_the_sweep_times_and_scores_every_size(trained, few_processes):
@@ -139,6 +142,8 @@ def test_the_sweep_times_and_scores_every_size(trained, few_processes):
 def test_the_timeline_serves_every_request_whole(trained, few_processes):
     result = run_experiment("recovery_timeline", trained)
     assert all(result.summary[f"short_requests_{case}"]["value"] == 0 for case in ("whole", "pinned", "upgrade"))
+    peaks = [row for row in result.rows if row["row"] == "peak"]
+    assert len({row["model_bytes"] for row in peaks}) == 1 and peaks[0]["model_bytes"] > 0
     assert recovery_tables.stages_served(result) == {"whole": [1], "pinned": [1, 2, 3], "upgrade": [1, 2, 3]}
     assert len(recovery_tables.timeline_rows(result)) >= 5
 

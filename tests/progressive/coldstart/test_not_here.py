@@ -9,13 +9,12 @@ import pytest
 
 from firsttoken.progressive.coldstart import figures, tables
 from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, NONE, Wire, files_were
-from firsttoken.progressive.coldstart.summary import link_summary
+from firsttoken.progressive.coldstart.summary import cold_start_summary
 from firsttoken.progressive.recovery import figures as recovery_figures
 from firsttoken.progressive.recovery import tables as recovery_tables
-from firsttoken.progressive.recovery.timeline import CASES, TimelineConfig, _summary
+from firsttoken.progressive.recovery.timeline import CASES, timeline_summary
 from firsttoken.study.system import NOT_HERE
 
-MANIFEST = SimpleNamespace(bytes=1000, stages=[SimpleNamespace(bytes=800), SimpleNamespace(bytes=200)])
 PHASES = ("interpreter", "imports", "config_and_tokenizer", "load", "prefill")
 
 
@@ -23,8 +22,9 @@ def trial(variant: str, wire: Wire, **more: Any) -> dict[str, Any]:
     times = dict.fromkeys(("ttft_request_s", "ttft_process_s", "load_s", "prefill_warm_s", "cpu_s"), 1.0)
     told = {"link": wire.name, "gbit_per_s": wire.gbit_per_s, "shaped_by": wire.shaped_by, "cold": wire.cold}
     row = {"variant": variant, "round": 0, "bytes": 1000, "growth_bytes": None, "resident_before_pct": None}
-    later = {"stage2_s": 0.1, "stage3_s": 0.1, "cpu_full_s": 1.5} if variant == "progressive" else {}
-    return row | times | told | later | {f"phase_{name}_s": 0.2 for name in PHASES} | more
+    if variant == "progressive":
+        row |= {"stage2_s": 0.1, "stage3_s": 0.1, "cpu_full_s": 1.5, "full_bytes": 1000}
+    return row | times | told | {f"phase_{name}_s": 0.2 for name in PHASES} | more
 
 
 @pytest.fixture
@@ -32,12 +32,10 @@ def result() -> SimpleNamespace:
     """A user without root on macOS: no limit in the kernel, nothing verified, memory unknown."""
     wires = (Wire(1.0, BUCKET), Wire(16.0, BUCKET, cold=False))
     rows = [trial(name, wire) for wire in wires for name in ("read", "whole_streamed", "progressive")]
-    summary: dict[str, Any] = {}
-    for wire in wires:
-        summary |= link_summary([row for row in rows if row["link"] == wire.name], wire, MANIFEST)[0]
     refused = "no limit in the kernel: it needs root"
     provenance = {"left_out": {"1 Gbit/s": ["from_pretrained", "runai"]}, "no_kernel_limit": refused}
     floors = {f"link {wire.name}": {"value": 1.0, "unit": "s", "why": "made up"} for wire in wires}
+    summary = cold_start_summary(rows, {})
     return SimpleNamespace(rows=rows, summary=summary, provenance=provenance, floors=floors)
 
 
@@ -80,9 +78,8 @@ def test_a_timeline_whose_memory_is_unknown(before, peak, shown) -> None:
         rows += [told | {"row": "token", "client": 0, "request": 0, "at_s": 1.0 + i, "stage": 1} for i in range(2)]
         rows += [told | {"row": "request", "client": 0, "request": 0, "at_s": 0.0, "tokens": 2}]
         rows += [told | {"row": "event", "what": "serving", "stage": 1, "at_s": 1.0}]
-        rows += [told | {"row": "peak", "rss_bytes": peak}]
-    config = TimelineConfig("", 1.0, 1, 2, 1.0, 0.1, 1)
-    result = SimpleNamespace(rows=rows, summary=_summary(rows, config, SimpleNamespace(manifest=MANIFEST)))
+        rows += [told | {"row": "peak", "rss_bytes": peak, "model_bytes": 1000}]
+    result = SimpleNamespace(rows=rows, summary=timeline_summary(rows, {"timeline": {"runs": 1, "new_tokens": 2}}))
     (memory,) = [row for row in recovery_tables.timeline_rows(result) if row["measure"].startswith("growth of memory")]
     assert {memory[label] for label in recovery_figures.LABELS.values()} == {shown}
     fig = recovery_figures.growth_of_service(result)

@@ -6,35 +6,30 @@ from typing import Any
 
 import pytest
 
-from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, StageFiles, TensorEntry
-from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, NONE, Wire
-from firsttoken.progressive.coldstart.summary import full_rows, link_summary, ratio, values
-
-SIZES = (800, 100, 100)
-
-
-def part(number: int, size: int) -> PartFile:
-    tensors = {f"t{number}": TensorEntry("F32", (2,), 8, 16)}
-    return PartFile(f"layer {number}", f"{number}.safetensors", size, "0" * 64, "add", number, tensors)
-
-
-MANIFEST = Manifest(
-    3,
-    "float32",
-    True,
-    "made up",
-    None,
-    "random",
-    "0",
-    tuple(StageFiles(s, (part(i, n),), None) for i, (s, n) in enumerate(zip("ABC", SIZES, strict=True))),
+from firsttoken.progressive.coldstart.summary import (
+    cold_start_summary,
+    full_rows,
+    link_floor,
+    link_summary,
+    ratio,
+    shapes_summary,
+    values,
 )
+
+LINK = {"link": "1 Gbit/s", "gbit_per_s": 1.0}
+DISK = {"link": "unshaped", "gbit_per_s": 0.0}
+EACH = {"link": "1 Gbit/s a link", "gbit_per_s": 1.0}
 
 
 def trial(variant: str, round_: int, request: float, **more: Any) -> dict[str, Any]:
-    row = {"variant": variant, "round": round_, "ttft_request_s": request, "ttft_process_s": request + 3}
+    row = {"variant": variant, "round": round_, "ttft_request_s": request, "ttft_process_s": request + 3} | LINK
     return (
         row | {"load_s": request - 0.1, "prefill_warm_s": 0.2, "cpu_s": 1.0, "growth_bytes": 900, "bytes": 1000} | more
     )
+
+
+def read(round_: int) -> dict[str, Any]:
+    return {"variant": "read", "round": round_, "load_s": 1.0, "bytes": 1000} | LINK
 
 
 @pytest.fixture
@@ -43,21 +38,20 @@ def rows() -> list[dict[str, Any]]:
     found = []
     for round_ in range(4):
         drift = 0.01 * round_
-        found.append({"variant": "read", "round": round_, "load_s": 1.0})
+        found.append(read(round_))
         found += [
             trial(name, round_, at + drift)
             for name, at in (("whole_streamed", 1.2), ("from_pretrained", 2.0), ("whole", 1.4))
         ]
-        later = {"stage2_s": 0.1, "stage3_s": 0.2, "cpu_full_s": 1.5, "growth_bytes": 990}
-        found.append(trial("progressive", round_, 1.0 + drift, load_s=0.88, **later))
+        later = {"stage2_s": 0.1, "stage3_s": 0.2, "cpu_full_s": 1.5, "full_bytes": 1040, "growth_bytes": 990}
+        found.append(trial("progressive", round_, 1.0 + drift, load_s=0.88, bytes=800, **later))
     return found[::-1]  # rounds are paired by number, not by place
 
 
 def test_memory_of_a_gpu_is_compared_where_it_was_measured(rows):
     on_gpu = [row | {"device_peak_bytes": 80 if row["variant"] == "progressive" else 100} for row in rows]
     name = "peak_device_memory_over_whole_1gbit"
-    found, _ = link_summary(on_gpu, Wire(1.0, KERNEL), MANIFEST)
-    assert found[name]["value"] == pytest.approx(0.8) and name not in link_summary(rows, Wire(1.0, KERNEL), MANIFEST)[0]
+    assert link_summary(on_gpu)[name]["value"] == pytest.approx(0.8) and name not in link_summary(rows)
 
 
 def test_values_come_by_round(rows):
@@ -79,9 +73,10 @@ def test_the_whole_model_counts_both_later_stages(rows):
 
 
 def test_measures_of_a_link(rows):
-    summary, floor = link_summary(rows, Wire(1.0, KERNEL), MANIFEST)
+    summary = link_summary(rows)
     value = {name: entry["value"] for name, entry in summary.items()}
-    assert floor["value"] == pytest.approx(1.0)
+    assert link_floor(rows) == {"value": 1.0, "unit": "s", "why": "1,000 bytes at the rate read alone"}
+    assert value["bandwidth_1gbit"] == pytest.approx(8e-6)
     assert value["stage1_load_over_floor_1gbit"] == pytest.approx(0.88 / 0.8)
     assert value["whole_streamed_over_bound_1gbit"] == pytest.approx(1.215)
     assert value["p50_reduction_vs_from_pretrained_1gbit"] == pytest.approx(100 * (1 - 1.015 / 2.015))
@@ -90,20 +85,33 @@ def test_measures_of_a_link(rows):
     assert value["device_s_full_1gbit"] == pytest.approx(4.315 / 4.215)
     assert value["full_over_whole_1gbit"] == pytest.approx(1.315 / 1.215)
     assert value["peak_memory_over_whole_1gbit"] == pytest.approx(1.1)
-    assert value["byte_share_first_1gbit"] == pytest.approx(0.8) and value["byte_share_full_1gbit"] == pytest.approx(1)
+    assert (value["byte_share_first_1gbit"], value["byte_share_full_1gbit"]) == (0.8, 1.04)
     assert value["best_peer_1gbit"] == "from_pretrained" and value["whole_over_best_peer_1gbit"] < 1
     reduction = summary["p95_reduction_vs_same_loader_1gbit"]
     assert reduction["low"] <= reduction["value"] <= reduction["high"] and reduction["unit"] == "%"
 
 
 def test_a_link_without_the_progressive_start_has_no_measure_of_it(rows):
-    kept = [row for row in rows if row["variant"] != "progressive"]
-    summary, _ = link_summary(kept, Wire(0.0, NONE), MANIFEST)
+    summary = link_summary([row | DISK for row in rows if row["variant"] != "progressive"])
     assert "whole_over_best_peer_unshaped" in summary
     assert not [name for name in summary if name.startswith(("progressive", "device_s", "stage1"))]
 
 
 def test_several_links_are_held_against_a_kth_of_the_time():
-    rows = [{"variant": "read", "round": 0, "load_s": 1.0}, trial("four_links", 0, 0.5, load_s=0.3)]
-    summary, _ = link_summary(rows, Wire(1.0, BUCKET, parallel=True), MANIFEST)
+    summary = link_summary([row | EACH for row in (read(0), trial("four_links", 0, 0.5, load_s=0.3))])
     assert summary["four_links_over_expected_1gbit_each"]["value"] == pytest.approx(0.3 / 0.25)
+
+
+def test_every_link_is_judged_by_its_own_rows(rows):
+    slow = [row | DISK | {"load_s": 2 * row["load_s"]} for row in rows]
+    found = cold_start_summary([row for pair in zip(rows, slow, strict=True) for row in pair], {})
+    assert found == link_summary(rows) | link_summary(slow)
+
+
+def test_shapes_have_a_ratio_a_link_and_one_share_of_the_bytes(rows):
+    wheres = [{"shape": shape} | link for shape in ("small", "large") for link in (LINK, DISK)]
+    found = shapes_summary([row | where for where in wheres for row in rows], {})
+    ends = ("ratio_1gbit", "ratio_unshaped", "byte_share")
+    assert found.keys() == {f"{shape}_{end}" for shape in ("small", "large") for end in ends}
+    assert found["large_byte_share"]["value"] == 0.8
+    assert found["small_ratio_unshaped"]["value"] == ratio(rows, "progressive", "whole_streamed").estimate

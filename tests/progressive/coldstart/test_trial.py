@@ -17,6 +17,7 @@ from firsttoken.progressive.coldstart.harness import (
     KERNEL,
     NONE,
     Wire,
+    link_key,
     make_cold,
     make_warm,
     one_trial,
@@ -131,14 +132,23 @@ def test_a_variant_that_is_none():
         find_variant("none")
 
 
+def key_of(wire: Wire) -> str:
+    """What measures call the link of a trial over ``wire``."""
+    return link_key({"link": wire.name, "gbit_per_s": wire.gbit_per_s})
+
+
+def test_links_side_by_side_have_a_key_of_their_own():
+    assert [key_of(Wire(2.5, BUCKET, parallel=several)) for several in (False, True)] == ["2.5gbit", "2.5gbit_each"]
+
+
 @pytest.mark.parametrize("disk", [0.5, 5.0, 100.0])
 @pytest.mark.parametrize("rate", [0.0, 0.4, 1.0, 4.0, 10.0])
 def test_the_wire_that_this_machine_has(tmp_path, rate, disk):
     wire = wire_for(rate, tmp_path, disk)
     if rate == 0:
-        assert wire == Wire(0.0, NONE) and (wire.name, wire.key) == ("unshaped", "unshaped")
+        assert wire == Wire(0.0, NONE) and (wire.name, key_of(wire)) == ("unshaped", "unshaped")
         return
-    assert wire.gbit_per_s == rate and (wire.name, wire.key) == (f"{rate:g} Gbit/s", f"{rate:g}gbit")
+    assert wire.gbit_per_s == rate and (wire.name, key_of(wire)) == (f"{rate:g} Gbit/s", f"{rate:g}gbit")
     if rate > 0.8 * disk:
         assert (wire.shaped_by, wire.cold) == (BUCKET, False)
     else:

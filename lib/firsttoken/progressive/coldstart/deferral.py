@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -15,9 +17,10 @@ from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.coldstart.experiments import disk_speed, trial_specs
 from firsttoken.progressive.coldstart.harness import one_trial, wire_for
 from firsttoken.progressive.coldstart.materials import Checkpoint, write_stock
+from firsttoken.progressive.coldstart.summary import REQUEST
 from firsttoken.progressive.distance import angular_distances, choose_block
 from firsttoken.progressive.examination import Examination, QualityConfig
-from firsttoken.progressive.gates import summarise
+from firsttoken.progressive.gates import Summary, summarise
 from firsttoken.progressive.quality import text_scores
 from firsttoken.progressive.served import Served, ServedConfig, at_stage, load_base, load_served, passing
 from firsttoken.progressive.staging import best_recipe, served_source, stage_adapters
@@ -69,14 +72,21 @@ def deferral_sweep(profile: Profile) -> Outcome:
     check([*place.needs(), *config.needs(), *sizes.needs()], Held(profile.model))
     served = load_served(profile)
     rows = _first_tokens(profile, config, quality.questions, served)
-    scored = _qualities(profile, config, Examination(sizes, served.tokenizer), served)
-    summary = summarise(scored, judged=quality.judged)
-    for size in config.sizes:
-        times = [row["ttft_request_s"] for row in rows if row["deferred_layers"] == size]
+    rows += _qualities(profile, config, Examination(sizes, served.tokenizer), served)
+    return Outcome(rows, provenance=served.provenance)
+
+
+def deferral_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Scores of every block, the median TTFT by the number of deferred layers, and what each of them saves of it."""
+    scored = [row for row in rows if "task" in row]
+    summary = summarise(scored, judged=QualityConfig.recorded(parameters).judged)
+    sizes = parameters["deferral"]["sizes"]
+    for size in sizes:
+        times = [row[REQUEST] for row in rows if REQUEST in row and row["deferred_layers"] == size]
         summary[f"ttft_{size}"] = bootstrap(times, "median").summary("s")
-    whole, deferred = summary["ttft_0"]["value"], summary[f"ttft_{max(config.sizes)}"]["value"]
-    summary["ms_saved_a_layer"] = {"value": 1000 * (whole - deferred) / max(config.sizes), "unit": "ms of TTFT a layer"}
-    return Outcome(rows + scored, summary=summary, provenance=served.provenance)
+    whole, deferred = summary["ttft_0"]["value"], summary[f"ttft_{max(sizes)}"]["value"]
+    summary["ms_saved_a_layer"] = {"value": 1000 * (whole - deferred) / max(sizes), "unit": "ms of TTFT a layer"}
+    return summary
 
 
 def nested_checkpoint(served: Served, deepest: int) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""The cold start as an experiment: every variant over every link, and the ratios that the report's claims need."""
+"""The cold start as an experiment: every variant over every link."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from firsttoken.progressive.coldstart.materials import (
     random_checkpoint,
     served_checkpoint,
 )
-from firsttoken.progressive.coldstart.summary import link_summary, ratio
+from firsttoken.progressive.coldstart.summary import link_floor
 from firsttoken.progressive.coldstart.trial import TrialSpec
 from firsttoken.progressive.coldstart.variants import find_variant
 from firsttoken.progressive.loading.peers import installed
@@ -46,6 +46,11 @@ class ColdStartConfig:
     sweep_variants: tuple[str, ...]
     parallel_variants: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        rates = (self.gbit_per_s, *([0.0] if self.disk_variants else []), *self.sweep_links)
+        if len(set(rates)) < len(rates):
+            raise ProfileError("coldstart.gbit_per_s and sweep_links: name every rate once, and 0 by disk_variants")
+
 
 def cold_start(profile: Profile) -> Outcome:
     """Fresh processes from cold files to the first token, over each link; ratios within each link."""
@@ -57,7 +62,6 @@ def cold_start(profile: Profile) -> Outcome:
     checkpoint = served_checkpoint(profile)
     specs = trial_specs(profile, checkpoint, config.questions, config.readers)
     rows: Rows = []
-    summary: dict[str, dict[str, Any]] = {}
     floors: dict[str, dict[str, Any]] = {}
     disk = disk_speed(specs("read"))
     few = config.few_rounds
@@ -74,15 +78,13 @@ def cold_start(profile: Profile) -> Outcome:
             left_out[wire.name] = missing
         found = run_trials([specs(name) for name in ("read", *names)], wire, rounds, profile.seed)
         rows += found
-        entries, floor = link_summary(found, wire, checkpoint.manifest)
-        summary |= entries
-        floors[f"link {wire.name}"] = floor
+        floors[f"link {wire.name}"] = link_floor(found)
     notes = {
         "block": list(checkpoint.plan.block),
         "left_out": left_out,
         "no_kernel_limit": available(checkpoint.staged),
     }
-    return Outcome(rows, floors, summary, checkpoint.provenance | notes)
+    return Outcome(rows, floors, provenance=checkpoint.provenance | notes)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,6 @@ def cold_start_shapes(profile: Profile) -> Outcome:
     """Larger shapes with random weights: what is left of the gain when the transfer dominates, and when it does not."""
     config = profile.section("shapes", ShapesConfig)
     rows: Rows = []
-    summary: dict[str, dict[str, Any]] = {}
     for shape, block in zip(config.shapes, config.blocks, strict=True):
         check(config.needs(block), Held(f"{RANDOM}{shape}"))
     for shape, block in zip(config.shapes, config.blocks, strict=True):
@@ -125,10 +126,7 @@ def cold_start_shapes(profile: Profile) -> Outcome:
             names = ("read", *reachable(config.variants, wire))
             found = run_trials([specs(name) for name in names], wire, config.rounds, profile.seed, timeout_s=1800)
             rows += [{"shape": shape, **row} for row in found]
-            summary[f"{shape}_ratio_{wire.key}"] = ratio(found, "progressive", "whole_streamed").summary("x")
-            share = checkpoint.manifest.stages[0].bytes / checkpoint.manifest.bytes
-            summary[f"{shape}_byte_share"] = {"value": share, "unit": "bytes of stage 1 / bytes of the model"}
-    return Outcome(rows, summary=summary, provenance={"source": "random weights", "kind": "random"})
+    return Outcome(rows, provenance={"source": "random weights", "kind": "random"})
 
 
 def reachable(variants: Sequence[str], wire: Wire) -> list[str]:

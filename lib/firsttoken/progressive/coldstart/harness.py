@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from firsttoken.study.record import Rows
 from firsttoken.study.system.pagecache import evict, resident_fraction
 
 KERNEL, BUCKET, NONE = "kernel", "bucket", "none"
+A_LINK = " a link"  # of a name: there are several such links side by side
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,7 @@ class Wire:
     @property
     def name(self) -> str:
         """What a table calls it."""
-        return LinkConfig(self.gbit_per_s).name + (" a link" if self.parallel else "")
-
-    @property
-    def key(self) -> str:
-        """What the name of a measure calls it: "unshaped", "1gbit", "1gbit_each"."""
-        rate = f"{self.gbit_per_s:g}gbit" if self.gbit_per_s else "unshaped"
-        return f"{rate}_each" if self.parallel else rate
+        return LinkConfig(self.gbit_per_s).name + (A_LINK if self.parallel else "")
 
 
 def wire_for(gbit_per_s: float, folder: Path, disk_gbit_per_s: float) -> Wire:
@@ -105,6 +100,12 @@ def one_trial(spec: TrialSpec, wire: Wire, timeout_s: float = 600.0) -> dict[str
         "cold": wire.cold,
         "resident_before_pct": None if resident is None else round(100 * resident, 1),
     }
+
+
+def link_key(row: Mapping[str, Any]) -> str:
+    """What the name of a measure calls the link of a trial: "unshaped", "1gbit", "1gbit_each"."""
+    rate = f"{row['gbit_per_s']:g}gbit" if row["gbit_per_s"] else "unshaped"
+    return f"{rate}_each" if row["link"].endswith(A_LINK) else rate
 
 
 def files_were(row: dict[str, Any]) -> str:

@@ -1,18 +1,20 @@
-"""From the rows of one link to the ratios that are judged: medians and 95th percentiles, bootstrapped over rounds."""
+"""From the rows of a link to the ratios that are judged: medians and 95th percentiles, bootstrapped over rounds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from firsttoken.progressive.checkpoint.manifest import Manifest
-from firsttoken.progressive.coldstart.harness import Wire
+from firsttoken.progressive.coldstart.harness import link_key
 from firsttoken.progressive.coldstart.variants import VARIANTS
 from firsttoken.study.record import Rows
 from firsttoken.study.stats import Interval, bootstrap
 
 REQUEST, PROCESS = "ttft_request_s", "ttft_process_s"
+
+Measures = dict[str, dict[str, Any]]
 
 
 def values(rows: Rows, variant: str, column: str) -> list[float]:
@@ -43,21 +45,49 @@ def full_rows(rows: Rows) -> Rows:
     ]
 
 
-def link_summary(rows: Rows, wire: Wire, manifest: Manifest) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Measures of one link, their names ending in its key, and its floor in s: all bytes at its measured rate."""
-    read = values(rows, "read", "load_s")
-    rate = manifest.bytes / float(np.median(read))
+def cold_start_summary(rows: Rows, _: Mapping[str, Any]) -> Measures:
+    """The measures of every link."""
+    return {name: entry for found in _parts(rows, link_key) for name, entry in link_summary(found).items()}
+
+
+def shapes_summary(rows: Rows, _: Mapping[str, Any]) -> Measures:
+    """Of every shape: the progressive start over the whole one by link, and the share of the bytes it waits for."""
+    summary: Measures = {}
+    for found in _parts(rows, lambda row: (row["shape"], link_key(row))):
+        shape = found[0]["shape"]
+        summary[f"{shape}_ratio_{link_key(found[0])}"] = ratio(found, "progressive", "whole_streamed").summary("x")
+        share = values(found, "progressive", "bytes")[0] / values(found, "read", "bytes")[0]
+        summary[f"{shape}_byte_share"] = {"value": share, "unit": "bytes of stage 1 / bytes of the model"}
+    return summary
+
+
+def _parts(rows: Rows, key: Callable[[dict[str, Any]], Hashable]) -> Iterable[Rows]:
+    """The rows of each key, in recorded order."""
+    parts: dict[Hashable, Rows] = {}
+    for row in rows:
+        parts.setdefault(key(row), []).append(row)
+    return parts.values()
+
+
+def link_floor(rows: Rows) -> dict[str, Any]:
+    """The floor of one link in s: all bytes at its measured rate."""
+    seconds, size = float(np.median(values(rows, "read", "load_s"))), values(rows, "read", "bytes")[0]
+    return {"value": seconds, "unit": "s", "why": f"{size:,} bytes at the rate read alone"}
+
+
+def link_summary(rows: Rows) -> Measures:
+    """Measures of one link, their names ending in its key."""
+    read, size = values(rows, "read", "load_s"), values(rows, "read", "bytes")[0]
+    rate = size / float(np.median(read))
     there = {row["variant"] for row in rows}
-    measures: dict[str, dict[str, Any]] = {
-        "bandwidth": bootstrap([8e-9 * manifest.bytes / s for s in read], "median").summary("Gbit/s")
-    }
+    measures: Measures = {"bandwidth": bootstrap([8e-9 * size / s for s in read], "median").summary("Gbit/s")}
     for name in sorted(there - {"read"}):
         for column, short in ((REQUEST, "request"), (PROCESS, "process")):
             times = values(rows, name, column)
             measures[f"{name}_{short}_p50"] = bootstrap(times, "median").summary("s")
             measures[f"{name}_{short}_p95"] = bootstrap(times, lambda s: float(np.percentile(s, 95))).summary("s")
     if {"progressive", "whole_streamed"} <= there:
-        measures |= _progressive(rows, manifest, rate)
+        measures |= _progressive(rows, size, rate)
     if {"progressive", "from_pretrained"} <= there:
         for q in (50, 95):
             against = ratio(rows, "progressive", "from_pretrained", q=q)
@@ -72,27 +102,26 @@ def link_summary(rows: Rows, wire: Wire, manifest: Manifest) -> tuple[dict[str, 
             count := VARIANTS[name].links
         ) > 1:  # ParaServe's arithmetic: k links bring everything in a k-th of the time
             measures[f"{name}_over_expected"] = bootstrap(
-                [s * count * rate / manifest.bytes for s in values(rows, name, "load_s")], "median"
+                [s * count * rate / size for s in values(rows, name, "load_s")], "median"
             ).summary("x of T / k")
-    floor = {"value": manifest.bytes / rate, "unit": "s", "why": f"{manifest.bytes:,} bytes at the rate read alone"}
-    return {f"{name}_{wire.key}": entry for name, entry in measures.items()}, floor
+    return {f"{name}_{link_key(rows[0])}": entry for name, entry in measures.items()}
 
 
-def _progressive(rows: Rows, manifest: Manifest, rate: float) -> dict[str, dict[str, Any]]:
-    """The progressive start against the same loader's whole model, and both against what physics allows."""
+def _progressive(rows: Rows, size: int, rate: float) -> Measures:
+    """The progressive start against the same loader's whole model of ``size`` bytes, and both against what physics
+    allows at ``rate`` bytes/s."""
     whole = float(np.median(values(rows, "whole_streamed", "prefill_warm_s")))
-    bound = max(manifest.bytes / rate, whole)
+    bound = max(size / rate, whole)
     loads = values(rows, "progressive", "load_s")
-    first = manifest.stages[0].bytes / rate
+    first, full = (values(rows, "progressive", column)[0] for column in ("bytes", "full_bytes"))
     both = rows + full_rows(rows)
-    sent = [stage.bytes / manifest.bytes for stage in manifest.stages]
     measures = {
-        "byte_share_first": {"value": sent[0], "unit": "of the model's bytes, adapter A included"},
-        "byte_share_full": {"value": sum(sent), "unit": "of the model's bytes, adapters A and AB included"},
+        "byte_share_first": {"value": first / size, "unit": "of the model's bytes, adapter A included"},
+        "byte_share_full": {"value": full / size, "unit": "of the model's bytes, adapters A and AB included"},
         "progressive_over_whole": ratio(rows, "progressive", "whole_streamed").summary("x"),
         "p50_reduction_vs_same_loader": _reduction(ratio(rows, "progressive", "whole_streamed")),
         "p95_reduction_vs_same_loader": _reduction(ratio(rows, "progressive", "whole_streamed", q=95)),
-        "stage1_load_over_floor": bootstrap([s / first for s in loads], "median").summary("x"),
+        "stage1_load_over_floor": bootstrap([s * rate / first for s in loads], "median").summary("x"),
         "whole_streamed_over_bound": bootstrap(
             [s / bound for s in values(rows, "whole_streamed", REQUEST)], "median"
         ).summary("x"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, NONE, files_were
+from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, NONE, files_were, link_key
 from firsttoken.progressive.coldstart.variants import VARIANTS
 from firsttoken.study.record import Result
 from firsttoken.study.show import interval
@@ -36,7 +36,7 @@ def first_token_rows(result: Result, key: str) -> Table:
 
 def links_of(result: Result, key: str) -> set[str]:
     """The names of the links that the measures call ``key``."""
-    return {row["link"] for row in result.rows if _key(row) == key}
+    return {row["link"] for row in result.rows if link_key(row) == key}
 
 
 TARGETS: tuple[tuple[str, str, str, str], ...] = (
@@ -74,7 +74,7 @@ def link_rows(result: Result) -> Table:
     links = {row["link"]: row for row in result.rows}
     rows: Table = []
     for name, row in links.items():
-        key = _key(row)
+        key = link_key(row)
         rows.append(
             {
                 "link": name,
@@ -85,12 +85,6 @@ def link_rows(result: Result) -> Table:
             }
         )
     return rows
-
-
-def _key(row: dict[str, Any]) -> str:
-    """What the measures call the link of a row, as ``Wire.key`` does."""
-    rate = f"{row['gbit_per_s']:g}gbit" if row["gbit_per_s"] else "unshaped"
-    return f"{rate}_each" if row["link"].endswith("a link") else rate
 
 
 def _limit(row: dict[str, Any], result: Result) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ def open_session(profile: Profile) -> Outcome:
         for index, ids in enumerate(tqdm(read, desc=f"continuations, {kind}", disable=None)):
             label = {"kind": kind, "measure": "continuation", "window": index}
             rows += [label | row for row in _continuations(stages, ids, config)]
-    return Outcome(rows, summary=_summary(rows, config), provenance=served.provenance)
+    return Outcome(rows, provenance=served.provenance)
 
 
 def _costs(stages: Stages, ids: Sequence[int], move: tuple[int, int], policy: Transition, repeats: int) -> Rows:
@@ -146,9 +146,10 @@ def _loss(logits: torch.Tensor, target: int) -> torch.Tensor:
     return functional.cross_entropy(logits.float()[None], torch.tensor([target], device=logits.device))
 
 
-def _summary(rows: Rows, config: OpenSessionConfig) -> dict[str, dict[str, Any]]:
+def session_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What every policy costs in ms at the longest context and does to the logits and to what follows, by kind."""
     summary: dict[str, dict[str, Any]] = {}
-    longest = max(config.contexts)
+    longest = max(parameters["open_session"]["contexts"])
     for kind in ("healed", "bare"):
         costs = [row for row in rows if row["measure"] == "cost" and row["kind"] == kind]
         said = [row for row in rows if row["measure"] == "continuation" and row["kind"] == kind]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -71,7 +72,7 @@ def recovery_timeline(profile: Profile) -> Outcome:
     for run, case in tqdm(cases, desc="timelines", unit="start", disable=None):
         checkpoint = whole if case == "whole" else progressive
         rows += [{"case": case, "run": run} | row for row in _one(checkpoint, case, prompt, profile, config)]
-    return Outcome(rows, summary=_summary(rows, config, progressive), provenance=provenance)
+    return Outcome(rows, provenance=provenance)
 
 
 def _one(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile, config: TimelineConfig) -> Rows:
@@ -97,8 +98,13 @@ def _one(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile,
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def _summary(rows: Rows, config: TimelineConfig, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    runs = range(config.runs)
+def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By case: when tokens and the whole model came, in s, what was handed out, and the stalls at a transition.
+
+    The peaks over the model's bytes are absent where the rows do not know one of the two.
+    """
+    config = parameters["timeline"]
+    runs = range(config["runs"])
     summary: dict[str, dict[str, Any]] = {}
     for case in CASES:
         mine = [row for row in rows if row["case"] == case]
@@ -112,33 +118,37 @@ def _summary(rows: Rows, config: TimelineConfig, checkpoint: Checkpoint) -> dict
             f"whole_model_{case}": bootstrap(full, "median").summary("s"),
             f"tokens_{case}": bootstrap([len(_tokens(mine, run)) for run in runs], "median").summary("tokens"),
             f"short_requests_{case}": {
-                "value": sum(row["tokens"] != config.new_tokens for row in mine if row["row"] == "request"),
+                "value": sum(row["tokens"] != config["new_tokens"] for row in mine if row["row"] == "request"),
                 "n": sum(row["row"] == "request" for row in mine),
                 "unit": "requests with a token too few or too many",
             },
         }
         if None not in growth:
-            relative = [size / checkpoint.manifest.bytes for size in growth]
-            summary[f"peak_over_model_{case}"] = bootstrap(relative, "median").summary("x")
-        if on_device := [row["device_peak_bytes"] for row in mine if "device_peak_bytes" in row]:
-            over = [size / checkpoint.manifest.bytes for size in on_device]
-            summary[f"device_peak_over_model_{case}"] = bootstrap(over, "median").summary("x")
+            summary[f"peak_over_model_{case}"] = bootstrap(growth, "median").summary("x")
+        told = [row for row in mine if {"device_peak_bytes", "model_bytes"} <= row.keys()]
+        if on_device := [row["device_peak_bytes"] / row["model_bytes"] for row in told]:
+            summary[f"device_peak_over_model_{case}"] = bootstrap(on_device, "median").summary("x")
         if excess := [stall for run in runs for stall in stalls(mine, run)]:
             summary[f"excess_stall_{case}"] = bootstrap(excess, "median").summary(
                 "ms beyond a decode turn and the move"
             )
     for scope, key in (("first", "first_token"), ("full", "whole_model")):
         pair = [summary[f"{key}_{case}"]["value"] for case in ("pinned", "whole")]
-        summary[f"{scope}_over_whole"] = {"value": pair[0] / pair[1], "n": config.runs, "unit": "x"}
+        summary[f"{scope}_over_whole"] = {"value": pair[0] / pair[1], "n": config["runs"], "unit": "x"}
     return summary
 
 
-def _growth(rows: Rows, run: int) -> int | None:
-    """Bytes by which the process grew at its peak, from the moment its libraries were in memory; None where unknown."""
+def _growth(rows: Rows, run: int) -> float | None:
+    """By how many times the model's bytes the process grew at its peak, from the moment its libraries were in memory.
+
+    None where one of these is unknown.
+    """
     mine = [row for row in rows if row["run"] == run]
     before = next(row["rss_bytes"] for row in mine if row["row"] == "memory")
-    peak = next(row["rss_bytes"] for row in mine if row["row"] == "peak")
-    return None if before is None or peak is None else peak - before
+    peak = next(row for row in mine if row["row"] == "peak")
+    if before is None or peak["rss_bytes"] is None or "model_bytes" not in peak:
+        return None
+    return (peak["rss_bytes"] - before) / peak["model_bytes"]
 
 
 def _tokens(rows: Rows, run: int) -> Rows:

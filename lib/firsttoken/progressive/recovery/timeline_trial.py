@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from firsttoken.link import Link, LinkConfig
+from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.device_memory import device_now, device_peak
 from firsttoken.progressive.recovery.engine import Engine
 from firsttoken.study.system.footprint import Growth, resident
@@ -61,7 +62,7 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
         time.sleep(spec.sample_s)
     grown = growth.bytes()
     peak = {"row": "peak", "rss_bytes": None if grown is None else growth.before + grown}
-    rows.append(peak | device_peak(spec.device))
+    rows.append(peak | {"model_bytes": read_manifest(Path(spec.folder)).bytes} | device_peak(spec.device))
     events = [{"row": "event", **event} for event in engine.status()["events"]]
     engine.close()
     return rows + events
