@@ -170,6 +170,7 @@ def _copy(client: socket.socket, listening: socket.socket, selector: selectors.B
 def _become(asked: dict, handles: Sequence[int]) -> int:
     """In the child: take on the client's streams, folder and environment and run its module; returns its status."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where all this runs in a background
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     for number, handle in enumerate(handles):
         os.dup2(handle, number)
