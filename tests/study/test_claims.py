@@ -104,7 +104,7 @@ def test_the_table_shows_the_record_and_a_gpu(claim, make_result) -> None:
     there = make_result(summary={"m": {"value": 2.0}}, machine={"slug": "nvidia-x", "gpu": "X"}, **kept)
     table = table_for([ratio], [here, there], "test-cpu-2c")
     row = table.splitlines()[2]
-    assert "a \\| b" in row and len(row) < 250
+    assert "a \\| b" in row
     expected = [
         "2 x",
         "1.5 x [1.25, 1.75], n=20",
