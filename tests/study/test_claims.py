@@ -111,7 +111,6 @@ def test_the_table_shows_the_record_and_a_gpu(claim, make_result) -> None:
         "2 x (reproduced)",
         "± 10% of the effect beyond 1",
         "00",
-        "1 + 0.5",
         "trend only",
     ]
     assert cells(table, 2)[1:] == expected
