@@ -19,6 +19,7 @@ import torch
 
 from firsttoken.study import paths, storage
 from firsttoken.study.claims import digests, load_claims
+from firsttoken.study.clock import counting_kept
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.machine import cores, describe
 from firsttoken.study.profile import Profile, unknown
@@ -248,7 +249,7 @@ def run_experiment(name: str, profile: Profile) -> Result:
     torch.set_num_threads(profile.threads or cores())
     started, clock = datetime.now(UTC), time.perf_counter()
     storage.check(paths.RESULTS)
-    with storage.storing(paths.CACHE):
+    with storage.storing(paths.CACHE), counting_kept() as kept:
         outcome = experiment(profile)
     parameters = profile.parameters()
     result = Result(
@@ -260,7 +261,7 @@ def run_experiment(name: str, profile: Profile) -> Result:
         git_revision=revision,
         seeds=sorted({row["seed"] for row in outcome.rows if "seed" in row}) or [profile.seed],
         started=started.isoformat(timespec="seconds"),
-        duration_s=round(time.perf_counter() - clock, 3),
+        duration_s=round(time.perf_counter() - clock + sum(kept), 3),
         entries=entries,
         rows=outcome.rows,
         floors=outcome.floors,

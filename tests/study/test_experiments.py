@@ -12,7 +12,7 @@ import pytest
 
 from firsttoken import experiments
 from firsttoken.experiments import EXPERIMENTS, Experiment, run_experiment
-from firsttoken.study import paths
+from firsttoken.study import clock, paths
 from firsttoken.study.claims import digests, load_claims
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, load_profile
@@ -54,6 +54,16 @@ def test_a_result_names_its_commit_the_ledger_and_a_summary_that_anybody_can_mak
     assert result.summary == EXPERIMENTS["machine"].summarise(result.rows, result.parameters)
     assert result.summary == {"total": {"value": 2.0, "unit": "s", "seed": 0}}
     assert result.entries == digests(load_claims(paths.CLAIMS, EXPERIMENTS), "machine")
+
+
+def test_a_resumed_run_says_how_long_all_of_it_took(clone, monkeypatch) -> None:
+    def resumed(profile: Profile) -> Outcome:
+        clock.kept(1000.0)
+        return measured(profile)
+
+    monkeypatch.setattr(experiments.importlib.import_module("made_up"), "measured", resumed)
+    assert 1000 < run_experiment("machine", load_profile("full")).duration_s < 1060
+    clock.kept(1.0)  # outside of a run nobody counts
 
 
 @pytest.mark.parametrize("changed", ["env/profiles/quick.yaml", "data/claims.yaml", "lib/new.py"])

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from firsttoken.assets.adapters import export_adapter, read_recipe
 from firsttoken.kvreuse.tasks.items import Encoded
+from firsttoken.study import clock
 from firsttoken.study.dtypes import autocast
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.machine import describe
@@ -97,6 +98,7 @@ def tuned(
     if (folder / "recipe.json").exists():
         found = read_recipe(folder)
         if all(found.get(key) == value for key, value in wanted.items()):
+            clock.kept(found["train_s"])
             return found
     start = time.perf_counter()
     peft, curve = tune(model, list(tasks.values()), config, seed)

@@ -20,6 +20,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 
 SHAPES = ("llama-2-7b", "tinyllama-1.1b", "qwen2.5-0.5b", "smollm2-135m")
+PUBLISHED_START_S = 114  # the whole model, from the creation of the process to the first token (report, 2.4.1)
 
 
 def sizes(_: Profile) -> Outcome:
@@ -29,11 +30,14 @@ def sizes(_: Profile) -> Outcome:
 
 
 def sizes_summary(rows: Rows, _: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The report's model, Llama-2-7B: its block in % of the bytes, its adapters in million parameters."""
+    """The report's model, Llama-2-7B: its bytes and the rate at which the report brought them, its block in % of the
+    bytes, its adapters in million parameters."""
     (report,) = [row for row in rows if row["shape"] == SHAPES[0]]
     million = {"unit": "million parameters"}
     return {
         "llama2_block_bytes_pct": {"value": round(report["block_bytes_pct"], 2), "unit": "% of bytes"},
+        "llama2_fp16_gb": {"value": report["fp16_bytes"] / 1e9, "unit": "GB"},
+        "published_gbit_per_s": {"value": 8e-9 * report["fp16_bytes"] / PUBLISHED_START_S, "unit": "Gbit/s"},
         "llama2_adapter_a_params": {"value": round(report["adapter_a_params"] / 1e6, 2), **million},
         "llama2_adapter_all_params": {"value": round(report["adapter_all_params"] / 1e6, 2), **million},
     }

@@ -22,6 +22,7 @@ from firsttoken.progressive.quality import AnswerConfig, answer_scores, perplexi
 from firsttoken.progressive.recipe import Recipe
 from firsttoken.progressive.samples import Sample, prompt_samples, qa_sample, text_samples
 from firsttoken.progressive.served import Served
+from firsttoken.study import clock
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.machine import describe
 
@@ -148,6 +149,7 @@ def healed(
     if (folder / "recipe.json").exists():
         found = read_recipe(folder)
         if all(found.get(key) == value for key, value in wanted.items()):
+            clock.kept(found["train_s"])
             return found
     peft, curve = heal(served, missing, recipe, data, config, teacher)
     machine = describe()

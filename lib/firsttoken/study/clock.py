@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+_KEPT: ContextVar[list[float] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def counting_kept() -> Iterator[list[float]]:
+    """The seconds that :func:`kept` is told of in the block: a run that was resumed took these as well."""
+    seconds: list[float] = []
+    token = _KEPT.set(seconds)
+    try:
+        yield seconds
+    finally:
+        _KEPT.reset(token)
+
+
+def kept(seconds: float) -> None:
+    """Say that something took ``seconds`` in an earlier run, of which it was kept."""
+    if (counted := _KEPT.get()) is not None:
+        counted.append(seconds)
 
 
 def synchronise(device: torch.device | str | None = None) -> None:

@@ -60,7 +60,7 @@ class Result:
     git_revision: str  # of the code; ends in "-dirty" when it differed from that commit
     seeds: list[int]
     started: str  # ISO 8601, UTC
-    duration_s: float
+    duration_s: float  # with what was kept of interrupted runs
     entries: dict[str, str]  # id of a claim -> its digest (``claims.digests``) when the run began
     rows: Rows
     floors: dict[str, dict[str, Any]]

@@ -70,6 +70,7 @@ def test_the_table_of_two_runs(study):
         "reuse_relative_loss_worst_pct",
         "runs_with_loss",
         "two_layer_groups_x",
+        "widest_layer_depth",
     }
     assert len(result.summary) == 2 * len(SUMMARY) + len(overall) and overall <= set(result.summary)
     assert result.summary["two_layer_groups_x"]["value"] == (4 * 1 + 3 * 2 + 2 * 3 + 4) / (2 + 2 + 4)

@@ -185,7 +185,7 @@ def _speedups(rows: Rows, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for bound in _BOUNDS:
-        medians = []
+        gains = []
         for key in keys:
             mine = [row for row in rows if key in row.get(f"chosen_{bound}", ())]
             if not mine:
@@ -193,11 +193,11 @@ def _speedups(rows: Rows, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
             gain = _gain(rows, mine)
             found[f"{key}_speedup_{bound}_x"] = gain.summary("x")
             if mine[0]["compute"]:
-                medians.append(gain.estimate)
-        if not medians:
+                gains.append(gain)
+        if not gains:
             continue
-        found[f"speedup_mean_{bound}_x"] = bootstrap(medians).summary("x")
-        found[f"speedup_least_{bound}_x"] = {"value": min(medians), "n": len(medians), "unit": "x"}
+        found[f"speedup_mean_{bound}_x"] = bootstrap([gain.estimate for gain in gains]).summary("x")
+        found[f"speedup_least_{bound}_x"] = min(gains, key=lambda gain: gain.estimate).summary("x")
     return found
 
 

@@ -102,9 +102,15 @@ def loading_comparison(result: Result) -> Rows:
         {"what": f"E-cache over KV, {name}", "paper": paper, "measured": value[f"edge_over_kv_{key}"], "unit": "x"}
         for name, key, paper in (("Llama-3-8B", "llama_3_8b", 2), ("Llama-3.1-70B", "llama_3_70b", 4))
     ]
-    rows.append(
-        {"what": "KV of the toy example", "paper": "128 (report)", "measured": value["toy_kv_bytes"], "unit": "B"}
-    )
+    rows += [
+        {
+            "what": f"KV of the toy example, {layers} layers",
+            "paper": 128,
+            "measured": value[f"toy_kv_bytes_{layers}_layers"],
+            "unit": "B",
+        }
+        for layers in (4, 6)
+    ]
     if (worst := value.get("pipelined_over_floor_worst")) is not None:
         what = "pipelined TTFT over max(transfer, compute), worst link"
         rows.append({"what": what, "measured": worst, "floor": 1.0, "unit": "x"})

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from firsttoken.kvreuse.experiments.setting import Run, Setting, batches, key_of, rows_by_run
@@ -19,10 +20,11 @@ from firsttoken.kvreuse.prefill import NOTHING, Group
 from firsttoken.kvreuse.profile.bank import Bank, Questions, Score
 from firsttoken.kvreuse.profile.pareto import Profiled, critical_layers, smallest_within
 from firsttoken.kvreuse.tasks.items import Encoded
-from firsttoken.study import paths
+from firsttoken.study import clock, paths
 from firsttoken.study.files import write_text
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
 
 BOUND = 0.05  # of the receiver's own score (DroidSpeak, 5.1: "within 5 %"; the report: points, errata I41)
 _SCORING = 1  # raised when what a batch holds is made in another way
@@ -54,7 +56,9 @@ def profile_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict
     losing = [key for key in runs if summary[f"{key}_group_layers_pct"]["value"]]
     *_, last = runs.values()
     depth = sum(row["what"] == "layer" for row in last)
+    widest = bootstrap([_widest_layer(runs[key]) / depth for key in losing or runs])
     return summary | {
+        "widest_layer_depth": widest.summary("of the depth"),
         "critical_layers_mean_pct": _mean([summary[f"{key}_critical_layers_pct"] for key in runs]),
         "runs_with_loss": {"value": len(losing), "n": len(runs), "unit": "runs in which full reuse breaks the bound"},
         "group_layers_mean_pct": _mean([summary[f"{key}_group_layers_pct"] for key in losing or runs]),
@@ -68,6 +72,13 @@ def profile_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict
     }
 
 
+def _widest_layer(of: Rows) -> int:
+    """The layer whose reuse alone costs the most different amounts of token accuracy from item to item."""
+    (own,) = [np.array(row["item_accuracy"]) for row in of if row["what"] == "own"]
+    spread = {row["lo"]: float((own - row["item_accuracy"]).std()) for row in of if row["what"] == "layer"}
+    return max(spread, key=spread.__getitem__)
+
+
 def run_profile(
     setting: Setting, run: Run, receiver: Variant, sender: Variant, items: Sequence[Encoded]
 ) -> list[dict[str, Any]]:
@@ -78,9 +89,12 @@ def run_profile(
     passes = seconds = 0.0
     for index, part in enumerate(tqdm(parts, desc=f"profile {run.name}", unit="batch", disable=None)):
         kept = folder / f"{index}.json"
-        if not kept.is_file():
-            write_text(kept, json.dumps(_batch(run, receiver, sender, part)))
-        done = json.loads(kept.read_text(encoding="utf-8"))
+        if kept.is_file():
+            done = json.loads(kept.read_text(encoding="utf-8"))
+            clock.kept(done["seconds"])
+        else:
+            done = _batch(run, receiver, sender, part)
+            write_text(kept, json.dumps(done))
         seconds, passes = seconds + done["seconds"], passes + done["prefix_layers"]
         for what, lo, hi, nll, accuracy in done["scores"]:
             entry = gathered.setdefault((what, lo, hi), {"item_nll": [], "item_accuracy": []})
@@ -172,9 +186,5 @@ def naive_passes(depth: int, group_layers: int) -> float:
 
 
 def _mean(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The mean of one measure over runs."""
-    return {
-        "value": sum(entry["value"] for entry in entries) / len(entries),
-        "n": len(entries),
-        "unit": entries[0]["unit"],
-    }
+    """The mean of one measure over runs, with its interval."""
+    return bootstrap([entry["value"] for entry in entries]).summary(entries[0]["unit"])
