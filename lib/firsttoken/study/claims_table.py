@@ -63,7 +63,7 @@ def scoreboard(claims: Sequence[Claim], results: Sequence[Result], machine: str)
     """The headline claims with their conditions, judged by the record of ``machine``."""
     recorded = judge_all([claim for claim in claims if claim.headline], results, machine)
     columns = {
-        "claim": [f"{judgement.claim.report}: {_says(judgement.claim)}" for judgement in recorded],
+        "claim": [f"{judgement.claim.report}: {judgement.claim.says}" for judgement in recorded],
         "report": [_told(judgement.claim) for judgement in recorded],
         "measured": [judgement.measured for judgement in recorded],
         "conditions": [judgement.claim.conditions for judgement in recorded],
