@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="model folder")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON list of lists of token ids")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated for every prompt, greedily")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--dtype", required=True, choices=("float32", "bfloat16", "float16"))
     options = parser.parse_args(arguments)
     prompts = json.loads(options.prompts.read_text(encoding="utf-8"))
     if not prompts or not all(prompts):
