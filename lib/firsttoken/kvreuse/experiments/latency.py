@@ -173,6 +173,9 @@ def latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict
                 slug = f"{name.replace(' ', '_').lower()}_{round(compute * depth, 1):g}_of_{depth}_{tokens}_x"
                 found[slug.replace(".", "p")] = _gain(of, mine).summary("x")
     longest = [row for row in rows if row["tokens"] == lengths[-1]]
+    if blends := [row for row in longest if row["method"] == "CacheBlend"]:
+        usual = min(row["compute"] for row in blends)  # with the paper's share of tokens, its least
+        found["cacheblend_usual_x"] = _gain(longest, [row for row in blends if row["compute"] == usual]).summary("x")
     return found | _speedups(longest, [Run.parse(text).key for text in parameters["reuse"]["runs"]])
 
 

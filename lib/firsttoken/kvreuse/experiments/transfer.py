@@ -150,6 +150,10 @@ def _stability(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         middle, low, high = (layers[round(share * (len(layers) - 1))] for share in (0.5, 0.025, 0.975))
         found[f"{key}_layers"] = {"value": middle, "low": low, "high": high, "n": len(of), "unit": "layers"}
         found[f"{key}_loss_pct"] = bootstrap([row["relative_loss"] for row in of]).summary("% of the own score", 100)
+    if sizes := sorted({of[0]["items"] for of in cells.values()}):
+        half = sizes[len(sizes) // 2]  # of all items, the paper's 50 contexts or a few more
+        losses = [found[f"{key}_loss_pct"] for key, of in cells.items() if of[0]["items"] == half]
+        found["half_of_items_loss_worst_pct"] = max(losses, key=lambda entry: entry["value"])
     return found
 
 
