@@ -24,7 +24,7 @@ def claims() -> list[Claim]:
 
 def recorded() -> list[Result]:
     """The results that verdicts of the record stand on. Raises FirstTokenError as ``record.all_results``."""
-    return [result for result in all_results() if result.profile in FOR_THE_RECORD]
+    return all_results(FOR_THE_RECORD)
 
 
 def machine() -> str:

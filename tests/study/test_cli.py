@@ -11,7 +11,6 @@ import pytest
 
 from firsttoken.__main__ import main
 from firsttoken.study import paths
-from firsttoken.study.claims_table import BEGIN, END
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.notebooks import notebook_paths
 from firsttoken.study.record import write_result
@@ -27,7 +26,7 @@ def test_notebooks_run_in_order_and_a_failing_one_fails_the_run(write_notebook, 
     assert out.index("01_works") < out.index("02_breaks")
     assert "notebook 02_breaks.ipynb failed" in out and "IndexError: list index out of range" in out
     assert "\x1b[" not in out
-    assert "| claim | paper | yours: " in out and "executed notebooks:" in out
+    assert "| claim | report | yours: " in out and "executed notebooks:" in out
     assert "1 of 2 notebooks failed" in err
     (copy,) = (paths.EXECUTED / "quick").glob("*.ipynb")
     assert copy.name == "01_works.ipynb" and "profile is quick" in copy.read_text(encoding="utf-8")
@@ -104,7 +103,7 @@ def test_measure_changes_settings_and_prints_the_summary(capsys) -> None:
         (["measure", "machine", "--profile", "huge"], "firsttoken: no profile 'huge'"),
         (["run", "--profile", "huge"], "firsttoken: no profile 'huge'"),
         (["measure", "machine", "--set", "machine.repeat=1"], "unknown key 'repeat'"),
-        (["claims", "--check"], "firsttoken: README.md: put the lines"),
+        (["claims", "--update"], "templates/README.md: [Errno 2] No such file"),
     ],
 )
 def test_an_error_is_one_line(arguments: list[str], message: str, capsys) -> None:
@@ -113,13 +112,15 @@ def test_an_error_is_one_line(arguments: list[str], message: str, capsys) -> Non
     assert message in err and err.count("\n") == 1
 
 
-def test_the_readme_is_updated_and_checked(root: Path, make_result, capsys) -> None:
-    (root / "README.md").write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
+def test_the_pages_are_updated_and_checked(root: Path, make_result, capsys) -> None:
+    paths.TEMPLATES.mkdir()
+    for page in ("README.md", "CLAIMS.md"):
+        (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
     assert main(["claims", "--check"]) == 1
-    write_result(make_result(machine={"slug": "elsewhere-4c", "gpu": None}))
+    write_result(make_result(profile="full", machine={"slug": "elsewhere-4c", "gpu": None}))
     assert main(["claims", "--update", "--machine", "elsewhere-4c"]) == 0
-    assert main(["claims", "--check"]) == 0, "the README's own machine is checked, not this one"
-    assert "Recorded: `elsewhere-4c`" in capsys.readouterr().out
+    assert main(["claims", "--check"]) == 0, "the machine of the pages is checked, not this one"
+    assert "Recorded: `elsewhere-4c`" in (root / "README.md").read_text(encoding="utf-8")
     assert main(["claims", "--machine", "elsewhere-4"]) == 2
     err = capsys.readouterr().err
     assert "no results of a machine 'elsewhere-4'" in err and "did you mean 'elsewhere-4c'?" in err

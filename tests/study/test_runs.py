@@ -128,6 +128,7 @@ def test_a_result_of_no_machine_or_in_the_folder_of_another_is_refused(root, mak
     path.rename(elsewhere)
     with pytest.raises(FirstTokenError, match="measured on test-cpu-2c under profile quick, which is another"):
         all_results()
-    elsewhere.write_text(elsewhere.read_text(encoding="utf-8").replace('"slug": "test-cpu-2c"', '"slug": ""'))
+    elsewhere.unlink()
+    elsewhere = write_result(make_result(machine={"slug": "", "gpu": None}))
     with pytest.raises(FirstTokenError, match="does not say on which machine"):
         read_result(elsewhere)

@@ -130,14 +130,14 @@ def read_result(path: Path) -> Result:
     return Result(**content)
 
 
-def all_results() -> list[Result]:
-    """Every recorded result, ordered by path.
+def all_results(profiles: Iterable[str] = ("*",)) -> list[Result]:
+    """Every recorded result of ``profiles`` (all), ordered by path.
 
     Raises FirstTokenError as ``read_result`` does, for a result in the folder of another machine or profile, and for
     one that has not its experiment's name, as of two for one machine one has.
     """
     results = []
-    for path in _files("*/*/*.json"):
+    for path in [path for profile in profiles for path in _files(f"*/{profile}/*.json")]:
         results.append(result := read_result(path))
         if result.experiment != path.stem:
             raise FirstTokenError(
