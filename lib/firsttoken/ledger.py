@@ -47,14 +47,15 @@ def verdicts(*ids: str) -> None:
 def otherwise(notebook: str, profile: str) -> None:
     """Print the claims of ``notebook`` on which what this machine measured under ``profile`` says otherwise than the
     record, with what each stands on: small samples reverse verdicts."""
-    of, here = [claim for claim in claims() if claim.notebook == notebook], machine_slug()
+    of, here, agree = [claim for claim in claims() if claim.notebook == notebook], machine_slug(), True
     mine = [result for result in all_results((profile,)) if result.slug == here]
     for judged in judge_all(of, recorded(), machine()):
         now = judge(judged.claim, pick(mine, judged.claim.experiment, machine="any"))
         if Verdict.NOT_RUN not in (now.verdict, judged.verdict) and now.verdict != judged.verdict:
-            print(
-                f"here {now.verdict} ({now.measured}), recorded {judged.says} ({judged.measured}): {judged.claim.says}"
-            )
+            agree, told = False, f"recorded {judged.says} ({judged.measured})"
+            print(f"here {now.verdict} ({now.measured}), {told}: {judged.claim.says}")
+    if agree:
+        print("nothing that was measured here says otherwise than the record")
 
 
 def table(of: str | None = None, profile: str | None = None) -> str:
