@@ -90,7 +90,7 @@ def item_spread(result: Result) -> Figure:
 
     fig, ax = plt.subplots(figsize=(9, 3.8))
     for (run, rows), marker in zip(tables.losing_runs(result).items(), "os^Dv<>", strict=False):
-        accuracy, _ = tables.layer_losses(rows)
+        accuracy = tables.layer_losses(rows)
         spread, label = 100 * accuracy.std(1), f"{run}, {accuracy.shape[1]} items"
         ax.plot(
             range(len(spread)), spread, f"{marker}-", color=COLOURS["measured"], markersize=5, alpha=0.8, label=label

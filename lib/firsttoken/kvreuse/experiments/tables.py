@@ -38,12 +38,10 @@ def only(rows: Iterable[dict[str, Any]], what: str) -> dict[str, Any]:
     return row
 
 
-def layer_losses(rows: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Items' losses [layers, items] of accuracy (0..1) and likelihood (nats) where one layer alone is reused."""
-    own = only(rows, "own")
+def layer_losses(rows: Sequence[dict[str, Any]]) -> np.ndarray:
+    """Items' losses of accuracy (0..1) [layers, items] where one layer alone is reused."""
     layers = sorted((row for row in rows if row["what"] == "layer"), key=lambda row: row["lo"])
-    accuracy = np.array(own["item_accuracy"]) - np.array([row["item_accuracy"] for row in layers])
-    return accuracy, np.array([row["item_nll"] for row in layers]) - np.array(own["item_nll"])
+    return np.array(only(rows, "own")["item_accuracy"]) - np.array([row["item_accuracy"] for row in layers])
 
 
 def relative_loss(own: Sequence[float], mixed: Sequence[float]) -> Interval:
@@ -82,7 +80,7 @@ def sensitivity_rows(result: Result) -> Rows:
     """Figures 7 and 8 in numbers: critical layers, the worst one, and the one where items differ most."""
     rows = []
     for run, of in by_run(result).items():
-        accuracy, _ = layer_losses(of)
+        accuracy = layer_losses(of)
         critical, own = critical_of(of), only(of, "own")["accuracy"]
         worst, spread = int(accuracy.mean(1).argmax()), accuracy.std(1)
         rows.append(
