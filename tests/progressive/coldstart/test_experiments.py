@@ -147,7 +147,7 @@ def test_the_timeline_serves_every_request_whole(trained, few_processes):
     assert all(result.summary[f"short_requests_{case}"]["value"] == 0 for case in ("whole", "pinned", "upgrade"))
     peaks = [row for row in result.rows if row["row"] == "peak"]
     assert len({row["model_bytes"] for row in peaks}) == 1 and peaks[0]["model_bytes"] > 0
-    grown = "stage 1, stage 2, whole model"
+    grown = "stage 1 to whole model"
     assert recovery_tables.stages_served(result) == {"whole": "whole model", "pinned": grown, "upgrade": grown}
     assert len(recovery_tables.timeline_rows(result)) >= 5
 

@@ -70,11 +70,13 @@ def policy_rows(result: Result) -> Table:
 
 
 def stages_served(result: Result) -> dict[str, str]:
-    """What began to serve, by case, in order; the last stage of a start is the whole model, whatever its number."""
+    """What began to serve first and last, by case; on a busy machine a stage between them may arrive with the next one
+    and never serve. The last stage of a start is the whole model, whatever its number."""
     events = [row for row in result.rows if row["row"] == "event" and row["what"] in ("loading", "serving")]
     served: dict[str, str] = {}
     for case in CASES:
         last = max(row["stage"] for row in events if row["case"] == case)
-        begun = sorted({row["stage"] for row in events if row["case"] == case and row["what"] == "serving"})
-        served[case] = ", ".join("whole model" if stage == last else f"stage {stage}" for stage in begun)
+        begun = {row["stage"] for row in events if row["case"] == case and row["what"] == "serving"}
+        ends = sorted({min(begun), max(begun)})
+        served[case] = " to ".join("whole model" if stage == last else f"stage {stage}" for stage in ends)
     return served
