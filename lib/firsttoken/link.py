@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from firsttoken.study.errors import LinkError
 from firsttoken.study.system.reading import read_at
@@ -46,6 +47,13 @@ class LinkConfig:
 
 
 UNSHAPED = LinkConfig()
+
+
+class Source(Protocol):
+    """An open file that is not this machine's."""
+
+    def read_at(self, buffer: memoryview, offset: int) -> int:
+        """Bytes read from ``offset`` into ``buffer``, perhaps fewer than it holds. Raises OSError."""
 
 
 class TokenBucket:
@@ -93,7 +101,7 @@ class Link:
         """Bytes that have arrived so far."""
         return self._moved
 
-    def read_into(self, handle: int, buffer: memoryview, offset: int) -> None:
+    def read_into(self, handle: int | Source, buffer: memoryview, offset: int) -> None:
         """Fill all of ``buffer`` (bytes, contiguous) from byte ``offset`` of the open file ``handle``.
 
         A read at offset 0 is the first of its file and waits for the latency. Raises LinkError when the read fails,
@@ -129,14 +137,15 @@ class Link:
             return count, now if self._bucket is None else self._bucket.book(count, now)
 
 
-def _read(handle: int, buffer: memoryview, offset: int, missing: int) -> None:
+def _read(handle: int | Source, buffer: memoryview, offset: int, missing: int) -> None:
     """Fill ``buffer`` from ``offset``; of the whole read, ``missing`` bytes are not there yet."""
     done = 0
     while done < len(buffer):
         try:
-            got = read_at(handle, buffer[done:], offset + done)
+            here, at = buffer[done:], offset + done
+            got = read_at(handle, here, at) if isinstance(handle, int) else handle.read_at(here, at)
         except OSError as error:
-            raise LinkError(f"reading at byte {offset + done}: {error.strerror}") from error
+            raise LinkError(f"reading at byte {offset + done}: {error.strerror or error}") from error
         if got == 0:
             raise LinkError(f"the file ended {missing - done} bytes early")
         done += got

@@ -14,7 +14,7 @@ import pytest
 from firsttoken.experiments import run_experiment
 from firsttoken.progressive.coldstart import tables, trial
 from firsttoken.progressive.coldstart.experiments import reachable
-from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, Wire
+from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, SERVER, Wire
 from firsttoken.progressive.experiments import healing_training
 from firsttoken.progressive.recovery import tables as recovery_tables
 from firsttoken.progressive.recovery import timeline_trial
@@ -35,6 +35,8 @@ FEW = {
         "disk_variants": [],
         "sweep_links": [],
         "parallel_variants": [],
+        "few_variants": [],
+        "server_variants": [],
     },
     "deferral": {
         "sizes": [0, 2],
@@ -111,7 +113,8 @@ def test_a_cold_start_from_trial_to_table(trained):
 
 
 def test_a_variant_that_a_bucket_cannot_hold_back_is_refused_or_left_out(trained):
-    assert reachable(["runai", "whole"], Wire(1.0, BUCKET)) == ["whole"]
+    for shaped_by in (BUCKET, SERVER):
+        assert reachable(["runai", "whole"], Wire(1.0, shaped_by)) == ["whole"]
     assert reachable(["runai", "whole"], Wire(1.0, KERNEL)) == ["runai", "whole"]
     sections = dict(trained.sections)
     sections["coldstart"] = dict(sections["coldstart"]) | {"sweep_variants": ["runai"]}
@@ -144,7 +147,8 @@ def test_the_timeline_serves_every_request_whole(trained, few_processes):
     assert all(result.summary[f"short_requests_{case}"]["value"] == 0 for case in ("whole", "pinned", "upgrade"))
     peaks = [row for row in result.rows if row["row"] == "peak"]
     assert len({row["model_bytes"] for row in peaks}) == 1 and peaks[0]["model_bytes"] > 0
-    assert recovery_tables.stages_served(result) == {"whole": [1], "pinned": [1, 2, 3], "upgrade": [1, 2, 3]}
+    grown = "stage 1 to whole model"
+    assert recovery_tables.stages_served(result) == {"whole": "whole model", "pinned": grown, "upgrade": grown}
     assert len(recovery_tables.timeline_rows(result)) >= 5
 
 

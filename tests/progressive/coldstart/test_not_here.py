@@ -64,7 +64,8 @@ def test_an_unknown_memory_gives_no_measure(result: SimpleNamespace) -> None:
 
 def test_the_figures_are_drawn_all_the_same(result: SimpleNamespace) -> None:
     fig = figures.phase_stacks(result, ["1 Gbit/s"])
-    assert fig.axes[0].get_title() == "1 Gbit/s, shaped by a token bucket, n = 1"
+    assert fig.axes[0].get_title() == "1 Gbit/s, shaped by a token bucket"
+    assert fig.axes[0].get_yticklabels()[0].get_text() == "ours, progressive (n = 1)"
     assert figures._link_title([trial("whole", Wire(0.0, NONE))]) == "this disk, cold, not verified"
     assert figures._link_title([trial("whole", Wire(1.0, KERNEL))]) == "1 Gbit/s, shaped in the kernel"
 
@@ -83,4 +84,4 @@ def test_a_timeline_whose_memory_is_unknown(before, peak, shown) -> None:
     (memory,) = [row for row in recovery_tables.timeline_rows(result) if row["measure"].startswith("growth of memory")]
     assert {memory[label] for label in recovery_figures.LABELS.values()} == {shown}
     fig = recovery_figures.growth_of_service(result)
-    assert [text.get_text() for ax in fig.axes for text in ax.texts] == [NOT_HERE] * (3 if before is None else 0)
+    assert [text.get_text() for ax in fig.axes for text in ax.texts] == [NOT_HERE] * (6 if before is None else 3)

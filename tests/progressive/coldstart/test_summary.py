@@ -91,6 +91,23 @@ def test_measures_of_a_link(rows):
     assert reduction["low"] <= reduction["value"] <= reduction["high"] and reduction["unit"] == "%"
 
 
+def test_a_variant_of_fewer_rounds_is_paired_with_those_that_it_ran_in(rows):
+    few = [row for row in rows if row["variant"] != "from_pretrained" or row["round"] < 2]
+    assert ratio(few, "progressive", "from_pretrained").estimate == pytest.approx(1.005 / 2.005)
+    assert link_summary(few)["p95_reduction_vs_from_pretrained_1gbit"]["n"] == 2
+    assert link_summary(few)["p95_reduction_vs_same_loader_1gbit"]["n"] == 4
+
+
+def test_peers_are_compared_by_when_their_weights_can_be_used(rows):
+    """One that maps its file returns at once, and its first prefill is the slower for it."""
+    mapped = [row | {"variant": "safetensors", "load_s": 0.01} for row in rows if row["variant"] == "from_pretrained"]
+    pooled = [row | {"variant": "chunked", "ttft_request_s": 1.3} for row in mapped]
+    value = {name: entry["value"] for name, entry in link_summary(rows + mapped + pooled).items()}
+    assert value["quickest_peer_1gbit"] == "chunked"
+    assert value["whole_ready_over_quickest_peer_1gbit"] == pytest.approx(1.215 / 1.1)
+    assert value["p95_reduction_vs_chunked_1gbit"] == pytest.approx(100 * (1 - 1.0285 / 1.3))
+
+
 def test_a_link_without_the_progressive_start_has_no_measure_of_it(rows):
     summary = link_summary([row | DISK for row in rows if row["variant"] != "progressive"])
     assert "whole_over_best_peer_unshaped" in summary

@@ -16,7 +16,9 @@ from firsttoken.progressive.coldstart.harness import (
     BUCKET,
     KERNEL,
     NONE,
+    SERVER,
     Wire,
+    data_server,
     link_key,
     make_cold,
     make_warm,
@@ -83,6 +85,24 @@ def test_a_progressive_start(staged, spec, tokenizer):
     assert row["cpu_full_s"] >= row["cpu_s"]
 
 
+def test_a_start_from_a_data_server(staged, spec, tokenizer):
+    """Its weights cross a socket at the server's rate, the stages after the first token too."""
+    row = one_trial(replace(spec, variant="progressive", recover=True), Wire(0.05, SERVER))
+    assert row["full_token_id"] == next_token(staged.served.model, tokenizer)
+    assert (row["link"], link_key(row), row["shaped_by"]) == ("0.05 Gbit/s, data server", "0.05gbit_server", SERVER)
+    assert row["load_s"] > 0.7 * row["bytes"] / (0.05e9 / 8)
+    stages = [s.bytes for s in staged.manifest.stages]
+    assert 0 <= row["full_bytes"] - sum(stages) < 4000
+
+
+def test_a_data_server_that_cannot_start(tmp_path):
+    with (
+        pytest.raises(FirstTokenError, match=r"the data server did not start: .*gone is no folder to serve"),
+        data_server(tmp_path / "gone", 1.0),
+    ):
+        raise AssertionError("it served")
+
+
 def test_a_stock_start(spec, tokenizer):
     row = one_trial(replace(spec, variant="from_pretrained"), COLD)
     add_up(row)
@@ -93,7 +113,7 @@ def test_a_stock_start(spec, tokenizer):
 
 def test_reading_alone_and_many_rounds(staged, spec):
     specs = [spec, replace(spec, readers=1)]
-    rows = run_trials(specs, Wire(0.05, BUCKET), rounds=2, seed=3)
+    rows = run_trials([specs] * 2, Wire(0.05, BUCKET), seed=3)
     assert [(row["round"], row["seed"], row["variant"]) for row in rows] == [(i // 2, 3, "read") for i in range(4)]
     parts = [part for s in staged.manifest.stages for part in s.parts]
     assert {row["bytes"] for row in rows} == {sum(part.bytes for part in parts)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from firsttoken.assets.needs import CONTEXT, LAYERS, Held, Need, check
 from firsttoken.link_kernel import available
-from firsttoken.progressive.coldstart.harness import BUCKET, NONE, Wire, one_trial, run_trials, wire_for
+from firsttoken.progressive.coldstart.harness import BUCKET, NONE, SERVER, Wire, one_trial, run_trials, wire_for
 from firsttoken.progressive.coldstart.materials import (
     Checkpoint,
     prompt_of,
@@ -30,9 +30,11 @@ from firsttoken.study.record import Outcome, Rows
 class ColdStartConfig:
     """Which variants start over which links; the rates are in Gbit/s.
 
-    ``variants`` run ``rounds`` times over a link of ``gbit_per_s``, and ``few_rounds`` times: ``disk_variants`` from
-    this machine's own storage, ``sweep_variants`` over the faster ``sweep_links``, ``parallel_variants`` over several
-    links of ``gbit_per_s`` each. The latter two must be ours: only our reads can be held back beyond the disk's speed.
+    ``variants`` run ``rounds`` times over a link of ``gbit_per_s``, and ``few_rounds`` times: ``few_variants`` beside
+    them in the first rounds, ``disk_variants`` from this machine's own storage, ``sweep_variants`` over the faster
+    ``sweep_links``, ``parallel_variants`` over several links of ``gbit_per_s`` each, ``server_variants`` from a data
+    server that sends at ``gbit_per_s``. The last three must be ours: others open files themselves, and can be held
+    back in the kernel alone.
     """
 
     questions: str
@@ -41,42 +43,51 @@ class ColdStartConfig:
     readers: int
     gbit_per_s: float
     variants: tuple[str, ...]
+    few_variants: tuple[str, ...]
     disk_variants: tuple[str, ...]
     sweep_links: tuple[float, ...]
     sweep_variants: tuple[str, ...]
     parallel_variants: tuple[str, ...]
+    server_variants: tuple[str, ...]
 
     def __post_init__(self) -> None:
         rates = (self.gbit_per_s, *([0.0] if self.disk_variants else []), *self.sweep_links)
         if len(set(rates)) < len(rates):
             raise ProfileError("coldstart.gbit_per_s and sweep_links: name every rate once, and 0 by disk_variants")
+        if self.rounds < self.few_rounds:
+            raise ProfileError(f"coldstart.rounds: {self.rounds} are fewer than the {self.few_rounds} few_rounds")
 
 
 def cold_start(profile: Profile) -> Outcome:
     """Fresh processes from cold files to the first token, over each link; ratios within each link."""
     config = profile.section("coldstart", ColdStartConfig)
     check(profile.section("served", ServedConfig).needs(), Held(profile.model))
-    ours = (*config.sweep_variants, *config.parallel_variants)
+    ours = (*config.sweep_variants, *config.parallel_variants, *config.server_variants)
     if peers := [name for name in ours if find_variant(name).peer]:
-        raise ProfileError(f"coldstart: {peers[0]} reads past a token bucket; sweep and parallel variants must be ours")
+        raise ProfileError(
+            f"coldstart: {peers[0]} reads past a token bucket; sweep, parallel and server variants must be ours"
+        )
     checkpoint = served_checkpoint(profile)
     specs = trial_specs(profile, checkpoint, config.questions, config.readers)
     rows: Rows = []
     floors: dict[str, dict[str, Any]] = {}
     disk = disk_speed(specs("read"))
     few = config.few_rounds
-    groups = [(wire_for(config.gbit_per_s, checkpoint.staged, disk), config.variants, config.rounds)]
-    groups.append((Wire(0.0, NONE), config.disk_variants, few))
-    groups += [(wire_for(rate, checkpoint.staged, disk), config.sweep_variants, few) for rate in config.sweep_links]
-    groups.append((Wire(config.gbit_per_s, BUCKET, parallel=True), config.parallel_variants, few))
+    main = wire_for(config.gbit_per_s, checkpoint.staged, disk)
+    groups = [(main, (*config.variants, *config.few_variants)), (Wire(0.0, NONE), config.disk_variants)]
+    groups += [(wire_for(rate, checkpoint.staged, disk), config.sweep_variants) for rate in config.sweep_links]
+    groups.append((Wire(config.gbit_per_s, BUCKET, parallel=True), config.parallel_variants))
+    groups.append((Wire(config.gbit_per_s, SERVER), config.server_variants))
     left_out: dict[str, list[str]] = {}
-    for wire, variants, rounds in groups:
+    for wire, variants in groups:
         if not variants:
             continue
         names = reachable(variants, wire)
         if missing := [name for name in variants if name not in names]:
             left_out[wire.name] = missing
-        found = run_trials([specs(name) for name in ("read", *names)], wire, rounds, profile.seed)
+        often = [specs(name) for name in names if wire is main and name in config.variants]
+        every = [specs(name) for name in ("read", *names)]
+        found = run_trials([every] * few + [often] * (config.rounds - few if often else 0), wire, profile.seed)
         rows += found
         floors[f"link {wire.name}"] = link_floor(found)
     notes = {
@@ -124,17 +135,19 @@ def cold_start_shapes(profile: Profile) -> Outcome:
         for rate in config.links:
             wire = wire_for(rate, checkpoint.staged, disk)
             names = ("read", *reachable(config.variants, wire))
-            found = run_trials([specs(name) for name in names], wire, config.rounds, profile.seed, timeout_s=1800)
+            trials = [[specs(name) for name in names]] * config.rounds
+            found = run_trials(trials, wire, profile.seed, timeout_s=1800)
             rows += [{"shape": shape, **row} for row in found]
     return Outcome(rows, provenance={"source": "random weights", "kind": "random"})
 
 
 def reachable(variants: Sequence[str], wire: Wire) -> list[str]:
-    """Those of ``variants`` that can run: other people's loaders read past a token bucket, and may not be installed."""
+    """Those of ``variants`` that can run: other people's loaders read past a token bucket, know no data server, and may
+    not be installed."""
     names = []
     for name in variants:
         peer = find_variant(name).peer
-        if not peer or (wire.shaped_by != BUCKET and installed(peer)):
+        if not peer or (wire.shaped_by not in (BUCKET, SERVER) and installed(peer)):
             names.append(name)
     return names
 

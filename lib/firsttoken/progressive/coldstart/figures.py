@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from firsttoken.progressive.coldstart.harness import files_were
+from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, files_were, link_key
 from firsttoken.progressive.coldstart.summary import REQUEST, values
 from firsttoken.progressive.coldstart.variants import VARIANTS
 from firsttoken.study.plot import COLOURS
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 # phase, what it is made of, colour
 PHASES = (
-    ("interpreter and imports", ("interpreter", "imports"), COLOURS["other"]),
     ("config, tokenizer, empty model", ("config_and_tokenizer", "build"), COLOURS["configuration"]),
     ("waiting for weights", ("adapter", "load"), COLOURS["weights"]),
     ("prefill", ("prefill",), COLOURS["prefill"]),
@@ -27,43 +26,44 @@ PHASES = (
 
 
 def phase_stacks(result: Result, links: Sequence[str]) -> Figure:
-    """Median phases of every variant over each of ``links``; 0 is the arrival of the request, left of it the start.
+    """Median phases from the arrival of the request to the first token, of the variants that ran over each of
+    ``links``; the imports before it are told in words.
 
-    A tick is the floor, the variant's bytes at the link's measured rate, and a dot the 95th percentile.
+    A tick is the floor, the variant's bytes at the link's measured rate; a line the 95 % interval of the median TTFT,
+    a dot its 95th percentile.
     """
     import matplotlib.pyplot as plt
 
-    frames = {link: [row for row in result.rows if row["link"] == link and row["variant"] != "read"] for link in links}
-    names = sorted({row["variant"] for rows in frames.values() for row in rows}, key=list(VARIANTS).index, reverse=True)
-    height = 1.6 + 0.42 * len(names)
-    fig, axes = plt.subplots(1, len(links), figsize=(5.2 * len(links) + 1.5, height), sharey=True, squeeze=False)
-    for ax, link in zip(axes[0], links, strict=True):
-        for place, name in enumerate(names):
-            rows = [row for row in frames[link] if row["variant"] == name]
-            if rows:
-                _stack(ax, place, rows, _floor(result, link, rows))
-        ax.axvline(0, color="black", linewidth=1)
-        ax.use_sticky_edges = False
-        ax.margins(x=0.04)
-        n = min(sum(row["variant"] == name for row in frames[link]) for name in {r["variant"] for r in frames[link]})
-        ax.set(title=f"{_link_title(frames[link])}, n = {n}", xlabel="seconds from the arrival of the request")
+    frames = [[row for row in result.rows if row["link"] == link and row["variant"] != "read"] for link in links]
+    names = [sorted({row["variant"] for row in rows}, key=list(VARIANTS).index, reverse=True) for rows in frames]
+    heights = [1.6 + len(found) for found in names]
+    fig, axes = plt.subplots(len(links), 1, figsize=(9, 1 + 0.34 * sum(heights)), height_ratios=heights, squeeze=False)
+    for ax, link, rows, found in zip(axes[:, 0], links, frames, names, strict=True):
+        labels = []
+        for place, name in enumerate(found):
+            own = [row for row in rows if row["variant"] == name]
+            _stack(ax, place, own, _floor(result, link, own), result.summary[f"{name}_request_p50_{link_key(own[0])}"])
+            labels.append(f"{VARIANTS[name].label} (n = {len(own)})")
+        before = float(np.median([_seconds(row, ("interpreter", "imports")) for row in rows]))
+        ax.set(xlabel=f"seconds from the arrival of the request (imports: {before:.1f} s before)")
+        ax.set(xlim=(0, None), title=_link_title(rows), yticks=range(len(found)), yticklabels=labels)
         ax.grid(axis="y", visible=False)
-    axes[0][0].set_yticks(range(len(names)), [VARIANTS[name].label for name in names])
-    handles, labels = axes[0][-1].get_legend_handles_labels()
+    handles, labels = axes[0][0].get_legend_handles_labels()
     kept = dict(zip(labels, handles, strict=True))
     fig.legend(kept.values(), kept.keys(), loc="outside lower center", ncols=3)
     return fig
 
 
-def _stack(ax: Axes, place: int, rows: Rows, floor: float) -> None:
-    left = -float(np.median([_seconds(row, PHASES[0][1]) for row in rows]))
-    if VARIANTS[rows[0]["variant"]].early:  # its bytes move from the first line of the process on
-        floor += left
+def _stack(ax: Axes, place: int, rows: Rows, floor: float, median: dict[str, Any]) -> None:
+    left = 0.0
     for label, parts, colour in PHASES:
         width = float(np.median([_seconds(row, parts) for row in rows]))
         ax.barh(place, width, left=left, color=colour, label=label, height=0.62)
         left += width
-    ax.plot([floor, floor], [place - 0.42, place + 0.42], color=COLOURS["floor"], linewidth=2.5, label="floor")
+    if not VARIANTS[rows[0]["variant"]].early:  # its bytes move from the first line of the process on
+        ax.plot([floor, floor], [place - 0.42, place + 0.42], color=COLOURS["floor"], linewidth=2.5, label="floor")
+    interval = [median["low"], median["high"]]
+    ax.plot(interval, [place, place], color="#777777", linewidth=2, label="median, 95 % interval")
     p95 = float(np.percentile([row[REQUEST] for row in rows], 95))
     ax.plot(p95, place, "o", color="white", markeredgecolor="black", markersize=5, label="95th percentile")
 
@@ -81,50 +81,57 @@ def _floor(result: Result, link: str, rows: Rows) -> float:
 
 
 def _link_title(rows: Rows) -> str:
-    name, shaped = rows[0]["link"], {"kernel": "shaped in the kernel", "bucket": "shaped by a token bucket"}
-    return f"this disk, {files_were(rows[0])}" if name == "unshaped" else f"{name}, {shaped[rows[0]['shaped_by']]}"
+    name, shaped = rows[0]["link"], {KERNEL: "shaped in the kernel", BUCKET: "shaped by a token bucket"}
+    if name == "unshaped":
+        return f"this disk, {files_were(rows[0])}"
+    return f"{name}, {shaped[rows[0]['shaped_by']]}" if rows[0]["shaped_by"] in shaped else name
 
 
 def first_token_by_link(result: Result, variants: Sequence[str] = ("whole_streamed", "progressive")) -> Figure:
-    """TTFT from the request's arrival against the measured rate of the link, each with its floor."""
+    """Median TTFT from the request's arrival, with its 95 % interval, against the measured rate of the link.
+
+    Only links that gave the rate that was asked of them, one a rate: a rate beyond what this machine's memory gives is
+    that of the memory once more.
+    """
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(7.5, 4.4))
+    fig, ax = plt.subplots(figsize=(8, 4.4))
     looks = {"whole_streamed": (COLOURS["S3"], "o"), "progressive": (COLOURS["S1"], "s")}
+    counts: dict[float, set[int]] = {}
     for variant in variants:
         points = sorted(_by_rate(result, variant))
-        rates, times, low, high, floors = (np.array(column) for column in zip(*points, strict=True))
+        rates, times, low, high, floors, numbers = (np.array(column) for column in zip(*points, strict=True))
         colour, marker = looks[variant]
-        ax.errorbar(
-            rates,
-            times,
-            yerr=[times - low, high - times],
-            color=colour,
-            marker=marker,
-            capsize=3,
-            label=VARIANTS[variant].label,
-        )
+        bars = np.array([times - low, high - times])
+        ax.errorbar(rates, times, bars, color=colour, marker=marker, capsize=4, label=VARIANTS[variant].label)
         ax.plot(rates, floors, ":", color=COLOURS["floor"], marker=marker, markersize=4, markerfacecolor="none")
+        for rate, n in zip(rates, numbers, strict=True):
+            counts.setdefault(float(rate), set()).add(int(n))
+    for rate, found in counts.items():
+        told = f"n = {min(found)}" if len(found) == 1 else f"n = {min(found)} to {max(found)}"
+        ax.annotate(told, (rate, 1), xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=9)
     ax.plot([], [], ":", color=COLOURS["floor"], label="floor: bytes / rate")
     ax.set(xscale="log", yscale="log", xlabel="measured rate of the link, Gbit/s", ylabel="TTFT from arrival, s")
     for axis, ticks in ((ax.xaxis, (1, 2, 5, 10, 20)), (ax.yaxis, (0.1, 0.2, 0.5, 1, 2))):
         axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_ticks([], minor=True)
-    ax.legend(loc="upper center", ncols=3, bbox_to_anchor=(0.5, 1.14))
+    fig.legend(loc="outside lower center", ncols=3)
     return fig
 
 
-def _by_rate(result: Result, variant: str) -> list[tuple[float, float, float, float, float]]:
+def _by_rate(result: Result, variant: str) -> list[tuple[float, float, float, float, float, int]]:
+    """Rate read alone, median TTFT, its interval, floor and number of starts, of every link that gave its rate."""
     points = []
-    for link in {row["link"] for row in result.rows if row["variant"] == "progressive"}:
+    for link in {row["link"] for row in result.rows if row["variant"] == variant}:
         rows = [row for row in result.rows if row["link"] == link]
-        times = values(rows, variant, REQUEST)
-        if times:
-            read = float(np.median(values(rows, "read", "load_s")))
-            size = next(row["bytes"] for row in rows if row["variant"] == "read")
-            moved = next(row["bytes"] for row in rows if row["variant"] == variant)
-            low, middle, high = np.percentile(times, [25, 50, 75])
-            points.append((8e-9 * size / read, middle, low, high, moved * read / size))
+        read = float(np.median(values(rows, "read", "load_s")))
+        size = next(row["bytes"] for row in rows if row["variant"] == "read")
+        rate, asked = 8e-9 * size / read, rows[0]["gbit_per_s"]
+        if rate < 0.9 * asked or link_key(rows[0]) not in (f"{asked:g}gbit", "unshaped"):
+            continue
+        moved = next(row["bytes"] for row in rows if row["variant"] == variant)
+        found = result.summary[f"{variant}_request_p50_{link_key(rows[0])}"]
+        points.append((rate, found["value"], found["low"], found["high"], moved * read / size, found["n"]))
     return points
 
 

@@ -8,8 +8,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.record import Rows
 from firsttoken.study.system.pagecache import evict, resident_fraction
 
-KERNEL, BUCKET, NONE = "kernel", "bucket", "none"
+KERNEL, BUCKET, SERVER, NONE = "kernel", "bucket", "data server", "none"
 A_LINK = " a link"  # of a name: there are several such links side by side
 
 
@@ -32,7 +32,8 @@ class Wire:
     """The link of a group of trials: its rate (0: unshaped), who limits it, and whether the files start cold.
 
     A "kernel" limit holds for the whole process, so for every loader; a token "bucket" holds for our own reads, and is
-    what there is without root, or beyond the disk's own speed, where the files wait in memory (not ``cold``).
+    what there is without root, or beyond the disk's own speed, where the files wait in memory (not ``cold``). A "data
+    server" is a process of its own that sends at this rate; a loader that opens files itself cannot read from it.
     """
 
     gbit_per_s: float
@@ -43,7 +44,8 @@ class Wire:
     @property
     def name(self) -> str:
         """What a table calls it."""
-        return LinkConfig(self.gbit_per_s).name + (A_LINK if self.parallel else "")
+        of_a_server = f", {SERVER}" if self.shaped_by == SERVER else ""
+        return LinkConfig(self.gbit_per_s).name + (A_LINK if self.parallel else of_a_server)
 
 
 def wire_for(gbit_per_s: float, folder: Path, disk_gbit_per_s: float) -> Wire:
@@ -58,15 +60,16 @@ def wire_for(gbit_per_s: float, folder: Path, disk_gbit_per_s: float) -> Wire:
     return Wire(gbit_per_s, BUCKET if available(folder) else KERNEL)
 
 
-def run_trials(specs: Sequence[TrialSpec], wire: Wire, rounds: int, seed: int, timeout_s: float = 600.0) -> Rows:
-    """``rounds`` trials of each of ``specs``, one of each a round in an order drawn anew.
+def run_trials(rounds: Sequence[Sequence[TrialSpec]], wire: Wire, seed: int, timeout_s: float = 600.0) -> Rows:
+    """The trials of each of ``rounds``, in an order drawn anew.
 
     Raises FirstTokenError when a trial fails, with its last line.
     """
     order = random.Random(seed)
     rows: Rows = []
-    with tqdm(total=rounds * len(specs), desc=f"cold starts, {wire.name}", unit="trial", disable=None) as bar:
-        for round_ in range(rounds):
+    total = sum(len(specs) for specs in rounds)
+    with tqdm(total=total, desc=f"cold starts, {wire.name}", unit="trial", disable=None) as bar:
+        for round_, specs in enumerate(rounds):
             for spec in order.sample(list(specs), len(specs)):
                 rows.append(one_trial(spec, wire, timeout_s) | {"round": round_, "seed": seed})
                 bar.update()
@@ -78,12 +81,14 @@ def one_trial(spec: TrialSpec, wire: Wire, timeout_s: float = 600.0) -> dict[str
     files = [path for folder in {spec.staged, spec.stock} for path in sorted(Path(folder).rglob("*.safetensors"))]
     resident = make_cold(files) if wire.cold else make_warm(files)
     touch_memory(sum(path.stat().st_size for path in files))
-    kernel = wire.shaped_by == KERNEL
-    limit = KernelLimit(Path(spec.staged), wire.gbit_per_s * 1e9 / 8) if kernel else nullcontext()
-    bucket = wire.gbit_per_s if wire.shaped_by == BUCKET else 0.0
-    with limit:
-        join: Callable[[], None] | None = limit.join if isinstance(limit, KernelLimit) else None
-        spec = replace(spec, gbit_per_s=bucket, spawned_s=time.monotonic())
+    folder, bucket = Path(spec.staged), wire.gbit_per_s if wire.shaped_by == BUCKET else 0.0
+    with ExitStack() as held:
+        join, server = None, ""
+        if wire.shaped_by == KERNEL:
+            join = held.enter_context(KernelLimit(folder, wire.gbit_per_s * 1e9 / 8)).join
+        elif wire.shaped_by == SERVER:
+            server = held.enter_context(data_server(folder, wire.gbit_per_s))
+        spec = replace(spec, gbit_per_s=bucket, server=server, spawned_s=time.monotonic())
         command = [sys.executable, "-m", "firsttoken.progressive.coldstart.trial", json.dumps(asdict(spec))]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, preexec_fn=join)
@@ -102,10 +107,24 @@ def one_trial(spec: TrialSpec, wire: Wire, timeout_s: float = 600.0) -> dict[str
     }
 
 
+@contextmanager
+def data_server(folder: Path, gbit_per_s: float) -> Iterator[str]:
+    """The address of a data server with ``folder``, a process that ends with the context. Raises FirstTokenError."""
+    command = [sys.executable, "-m", "firsttoken.data_server", str(folder), "--gbit-per-s", str(gbit_per_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            if not (address := server.stdout.readline().strip()):
+                raise FirstTokenError(f"the data server did not start: {server.stderr.read().strip()}")
+            yield address
+        finally:
+            server.terminate()
+
+
 def link_key(row: Mapping[str, Any]) -> str:
-    """What the name of a measure calls the link of a trial: "unshaped", "1gbit", "1gbit_each"."""
+    """What the name of a measure calls the link of a trial: "unshaped", "1gbit", "1gbit_each", "1gbit_server"."""
     rate = f"{row['gbit_per_s']:g}gbit" if row["gbit_per_s"] else "unshaped"
-    return f"{rate}_each" if row["link"].endswith(A_LINK) else rate
+    name = row["link"]
+    return f"{rate}_each" if name.endswith(A_LINK) else f"{rate}_server" if name.endswith(SERVER) else rate
 
 
 def files_were(row: dict[str, Any]) -> str:

@@ -82,7 +82,7 @@ def start_ours(
     skeleton = Skeleton(folder, manifest, spec.device, DTYPES.get(spec.dtype))
     marks.phase("build")
     options = {"threads": spec.readers, "verify": variant.verify, "reader": reader}
-    load = StageLoad(folder, manifest, variant.stages, links, skeleton, skeleton.empty_view(), **options)
+    load = StageLoad(spec.weights, manifest, variant.stages, links, skeleton, skeleton.empty_view(), **options)
     marks.phase("adapter")
     load.view.activate(skeleton.model)
     if variant.streamed:
@@ -118,7 +118,7 @@ def _recover(
     options = {"threads": spec.readers, "verify": variant.verify}
     for stage in range(max(variant.stages) + 1, len(manifest.stages) + 1):
         begin = time.monotonic()
-        view = StageLoad(Path(spec.staged), manifest, [stage], links, skeleton, view, **options).wait()
+        view = StageLoad(spec.weights, manifest, [stage], links, skeleton, view, **options).wait()
         row[f"stage{stage}_s"] = time.monotonic() - begin
     row["cpu_full_s"], row["full_bytes"] = cpu_seconds(), sum(link.bytes_moved for link in links)
     view.activate(skeleton.model)

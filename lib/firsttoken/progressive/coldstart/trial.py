@@ -19,7 +19,7 @@ from typing import Any  # noqa: E402
 from firsttoken.link import Link, LinkConfig  # noqa: E402
 from firsttoken.progressive.checkpoint.manifest import read_manifest  # noqa: E402
 from firsttoken.progressive.coldstart.variants import Variant, find_variant  # noqa: E402
-from firsttoken.progressive.loading.blobs import open_reader, part_blobs  # noqa: E402
+from firsttoken.progressive.loading.blobs import Folder, open_reader, part_blobs  # noqa: E402
 from firsttoken.progressive.loading.reader import BlobReader  # noqa: E402
 from firsttoken.study.system.footprint import Growth, cpu_seconds  # noqa: E402
 
@@ -29,6 +29,7 @@ class TrialSpec:
     """What the parent asks for. ``staged`` is a staged checkpoint, ``stock`` the same model as one file.
 
     ``gbit_per_s`` shapes our own reads with a token bucket (0: not at all; a limit in the kernel is the parent's).
+    ``server`` is the address of a data server that has the staged weights; config and tokenizer are here even then.
     ``stages`` are loaded instead of the variant's own, where given; ``recover`` loads the later ones after the first
     token. With an empty ``prompt`` (random weights have no tokenizer) it is ``prompt_tokens`` arbitrary ids. ``dtype``
     is what computes ("stored": the checkpoint's own); to convert the weights is part of loading them.
@@ -40,6 +41,7 @@ class TrialSpec:
     prompt: str
     prompt_tokens: int = 0
     gbit_per_s: float = 0.0
+    server: str = ""
     threads: int = 0
     readers: int = 8
     device: str = "cpu"
@@ -47,6 +49,15 @@ class TrialSpec:
     spawned_s: float = 0.0
     stages: tuple[int, ...] = ()
     recover: bool = False
+
+    @property
+    def weights(self) -> Folder:
+        """Where the staged weights are read; connections to a data server are those of one load."""
+        if not self.server:
+            return Path(self.staged)
+        from firsttoken.progressive.loading.remote import Remote, RemotePath
+
+        return RemotePath(Remote(self.server))
 
 
 @dataclass
@@ -119,21 +130,21 @@ def main(spec: TrialSpec) -> dict[str, Any]:
 
 
 def _open(spec: TrialSpec, variant: Variant, links: list[Link]) -> BlobReader:
-    folder = Path(spec.staged)
     options = {"threads": spec.readers, "verify": variant.verify}
-    return open_reader(folder, read_manifest(folder), variant.stages, links, **options)
+    return open_reader(spec.weights, read_manifest(Path(spec.staged)), variant.stages, links, **options)
 
 
 def _read_alone(spec: TrialSpec, variant: Variant, links: list[Link]) -> dict[str, Any]:
     """Every part read and none used: what the link gives, measured the way the trials use it."""
-    folder = Path(spec.staged)
-    blobs = part_blobs(folder, read_manifest(folder), variant.stages)
+    blobs = part_blobs(spec.weights, read_manifest(Path(spec.staged)), variant.stages)
     reader = BlobReader(blobs, links, threads=spec.readers, verify=False)
     begin = time.monotonic()
     reader.start()
     for index in range(len(blobs)):
         reader.wait(index)
-    return {"load_s": time.monotonic() - begin, "bytes": sum(blob.bytes for blob in blobs)}
+    took = time.monotonic() - begin
+    reader.close()
+    return {"load_s": took, "bytes": sum(blob.bytes for blob in blobs)}
 
 
 if __name__ == "__main__":

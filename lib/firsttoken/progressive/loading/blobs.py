@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Manifest, PartFile
 from firsttoken.progressive.loading.reader import Allocate, Blob, BlobReader, host_memory
+
+if TYPE_CHECKING:  # it imports http.client, which takes 30 ms that most starts have no use for
+    from firsttoken.progressive.loading.remote import RemotePath
+
+Folder: TypeAlias = "Path | RemotePath"
+"""Where a staged checkpoint's files are read: here, or from a data server."""
 
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 
@@ -29,7 +36,7 @@ def _depth(part: PartFile) -> float:
     return -1.0 if any(".embed_tokens." in name for name in part.tensors) else float("inf")
 
 
-def part_blobs(folder: Path, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:
+def part_blobs(folder: Folder, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:
     """The files of :func:`parts_of`."""
     return [
         Blob(folder / part.file, part.name, part.bytes, part.sha256, min(e.start for e in part.tensors.values()))
@@ -37,7 +44,7 @@ def part_blobs(folder: Path, manifest: Manifest, stages: Sequence[int]) -> list[
     ]
 
 
-def adapter_blobs(folder: Path, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:
+def adapter_blobs(folder: Folder, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:
     """The two files of the adapter of the last of ``stages``; none where it has no adapter."""
     adapter = manifest.stages[max(stages) - 1].adapter
     if adapter is None:
@@ -50,7 +57,7 @@ def adapter_blobs(folder: Path, manifest: Manifest, stages: Sequence[int]) -> li
 
 
 def open_reader(
-    folder: Path,
+    folder: Folder,
     manifest: Manifest,
     stages: Sequence[int],
     links: Sequence[Link],

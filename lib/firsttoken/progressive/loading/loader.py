@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile
-from firsttoken.progressive.loading.blobs import adapter_blobs, open_reader, part_blobs, parts_of
+from firsttoken.progressive.loading.blobs import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
 from firsttoken.progressive.loading.memory import BUFFERS, memory_for
 from firsttoken.progressive.loading.placement import build_on_meta, put, torch_dtype
@@ -61,7 +61,7 @@ class StageLoad:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Folder,
         manifest: Manifest,
         stages: Sequence[int],
         links: Sequence[Link],
@@ -72,7 +72,7 @@ class StageLoad:
         verify: bool = True,
         reader: BlobReader | None = None,
     ) -> None:
-        self._folder, self._manifest, self._skeleton = folder, manifest, skeleton
+        self._manifest, self._skeleton = manifest, skeleton
         self._parts = parts_of(manifest, stages)
         adapters = adapter_blobs(folder, manifest, stages)
         blobs = adapters + part_blobs(folder, manifest, stages)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Protocol
 
 from firsttoken.link import Link
 from firsttoken.study.errors import LinkError, ModelError
@@ -23,11 +24,30 @@ from firsttoken.study.system.reading import is_cached, open_uncached, read_no_fu
 PAGE = 4096  # direct reads want offsets, lengths and addresses in multiples of the disk's block; none is larger
 
 
+class Opened(Protocol):
+    """A file that several readers take chunks of."""
+
+    def read_into(self, link: Link, place: memoryview, offset: int) -> None:
+        """Fill ``place`` from ``offset``. Raises LinkError, and ModelError for a file that is not the right one."""
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+
+
+class Elsewhere(Protocol):
+    """A file on another machine (loading.remote)."""
+
+    name: str
+
+    def open(self, size: int) -> Opened:
+        """The file, which must have ``size`` bytes."""
+
+
 @dataclass(frozen=True)
 class Blob:
     """A file to read: where it lies, how long it must be, its sha256, and where its tensor data begin."""
 
-    path: Path
+    path: Path | Elsewhere
     what: str  # "layer 07", for messages
     bytes: int
     sha256: str
@@ -47,6 +67,10 @@ class BlobReader:
 
     With several links each takes a contiguous group of about equal bytes, as ParaServe's workers do. ``verify``
     compares sha256 sums, in the reader that brought the last chunk, while the others go on.
+
+    All files are opened before the first reader runs: whoever waits keeps the interpreter busy (tokenizer, empty
+    model), and each system call of a reader may then cost it one turn of 5 ms. Opened by the readers, 269 MB in 32
+    files took 0.52 s instead of 0.45 s (medians of 20, two busy cores).
     """
 
     def __init__(
@@ -65,6 +89,7 @@ class BlobReader:
         self._buffers: dict[int, memoryview] = {}
         self._left = [max(1, -(-blob.bytes // chunk_bytes)) for blob in self.blobs]
         self._done = [threading.Event() for _ in self.blobs]
+        self._files: list[Opened] = []
         self._error: Exception | None = None
         self._stop = False
         self._threads = []
@@ -76,6 +101,12 @@ class BlobReader:
 
     def start(self) -> None:
         """Begin to read."""
+        for blob in self.blobs:
+            try:
+                self._files.append(_opened(blob))
+            except Exception as error:
+                self._fail(error, blob)
+                return
         for thread in self._threads:
             thread.start()
 
@@ -97,6 +128,8 @@ class BlobReader:
         for thread in self._threads:
             if thread.ident:
                 thread.join()
+        while self._files:
+            self._files.pop().close()
         self._release()
 
     def _chunks(self, group: range, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -107,7 +140,6 @@ class BlobReader:
                 yield index, offset, min(chunk_bytes, size - offset)
 
     def _work(self, link: Link, chunks: Iterator[tuple[int, int, int]], turn: threading.Lock) -> None:
-        file, opened = None, -1
         try:
             while not self._stop:
                 with turn:
@@ -115,23 +147,13 @@ class BlobReader:
                     if chunk is None:
                         return
                     index, offset, size = chunk
-                    blob = self.blobs[index]
                     if index not in self._buffers:
-                        _check_size(blob)
-                        self._buffers[index] = self._allocate(blob.bytes)
+                        self._buffers[index] = self._allocate(self.blobs[index].bytes)
                     place = self._buffers[index][offset : offset + size]
-                if opened != index:
-                    fresh = _File(blob.path)  # it may fail: the old one is closed here or at the end, and once
-                    if file:
-                        file.close()
-                    file, opened = fresh, index
-                file.read_into(link, place, offset)
+                self._files[index].read_into(link, place, offset)
                 self._finished(index)
         except Exception as error:
             self._fail(error, self.blobs[index])
-        finally:
-            if file:
-                file.close()
 
     def _finished(self, index: int) -> None:
         with self._lock:
@@ -199,10 +221,13 @@ class _File:
                 os.close(handle)
 
 
-def _check_size(blob: Blob) -> None:
+def _opened(blob: Blob) -> Opened:
+    if not isinstance(blob.path, Path):
+        return blob.path.open(blob.bytes)
     try:
         size = blob.path.stat().st_size
     except OSError:
         raise ModelError(f"{blob.what}: {blob.path.name} is missing in {blob.path.parent}; copy it there") from None
     if size != blob.bytes:
         raise ModelError(f"{blob.what}: {blob.path.name} has {size:,} of {blob.bytes:,} bytes; copy it again")
+    return _File(blob.path)

@@ -8,10 +8,11 @@ import numpy as np
 
 from firsttoken.progressive.recovery.timeline import CASES
 from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result
+from firsttoken.study.record import Result, Rows
 from firsttoken.study.system import NOT_HERE
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PAPER_S = {"whole": 114.0, "stages": (90.0, 19.0, 19.0)}
@@ -22,6 +23,9 @@ LABELS = {
     "pinned": "progressive, requests end as they began",
     "upgrade": "progressive, open requests move over",
 }
+SCORED = {1: "s1_ours", 2: "s2_ours", 3: "s3"}
+"""What stage_quality calls each stage as it is served: healed by our recipe."""
+
 POLICIES = {
     "request boundary": LOOKS["request boundary"],
     "prefill again": LOOKS["recompute"],
@@ -73,39 +77,62 @@ def _served_at(result: Result, case: str) -> list[float]:
     return [float(np.median([row["at_s"] for row in events if row["stage"] == stage])) for stage in stages]
 
 
-def growth_of_service(result: Result, run: int = 0) -> Figure:
-    """One run of each case: tokens handed out so far by stage, and resident memory, over time."""
+def growth_of_service(result: Result, quality: Result | None = None, run: int = 0) -> Figure:
+    """One run of each case over time: tokens handed out so far by stage, the score of the stage that serves new
+    requests as ``quality`` (stage_quality) has it, and resident memory. The time shown is twice a plain start's."""
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(2, len(CASES), figsize=(12, 5.2), sharex=True, sharey="row", height_ratios=(1.6, 1))
-    for (top, bottom), case in zip(axes.T, CASES, strict=True):
+    fig, axes = plt.subplots(3, len(CASES), figsize=(12, 7), sharex=True, sharey="row", height_ratios=(1.6, 1, 1))
+    until = 2 * result.summary["whole_model_whole"]["value"]
+    for (top, middle, bottom), case in zip(axes.T, CASES, strict=True):
         rows = [row for row in result.rows if row["case"] == case and row["run"] == run]
         tokens = sorted((row for row in rows if row["row"] == "token"), key=lambda row: row["at_s"])
+        served = [row for row in rows if row["row"] == "event" and row["what"] == "serving"]
         last = max(row["stage"] for row in rows if row["row"] == "event")
         for stage in sorted({row["stage"] for row in tokens}):
             points = [(row["at_s"], i) for i, row in enumerate(tokens, start=1) if row["stage"] == stage]
-            colour = COLOURS["S3" if stage == last else f"S{stage}"]
-            top.plot(*zip(*points, strict=True), ".", color=colour, markersize=5)
-        for row in rows:
-            if row["row"] == "event" and row["what"] == "serving":
-                colour = COLOURS["S3" if row["stage"] == last else f"S{row['stage']}"]
-                for ax in (top, bottom):
-                    ax.axvline(row["at_s"], color=colour, linestyle="--", linewidth=1.2)
+            top.plot(*zip(*points, strict=True), ".", color=_stage_colour(stage, last), markersize=5)
+        for row in served:
+            for ax in (top, middle, bottom):
+                ax.axvline(row["at_s"], color=_stage_colour(row["stage"], last), linestyle="--", linewidth=1.2)
+        if quality:
+            _score_lane(middle, quality, served, last, until)
         memory = [(row["at_s"], row["rss_bytes"] / 1e6) for row in rows if row["row"] == "memory" and row["rss_bytes"]]
         if memory:
             bottom.plot(*zip(*memory, strict=True), color=COLOURS["measured"])
-        else:
-            bottom.annotate(NOT_HERE, (0.5, 0.5), xycoords="axes fraction", ha="center", va="center")
+        for ax, missing in ((middle, quality is None), (bottom, not memory)):
+            if missing:
+                ax.annotate(NOT_HERE, (0.5, 0.5), xycoords="axes fraction", ha="center", va="center")
         top.set_title(LABELS[case], fontsize=11)
-        bottom.set(xlabel="seconds from the start")
-    axes[0][0].set(ylabel="tokens handed out")
+        bottom.set(xlabel="seconds from the start", xlim=(0, until))
+    shown = [row for row in result.rows if row["row"] == "token" and row["run"] == run and row["at_s"] <= until]
+    most = max((sum(row["case"] == case for row in shown) for case in CASES), default=1)
+    axes[0][0].set(ylabel="tokens handed out", ylim=(0, 1.1 * most or 1))
+    axes[1][0].set(ylabel="F1, %\n(notebook 12)", ylim=(0, 100))
     known = [row["rss_bytes"] or 0 for row in result.rows if row["row"] in ("memory", "peak")]
-    axes[1][0].set(ylabel="resident, MB", ylim=(0, 1.1 * max(known) / 1e6 or 1))
+    axes[2][0].set(ylabel="resident, MB", ylim=(0, 1.1 * max(known) / 1e6 or 1))
     for stage, label in ((1, "stage 1"), (2, "stage 2"), (3, "whole model")):
         axes[0][0].plot([], [], "o", color=COLOURS[f"S{stage}"], label=f"by {label}")
     axes[0][0].plot([], [], "--", color="black", label="begins to serve")
     fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return fig
+
+
+def _stage_colour(stage: int, last: int) -> str:
+    """The last stage of a start is the whole model, whatever its number."""
+    return COLOURS["S3" if stage == last else f"S{stage}"]
+
+
+def _score_lane(ax: Axes, quality: Result, served: Rows, last: int, until: float) -> None:
+    """F1 in % with its interval of each stage from when it serves new requests until the next one does."""
+    begins = sorted((row["at_s"], row["stage"]) for row in served)
+    ends = [at for at, _ in begins[1:]] + [until]
+    for (begin, stage), end in zip(begins, ends, strict=True):
+        found, colour = quality.summary[f"f1_{SCORED[3 if stage == last else stage]}"], _stage_colour(stage, last)
+        ax.fill_between([begin, end], found["low"], found["high"], color=colour, alpha=0.25, linewidth=0)
+        ax.plot([begin, end], [found["value"]] * 2, color=colour, linewidth=2.5)
+    told, place = f"{found['value']:.0f} %, n = {found['n']}", (until, found["low"])
+    ax.annotate(told, place, (-3, -3), textcoords="offset points", ha="right", va="top", fontsize=9)
 
 
 def continuation_losses(result: Result) -> Figure:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.progressive.recovery.figures import LABELS
+from firsttoken.progressive.recovery.figures import LABELS, SCORED
 from firsttoken.progressive.recovery.timeline import CASES
 from firsttoken.progressive.recovery.transitions import TRANSITIONS
 from firsttoken.study.record import Result
@@ -38,7 +38,7 @@ def quality_rows(quality: Result, timeline: Result) -> Table:
     """When each stage serves, in s, and what it answers: EM and F1 in %, perplexity."""
     events = [row for row in timeline.rows if row["case"] == "pinned" and row["row"] == "event"]
     rows: Table = []
-    for stage, variant in ((1, "s1_ours"), (2, "s2_ours"), (3, "s3")):
+    for stage, variant in SCORED.items():
         begins = [row["at_s"] for row in events if row["stage"] == stage and row["what"] == "serving"]
         scores = {
             label: interval(quality.summary[f"{score}_{variant}"])
@@ -69,7 +69,14 @@ def policy_rows(result: Result) -> Table:
     return rows
 
 
-def stages_served(result: Result) -> dict[str, list[int]]:
-    """The stages that began to serve, by case."""
-    begun = [row for row in result.rows if row["row"] == "event" and row["what"] == "serving"]
-    return {case: sorted({row["stage"] for row in begun if row["case"] == case}) for case in CASES}
+def stages_served(result: Result) -> dict[str, str]:
+    """What began to serve first and last, by case; on a busy machine a stage between them may arrive with the next one
+    and never serve. The last stage of a start is the whole model, whatever its number."""
+    events = [row for row in result.rows if row["row"] == "event" and row["what"] in ("loading", "serving")]
+    served: dict[str, str] = {}
+    for case in CASES:
+        last = max(row["stage"] for row in events if row["case"] == case)
+        begun = {row["stage"] for row in events if row["case"] == case and row["what"] == "serving"}
+        ends = sorted({min(begun), max(begun)})
+        served[case] = " to ".join("whole model" if stage == last else f"stage {stage}" for stage in ends)
+    return served
