@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from firsttoken.study.plot import COLOURS
-
 # Tol's high-contrast and bright schemes: none is a colour of paper, measured, floor or a stage.
 POLICIES: dict[str, tuple[str, str, str]] = {  # label, colour, marker
     "swap": ("Swap", "#004488", "o"),
@@ -11,7 +9,7 @@ POLICIES: dict[str, tuple[str, str, str]] = {  # label, colour, marker
     "cross_point": ("CrossPoint", "#DDAA33", "D"),
     "bandwidth_only": ("BandwidthOnly", "#AA3377", "v"),
     "online": ("OnlineCrossPoint", "#228833", "^"),
-    "oracle": ("Oracle", COLOURS["floor"], "*"),
+    "oracle": ("Oracle (cheapest each time)", "#999933", "*"),  # no floor: a queue's tail is not made of recoveries
     "inverse": ("control: rule inverted", "#BBBBBB", "P"),
     "coin": ("control: toss of a coin", "#BBBBBB", "X"),
     "swap_overtaking": ("control: Swap, whoever fits comes back", "#BBBBBB", "h"),
