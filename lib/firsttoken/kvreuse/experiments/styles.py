@@ -1,4 +1,4 @@
-"""How methods and schedules look: one name, colour and marker for each, in every figure of notebooks 30 to 35."""
+"""How methods and schedules look: one name, colour and marker for each, in every figure of notebooks 30 to 36."""
 
 from __future__ import annotations
 
