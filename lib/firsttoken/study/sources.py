@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, load_result
 
@@ -11,15 +13,16 @@ def kept(experiment: str, profile: Profile) -> Result | None:
 
     Raises FirstTokenError for one that cannot be read.
     """
+    now: dict[str, Any] = {"model": profile.model, "dtype": profile.dtype_name, "threads": profile.threads}
+    now |= profile.sections
     result = load_result(experiment, profile.name)
-    if result is None:
+    if result is None or any(_differ(now[key], then) for key, then in result.parameters.items() if key in now):
         return None
-    now = {"model": profile.model, "dtype": profile.dtype_name, **profile.sections}
-    asked = {name: value for name, value in result.parameters.items() if name in now}
-    same = all(
-        all(value.get(key) == wanted for key, wanted in now[name].items())
-        if isinstance(value, dict)
-        else value == now[name]
-        for name, value in asked.items()
-    )
-    return result if same else None
+    return result
+
+
+def _differ(now: Any, then: Any) -> bool:
+    """Whether a setting, or any key of a section, is another; a section's defaults are not in the profile."""
+    if isinstance(then, dict):
+        return any(then.get(key) != value for key, value in now.items())
+    return now != then
