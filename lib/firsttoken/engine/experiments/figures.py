@@ -28,7 +28,7 @@ def throughput_bars(result: Result) -> Figure:
     import matplotlib.pyplot as plt
 
     cases = list({(row["dtype"], row["requests"]): None for row in result.rows})
-    fig, axes = plt.subplots(1, len(cases), figsize=(3.2 + 2.6 * len(cases), 3.4), squeeze=False, sharey=True)
+    fig, axes = plt.subplots(1, len(cases), figsize=(3.2 + 2.6 * len(cases), 3.6), squeeze=False, sharey=True)
     there = [name for name in SYSTEMS if any(row["system"] == name for row in result.rows)]
     for ax, (dtype, count) in zip(axes[0], cases, strict=True):
         for place, name in enumerate(there):
@@ -48,7 +48,7 @@ def throughput_bars(result: Result) -> Figure:
         ax.grid(axis="y", visible=False)
     axes[0][0].invert_yaxis()
     axes[0][0].plot([], [], color=COLOURS["report"], linewidth=3, label="goal: 1.1 generate, 1.4 batching, 0.9 vLLM")
-    fig.legend(loc="upper right", bbox_to_anchor=(1, 0), fontsize=9)
+    fig.legend(loc="outside lower right", fontsize=9)
     return fig
 
 

@@ -27,7 +27,7 @@ def under_load(result: Result) -> Figure:
     ran = [row for row in result.rows if row["what"] == "run"]
     ways = list({(row["method"], row["layers"]): None for row in ran})
     depth = max(layers for _, layers in ways)
-    fig, axes = plt.subplots(1, 3, figsize=(11.5, 4.0))
+    fig, axes = plt.subplots(1, 3, figsize=(11.5, 4.4))
     for ax, (what, label) in zip(axes, SEEN.items(), strict=True):
         for at, (method, layers) in enumerate(ways):
             _line(ax, [row for row in ran if (row["method"], row["layers"]) == (method, layers)], what, depth, at)
@@ -39,12 +39,12 @@ def under_load(result: Result) -> Figure:
             axis.set_ticks([tick for tick in TICKS if low <= tick <= high], minor=False)
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     gain = result.summary.get("droidspeak_mean_ttft_x")
     here = f"; here {interval(gain, 2)} times" if gain else ""
     seeds, replicas = len({row["seed"] for row in ran}), ran[0]["replicas"]
     told = f"simulated on measured costs, {replicas} replicas, {seeds} seeds. At one TTFT, paper: {PAPER} times{here}"
-    fig.suptitle(told, y=-0.01, fontsize=10)
+    fig.suptitle(told, fontsize=10)
     return fig
 
 
