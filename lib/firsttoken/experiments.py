@@ -24,6 +24,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.machine import cores, describe
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Result, Rows, git_revision, is_clean, write_result
+from firsttoken.study.sources import kept as kept_result
 
 EVERY_PROFILE = ("quick", "full", "gpu", "paper")
 LONG = ("full", "gpu", "paper")  # training runs: half an hour and more on a CPU
@@ -34,7 +35,8 @@ class Experiment:
     """``target`` is "module:function"; ``notebook`` the number of the notebook that shows the result.
 
     ``summary`` names the function, in the same module unless it says which, that makes the summary of rows and
-    parameters, and of nothing else: so anybody can make it again (``tests/study/test_recorded.py`` does).
+    parameters, and of nothing else: so anybody can make it again (``tests/study/test_recorded.py`` does). ``reads`` are
+    experiments of other systems whose results this one is handed: no system imports another.
     """
 
     name: str
@@ -43,9 +45,10 @@ class Experiment:
     target: str
     summary: str
     profiles: tuple[str, ...] = EVERY_PROFILE
+    reads: tuple[str, ...] = ()
 
-    def __call__(self, profile: Profile) -> Outcome:
-        return _named(self.target)(profile)
+    def __call__(self, profile: Profile, *read: Result) -> Outcome:
+        return _named(self.target)(profile, *read)
 
     def summarise(self, rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The summary of ``rows`` that were measured with ``parameters`` (``Result.parameters``)."""
@@ -196,6 +199,14 @@ EXPERIMENTS: dict[str, Experiment] = {
             "reuse_methods", "What each method answers", "33", f"{_KVREUSE}.methods:reuse_methods", "methods_summary"
         ),
         Experiment(
+            "reuse_throughput",
+            "What a shorter prefill is worth under load",
+            "36",
+            f"{_ENGINE}.reuse_throughput:reuse_throughput",
+            "reuse_throughput_summary",
+            reads=("prefill_latency",),
+        ),
+        Experiment(
             "profile_transfer",
             "A profile on another task",
             "34",
@@ -228,7 +239,8 @@ def find_experiment(name: str) -> Experiment:
 def run_experiment(name: str, profile: Profile) -> Result:
     """Run an experiment, seeded and timed, write its result and return it.
 
-    The seeds recorded are those in a ``seed`` column of the rows, else the profile's. Raises ProfileError when the
+    What it reads of others is measured first where this machine has no result of theirs under these settings. The seeds
+    recorded are those in a ``seed`` column of the rows, else the profile's. Raises ProfileError when the
     experiment does not exist or is not meant for the profile, or when a result for the record would name no commit,
     ClaimsError when the ledger cannot be read, StorageError when the disk takes no result, and what the experiment
     raises.
@@ -242,6 +254,7 @@ def run_experiment(name: str, profile: Profile) -> Result:
             f"{name} under profile {profile.name} is for the record, and the code is not that of a commit "
             f"({revision}); commit it, or let FIRSTTOKEN_OUT name another folder for results"
         )
+    read = [kept_result(source, profile) or run_experiment(source, profile) for source in experiment.reads]
     profile.used.clear()
     random.seed(profile.seed)
     np.random.seed(profile.seed)
@@ -250,7 +263,7 @@ def run_experiment(name: str, profile: Profile) -> Result:
     started, clock = datetime.now(UTC), time.perf_counter()
     storage.check(paths.RESULTS)
     with storage.storing(paths.CACHE), counting_kept() as kept:
-        outcome = experiment(profile)
+        outcome = experiment(profile, *read)
     parameters = profile.parameters()
     result = Result(
         experiment=name,

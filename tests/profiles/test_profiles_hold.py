@@ -22,6 +22,7 @@ from firsttoken.progressive.coldstart import experiments as coldstart
 from firsttoken.progressive.recovery import timeline
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, load_profile
+from firsttoken.study.record import Result
 
 ASKS_NOTHING = {"machine", "sizes", "environment"}  # of a model or of data
 CASES = [
@@ -79,7 +80,17 @@ def on_cpu(truth: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Profile
 @pytest.mark.parametrize(("name", "profile"), CASES, ids=lambda part: part)
 def test_an_experiment_gets_to_its_work(name, profile, on_cpu):
     with pytest.raises(Reached):
-        EXPERIMENTS[name](on_cpu(profile))
+        EXPERIMENTS[name](
+            on_cpu(profile), *(timed(source, load_profile(profile)) for source in EXPERIMENTS[name].reads)
+        )
+
+
+def timed(source: str, profile: Profile) -> Result:
+    """A result of ``source`` whose rows have nothing but the lengths of the profile."""
+    assert source == "prefill_latency"
+    rows = [{"tokens": tokens} for tokens in profile.sections["latency"]["tokens"]]
+    parameters = {"model": profile.model, "latency": profile.sections["latency"]}
+    return Result(source, profile.name, parameters, {"slug": "there"}, {}, "", [], "", 0.0, {}, rows, {}, {})
 
 
 @pytest.mark.parametrize("profile", ["quick", "full", "gpu"])
@@ -145,6 +156,12 @@ FAULTS = {
         {"transitions.layers": 28},
         r"transitions\.layers .*: 32 layers of smollm2-135m are asked for, there are 30; lower it",
     ),
+    "answers that no context holds": (
+        "reuse_throughput",
+        "full",
+        {"serving.output_tokens": 6145},
+        r"serving\.output_tokens: 8,193 tokens of context of smollm2-135m are asked for, there are 8,192; lower it",
+    ),
     "a threshold that no pool holds": (
         "crosspoint_replayed",
         "full",
@@ -169,8 +186,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_size_that_cannot_hold_is_refused_before_any_work(fault, on_cpu):
     name, profile, overrides, message = FAULTS[fault]
+    read = [timed(source, load_profile(profile)) for source in EXPERIMENTS[name].reads]
     with pytest.raises(ProfileError, match=message) as caught:
-        EXPERIMENTS[name](on_cpu(profile, **overrides))
+        EXPERIMENTS[name](on_cpu(profile, **overrides), *read)
     assert "\n" not in str(caught.value)
 
 

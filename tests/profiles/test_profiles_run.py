@@ -44,6 +44,7 @@ from firsttoken.progressive.recovery import timeline_trial
 from firsttoken.study import paths, stats
 from firsttoken.study.claims import load_claims
 from firsttoken.study.profile import Profile, load_profile
+from firsttoken.study.record import Result
 
 SHORTER, FEWER = 32, 4
 LENGTHS = {"tokens", "window_tokens", "max_tokens", "max_prompt_tokens", "prompt_tokens", "new_tokens"}
@@ -203,12 +204,19 @@ class World:
         for what, model, sections, summary in self._ran:
             if (what, model) == (name, made.model) and all(made.sections.get(k) == v for k, v in sections.items()):
                 return summary
-        outcome = EXPERIMENTS[name](made)
+        read = [self.result(source, profile) for source in EXPERIMENTS[name].reads]
+        outcome = EXPERIMENTS[name](made, *read)
         summary = EXPERIMENTS[name].summarise(outcome.rows, made.parameters())
         assert summary or name == "reuse_training"
         json.dumps(outcome.rows, default=lambda value: value.item())
         self._ran.append((name, made.model, {key: made.sections[key] for key in made.used}, summary))
         return summary
+
+    def result(self, name: str, profile: str) -> Result:
+        """What another experiment reads of this one."""
+        made = tiny_profile(profile, self.folder)
+        rows, parameters = EXPERIMENTS[name](made).rows, made.parameters()
+        return Result(name, profile, parameters, {"slug": "there"}, {}, "", [], "", 0.0, {}, rows, {}, {})
 
 
 @pytest.fixture(scope="module")

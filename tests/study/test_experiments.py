@@ -15,8 +15,9 @@ from firsttoken.experiments import EXPERIMENTS, Experiment, run_experiment
 from firsttoken.study import clock, paths
 from firsttoken.study.claims import digests, load_claims
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.machine import machine_slug
 from firsttoken.study.profile import Profile, load_profile
-from firsttoken.study.record import Outcome, Rows, git_revision, is_clean, read_result
+from firsttoken.study.record import Outcome, Result, Rows, git_revision, is_clean, read_result
 
 
 def measured(profile: Profile) -> Outcome:
@@ -77,3 +78,26 @@ def test_a_dirty_tree_gives_nothing_for_the_record(root: Path, clone, monkeypatc
     assert run_experiment("machine", load_profile("quick")).git_revision.endswith("-dirty")
     monkeypatch.setattr(paths, "RESULTS", root / "elsewhere")
     assert run_experiment("machine", load_profile("full")).path.is_relative_to(root / "elsewhere")
+
+
+def test_what_an_experiment_reads_is_measured_first_and_once(root: Path, clone, monkeypatch) -> None:
+    module, ran = experiments.importlib.import_module("made_up"), []
+
+    def counted(profile: Profile) -> Outcome:
+        ran.append(profile.seed)
+        profile.used["machine"] = dict(profile.sections["machine"])
+        return measured(profile)
+
+    def doubled(profile: Profile, read: Result) -> Outcome:
+        return Outcome([{"s": 2 * row["s"]} for row in read.rows])
+
+    monkeypatch.setattr(module, "measured", counted)
+    monkeypatch.setattr(module, "doubled", doubled, raising=False)
+    reader = Experiment("sizes", "Reads", "00", "made_up:doubled", "total", reads=("machine",))
+    monkeypatch.setitem(EXPERIMENTS, "sizes", reader)
+    for _ in range(2):
+        assert run_experiment("sizes", load_profile("quick")).summary["total"]["value"] == 4.0
+    assert len(ran) == 1 and read_result(root / f"data/results/{machine_slug()}/quick/machine.json").rows
+    for other in ({"machine.repeats": 7}, {"threads": 1}):
+        run_experiment("sizes", load_profile("quick", **other))
+    assert len(ran) == 3

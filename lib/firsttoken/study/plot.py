@@ -55,6 +55,7 @@ LOOKS: dict[str, Look] = {
     "cross-point": Look("#D8B365", "D"),
     "bandwidth only": Look("#A22158", "v"),
     "online": Look("#0C8300", "^"),
+    "oracle": Look("#9E59FE", "*"),
     # another model's cache
     "full reuse": Look("#C9BA00", "^"),
     "droidspeak": Look("#002F8F", "o"),

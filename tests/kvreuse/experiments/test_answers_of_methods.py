@@ -7,6 +7,7 @@ import json
 import pytest
 
 from firsttoken.kvreuse.experiments import gating
+from firsttoken.kvreuse.experiments.examples import example_rows
 from firsttoken.kvreuse.experiments.gating import gate_summary, quality_gate
 from firsttoken.kvreuse.experiments.methods import _blend, reuse_methods
 from firsttoken.kvreuse.experiments.setting import Setting
@@ -165,3 +166,17 @@ def test_suffixes_of_different_lengths(study):
         other = by_item[row["item"], row["group"]]
         assert {k: row[k] for k in gating.SIGNALS} == pytest.approx({k: other[k] for k in gating.SIGNALS}, abs=2e-3)
         assert row["score"] == other["score"]
+
+
+def test_an_example_says_what_was_asked_and_what_came(study):
+    profile = study.profile()
+    runs = profile.sections["reuse"]["runs"]
+    rows = example_rows(profile, runs)
+    setting = Setting(profile)
+    assert [row["run"] for row in rows] == [run.name for run in setting.runs]
+    receiver, _ = setting.pair(setting.runs[0])
+    item = setting.items(setting.runs[0], receiver.tokenizer)[1][0].item
+    assert rows[0]["expected"] == item.answers[0] and rows[0]["prompt"].endswith(item.suffix)
+    assert rows[0]["over its own cache"] == rows[1]["over its own cache"]
+    (alone,) = example_rows(profile, [runs[0].replace("<- base", "<- tuned")])
+    assert alone["over its own cache"] == alone["over the sender's"] == rows[0]["over its own cache"]

@@ -80,9 +80,9 @@ def fit_costs(steps: Sequence[StepSample], swaps: Sequence[SwapSample]) -> Fitte
         raise CorpusError(f"costs: {len(steps)} steps and {len(swaps)} swaps seen; a fit needs at least 6 and 2")
     tokens = [[1.0, sample.tokens] for sample in swaps]
     return FittedCosts(
-        *_relative_fit([_parts(sample.prefills, sample.contexts) for sample in steps], [s.seconds for s in steps]),
-        *_relative_fit(tokens, [sample.out_s for sample in swaps]),
-        *_relative_fit(tokens, [sample.in_s for sample in swaps]),
+        *relative_fit([_parts(sample.prefills, sample.contexts) for sample in steps], [s.seconds for s in steps]),
+        *relative_fit(tokens, [sample.out_s for sample in swaps]),
+        *relative_fit(tokens, [sample.in_s for sample in swaps]),
     )
 
 
@@ -93,7 +93,7 @@ def _parts(prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> list
     return [1.0, new, pairs, len(contexts), sum(contexts), len(contexts) * max(contexts, default=0)]
 
 
-def _relative_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
+def relative_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
     """Non-negative prices [k] for ``rows`` [n, k] with the least sum of ((predicted - seen) / seen)²."""
     seen = np.asarray(seconds, dtype=float)
     if not (seen > 0).all():

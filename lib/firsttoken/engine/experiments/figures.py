@@ -1,4 +1,4 @@
-"""The figures of notebooks 20 to 22, drawn from results alone."""
+"""The figures of notebooks 20 and 21, drawn from results alone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+GOALS = {"generate": 1.1, "continuous_batching": 1.4, "vllm": 0.9}  # this project's, of the engine over each
+
+
 def throughput_bars(result: Result) -> Figure:
-    """Tokens per second of every system, one panel a case."""
+    """Tokens per second of every system, one panel a case, and what this project asks of its engine (``GOALS``)."""
     import matplotlib.pyplot as plt
 
     cases = list({(row["dtype"], row["requests"]): None for row in result.rows})
-    fig, axes = plt.subplots(1, len(cases), figsize=(3.2 + 2.6 * len(cases), 3.4), squeeze=False, sharey=True)
+    fig, axes = plt.subplots(1, len(cases), figsize=(3.2 + 2.6 * len(cases), 3.6), squeeze=False, sharey=True)
     there = [name for name in SYSTEMS if any(row["system"] == name for row in result.rows)]
     for ax, (dtype, count) in zip(axes[0], cases, strict=True):
         for place, name in enumerate(there):
@@ -34,11 +37,18 @@ def throughput_bars(result: Result) -> Figure:
                 ours = name.startswith("engine")
                 ax.barh(place, entry["value"], color=COLOURS["measured"] if ours else COLOURS["other"], height=0.65)
                 ax.plot([entry["low"], entry["high"]], [place] * 2, color=COLOURS["floor"], linewidth=1.5)
+        asked = [
+            share * result.summary[f"{name}_{dtype}_{count}"]["value"] for name, share in GOALS.items() if name in there
+        ]
+        bottom = there.index("engine")
+        ax.plot([max(asked)] * 2, [bottom - 0.45, bottom + 0.45], color=COLOURS["report"], linewidth=3)
         ax.set_title(f"{dtype}, {count} requests")
         ax.set_xlabel("tokens/s")
         ax.set_yticks(range(len(there)), [SYSTEMS[name] for name in there])
         ax.grid(axis="y", visible=False)
     axes[0][0].invert_yaxis()
+    axes[0][0].plot([], [], color=COLOURS["report"], linewidth=3, label="goal: 1.1 generate, 1.4 batching, 0.9 vLLM")
+    fig.legend(loc="outside lower right", fontsize=9)
     return fig
 
 
@@ -63,7 +73,7 @@ def latency_by_length(result: Result) -> Figure:
         _line(here, result, "swap", f"swap, {label}", path_colour, path_marker, path=name)
     _line(here, result, "recompute", "recompute", colour, marker)
     floors = sorted((int(name.split("_")[1]), floor["value"]) for name, floor in result.floors.items())
-    here.plot(*zip(*floors, strict=True), ":", color=COLOURS["floor"], label="floor: plain copies out and in")
+    here.plot(*zip(*floors, strict=True), ":", color=COLOURS["none"], label="plain copies out and in")
     here.set_title(f"{result.slug}: {result.parameters['recovery']['model'] or result.parameters['model']}")
     for ax in (paper, here):
         ax.set(xscale="log", yscale="log", xlabel="tokens of the preempted request", ylabel="recovery, ms")
@@ -108,9 +118,6 @@ def block_sizes(result: Result) -> Figure:
         times = [_median_of(swept, name, size) for size in there]
         here.plot(there, times, marker + "-", color=colour, label=f"swap, {label}")
     tokens = swept[0]["tokens"]
-    if f"swap_{tokens}_tokens" in result.floors:
-        floor = result.floors[f"swap_{tokens}_tokens"]["value"]
-        here.axhline(floor, color=COLOURS["floor"], linestyle=":", label="floor: plain copies out and in")
     here.set(xscale="log", xlabel="tokens in a block", ylabel=f"swap of {tokens} tokens, ms", ylim=(0, None))
     here.set_xticks(there, [str(size) for size in there])
     here.xaxis.set_minor_formatter("")
@@ -118,61 +125,6 @@ def block_sizes(result: Result) -> Figure:
     paper.legend(fontsize=8.5, ncols=2, loc="upper left", handlelength=3.5)
     paper.set_ylim(0.13, 14)
     here.legend(fontsize=8.5)
-    return fig
-
-
-def policy_dots(result: Result) -> Figure:
-    """Figure 2 of the paper, on its own costs: mean and P99 TPOT of every policy, and what its own numbers say."""
-    import matplotlib.pyplot as plt
-
-    there = [name for name in POLICIES if f"{name}_p99_tpot_ms" in result.summary]
-    fig, axes = plt.subplots(1, 3, figsize=(11.5, 0.42 * len(there) + 1.7), sharey=True)
-    panels = {
-        "mean_tpot_ms": ("mean TPOT, ms", {"cross_point": 36.55}),
-        "p99_tpot_ms": ("P99 TPOT, ms", {"cross_point": 70.57, "swap": 70.57 / 0.869, "recompute": 70.57 / 0.799}),
-        "recovery_s": ("all recoveries of a run, s", {}),
-    }
-    for ax, (measure, (label, paper)) in zip(axes, panels.items(), strict=True):
-        for place, name in enumerate(there):
-            _, colour, marker = POLICIES[name]
-            entry = result.summary[f"{name}_{measure}"]
-            ax.plot([entry["low"], entry["high"]], [place] * 2, color=colour, linewidth=2)
-            ax.plot(entry["value"], place, marker, color=colour, markersize=8)
-            if name in paper:
-                ax.plot(paper[name], place, "|", color=COLOURS["paper"], markersize=18, markeredgewidth=3)
-        ax.set_xlabel(label)
-        ax.grid(axis="y", visible=False)
-    axes[1].plot([], [], "|", color=COLOURS["paper"], markersize=14, markeredgewidth=3, label="paper")
-    axes[1].legend(loc="lower right", fontsize=9)
-    axes[0].set_yticks(range(len(there)), [POLICIES[name][0] for name in there])
-    axes[0].invert_yaxis()
-    return fig
-
-
-def threshold_curve(result: Result) -> Figure:
-    """What the threshold is worth: P99 TPOT and recovery cost for thresholds from never swap to always swap."""
-    import matplotlib.pyplot as plt
-
-    names = sorted(
-        (int(name.split("_")[1]), name.removesuffix("_p99_tpot_ms"))
-        for name in result.summary
-        if name.startswith("threshold_") and name.endswith("_p99_tpot_ms")
-    )
-    names = sorted([(0, "recompute"), *names, (1024, "cross_point")])
-    fig, axes = plt.subplots(1, 2, figsize=(10, 3.6))
-    for ax, (measure, label) in zip(
-        axes, {"p99_tpot_ms": "P99 TPOT, ms", "recovery_s": "all recoveries of a run, s"}.items(), strict=True
-    ):
-        entries = [result.summary[f"{name}_{measure}"] for _, name in names]
-        places = range(len(names))
-        ax.fill_between(places, [e["low"] for e in entries], [e["high"] for e in entries], alpha=0.25, linewidth=0)
-        ax.plot(places, [entry["value"] for entry in entries], "o-", color=COLOURS["measured"])
-        chosen = [threshold for threshold, _ in names].index(1024)
-        _, colour, marker = POLICIES["cross_point"]
-        ax.plot(chosen, entries[chosen]["value"], marker, color=colour, markersize=9, label="the paper's threshold")
-        ax.set_xticks(list(places), ["never\nswap" if not threshold else str(threshold) for threshold, _ in names])
-        ax.set(xlabel="swap up to this many tokens", ylabel=label)
-    axes[0].legend(fontsize=9)
     return fig
 
 

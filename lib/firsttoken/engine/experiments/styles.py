@@ -10,7 +10,7 @@ POLICIES: dict[str, tuple[str, str, str]] = {  # label, colour, marker
     "cross_point": ("CrossPoint", *LOOKS["cross-point"]),
     "bandwidth_only": ("BandwidthOnly", *LOOKS["bandwidth only"]),
     "online": ("OnlineCrossPoint", *LOOKS["online"]),
-    "oracle": ("Oracle", *LOOKS["floor"]._replace(marker="*")),
+    "oracle": ("Oracle (cheapest each time)", *LOOKS["oracle"]),  # no floor: a queue's tail is not made of recoveries
     "inverse": ("control: rule inverted", *LOOKS["other"]._replace(marker="P")),
     "coin": ("control: toss of a coin", *LOOKS["other"]._replace(marker="X")),
     "swap_overtaking": ("control: Swap, whoever fits comes back", *LOOKS["other"]._replace(marker="h")),

@@ -14,6 +14,7 @@ from firsttoken.engine.experiments.policies_live import METRICS
 from firsttoken.engine.experiments.policies_replayed import CONTROLS
 from firsttoken.engine.experiments.recovery_latency import swap_ms
 from firsttoken.engine.experiments.styles import PATHS, POLICIES, SYSTEMS
+from firsttoken.engine.workload.items import Item
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 
@@ -105,6 +106,46 @@ def recovery_rows(result: Result) -> Rows:
     return rows
 
 
+def part_rows(result: Result, lengths: Sequence[int]) -> Rows:
+    """A restoration taken apart as in Table 2, theirs and ours; medians in ms. A plain copy needs no preparing."""
+    rows = []
+    for line in (line for line in TABLE_2 if line.tokens in lengths):
+        of = [row for row in result.rows if row["tokens"] == line.tokens]
+        if not any(row["what"] == "swap" for row in of):
+            continue
+        for part in ("out", "prep", "in"):
+            found = {"restoring": f"{line.tokens:,} tokens: {part}", "paper, ms": f"{getattr(line, f'{part}_ms'):.3g}"}
+            for name, (label, *_) in PATHS.items():
+                mine = [row[f"{part}_ms"] for row in of if row["what"] == "swap" and row["path"] == name]
+                found[f"{label}, ms"] = _digits(_median(mine))
+            plain = [row["ms"] for row in of if row["what"] == "memcpy" and row["direction"] == part]
+            rows.append(found | ({"plain copy, ms": _digits(_median(plain))} if plain else {}))
+        again = _digits(_median([row["ms"] for row in of if row["what"] == "recompute"]))
+        paper = {"restoring": f"{line.tokens:,} tokens: prefilled again", "paper, ms": f"{line.recompute_ms:.3g}"}
+        rows.append(paper | {"recomputed here, ms": again})
+    return rows
+
+
+def length_rows(loads: Sequence[Sequence[Item]], threshold: int = 1024) -> Rows:
+    """How long the conversations of workloads are: prompt, answer and both, in tokens."""
+    items = [item for load in loads for item in load]
+    parts = {
+        f"short: up to {threshold:,}": [item for item in items if item.total_tokens <= threshold],
+        "long": [item for item in items if item.total_tokens > threshold],
+        "all": items,
+    }
+    rows = []
+    for name, of in parts.items():
+        totals = [item.total_tokens for item in of]
+        middle, high = np.percentile(totals, [50, 90])
+        rows.append(
+            {"conversations": name, "a workload": len(of) // len(loads), "prompt, mean": _mean(of, "prompt_tokens")}
+            | {"answer, mean": _mean(of, "output_tokens"), "both, mean": _mean(of, "total_tokens")}
+            | {"median": f"{middle:.0f}", "90 % up to": f"{high:.0f}", "range": f"{min(totals)}-{max(totals)}"}
+        )
+    return rows
+
+
 def policy_rows(result: Result) -> Rows:
     """Figure 2 in numbers: means over workloads with intervals."""
     names = ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "recovery_s", "preemptions")
@@ -166,6 +207,10 @@ def simulator_rows(result: Result) -> Rows:
 def _crossing(estimate: Callable[..., Crossing], lines: Sequence[Table2Row]) -> str:
     swap, again = [line.swap_ms for line in lines], [line.recompute_ms for line in lines]
     return estimate([line.tokens for line in lines], swap, again).verdict
+
+
+def _mean(items: Sequence[Item], what: str) -> str:
+    return f"{np.mean([getattr(item, what) for item in items]):.0f}"
 
 
 def _median(values: list[float]) -> float:

@@ -1,1 +1,1 @@
-"""What is measured, and what notebooks 30 to 35 draw of it."""
+"""What is measured, and what notebooks 30 to 36 draw of it."""

@@ -1,4 +1,4 @@
-"""How methods and schedules are called and look in every figure of notebooks 30 to 35."""
+"""How methods and schedules are called and look in every figure of notebooks 30 to 36."""
 
 from __future__ import annotations
 
