@@ -112,7 +112,7 @@ def test_what_is_no_blend_is_refused(text):
 
 def answered(items: str, method: str, group: tuple[int, int], scores: list[float], time: float) -> dict:
     row = {"run": "a <- b: qa", "receiver": "a", "sender": "b", "task": "qa", "items": items, "method": method}
-    times = {"depth": 4, "time_share": [time, time]}
+    times = {"depth": 4, "n": len(scores), "time_share": [time, time]}
     return row | {"lo": group[0], "hi": group[1], "score": sum(scores) / len(scores), "item_score": scores} | times
 
 
@@ -120,7 +120,11 @@ def test_the_summary_of_answers():
     """Two of four layers keep 95 % on the items that choose; on those that judge they lose a tenth."""
     chosen = {"full prefill": (0, 4), "full reuse": (0, 0), "DroidSpeak 1-1": (1, 2), "DroidSpeak 1-2": (1, 3)}
     scores = {"full prefill": 0.8, "full reuse": 0.1, "DroidSpeak 1-1": 0.7, "DroidSpeak 1-2": 0.78}
-    rows = [answered("choose", m, g, [scores[m]] * 6, max(0.1, (g[1] - g[0]) / 4)) for m, g in chosen.items()]
+    lost = {"full prefill": 0, "full reuse": 20, "DroidSpeak 1-1": 4, "DroidSpeak 1-2": 2}  # of token accuracy
+    rows = [
+        answered("choose", m, g, [scores[m]] * 6, max(0.1, (g[1] - g[0]) / 4)) | {"accuracy_lost_pct": lost[m]}
+        for m, g in chosen.items()
+    ]
     judged = {"full prefill": 0.8, "full reuse": 0.2, "DroidSpeak": 0.72, "CacheBlend equal compute": 0.5}
     judged |= {"CacheBlend equal latency": 0.3, "CacheBlend equal latency from 2": 0.32}
     rows += [answered("judge", m, (1, 3) if m == "DroidSpeak" else (0, 0), [s] * 6, 0.5) for m, s in judged.items()]
@@ -128,6 +132,9 @@ def test_the_summary_of_answers():
     assert value["a_from_b_qa_decoded_group"] == "1-2"
     assert value["decoded_group_layers_mean_pct"] == 50
     assert value["decoded_speedup_mean_x"] == value["decoded_speedup_least_x"] == 2
+    assert value["a_from_b_qa_accuracy_group"] == "1-1", "one layer is enough for token accuracy"
+    assert value["accuracy_speedup_mean_x"] == 4
+    assert value["a_from_b_qa_accuracy_group_relative_loss_pct"] == pytest.approx(12.5)
     assert value["decoded_group_relative_loss_worst_pct"] == pytest.approx(10)
     assert value["reuse_relative_loss_worst_pct"] == pytest.approx(75)
     assert value["over_cacheblend_equal_latency_mean_points"] == pytest.approx(40), "the better of its two ways"
@@ -139,7 +146,7 @@ def test_a_mean_over_runs_leaves_out_those_with_nothing_to_mend():
     lost = [[1.0] * 8, [0.0] * 8, [1.0, 0.0] * 4]  # own, full reuse, one layer
     groups = {"full prefill": (0, 4), "full reuse": (0, 0), "DroidSpeak 1-1": (1, 2)}
     rows = [
-        answered("choose", method, group, scores, 0.1 + (group[1] - group[0]) * 0.225)
+        answered("choose", method, group, scores, 0.1 + (group[1] - group[0]) * 0.225) | {"accuracy_lost_pct": 0.0}
         for (method, group), scores in zip(groups.items(), lost, strict=True)
     ]
     rows += [answered("judge", m, (0, 4), lost[0], 1.0) for m in ("full prefill", "full reuse", "DroidSpeak")]

@@ -83,10 +83,10 @@ def _time(row: dict[str, Any]) -> float:
     return float(np.median(row["time_share"]))
 
 
-def gains(methods: Result, latency: Result) -> Figure:
+def gains(methods: Result) -> Figure:
     """What the chosen group gains, what it loses on other items, and its lead over CacheBlend: by run and on average.
 
-    ``latency`` has the gain of the group that token accuracy would choose.
+    Open marks are the group that token accuracy would choose, and the lead at equal computation.
     """
     import matplotlib.pyplot as plt
 
@@ -100,29 +100,25 @@ def gains(methods: Result, latency: Result) -> Figure:
     for ax, nothing in ((gain, 1), (loss, 0), (lead, 0)):
         ax.axvline(nothing, color="#666666", linewidth=0.8)
         ax.grid(axis="y", visible=False)
-    decoded, own = methods.summary, METHODS[DROIDSPEAK].colour
     for at, key in enumerate([*runs, ""]):
-        prefix = f"{key}_" if key else ""
-        mean = "" if key else "_mean"
-        filled = {
-            gain: f"{prefix}decoded_speedup{mean}_x",
-            loss: f"{prefix}droidspeak_relative_loss_pct",
-            lead: f"{prefix}over_cacheblend_equal_latency{mean}_points",
-        }
-        for ax, measure in filled.items():
-            _dot(ax, decoded.get(measure), at - 0.12, own, "full")
-        _dot(gain, latency.summary.get(f"{prefix}speedup{mean}_relative_x"), at + 0.16, own, "none")
-        _dot(lead, decoded.get(f"{prefix}over_cacheblend_equal_compute{mean}_points"), at + 0.16, own, "none")
+        prefix, mean = (f"{key}_", "") if key else ("", "_mean")
+        for ax, filled, hollow in (
+            (gain, f"decoded_speedup{mean}_x", f"accuracy_speedup{mean}_x"),
+            (loss, "droidspeak_relative_loss_pct", "accuracy_group_relative_loss_pct"),
+            (lead, f"over_cacheblend_equal_latency{mean}_points", f"over_cacheblend_equal_compute{mean}_points"),
+        ):
+            _dot(ax, methods.summary.get(prefix + filled), at - 0.12, "full")
+            _dot(ax, methods.summary.get(prefix + hollow), at + 0.16, "none")
     gain.set(xlabel="full prefill's time to first token\n/ DroidSpeak's", xlim=(0.9, None))
-    loss.set(xlabel="score lost by the chosen group on\nother items, % of the own", xlim=(min(-5, _low(loss)), None))
+    loss.set(xlabel="score lost by the chosen group,\n% of the own", xlim=(min(-5, _low(loss)), None))
     lead.set_xlabel("score above CacheBlend's, points")
     gain.set_yticks(range(len(names)), names)
     gain.set_ylim(len(names) - 0.5, -0.5)
     for fill, label in (
         ("full", "decoded answers choose; equal latency"),
-        ("none", "token accuracy; equal computation"),
+        ("none", "token accuracy chooses; equal computation"),
     ):
-        gain.plot([], [], "o", color=own, fillstyle=fill, markersize=8, label=label)
+        gain.plot([], [], "o", color=METHODS[DROIDSPEAK].colour, fillstyle=fill, markersize=8, label=label)
     fig.legend(*gain.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     return fig
 
@@ -132,8 +128,8 @@ def _low(ax: Axes) -> float:
     return min(float(line.get_xdata()[0]) for line in ax.lines)
 
 
-def _dot(ax: Axes, entry: dict[str, Any] | None, at: float, colour: str, fill: str) -> None:
+def _dot(ax: Axes, entry: dict[str, Any] | None, at: float, fill: str) -> None:
     if entry is None:
         return
-    ax.plot([entry["low"], entry["high"]], [at, at], color=colour, linewidth=1.8, alpha=0.7)
-    ax.plot(entry["value"], at, "o", color=colour, markersize=8, fillstyle=fill)
+    ax.plot([entry["low"], entry["high"]], [at, at], color=METHODS[DROIDSPEAK].colour, linewidth=1.8, alpha=0.7)
+    ax.plot(entry["value"], at, "o", color=METHODS[DROIDSPEAK].colour, markersize=8, fillstyle=fill)

@@ -40,7 +40,8 @@ def methods_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict
     choices = {key: choice_of(of) for key, of in runs.items()}
     summary: dict[str, dict[str, Any]] = {}
     for key, of in runs.items():
-        summary |= {f"{key}_{name}": entry for name, entry in (_scored(of) | _chosen(choices[key])).items()}
+        found = _scored(of) | _chosen(choices[key]) | _by_accuracy(of)
+        summary |= {f"{key}_{name}": entry for name, entry in found.items()}
     for name, slug in (("reuse", REUSE), ("decoded_group", DROIDSPEAK)):
         lost = [summary[f"{key}_{_slug(slug)}_relative_loss_pct"] for key in runs]
         summary[f"{name}_relative_loss_worst_pct"] = max(lost, key=lambda entry: entry["value"])
@@ -48,6 +49,9 @@ def methods_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict
     summary["decoded_group_layers_mean_pct"] = _over(mended, "shares", np.mean).summary("% of layers", 100)
     summary["decoded_speedup_mean_x"] = _over(mended, "gains", np.mean).summary("x")
     summary["decoded_speedup_least_x"] = _over(mended, "gains", np.min).summary("x")
+    by_accuracy = [summary[f"{key}_accuracy_speedup_x"]["value"] for key in runs if len(choices[key].group)]
+    if by_accuracy:
+        summary["accuracy_speedup_mean_x"] = bootstrap(by_accuracy).summary("x")
     for equal in (COMPUTE, LATENCY):
         leads = [lead for of in runs.values() if (lead := _leads(of, equal)) is not None]
         if leads:
@@ -95,6 +99,20 @@ def _chosen(choice: Choice) -> dict[str, dict[str, Any]]:
         "decoded_group": {"value": str(choice.group), "n": choice.items, "unit": "layers"},
         "decoded_group_layers_pct": _over([choice], "shares", np.mean).summary("% of layers", 100),
         "decoded_speedup_x": _over([choice], "gains", np.mean).summary("x"),
+    }
+
+
+def _by_accuracy(rows: Rows) -> dict[str, dict[str, Any]]:
+    """The smallest group that keeps to the bound by token accuracy: its speed-up, and what its decoded answers lose."""
+    candidates = [row for row in rows if row["items"] == CHOOSE]
+    own = next(row for row in candidates if row["method"] == OWN)["item_score"]
+    within = [row for row in candidates if row["accuracy_lost_pct"] <= 100 * BOUND]
+    row = min(within, key=lambda row: (row["hi"] - row["lo"], row["accuracy_lost_pct"]))
+    lost = bootstrap(np.column_stack([own, row["item_score"]]), _relative_loss)
+    return {
+        "accuracy_group": {"value": str(Group(row["lo"], row["hi"])), "n": row["n"], "unit": "layers"},
+        "accuracy_group_relative_loss_pct": lost.summary("% of own", 100),
+        "accuracy_speedup_x": bootstrap(1 / np.array(row["time_share"]), "median").summary("x"),
     }
 
 

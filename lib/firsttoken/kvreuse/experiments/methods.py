@@ -59,7 +59,8 @@ def reuse_methods(profile: Profile) -> Outcome:
     """One row a run, method and set of ``items``: score, each item's ``item_score``, and ``time_share`` by round.
 
     ``time_share`` is the time to the first token over full prefill's, from the result of prefill_latency for this
-    machine, at its longest prefix. Raises RequestError where there is none.
+    machine, at its longest prefix. A candidate has ``accuracy_lost_pct`` as well, what it loses of the own token
+    accuracy on the same items. Raises RequestError where there are no times.
     """
     config, times = profile.section("methods", MethodsConfig), times_here()
     setting = Setting(profile, config.needs())
@@ -67,13 +68,16 @@ def reuse_methods(profile: Profile) -> Outcome:
     for run in setting.runs[: config.runs]:
         receiver, sender = setting.pair(run)
         to_choose, to_judge = setting.items(run, receiver.tokenizer)
-        candidates = list(
-            _candidates(receiver, profiled_groups(run_profile(setting, run, receiver, sender, to_choose)))
-        )
-        rows += _rows(setting, run, receiver, sender, candidates, times, CHOOSE, to_choose)
-        chosen = smallest_within(decoded_groups(rows[-len(candidates) :]), BOUND).group
+        profiled = profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
+        candidates = list(_candidates(receiver, profiled))
+        lost = {one.group: 100 * one.relative_loss for one in profiled} | {candidates[0].group: 0.0}
+        answered = [
+            row | {"accuracy_lost_pct": lost[Group(row["lo"], row["hi"])]}
+            for row in _rows(setting, run, receiver, sender, candidates, times, CHOOSE, to_choose)
+        ]
+        chosen = smallest_within(decoded_groups(answered), BOUND).group
         methods = list(_methods(setting, config, run, receiver, sender, chosen, times))
-        rows += _rows(setting, run, receiver, sender, methods, times, JUDGE, to_judge)
+        rows += [*answered, *_rows(setting, run, receiver, sender, methods, times, JUDGE, to_judge)]
     return Outcome(rows, provenance={"models": setting.models.provenance, "times": times.provenance})
 
 
