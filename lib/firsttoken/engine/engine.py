@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,8 +13,9 @@ from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
 from firsttoken.engine.request import GREEDY, Request, Sampling, Work
-from firsttoken.engine.schedulers import SCHEDULERS
+from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.base import VICTIMS, Bounds, Scheduler
+from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken.study.profile import unknown
 
@@ -25,6 +27,9 @@ class EngineConfig:
     ``victim`` names who is preempted (LIFO in the paper, 2.2); ``watermark`` is the share of blocks that admission
     leaves free (vLLM: 0.01; CPS: 0, 3.1); ``requests`` run at once, ``prefill_tokens`` are prefilled in one step;
     ``overtake`` lets a swapped request that fits come back before an earlier one that does not (vLLM: no).
+    Schedulers that cut prompts process ``token_budget`` tokens a step at most, or what ``tbt_s`` (seconds between two
+    tokens of a request) and ``ttft_s`` (to its first) leave; ``wait_s`` is how long one that prefers short prompts may
+    let others wait.
     """
 
     scheduler: str = "prefill_first"
@@ -34,19 +39,28 @@ class EngineConfig:
     requests: int = 256
     prefill_tokens: int = 2048
     overtake: bool = False
+    token_budget: int = 512
+    tbt_s: float = math.inf
+    ttft_s: float = math.inf
+    wait_s: float = math.inf
 
     def __post_init__(self) -> None:
-        for what, name, known in (
-            ("scheduler", self.scheduler, SCHEDULERS),
-            ("victim choice", self.victim, VICTIMS),
-        ):
-            if name not in known:
-                raise ProfileError(f"engine: no {what} {name!r}; {unknown(name, known)}")
+        kind = scheduler_named(self.scheduler)
+        if self.victim not in VICTIMS:
+            raise ProfileError(f"engine: no victim choice {self.victim!r}; {unknown(self.victim, VICTIMS)}")
         if not 0 <= self.watermark < 1:
             raise ProfileError(f"engine: watermark must be a share from 0 to below 1, not {self.watermark}")
-        for name in ("requests", "prefill_tokens"):
+        for name in ("requests", "prefill_tokens", "token_budget"):
             if getattr(self, name) < 1:
                 raise ProfileError(f"engine: {name} must be at least 1, not {getattr(self, name)}")
+        for name in ("tbt_s", "ttft_s", "wait_s"):
+            if not getattr(self, name) > 0:
+                raise ProfileError(f"engine: {name} must be above 0, not {getattr(self, name)}")
+        if issubclass(kind, Sarathi) and self.token_budget < self.requests:
+            raise ProfileError(
+                f"engine: a token budget of {self.token_budget} cannot hold a token of each of {self.requests} "
+                "requests; raise token_budget or lower requests"
+            )
 
 
 @dataclass(frozen=True)
@@ -88,10 +102,18 @@ class Engine:
         self.preemptor = Preemptor(
             policy or make_policy(config.preemption), executor, trace.recoveries.append if trace else None
         )
-        self.scheduler: Scheduler = SCHEDULERS[config.scheduler](
+        self.scheduler: Scheduler = scheduler_named(config.scheduler)(
             self.pool,
             executor.block_tokens,
-            Bounds(config.requests, config.prefill_tokens, config.overtake),
+            Bounds(
+                config.requests,
+                config.prefill_tokens,
+                config.overtake,
+                config.token_budget,
+                config.tbt_s,
+                config.ttft_s,
+                config.wait_s,
+            ),
             self.preemptor,
             VICTIMS[config.victim],
         )
@@ -182,8 +204,9 @@ class Engine:
         """Record the step, and what its whole prompts say about the cost of recomputing."""
         prefills = [work for work in works if not work.request.decoding]
         contexts = tuple(work.request.cached for work in works if work.request.decoding)
+        shapes = tuple((work.request.cached, work.tokens) for work in prefills)
+        self.scheduler.completed(shapes, contexts, seconds)
         if self.trace is not None:
-            shapes = tuple((work.request.cached, work.tokens) for work in prefills)
             self.trace.steps.append(Step(at_s, seconds, shapes, contexts))
         new = sum(work.tokens for work in works)
         for work in prefills:

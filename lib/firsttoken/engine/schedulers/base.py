@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,12 +27,18 @@ VICTIMS: dict[str, Victim] = {
 class Bounds:
     """What a step may hold: requests at once, and prompt tokens prefilled in one step (a longer prompt goes alone).
 
-    ``overtake``: a swapped request that fits may come back before one that came earlier and does not.
+    ``overtake``: a swapped request that fits may come back before one that came earlier and does not. Schedulers that
+    cut prompts hold ``token_budget`` tokens a step, or what their objectives leave: ``tbt_s`` between two tokens,
+    ``ttft_s`` to the first; ``wait_s`` bounds how long others may be preferred.
     """
 
     requests: int
     prefill_tokens: int
     overtake: bool = False
+    token_budget: int = 512
+    tbt_s: float = math.inf
+    ttft_s: float = math.inf
+    wait_s: float = math.inf
 
 
 class Scheduler(ABC):
@@ -55,6 +62,7 @@ class Scheduler(ABC):
         self.running: list[Request] = []
         self.restoring: list[Request] = []
         self.swapped: list[Request] = []
+        self.preempted = 0  # how often so far
 
     @abstractmethod
     def schedule(self) -> list[Work]:
@@ -99,6 +107,29 @@ class Scheduler(ABC):
                 works.append(Work(request, 1))
         return works
 
+    def ready(self) -> tuple[list[Work], bool]:
+        """One token of every request that can decode, those that come back from the host included; whether nobody had
+        to be preempted for it. Where somebody had to, nobody comes back in the same step."""
+        before = self.preempted
+        works = self.decodes()
+        if self.preempted > before:
+            return works, False
+        known = len(self.running)
+        self.resume()
+        return works + [Work(request, 1) for request in self.running[known:]], True
+
+    def chunks(self, tokens: int, *, admit: bool) -> list[Work]:
+        """Up to ``tokens`` tokens of prompts: of those that have begun, then, with ``admit``, of new ones."""
+        works: list[Work] = []
+        begun = iter([request for request in self.running if not request.decoding])
+        while tokens > 0:
+            request = next(begun, None) or (self.admit() if admit else None)
+            if request is None:
+                break
+            works.append(Work(request, min(tokens, request.todo)))
+            tokens -= works[-1].tokens
+        return works
+
     def resume(self) -> None:
         """Give blocks back to swapped requests, the first come first, as long as there are enough.
 
@@ -122,6 +153,10 @@ class Scheduler(ABC):
         """A new request."""
         self.waiting.append(request)
 
+    def completed(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
+        """A step took ``seconds``: ``prefills`` are its (cached, new) tokens, ``contexts`` those of its decodes."""
+        return None  # most policies learn nothing from it
+
     def collect(self, *, wait: bool = False) -> None:
         """Requests whose keys and values have come back run again; with ``wait``, wait for the first."""
         for request in list(self.restoring):
@@ -141,6 +176,7 @@ class Scheduler(ABC):
 
     def preempt(self, victim: Request) -> None:
         """Take the blocks of ``victim`` away; it waits, before all who never ran, or is swapped out."""
+        self.preempted += 1
         self.running.remove(victim)
         self.preemptor.evict(victim)
         self._release(victim)
