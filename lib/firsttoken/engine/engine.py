@@ -159,6 +159,8 @@ class Engine:
         produced = []
         for work, token in zip(works, tokens, strict=True):
             request, completes = work.request, work.completes
+            if request.begun_s is None:
+                request.begun_s = start
             request.cached += work.tokens
             if completes:
                 produced.append((request, token))

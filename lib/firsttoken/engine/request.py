@@ -66,6 +66,7 @@ class Request:
         self.sampling = sampling
         self.arrival_s = arrival_s
         self.prompt_tokens = len(self.tokens)
+        self.begun_s: float | None = None  # when it was in a step for the first time
         self.times_s: list[float] = []
         self.phase = Phase.WAITING
         self.cached = 0  # tokens whose keys and values are in the pool, or in the host's
