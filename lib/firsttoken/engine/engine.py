@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
-from firsttoken.engine.request import GREEDY, Request, Sampling, Work
+from firsttoken.engine.request import GREEDY, Entry, Kind, Request, Sampling, Work, shapes
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.schedulers.base import VICTIMS, Bounds, Scheduler
 from firsttoken.study.errors import ProfileError, RequestError
@@ -51,12 +52,16 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """One step as it was: ``prefills`` are (cached, new) tokens, ``contexts`` the cached tokens of each decode."""
+    """One step as it was: ``prefills`` are (cached, new) tokens, ``contexts`` the cached tokens of each decode.
+
+    These are shapes, which costs hang on; ``entries`` say what was done for which tokens of whom.
+    """
 
     at_s: float
     seconds: float
     prefills: tuple[tuple[int, int], ...]
     contexts: tuple[int, ...]
+    entries: tuple[Entry, ...]
 
 
 @dataclass
@@ -70,7 +75,8 @@ class Trace:
 class Engine:
     """Requests go in, tokens come out of ``step``; nothing runs between two steps.
 
-    ``policy`` overrides the one that the configuration names; ``trace`` collects steps and recoveries if given.
+    ``books`` count the tokens that were prefilled, decoded and recomputed. ``policy`` overrides the one that the
+    configuration names; ``trace`` collects steps and recoveries if given.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class Engine:
         self.executor = executor
         self.config = config
         self.trace = trace
+        self.books: Counter[Kind] = Counter()
         self.pool = BlockPool(executor.blocks, watermark=int(config.watermark * executor.blocks))
         self.preemptor = Preemptor(
             policy or make_policy(config.preemption), executor, trace.recoveries.append if trace else None
@@ -136,9 +143,9 @@ class Engine:
         self._account(works, start, now - start)
         produced = []
         for work, token in zip(works, tokens, strict=True):
-            request, completes = work.request, work.completes
-            request.cached += work.tokens
-            if completes:
+            request = work.request
+            request.advance(work.end)
+            if work.completes:
                 produced.append((request, token))
                 if request.append(token, now):
                     self._end(request)
@@ -179,16 +186,16 @@ class Engine:
         return tuple(len(queue) for queue in queues)
 
     def _account(self, works: Sequence[Work], at_s: float, seconds: float) -> None:
-        """Record the step, and what its whole prompts say about the cost of recomputing."""
-        prefills = [work for work in works if not work.request.decoding]
-        contexts = tuple(work.request.cached for work in works if work.request.decoding)
+        """Book the step, and what its prefills say about the cost of recomputing."""
+        entries = [entry for work in works for entry in work.entries]
+        for entry in entries:
+            self.books[entry.kind] += entry.end - entry.start
         if self.trace is not None:
-            shapes = tuple((work.request.cached, work.tokens) for work in prefills)
-            self.trace.steps.append(Step(at_s, seconds, shapes, contexts))
+            self.trace.steps.append(Step(at_s, seconds, *shapes(works), tuple(entries)))
         new = sum(work.tokens for work in works)
-        for work in prefills:
-            if work.completes:
-                self.preemptor.prefilled(work.request, work.tokens, seconds * work.tokens / new)
+        for work in works:
+            if not work.decodes:
+                self.preemptor.prefilled(work, seconds * work.tokens / new)
 
     def _end(self, request: Request) -> None:
         del self._open[request.number]

@@ -23,5 +23,5 @@ class PrefillFirst(Scheduler):
         if len(self.swapped) + len(self.waiting) == preempted:
             before = len(self.running)
             self.resume()
-            works += [Work(request, 1) for request in self.running[before:]]
+            works += [request.work() for request in self.running[before:]]
         return works
