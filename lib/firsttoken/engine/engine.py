@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
-from firsttoken.engine.request import GREEDY, Request, Sampling, Work
+from firsttoken.engine.request import GREEDY, Entry, Kind, Request, Sampling, Work, shapes
 from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.base import VICTIMS, Bounds, Scheduler
 from firsttoken.engine.schedulers.sarathi import Sarathi
@@ -65,12 +66,16 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """One step as it was: ``prefills`` are (cached, new) tokens, ``contexts`` the cached tokens of each decode."""
+    """One step as it was: ``prefills`` are (cached, new) tokens, ``contexts`` the cached tokens of each decode.
+
+    These are shapes, which costs hang on; ``entries`` say what was done for which tokens of whom.
+    """
 
     at_s: float
     seconds: float
     prefills: tuple[tuple[int, int], ...]
     contexts: tuple[int, ...]
+    entries: tuple[Entry, ...]
 
 
 @dataclass
@@ -84,7 +89,8 @@ class Trace:
 class Engine:
     """Requests go in, tokens come out of ``step``; nothing runs between two steps.
 
-    ``policy`` overrides the one that the configuration names; ``trace`` collects steps and recoveries if given.
+    ``books`` count the tokens that were prefilled, decoded and recomputed. ``policy`` overrides the one that the
+    configuration names; ``trace`` collects steps and recoveries if given.
     """
 
     def __init__(
@@ -98,6 +104,7 @@ class Engine:
         self.executor = executor
         self.config = config
         self.trace = trace
+        self.books: Counter[Kind] = Counter()
         self.pool = BlockPool(executor.blocks, watermark=int(config.watermark * executor.blocks))
         self.preemptor = Preemptor(
             policy or make_policy(config.preemption), executor, trace.recoveries.append if trace else None
@@ -158,11 +165,11 @@ class Engine:
         self._account(works, start, now - start)
         produced = []
         for work, token in zip(works, tokens, strict=True):
-            request, completes = work.request, work.completes
+            request = work.request
             if request.begun_s is None:
                 request.begun_s = start
-            request.cached += work.tokens
-            if completes:
+            request.advance(work.end)
+            if work.completes:
                 produced.append((request, token))
                 if request.append(token, now):
                     self._end(request)
@@ -203,17 +210,18 @@ class Engine:
         return tuple(len(queue) for queue in queues)
 
     def _account(self, works: Sequence[Work], at_s: float, seconds: float) -> None:
-        """Record the step, and what its whole prompts say about the cost of recomputing."""
-        prefills = [work for work in works if not work.request.decoding]
-        contexts = tuple(work.request.cached for work in works if work.request.decoding)
-        shapes = tuple((work.request.cached, work.tokens) for work in prefills)
-        self.scheduler.completed(shapes, contexts, seconds)
+        """Book the step, and what its prefills say about the cost of recomputing."""
+        entries = [entry for work in works for entry in work.entries]
+        for entry in entries:
+            self.books[entry.kind] += entry.end - entry.start
+        prefills, contexts = shapes(works)
+        self.scheduler.completed(prefills, contexts, seconds)
         if self.trace is not None:
-            self.trace.steps.append(Step(at_s, seconds, shapes, contexts))
+            self.trace.steps.append(Step(at_s, seconds, prefills, contexts, tuple(entries)))
         new = sum(work.tokens for work in works)
-        for work in prefills:
-            if work.completes:
-                self.preemptor.prefilled(work.request, work.tokens, seconds * work.tokens / new)
+        for work in works:
+            if not work.decodes:
+                self.preemptor.prefilled(work, seconds * work.tokens / new)
 
     def _end(self, request: Request) -> None:
         del self._open[request.number]

@@ -93,8 +93,7 @@ class LiveExecutor:
         blocks: list[int] = []
         last: list[int] = []
         for work in batch:
-            request, start = work.request, work.request.cached
-            end = start + work.tokens
+            request, start, end = work.request, work.start, work.end
             ids += request.tokens[start:end]
             positions += range(start, end)
             blocks += [request.blocks[position // self.block_tokens] for position in range(start, end)]

@@ -12,12 +12,18 @@ class ChunkedOnly(Scheduler):
     """Chunks and decodes take turns, each in batches of their own: a decode waits for one chunk, not for a prompt."""
 
     name: ClassVar[str] = "chunked_only"
-    _decoded = True  # the last step decoded
+    _chunked = False  # in the last step
 
     def schedule(self) -> list[Work]:
-        works = self.chunks(self.bounds.token_budget, admit=not self.swapped) if self._decoded else []
-        self._decoded = not works
-        return works or self.ready()[0]
+        works = [] if self._chunked else self._chunk()
+        self._chunked = bool(works)
+        if works:
+            return works
+        works, calm = self.ready()
+        return works if works or not calm else self._chunk()
+
+    def _chunk(self) -> list[Work]:
+        return self.chunks(self.bounds.token_budget, admit=not self.swapped)
 
 
 class HybridOnly(Scheduler):

@@ -32,7 +32,7 @@ class AdaptiveBudget(Sarathi):
         if not decodes:
             return most
         begun = next((request.cached for request in self.running if not request.decoding), 0)
-        found = self.pace.most_tokens([work.request.cached for work in decodes], begun, seconds, most)
+        found = self.pace.most_tokens([work.start for work in decodes], begun, seconds, most)
         return self.bounds.token_budget - len(decodes) if found is None else max(found, self.block_tokens)
 
     def completed(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:

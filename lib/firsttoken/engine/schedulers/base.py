@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from firsttoken.engine.blocks import BlockPool
+from firsttoken.engine.preemption.base import Action
 from firsttoken.engine.preemptor import Preemptor
 from firsttoken.engine.request import Phase, Request, Work
 
@@ -45,7 +46,8 @@ class Scheduler(ABC):
     """Says what the coming step processes.
 
     The queues: ``waiting`` (new, or to be recomputed; those go first), ``running`` and ``restoring`` (they have
-    blocks), ``swapped``. Blocks are counted in ``pool``; ``block_tokens`` tokens fill one.
+    blocks), ``swapped``. Only here does a request's phase change: it is the queue that it stands in. Blocks are counted
+    in ``pool``; ``block_tokens`` tokens fill one.
     """
 
     name: ClassVar[str]
@@ -63,6 +65,12 @@ class Scheduler(ABC):
         self.restoring: list[Request] = []
         self.swapped: list[Request] = []
         self.preempted = 0  # how often so far
+        self._queues: dict[Phase, deque[Request] | list[Request]] = {
+            Phase.WAITING: self.waiting,
+            Phase.RUNNING: self.running,
+            Phase.RESTORING: self.restoring,
+            Phase.SWAPPED: self.swapped,
+        }
 
     @abstractmethod
     def schedule(self) -> list[Work]:
@@ -83,8 +91,7 @@ class Scheduler(ABC):
         if blocks is None:
             return None
         request.blocks += blocks
-        request.phase = Phase.RUNNING
-        self.running.append(self.waiting.popleft())
+        self._move(request, Phase.RUNNING)
         return request
 
     def prefills(self, *, reserve: bool = False) -> list[Work]:
@@ -95,7 +102,7 @@ class Scheduler(ABC):
             request = self.admit(reserve=reserve)
             if request is None:
                 break
-            works.append(Work(request, request.todo))
+            works.append(request.work())
             left -= request.todo
         return works
 
@@ -104,7 +111,7 @@ class Scheduler(ABC):
         works: list[Work] = []
         for request in sorted(self.running, key=lambda request: request.order):
             if request.phase is Phase.RUNNING and request.decoding and self._grow(request, works):
-                works.append(Work(request, 1))
+                works.append(request.work())
         return works
 
     def ready(self) -> tuple[list[Work], bool]:
@@ -116,7 +123,7 @@ class Scheduler(ABC):
             return works, False
         known = len(self.running)
         self.resume()
-        return works + [Work(request, 1) for request in self.running[known:]], True
+        return works + [request.work() for request in self.running[known:]], True
 
     def chunks(self, tokens: int, *, admit: bool) -> list[Work]:
         """Up to ``tokens`` tokens of prompts: of those that have begun, then, with ``admit``, of new ones."""
@@ -126,9 +133,15 @@ class Scheduler(ABC):
             request = next(begun, None) or (self.admit() if admit else None)
             if request is None:
                 break
-            works.append(Work(request, min(tokens, request.todo)))
+            works.append(request.work(min(tokens, request.todo)))
             tokens -= works[-1].tokens
         return works
+
+    def arrange(self, turn: Callable[[Request], Any]) -> None:
+        """Whoever waits stands in the order of ``turn``, the least first."""
+        ordered = sorted(self.waiting, key=turn)
+        self.waiting.clear()
+        self.waiting.extend(ordered)
 
     def resume(self) -> None:
         """Give blocks back to swapped requests, the first come first, as long as there are enough.
@@ -141,9 +154,8 @@ class Scheduler(ABC):
             blocks = self.pool.take(self._missing(request, request.cached + 1), admission=True)
             if blocks is not None:
                 request.blocks = blocks
-                self.swapped.remove(request)
                 self.preemptor.restore(request)
-                (self.running if request.phase is Phase.RUNNING else self.restoring).append(request)
+                self._move(request, Phase.RUNNING if self.preemptor.poll(request) else Phase.RESTORING)
             elif not self.bounds.overtake:
                 return
 
@@ -151,7 +163,7 @@ class Scheduler(ABC):
 
     def arrive(self, request: Request) -> None:
         """A new request."""
-        self.waiting.append(request)
+        self._move(request, Phase.WAITING)
 
     def completed(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
         """A step took ``seconds``: ``prefills`` are its (cached, new) tokens, ``contexts`` those of its decodes."""
@@ -161,29 +173,33 @@ class Scheduler(ABC):
         """Requests whose keys and values have come back run again; with ``wait``, wait for the first."""
         for request in list(self.restoring):
             if self.preemptor.poll(request, wait=wait):
-                self.restoring.remove(request)
-                self.running.append(request)
+                self._move(request, Phase.RUNNING)
                 wait = False
 
     def end(self, request: Request) -> None:
         """The request is over, wherever it stands; its blocks are free again."""
         self.preemptor.forget(request)
-        for queue in (self.waiting, self.running, self.restoring, self.swapped):
-            if request in queue:
-                queue.remove(request)
         self._release(request)
-        request.phase = Phase.FINISHED
+        self._move(request, Phase.FINISHED)
 
     def preempt(self, victim: Request) -> None:
         """Take the blocks of ``victim`` away; it waits, before all who never ran, or is swapped out."""
         self.preempted += 1
-        self.running.remove(victim)
-        self.preemptor.evict(victim)
+        action = self.preemptor.evict(victim)
         self._release(victim)
-        if victim.phase is Phase.SWAPPED:
-            self.swapped.append(victim)
+        if action is Action.SWAP:
+            self._move(victim, Phase.SWAPPED)
         else:
-            self.waiting.appendleft(victim)
+            self._move(victim, Phase.WAITING)
+            self.waiting.rotate(1)
+
+    def _move(self, request: Request, phase: Phase) -> None:
+        """Out of the queue of its phase, if it had come there, and to the end of the next one's."""
+        if request in self._queues[request.phase]:
+            self._queues[request.phase].remove(request)
+        request.phase = phase
+        if phase is not Phase.FINISHED:
+            self._queues[phase].append(request)
 
     def _grow(self, request: Request, planned: list[Work]) -> bool:
         """Take the block that the next token of ``request`` may need; False when it had to give up its own."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -21,7 +20,7 @@ class Deadline(AdaptiveBudget):
 
     def budget(self, decodes: Sequence[Work]) -> int:
         now = self.preemptor.executor.now()
-        self.waiting = deque(sorted(self.waiting, key=lambda request: (self._due(request), request.number)))
+        self.arrange(lambda request: (self._due(request), request.number))
         slack = min((self._due(work.request) - now for work in decodes), default=self.bounds.tbt_s)
         return len(decodes) + self.room(decodes, max(slack, 0.0))
 

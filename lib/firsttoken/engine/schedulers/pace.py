@@ -9,43 +9,54 @@ import numpy as np
 
 from firsttoken.engine.costs.fitted import relative_fit, step_parts
 
-SEEN = 256  # steps that are remembered: a few seconds of a busy GPU, so that a change is soon learnt
+SEEN = 128  # steps of a kind that are remembered: a few seconds of a busy GPU, so that a change is soon learnt
 REFIT = 16  # steps between two fits, which take 0.3 ms
-LEAST = 8  # steps before the first
+LEAST = 4  # steps of a kind before the first
+GROWTH = (
+    2  # a chunk is at most so many times the largest that is remembered: a line is not trusted far beyond its points
+)
 
 
 class Pace:
-    """Prices of a step's parts by least squares over the last steps (``costs.fitted``), and how far they were off.
+    """Prices of a step's parts by least squares over the last steps, and how far these were off.
 
-    ``most_tokens`` answers with the largest chunk that keeps a step within a time; before enough was seen, with None.
+    Steps that only decode are remembered apart, lest they crowd out the others.
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[list[float], float]] = deque(maxlen=SEEN)
+        self._steps = {mixed: deque[tuple[list[float], float]](maxlen=SEEN) for mixed in (False, True)}
         self._prices: np.ndarray | None = None
         self._margin = 1.0
+        self._largest = 0.0
         self._since = 0
 
     def observe(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
         """A step of these parts took ``seconds``."""
-        if seconds <= 0:
-            return
-        self._steps.append((step_parts(prefills, contexts), seconds))
-        self._since += 1
-        if len(self._steps) >= LEAST and (self._prices is None or self._since >= REFIT):
-            parts, took = (np.array(column) for column in zip(*self._steps, strict=True))
-            self._prices = relative_fit(parts, took)
-            predicted = np.maximum(parts @ self._prices, 1e-9)
-            self._margin = max(1.0, float(np.quantile(took / predicted, 0.99)))  # one step in a hundred may be longer
-            self._since = 0
+        if seconds > 0:
+            parts = step_parts(prefills, contexts)
+            self._steps[bool(prefills)].append((parts, seconds))
+            self._largest = max(self._largest, parts[1])
+            self._since += 1
+        if self._since >= (REFIT if self._prices is not None else 1) and len(self._steps[True]) >= LEAST:
+            self._fit()
 
     def most_tokens(self, contexts: Sequence[int], cached: int, seconds: float, most: int) -> int | None:
-        """Tokens of a prompt with ``cached`` tokens behind it, up to ``most``, beside decodes over ``contexts``."""
+        """Tokens of a prompt with ``cached`` tokens behind it, up to ``most``, with which a step that also decodes over
+        ``contexts`` stays within ``seconds``; None before enough was seen."""
         if self._prices is None:
             return None
-        low, high = 0, most
+        low, high = 0, min(most, int(GROWTH * self._largest))
         while low < high:
             middle = (low + high + 1) // 2
             took = float(np.dot(step_parts([(cached, middle)], contexts), self._prices)) * self._margin
             low, high = (middle, high) if took <= seconds else (low, middle - 1)
         return low
+
+    def _fit(self) -> None:
+        parts, took = (np.array(column) for column in zip(*self._steps[False], *self._steps[True], strict=True))
+        self._prices = relative_fit(parts, took)
+        mixed = slice(len(self._steps[False]), None)
+        off = took[mixed] / np.maximum(parts[mixed] @ self._prices, 1e-9)
+        self._margin = max(1.0, float(np.quantile(off, 0.99)))
+        self._largest = float(parts[mixed, 1].max())
+        self._since = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -26,5 +25,5 @@ class ShortestFirst(Sarathi):
             young = now - request.arrival_s < self.bounds.wait_s
             return young, request.todo if young else 0, request.order
 
-        self.waiting = deque(sorted(self.waiting, key=turn))
+        self.arrange(turn)
         return self.bounds.token_budget
