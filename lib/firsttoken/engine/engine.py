@@ -12,6 +12,7 @@ from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
+from firsttoken.engine.prefixes import PrefixSharing
 from firsttoken.engine.request import GREEDY, Entry, Kind, Request, Sampling, Work, shapes
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.schedulers.base import VICTIMS, Bounds, Scheduler
@@ -26,6 +27,8 @@ class EngineConfig:
     ``victim`` names who is preempted (LIFO in the paper, 2.2); ``watermark`` is the share of blocks that admission
     leaves free (vLLM: 0.01; CPS: 0, 3.1); ``requests`` run at once, ``prefill_tokens`` are prefilled in one step;
     ``overtake`` lets a swapped request that fits come back before an earlier one that does not (vLLM: no).
+    ``share_prefixes``: requests that begin alike share blocks; off, as the preemption policies are taught and measured
+    with prefills from nothing.
     """
 
     scheduler: str = "prefill_first"
@@ -35,6 +38,7 @@ class EngineConfig:
     requests: int = 256
     prefill_tokens: int = 2048
     overtake: bool = False
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         for what, name, known in (
@@ -95,12 +99,16 @@ class Engine:
         self.preemptor = Preemptor(
             policy or make_policy(config.preemption), executor, trace.recoveries.append if trace else None
         )
+        self.prefixes: PrefixSharing | None = None
+        if config.share_prefixes:
+            self.prefixes = PrefixSharing(self.pool, executor.block_tokens, lambda: executor.salt)
         self.scheduler: Scheduler = SCHEDULERS[config.scheduler](
             self.pool,
             executor.block_tokens,
             Bounds(config.requests, config.prefill_tokens, config.overtake),
             self.preemptor,
             VICTIMS[config.victim],
+            self.prefixes,
         )
         self._coming: list[tuple[tuple[float, int], Request]] = []
         self._open: dict[int, Request] = {}
@@ -133,12 +141,19 @@ class Engine:
         self.scheduler.end(request)
 
     def step(self) -> list[tuple[Request, int]]:
-        """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet."""
+        """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet.
+
+        Passes on what the executor raises; the requests that it ran can then only be cancelled.
+        """
         works = self._next_works()
         if not works:
             return []
         start = self.executor.now()
-        tokens = self.executor.execute(works)
+        try:
+            tokens = self.executor.execute(works)
+        except BaseException:
+            self.scheduler.withdraw()
+            raise
         now = self.executor.now()
         self._account(works, start, now - start)
         produced = []
@@ -171,7 +186,7 @@ class Engine:
                 self.scheduler.arrive(heapq.heappop(self._coming)[1])
             self.scheduler.collect()
             before = self._standing()
-            if works := self.scheduler.schedule():
+            if works := self.scheduler.plan():
                 return works
             if self.scheduler.restoring:
                 self.scheduler.collect(wait=True)
@@ -194,8 +209,7 @@ class Engine:
             self.trace.steps.append(Step(at_s, seconds, *shapes(works), tuple(entries)))
         new = sum(work.tokens for work in works)
         for work in works:
-            if not work.decodes:
-                self.preemptor.prefilled(work, seconds * work.tokens / new)
+            self.preemptor.processed(work, seconds * work.tokens / new)
 
     def _end(self, request: Request) -> None:
         del self._open[request.number]

@@ -23,5 +23,5 @@ class PrefillFirst(Scheduler):
         if len(self.swapped) + len(self.waiting) == preempted:
             before = len(self.running)
             self.resume()
-            works += [request.work() for request in self.running[before:]]
+            works += [self.work(request) for request in self.running[before:]]
         return works
