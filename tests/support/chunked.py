@@ -21,13 +21,13 @@ class Chunked(Scheduler):
         if self.swapped and not preempted:
             before = len(self.running)
             self.resume()
-            works += [request.work() for request in self.running[before:]]
+            works += [self.work(request) for request in self.running[before:]]
         left = max(1, self.budget - len(works))  # else a budget below the decodes would starve the prompts
         for request in sorted(self.running, key=lambda request: request.order):
             if left and not request.decoding:
-                works.append(request.work(min(left, request.todo)))
+                works.append(self.work(request, min(left, request.todo)))
                 left -= works[-1].tokens
         while left and not self.swapped and not preempted and (request := self.admit()) is not None:
-            works.append(request.work(min(left, request.todo)))
+            works.append(self.work(request, min(left, request.todo)))
             left -= works[-1].tokens
         return works

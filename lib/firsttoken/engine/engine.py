@@ -13,6 +13,7 @@ from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
+from firsttoken.engine.prefixes import PrefixSharing
 from firsttoken.engine.request import GREEDY, Entry, Kind, Request, Sampling, Work, shapes
 from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.base import VICTIMS, Bounds, Scheduler
@@ -31,6 +32,8 @@ class EngineConfig:
     Schedulers that cut prompts process ``token_budget`` tokens a step at most, or what ``tbt_s`` (seconds between two
     tokens of a request) and ``ttft_s`` (to its first) leave; ``wait_s`` is how long one that prefers short prompts may
     let others wait.
+    ``share_prefixes``: requests that begin alike share blocks; off, as the preemption policies are taught and measured
+    with prefills from nothing.
     """
 
     scheduler: str = "prefill_first"
@@ -44,6 +47,7 @@ class EngineConfig:
     tbt_s: float = math.inf
     ttft_s: float = math.inf
     wait_s: float = math.inf
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         kind = scheduler_named(self.scheduler)
@@ -109,6 +113,9 @@ class Engine:
         self.preemptor = Preemptor(
             policy or make_policy(config.preemption), executor, trace.recoveries.append if trace else None
         )
+        self.prefixes: PrefixSharing | None = None
+        if config.share_prefixes:
+            self.prefixes = PrefixSharing(self.pool, executor.block_tokens, lambda: executor.salt)
         self.scheduler: Scheduler = scheduler_named(config.scheduler)(
             self.pool,
             executor.block_tokens,
@@ -123,6 +130,7 @@ class Engine:
             ),
             self.preemptor,
             VICTIMS[config.victim],
+            self.prefixes,
         )
         self._coming: list[tuple[tuple[float, int], Request]] = []
         self._open: dict[int, Request] = {}
@@ -155,12 +163,19 @@ class Engine:
         self.scheduler.end(request)
 
     def step(self) -> list[tuple[Request, int]]:
-        """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet."""
+        """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet.
+
+        Passes on what the executor raises; the requests that it ran can then only be cancelled.
+        """
         works = self._next_works()
         if not works:
             return []
         start = self.executor.now()
-        tokens = self.executor.execute(works)
+        try:
+            tokens = self.executor.execute(works)
+        except BaseException:
+            self.scheduler.withdraw()
+            raise
         now = self.executor.now()
         self._account(works, start, now - start)
         produced = []
@@ -195,7 +210,7 @@ class Engine:
                 self.scheduler.arrive(heapq.heappop(self._coming)[1])
             self.scheduler.collect()
             before = self._standing()
-            if works := self.scheduler.schedule():
+            if works := self.scheduler.plan():
                 return works
             if self.scheduler.restoring:
                 self.scheduler.collect(wait=True)
@@ -220,8 +235,7 @@ class Engine:
             self.trace.steps.append(Step(at_s, seconds, prefills, contexts, tuple(entries)))
         new = sum(work.tokens for work in works)
         for work in works:
-            if not work.decodes:
-                self.preemptor.prefilled(work, seconds * work.tokens / new)
+            self.preemptor.processed(work, seconds * work.tokens / new)
 
     def _end(self, request: Request) -> None:
         del self._open[request.number]

@@ -82,8 +82,8 @@ class Preemptor:
         self._close(replace(recovery, prep_s=recovery.prep_s + moved.prep_s, in_s=moved.copy_s), request.cached)
         return True
 
-    def prefilled(self, work: Work, seconds: float) -> None:
-        """``work``, no decode, took ``seconds``: prompts from their first token on teach what recomputing costs."""
+    def processed(self, work: Work, seconds: float) -> None:
+        """``work`` took ``seconds`` of its step: prompts from their first token on teach what recomputing costs."""
         number, recovery = work.request.number, self._open.pop(work.request.number, None)
         if recovery is not None:
             tokens, seconds = recovery.tokens + work.tokens, recovery.recompute_s + seconds
@@ -92,6 +92,8 @@ class Preemptor:
                 self._open[number] = recovery
             else:
                 self._close(recovery, work.end)
+            return
+        if work.decodes:
             return
         tokens, before_s = self._prefills.pop(number, (0, 0.0))
         tokens, seconds = tokens + work.tokens, before_s + seconds

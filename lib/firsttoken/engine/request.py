@@ -89,6 +89,8 @@ class Request:
         self.cached = 0  # tokens whose keys and values are in the pool, or in the host's
         self.computed = 0  # tokens whose keys and values were ever there
         self.blocks: list[int] = []
+        self.keys: list[bytes] = []  # a salt, and the keys of the full blocks, where prefixes are shared
+        self.published = 0  # of its blocks
         self.host: Any = None  # the executor's handle of the copy in host memory
         self.transfer: Any = None  # on its way back
         self.preemptions = 0

@@ -41,6 +41,7 @@ class SimulatedExecutor:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.limits = Limits(context, NO_LIMIT)
+        self.salt = ""
         self._host_free = host_blocks
         self._overlap = overlap
         self._now = 0.0

@@ -28,11 +28,16 @@ QUANTILES = {"mean": np.mean, "p50": np.median, "p99": lambda values: np.percent
 
 @dataclass(frozen=True)
 class ErrorConfig:
-    """The timestamps in ``requests`` (a file beside the profile), and vLLM's settings for that run."""
+    """The timestamps in ``requests`` (a file beside the profile), and vLLM's settings for that run.
+
+    Its scheduler fills a step with decodes and then with chunks, as Sarathi's; who is preempted recomputes, from what
+    is left of its own blocks, which prefix caching keeps as long as nobody needs them. ``blocks`` are those it had.
+    """
 
     requests: str
     token_budget: int
     batch: int
+    blocks: int
 
 
 def simulator_error(profile: Profile) -> Outcome:
@@ -41,13 +46,25 @@ def simulator_error(profile: Profile) -> Outcome:
     served = read_requests(brought(hardware.costs) / config.requests)
     start = min(row["queued_ts"] for row in served)
     items = [
-        Item(row["queued_ts"] - start, int(row["input_toks"]), int(row["output_toks"]), (0,) * int(row["input_toks"]))
-        for row in served
+        Item(
+            row["queued_ts"] - start,
+            int(row["input_toks"]),
+            int(row["output_toks"]),
+            (number,) * int(row["input_toks"]),
+        )
+        for number, row in enumerate(served)  # no two prompts begin alike: their text is not published
     ]
     costs = hardware.read()
     engine = Engine(
-        SimulatedExecutor(costs, hardware.blocks),
-        EngineConfig(scheduler="sarathi", watermark=0.0, requests=config.batch, token_budget=config.token_budget),
+        SimulatedExecutor(costs, config.blocks),
+        EngineConfig(
+            "sarathi",
+            "recompute",
+            watermark=0.0,
+            requests=config.batch,
+            token_budget=config.token_budget,
+            share_prefixes=True,
+        ),
     )
     rows: Rows = []
     for number, (row, request) in enumerate(zip(served, serve_items(engine, items), strict=True)):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.preemption.base import Action
 from firsttoken.engine.preemptor import Preemptor
+from firsttoken.engine.prefixes import PrefixSharing
 from firsttoken.engine.request import Phase, Request, Work
 
 Victim = Callable[[list[Request]], Request]
@@ -47,19 +48,27 @@ class Scheduler(ABC):
 
     The queues: ``waiting`` (new, or to be recomputed; those go first), ``running`` and ``restoring`` (they have
     blocks), ``swapped``. Only here does a request's phase change: it is the queue that it stands in. Blocks are counted
-    in ``pool``; ``block_tokens`` tokens fill one.
+    in ``pool``; ``block_tokens`` tokens fill one, and ``prefixes``, if given, shares them.
     """
 
     name: ClassVar[str]
 
     def __init__(
-        self, pool: BlockPool, block_tokens: int, bounds: Bounds, preemptor: Preemptor, victim: Victim
+        self,
+        pool: BlockPool,
+        block_tokens: int,
+        bounds: Bounds,
+        preemptor: Preemptor,
+        victim: Victim,
+        prefixes: PrefixSharing | None = None,
     ) -> None:
         self.pool = pool
         self.block_tokens = block_tokens
         self.bounds = bounds
         self.preemptor = preemptor
         self.victim = victim
+        self.prefixes = prefixes
+        self.planned: list[Work] = []  # for the coming step, by now
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.restoring: list[Request] = []
@@ -78,6 +87,14 @@ class Scheduler(ABC):
 
     # -- what policies are made of
 
+    def work(self, request: Request, tokens: int | None = None) -> Work:
+        """The next ``tokens`` tokens of ``request`` (all that are to do) in the coming step, until which it stays."""
+        work = request.work(tokens)
+        self.planned.append(work)
+        if self.prefixes is not None:
+            self.prefixes.publish(work)
+        return work
+
     def admit(self, *, reserve: bool = False) -> Request | None:
         """The first waiting request, running now, with blocks for all its tokens; None when there is no room.
 
@@ -87,10 +104,13 @@ class Scheduler(ABC):
             return None
         request = self.waiting[0]
         tokens = request.most_cached if reserve else len(request.tokens)
-        blocks = self.pool.take(self._missing(request, tokens), admission=True)
+        shared = self._shared(request)
+        blocks = self.pool.take(self._missing(request, tokens) - len(shared), admission=True, shared=shared)
         if blocks is None:
             return None
-        request.blocks += blocks
+        request.blocks = blocks
+        if self.prefixes is not None:
+            self.prefixes.admitted(request, len(shared))
         self._move(request, Phase.RUNNING)
         return request
 
@@ -98,11 +118,11 @@ class Scheduler(ABC):
         """Admit whole prompts until requests, blocks or the prefill budget run out; the first may exceed the budget."""
         works: list[Work] = []
         left = self.bounds.prefill_tokens
-        while self.waiting and (not works or self.waiting[0].todo <= left):
+        while self.waiting and (not works or self._needs(self.waiting[0]) <= left):
             request = self.admit(reserve=reserve)
             if request is None:
                 break
-            works.append(request.work())
+            works.append(self.work(request))
             left -= request.todo
         return works
 
@@ -110,8 +130,8 @@ class Scheduler(ABC):
         """One token of every decoding request, the first come first; who finds no block left preempts others."""
         works: list[Work] = []
         for request in sorted(self.running, key=lambda request: request.order):
-            if request.phase is Phase.RUNNING and request.decoding and self._grow(request, works):
-                works.append(request.work())
+            if request.phase is Phase.RUNNING and request.decoding and self._grow(request):
+                works.append(self.work(request))
         return works
 
     def ready(self) -> tuple[list[Work], bool]:
@@ -123,7 +143,7 @@ class Scheduler(ABC):
             return works, False
         known = len(self.running)
         self.resume()
-        return works + [request.work() for request in self.running[known:]], True
+        return works + [self.work(request) for request in self.running[known:]], True
 
     def chunks(self, tokens: int, *, admit: bool) -> list[Work]:
         """Up to ``tokens`` tokens of prompts: of those that have begun, then, with ``admit``, of new ones."""
@@ -133,7 +153,7 @@ class Scheduler(ABC):
             request = next(begun, None) or (self.admit() if admit else None)
             if request is None:
                 break
-            works.append(request.work(min(tokens, request.todo)))
+            works.append(self.work(request, min(tokens, request.todo)))
             tokens -= works[-1].tokens
         return works
 
@@ -153,13 +173,24 @@ class Scheduler(ABC):
                 return
             blocks = self.pool.take(self._missing(request, request.cached + 1), admission=True)
             if blocks is not None:
-                request.blocks = blocks
+                request.blocks, request.published = blocks, 0
                 self.preemptor.restore(request)
                 self._move(request, Phase.RUNNING if self.preemptor.poll(request) else Phase.RESTORING)
             elif not self.bounds.overtake:
                 return
 
     # -- what the engine calls
+
+    def plan(self) -> list[Work]:
+        """What ``schedule`` says, from a clean sheet."""
+        self.planned.clear()
+        return self.schedule()
+
+    def withdraw(self) -> None:
+        """The step failed: what it was to write is not there, and nobody may find it."""
+        if self.prefixes is not None:
+            for work in self.planned:
+                self.prefixes.withdraw(work)
 
     def arrive(self, request: Request) -> None:
         """A new request."""
@@ -201,16 +232,23 @@ class Scheduler(ABC):
         if phase is not Phase.FINISHED:
             self._queues[phase].append(request)
 
-    def _grow(self, request: Request, planned: list[Work]) -> bool:
+    def _grow(self, request: Request) -> bool:
         """Take the block that the next token of ``request`` may need; False when it had to give up its own."""
         while (blocks := self.pool.take(self._missing(request, request.cached + 1))) is None:
-            fixed = {work.request.number for work in planned}
+            fixed = {work.request.number for work in self.planned}
             victim = self.victim([other for other in self.running if other.number not in fixed])
             self.preempt(victim)
             if victim is request:
                 return False
         request.blocks += blocks
         return True
+
+    def _shared(self, request: Request) -> list[int]:
+        return [] if self.prefixes is None else self.prefixes.find(request)
+
+    def _needs(self, waiting: Request) -> int:
+        """Tokens to process once it is admitted."""
+        return waiting.todo - len(self._shared(waiting)) * self.block_tokens
 
     def _missing(self, request: Request, tokens: int) -> int:
         return max(0, -(-tokens // self.block_tokens) - len(request.blocks))
