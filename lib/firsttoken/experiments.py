@@ -208,6 +208,13 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         Experiment("quality_gate", "A gate before the answer", "35", f"{_KVREUSE}.gating:quality_gate", "gate_summary"),
         Experiment(
+            "generation_stalls",
+            "Running requests while a long prompt arrives",
+            "40",
+            f"{_CHUNKED}.generation_stalls:generation_stalls",
+            "stalls_summary",
+        ),
+        Experiment(
             "serving_capacity",
             "How many requests a second within an objective",
             "41",

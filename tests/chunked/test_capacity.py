@@ -25,7 +25,7 @@ def server(limit: float, seen: list[float]):
 
 
 @settings(max_examples=100, deadline=None)
-@given(limit=st.floats(0.02, 500), start=st.floats(0.5, 4), share=st.sampled_from([0.02, 0.1]))
+@given(limit=st.floats(0.1, 400), start=st.floats(0.5, 4), share=st.sampled_from([0.02, 0.1]))
 def test_it_finds_what_is_there(limit: float, start: float, share: float) -> None:
     seen: list[float] = []
     found, served = capacity(server(limit, seen), OBJECTIVE, start=start, share=share)
