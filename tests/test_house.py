@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -82,6 +83,21 @@ def test_a_notebook_gets_its_verdicts_by_the_name_of_a_claim(capsys):
         ClaimsError, match=r"no claim 'progressive.block-byte' in claims.yaml; .*did you mean 'progressive.block-bytes'"
     ):
         ledger.verdicts("progressive.block-byte")
+
+
+def test_a_quick_run_that_says_otherwise_than_the_record_is_named(monkeypatch, capsys):
+    recorded = ledger.recorded()
+    sizes = next(result for result in recorded if result.experiment == "sizes")
+    grown = sizes.summary | {"llama2_fp16_gb": {"value": 20.0, "unit": "GB"}}
+    for summary, said in (
+        (grown, "here not reproduced (20 GB), recorded reproduced (13.5 GB): the checkpoint is 13.5 GB\n"),
+        (sizes.summary, "nothing that was measured here says otherwise than the record\n"),
+    ):
+        quick = [replace(sizes, profile="quick", summary=summary)]
+        monkeypatch.setattr(ledger, "all_results", lambda wanted, q=quick: q if wanted == ("quick",) else recorded)
+        monkeypatch.setattr(ledger, "machine_slug", lambda: sizes.slug)
+        ledger.otherwise("11", "quick")
+        assert capsys.readouterr().out == said
 
 
 def test_every_claim_names_a_notebook_that_exists():

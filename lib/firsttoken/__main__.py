@@ -79,7 +79,7 @@ def claims(options: argparse.Namespace) -> int:
     if late := ledger.outdated_pages(options.machine):
         print(f"firsttoken: out of date: {', '.join(late)}; run `firsttoken claims --update`")
         return FAILED
-    print("claims: README.md and CLAIMS.md show the record")
+    print("claims: README.md, CLAIMS.md and the notebooks show the record")
     return OK
 
 
@@ -202,8 +202,10 @@ def _parser() -> argparse.ArgumentParser:
     setting_option(added)
 
     added = command("claims", claims, "Print what the papers say beside what was measured.")
-    added.add_argument("--check", action="store_true", help="exit 1 unless README.md and CLAIMS.md show the record")
-    added.add_argument("--update", action="store_true", help="write README.md and data/CLAIMS.md from data/templates")
+    added.add_argument("--check", action="store_true", help="exit 1 unless the pages show the record")
+    added.add_argument(
+        "--update", action="store_true", help="write README.md, data/CLAIMS.md and findings from data/templates"
+    )
     added.add_argument("--machine", metavar="NAME", help="whose results (default: the record, and this machine)")
 
     added = command("fetch", fetch, "Bring the pinned model and texts into the cache.")

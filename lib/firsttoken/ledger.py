@@ -11,8 +11,8 @@ from firsttoken.study.claims_table import Own, table_for
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.profile import unknown
-from firsttoken.study.record import Result, all_results, known_machine
-from firsttoken.study.verdicts import judge_all
+from firsttoken.study.record import Result, all_results, known_machine, pick
+from firsttoken.study.verdicts import Verdict, judge, judge_all
 
 FOR_THE_RECORD = ("full", "gpu", "paper")  # quick results are whoever ran the notebooks last
 
@@ -42,6 +42,20 @@ def verdicts(*ids: str) -> None:
     for judged in judge_all(asked, recorded(), machine()):
         told = f", {judged.measured}" if judged.measured else ""
         print(f"{judged.says}: {judged.claim.says}{told} ({judged.claim.id})")
+
+
+def otherwise(notebook: str, profile: str) -> None:
+    """Print the claims of ``notebook`` on which what this machine measured under ``profile`` says otherwise than the
+    record, with what each stands on: small samples reverse verdicts."""
+    of, here, agree = [claim for claim in claims() if claim.notebook == notebook], machine_slug(), True
+    mine = [result for result in all_results((profile,)) if result.slug == here]
+    for judged in judge_all(of, recorded(), machine()):
+        now = judge(judged.claim, pick(mine, judged.claim.experiment, machine="any"))
+        if Verdict.NOT_RUN not in (now.verdict, judged.verdict) and now.verdict != judged.verdict:
+            agree, told = False, f"recorded {judged.says} ({judged.measured})"
+            print(f"here {now.verdict} ({now.measured}), {told}: {judged.claim.says}")
+    if agree:
+        print("nothing that was measured here says otherwise than the record")
 
 
 def table(of: str | None = None, profile: str | None = None) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from firsttoken.assets.models import load_model
 from firsttoken.kvreuse.forward import layer_kv
-from firsttoken.kvreuse.gate import Gate, auc, calibrate, gated_cache, rates, roc
+from firsttoken.kvreuse.gate import Gate, auc, auc_interval, calibrate, gated_cache, rates, roc
 from firsttoken.kvreuse.prefill import NOTHING, full_prefill, partial_prefill, suffix_logits
 from firsttoken.kvreuse.prefix import Prefix
 from firsttoken.study.errors import RequestError
@@ -53,6 +53,28 @@ def test_rates_say_none_where_a_kind_is_missing():
 def test_every_threshold_can_be_written_down():
     thresholds = [point.threshold for point in roc(SIGNALS, FAILED)]
     assert json.loads(json.dumps(thresholds, allow_nan=False)) == thresholds
+
+
+@settings(max_examples=50, deadline=None)
+@given(both_kinds)
+def test_an_area_lies_in_its_interval_whatever_is_drawn(pairs):
+    signals, failed = zip(*pairs, strict=True)
+    found = auc_interval(signals, failed, resamples=200)
+    assert found.estimate == pytest.approx(auc(roc(signals, failed))) and found.n == len(pairs)
+    assert 0 <= found.low <= found.high <= 1
+    assert found.low - 0.25 <= found.estimate <= found.high + 0.25
+    assert found == auc_interval(signals, failed, resamples=200), "a seed"
+
+
+def test_few_failures_leave_the_area_open():
+    few, many = ([rng > 0.6 for rng in np.linspace(0, 1, n)] for n in (6, 60))
+    noisy = [np.sin(7.0 * np.arange(len(of))) + of for of in (few, many)]
+    width = [found.high - found.low for found in map(auc_interval, noisy, (few, many))]
+    assert width[0] > 1.5 * width[1] > 0
+    sure = auc_interval([0.0, 0.1, 1.0, 1.1], [False, False, True, True])
+    assert (sure.low, sure.estimate, sure.high) == (1, 1, 1)
+    with pytest.raises(RequestError, match="a gate needs both kinds"):
+        auc_interval([0.1, 0.2], [True, True])
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,13 +1,14 @@
-"""README.md and data/CLAIMS.md say what was recorded, and nothing else puts numbers there."""
+"""README.md, data/CLAIMS.md and notebooks say what was recorded, and nothing else puts numbers there."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from firsttoken.study import pages, paths
-from firsttoken.study.errors import ClaimsError, FirstTokenError
+from firsttoken.study.errors import ClaimsError, FirstTokenError, NotebookError
 
 TEMPLATE = """{{ n("machine", "m") }} x, {{ n("machine", "m", 3) }} x, {{ i("machine", "m", 1) }}
 {{ counts }}
@@ -61,6 +62,54 @@ def test_a_template_that_asks_for_what_nobody_recorded_writes_nothing(
     with pytest.raises(ClaimsError, match=message):
         pages.update([claim()], recorded, "test-cpu-2c")
     assert not paths.CLAIMS_PAGE.exists()
+
+
+NOTEBOOK_PART = """<!-- cell: said -->
+**Verdict.** It is {{ n("machine", "m", 1) }} [{{ k("machine", "m") }} runs], twice that {{ 2 * v("machine", "m") }}.
+
+<!-- cell: more -->
+{{ n("machine", "m", 0, 100) }} %
+"""
+
+
+@pytest.fixture
+def notebook(template: Path) -> Path:
+    cells = [{"id": name, "cell_type": "markdown", "source": []} for name in ("said", "own", "more")]
+    cells.append({"id": "code", "cell_type": "code", "source": ["1"], "outputs": []})
+    path = paths.NOTEBOOKS / "07_seven.ipynb"
+    path.write_text(json.dumps({"cells": cells}), encoding="utf-8")
+    (paths.TEMPLATES / "notebooks").mkdir()
+    (paths.TEMPLATES / "notebooks" / "07.md").write_text(NOTEBOOK_PART, encoding="utf-8")
+    return path
+
+
+def test_a_notebook_says_what_was_recorded(notebook: Path, claim, recorded, make_result) -> None:
+    pages.update([claim()], recorded, "test-cpu-2c")
+    said = {cell["id"]: "".join(cell["source"]) for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]}
+    assert said["said"] == "**Verdict.** It is 1.5 [20 runs], twice that 3.0." and said["more"] == "150 %"
+    assert said["own"] == "" and said["code"] == "1"
+    assert pages.outdated([claim()], recorded, "test-cpu-2c") == []
+    again = [make_result(summary={"m": {"value": 1.7, "low": 1.25, "high": 1.75, "n": 20, "unit": "x"}})]
+    assert notebook in pages.outdated([claim()], again, "test-cpu-2c"), "a result changed, its prose did not"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- cell: code -->\nx", "07_seven.ipynb has no markdown cell 'code'; there are: said, own, more"),
+        ("x\n<!-- cell: said -->\ny", "text before the first `<!-- cell: ID -->`: 'x'"),
+    ],
+)
+def test_a_part_without_a_cell_is_refused(notebook: Path, claim, recorded, text: str, message: str) -> None:
+    (paths.TEMPLATES / "notebooks" / "07.md").write_text(text, encoding="utf-8")
+    with pytest.raises(ClaimsError, match=message):
+        pages.update([claim()], recorded, "test-cpu-2c")
+
+
+def test_a_template_without_a_notebook_is_refused(notebook: Path, claim, recorded) -> None:
+    notebook.unlink()
+    with pytest.raises(NotebookError, match="no notebook 07"):
+        pages.update([claim()], recorded, "test-cpu-2c")
 
 
 def test_a_machine_without_results_is_refused(template: Path, claim, recorded) -> None:

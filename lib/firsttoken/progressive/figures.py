@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from firsttoken.progressive.distance import resampled_starts
 from firsttoken.progressive.stages import REPORT_PLAN
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result
@@ -30,46 +29,44 @@ NAMES = {"none": "not healed", "report": "report's recipe", "ours": "our recipe"
 
 
 def distance_map(result: Result) -> Figure:
-    """Heat map of the last-token distance over start and block size, the best start of each size framed."""
+    """Heat map of the last-token distance over start and block size: the best start of each size framed, and the block
+    of the deployed size beside the report's at its relative depth."""
     import matplotlib.pyplot as plt
     import seaborn
 
     table = _last(result).pivot(index="size_layers", columns="start_layer", values="distance")
-    fig, ax = plt.subplots(figsize=(9, 4.4))
-    seaborn.heatmap(table, ax=ax, cmap="viridis", cbar_kws={"label": "angular distance, last token"}, square=False)
-    for row, (_, values) in enumerate(table.iterrows()):
-        column = int(np.nanargmin(values.to_numpy()))
-        ax.add_patch(plt.Rectangle((column, row), 1, 1, fill=False, edgecolor="white", linewidth=2))
+    fig, ax = plt.subplots(figsize=(9, 4.6))
+    seaborn.heatmap(table, ax=ax, cmap="Greys", cbar_kws={"label": "angular distance, last token"}, square=False)
+    size = len(REPORT_PLAN.block)
+    for row, (layers, values) in enumerate(table.iterrows()):
+        column, here = int(np.nanargmin(values.to_numpy())), layers == size
+        frame = {"edgecolor": COLOURS["measured"], "linewidth": 4 if here else 2}
+        ax.add_patch(plt.Rectangle((column, row), 1, 1, fill=False, clip_on=False, **frame))
+        if here:
+            scaled = REPORT_PLAN.block[0] / REPORT_PLAN.depth * table.shape[1]
+            ax.plot(
+                scaled + 0.5,
+                row + 0.5,
+                "D",
+                color=COLOURS["paper"],
+                markersize=12,
+                markeredgecolor="white",
+                markeredgewidth=2,
+            )
+    ax.plot([], [], "s", color=COLOURS["measured"], fillstyle="none", label="turns the residual stream least, by size")
+    ax.plot(
+        [],
+        [],
+        "D",
+        color=COLOURS["paper"],
+        markeredgecolor="black",
+        label=f"the report's block of {size}, at its relative depth",
+    )
     ax.set(xlabel="first layer of the block (0-based)", ylabel="layers in the block")
     ax.tick_params(axis="both", rotation=0)
     ax.grid(False)
-    ax.set_title("White frame: the block that turns the residual stream least")
-    return fig
-
-
-def distance_profile(result: Result, size: int) -> Figure:
-    """Distance against start for one block size with 95 % intervals, and how often resampling chooses each start."""
-    import matplotlib.pyplot as plt
-
-    fig, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2.2, 1))
-    frame = result.frame()
-    for tokens, line, label in (("last", "o-", "last token"), ("all", "s:", "mean over tokens")):
-        part = frame[(frame.size_layers == size) & (frame.tokens == tokens)]
-        top.plot(part.start_layer, part.distance, line, color=COLOURS["measured"], label=label)
-        top.fill_between(part.start_layer, part.low, part.high, color=COLOURS["measured"], alpha=0.2, linewidth=0)
-    depth = int(frame.start_layer.max()) + int(frame.size_layers.min())
-    report = REPORT_PLAN.block[0] / REPORT_PLAN.depth * depth
-    for ax in (top, bottom):
-        ax.axvline(report, color=COLOURS["paper"], linestyle="--", label=f"report's relative depth, {report:.1f}")
-    top.set(ylabel=f"angular distance over {size} layers", ylim=(0, None))
-    top.legend(loc="upper center", ncols=3, bbox_to_anchor=(0.5, 1.16))
-    chosen = frame[(frame.size_layers == size) & (frame.tokens == "last")].by_passage
-    starts = resampled_starts(np.array(chosen.tolist()).T, 1000, seed=0)
-    share = np.bincount(starts, minlength=len(chosen)) / len(starts) * 100
-    bottom.bar(range(len(chosen)), share, color=COLOURS["measured"])
-    bottom.set(xlabel="first layer of the block (0-based)", ylabel="chosen by, %\nof 1,000 resamples", ylim=(0, 105))
-    for start in np.flatnonzero(share >= 1):
-        bottom.annotate(f"{share[start]:.0f}", (start, share[start]), ha="center", va="bottom", fontsize=9)
+    ax.set_title(f"thick: the block of {size} that is left out here", fontsize=11)
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return fig
 
 
@@ -96,38 +93,6 @@ def chosen_blocks(result: Result) -> Figure:
     return fig
 
 
-def healing_curves(recipes: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Validation F1 and perplexity against sequences read, one line an adapter; ``recipes`` by adapter name.
-
-    Sequences, unlike steps, mean the same for every recipe, and unlike seconds on every machine.
-    """
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.8))
-    for name, recipe in recipes.items():
-        stage, _, kind = name.partition("-")
-        made = recipe["recipe"]
-        step_reads = made["accumulate"] * (made["batch"] + made["text_batch"])
-        points = [row for row in recipe["curve"] if "validation_f1" in row]
-        read = [row["step"] * step_reads for row in points]
-        look = {"color": COLOURS[kind], "linestyle": "-" if stage == "A" else "--"}
-        look["marker"] = "o" if stage == "A" else "s"
-        label = f"{stage}, {NAMES[kind]}"
-        axes[0].plot(read, [100 * row["validation_f1"] for row in points], label=label, **look)
-        axes[1].plot(read, [row["validation_perplexity"] for row in points], label=label, **look)
-    axes[0].set(xlabel="sequences read", ylabel="validation F1, %", ylim=(0, None), xlim=(0, None))
-    axes[1].set(
-        xlabel="sequences read",
-        ylabel="validation perplexity (log scale)",
-        yscale="log",
-        xlim=(0, None),
-        ylim=(20, 200),
-    )
-    _log_ticks(axes[1].yaxis)
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    return fig
-
-
 def stage_scores(result: Result) -> Figure:
     """EM, F1 and perplexity by stage, unhealed and by recipe, with 95 % intervals, and the authors' scores beside."""
     import matplotlib.pyplot as plt
@@ -148,7 +113,7 @@ def stage_scores(result: Result) -> Figure:
                 range(4),
                 values,
                 color=COLOURS["paper"],
-                marker="D",
+                marker="d",
                 linestyle=":",
                 label="authors: Llama-2-7B, TriviaQA",
                 zorder=1,
@@ -158,6 +123,8 @@ def stage_scores(result: Result) -> Figure:
             ax.set_yscale("log")
             _log_ticks(ax.yaxis)
         ax.set(xlabel="stage", ylabel=label, xticks=range(4), xticklabels=["full", "1", "2", "3"], xlim=(-0.5, 3.5))
+    questions, windows = (result.summary[name]["n"] for name in ("f1_s0", "perplexity_s0"))
+    axes[1].set_title(f"{questions} questions, {windows} windows; bars: 95 %", fontsize=11)
     handles = dict(zip(*reversed(axes[1].get_legend_handles_labels()), strict=True))
     fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5)
     return fig

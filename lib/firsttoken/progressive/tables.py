@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.progressive.figures import KIISE, NAMES
@@ -34,6 +35,25 @@ def stage_rows(result: Result, live: Result | None = None) -> list[Row]:
             row["F1 here, now, %"] = interval(live.summary.get(f"f1_{variant}"))
         row["authors' EM / F1, %"] = f"{KIISE[stage]['em']} / {KIISE[stage]['f1']}" if kind != "none" else ""
         rows.append(row)
+    return rows
+
+
+def healing_rows(recipes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """What each committed adapter's training came to; ``recipes`` by adapter name ("A-ours")."""
+    rows = []
+    for name, recipe in recipes.items():
+        stage, _, kind = name.partition("-")
+        made, last = recipe["recipe"], [row for row in recipe["curve"] if "validation_f1" in row][-1]
+        reads = made["accumulate"] * (made["batch"] + made["text_batch"])
+        rows.append(
+            {
+                "adapter": f"{stage}, {NAMES[kind]}",
+                "steps": last["step"],
+                "sequences read": last["step"] * reads,
+                "validation F1, %": round(100 * last["validation_f1"], 1),
+                "validation perplexity": round(last["validation_perplexity"], 1),
+            }
+        )
     return rows
 
 

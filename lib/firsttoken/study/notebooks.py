@@ -38,7 +38,7 @@ def notebook_paths(only: Iterable[str] | None = None) -> list[Path]:
 
 def notebook_title(path: Path) -> str:
     """The first heading of a notebook, else its file name."""
-    for cell in _read_notebook(path)["cells"]:
+    for cell in read_notebook(path)["cells"]:
         for line in "".join(cell["source"]).splitlines():
             if cell["cell_type"] == "markdown" and line.startswith("# "):
                 return line.removeprefix("# ").strip()
@@ -103,13 +103,14 @@ def _failure(copy: Path, complaint: str) -> str:
 
 def _errors(copy: Path) -> list[dict]:
     try:
-        outputs = [output for cell in _read_notebook(copy)["cells"] for output in cell.get("outputs", [])]
+        outputs = [output for cell in read_notebook(copy)["cells"] for output in cell.get("outputs", [])]
     except NotebookError:
         return []
     return [output for output in outputs if output["output_type"] == "error"]
 
 
-def _read_notebook(path: Path) -> dict:
+def read_notebook(path: Path) -> dict:
+    """The JSON of a notebook's file. Raises NotebookError where it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,6 +1,8 @@
-"""README.md and data/CLAIMS.md, written from templates: every number of a result in them is put there by the program.
+"""README.md, data/CLAIMS.md and what notebooks say of recorded runs, written from templates: every number of a result
+in them is put there by the program.
 
-A template says ``{{ n("cold_start", "p95_reduction") }}`` for a value and ``{{ i(...) }}`` for one with its interval,
+A template says ``{{ n("cold_start", "p95_reduction") }}`` for a value as text, ``{{ i(...) }}`` for one with its
+interval, ``{{ v(...) }}`` for the value to reckon with, ``{{ k(...) }}`` for how many observations it has,
 ``{{ counts }}``, ``{{ scoreboard }}`` and ``{{ systems }}`` for tables.
 """
 
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from firsttoken.study import paths
+from firsttoken.study import paths, prose
 from firsttoken.study.claims import Claim
 from firsttoken.study.claims_table import counts, page_table, scoreboard
 from firsttoken.study.errors import ClaimsError
@@ -24,8 +26,9 @@ _CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)
 
 
 def pages() -> dict[Path, Path]:
-    """Each page with its template."""
-    return {paths.ROOT / "README.md": paths.TEMPLATES / "README.md", paths.CLAIMS_PAGE: paths.TEMPLATES / "CLAIMS.md"}
+    """Each page with its template. Raises NotebookError for a template without a notebook."""
+    readme = {paths.ROOT / "README.md": paths.TEMPLATES / "README.md"}
+    return readme | {paths.CLAIMS_PAGE: paths.TEMPLATES / "CLAIMS.md"} | prose.templates()
 
 
 def recorded_machine() -> str | None:
@@ -36,7 +39,7 @@ def recorded_machine() -> str | None:
 
 
 def render(template: Path, claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
-    """The text of a page, with what was recorded on ``machine``.
+    """What ``template`` gives, with what was recorded on ``machine``.
 
     Raises ClaimsError for a result or a measure that a template names and nobody recorded, and for what is no template,
     and FirstTokenError for a machine without results.
@@ -53,9 +56,15 @@ def render(template: Path, claims: Sequence[Claim], results: Sequence[Result], m
             raise ClaimsError(f"{template.name}: {experiment} has no {measure!r}; {unknown(measure, result.summary)}")
         return result.summary[measure]
 
-    def number(experiment: str, measure: str, digits: int | None = None) -> str:
-        value = entry(experiment, measure)["value"]
-        return show(value) if digits is None else f"{value:.{digits}f}"
+    def value(experiment: str, measure: str) -> Any:
+        return entry(experiment, measure)["value"]
+
+    def observations(experiment: str, measure: str) -> int:
+        return entry(experiment, measure)["n"]
+
+    def number(experiment: str, measure: str, digits: int | None = None, scale: float = 1) -> str:
+        found = value(experiment, measure)
+        return show(found) if digits is None else f"{scale * found:.{digits}f}"
 
     def interval(experiment: str, measure: str, digits: int | None = None) -> str:
         found = entry(experiment, measure)
@@ -69,6 +78,8 @@ def render(template: Path, claims: Sequence[Claim], results: Sequence[Result], m
         return environment.from_string(template.read_text(encoding="utf-8")).render(
             n=number,
             i=interval,
+            v=value,
+            k=observations,
             machine=machine,
             counts=counts(claims, results, machine),
             scoreboard=scoreboard(claims, results, machine),
@@ -78,17 +89,22 @@ def render(template: Path, claims: Sequence[Claim], results: Sequence[Result], m
         raise ClaimsError(f"{template}: {error}") from error
 
 
+def _written(page: Path, template: Path, claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
+    text = render(template, claims, results, machine)
+    return prose.filled(page, text) if page.suffix == ".ipynb" else text
+
+
 def outdated(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> list[Path]:
     """The pages that are not what their templates give. Raises as ``render`` does."""
     return [
         page
         for page, template in pages().items()
-        if not page.exists() or page.read_text(encoding="utf-8") != render(template, claims, results, machine)
+        if not page.exists() or page.read_text(encoding="utf-8") != _written(page, template, claims, results, machine)
     ]
 
 
 def update(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> None:
     """Write all pages, or none where one cannot be made. Raises as ``render`` does."""
-    made = {page: render(template, claims, results, machine) for page, template in pages().items()}
+    made = {page: _written(page, template, claims, results, machine) for page, template in pages().items()}
     for page, text in made.items():
         write_text(page, text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from firsttoken.study import paths
 from firsttoken.study.files import replacing
@@ -14,21 +14,62 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-# The colour-blind-safe palette of Okabe and Ito (2008). A colour means the same thing in every figure; stages and
-# recipes never share one with paper, measured and recorded, because they are drawn beside each other.
-COLOURS = {
-    "paper": "#999999",
-    "measured": "#0072B2",
-    "recorded": "#56B4E9",
-    "floor": "#000000",
-    "S0": "#4D4D4D",
-    "S1": "#E69F00",
-    "S2": "#CC79A7",
-    "S3": "#009E73",
-    "none": "#8B6B4A",
-    "report": "#D55E00",
-    "ours": "#6A3D9A",
+
+class Look(NamedTuple):
+    """``colour`` as "#RRGGBB"; ``marker`` as matplotlib names it, "" for what is a line or an area."""
+
+    colour: str
+    marker: str = ""
+
+
+LOOKS: dict[str, Look] = {
+    # in every figure
+    "paper": Look("#999999", "|"),
+    "measured": Look("#0072B2", "o"),
+    "single": Look("#56B4E9", "."),  # one observation behind a measured value
+    "floor": Look("#000000"),
+    "target": Look("#CC2200"),  # a number that somebody asks for: a goal, a bound
+    "other": Look("#BBBBBB", "s"),  # what stands beside: controls, other people's systems, choices that were not taken
+    "mark": Look("#333333"),  # a moment, a place, an interval over a bar
+    # stages, and what heals them
+    "S0": Look("#4D4D4D", "o"),
+    "S1": Look("#E69F00", "o"),
+    "S2": Look("#CC83DA", "o"),
+    "S3": Look("#009C4D", "o"),
+    "none": Look("#836049", "o"),
+    "report": Look("#D55E00", "s"),
+    "ours": Look("#633791", "D"),
+    "by perplexity": Look("#3FA9C9", "s"),
+    # phases of a cold start
+    "configuration": Look("#BACF67"),
+    "weights": Look("#330E6F"),
+    "prefill": Look("#00A699"),
+    # what becomes of keys and values: everything is computed again, whoever says so
+    "recompute": Look("#BB5566", "s"),
+    "request boundary": Look("#1F720F", "o"),
+    "boundary states": Look("#9F9700", "^"),
+    "naive": Look("#DB797F", "X"),
+    "swap": Look("#004488", "o"),
+    "coalesced": Look("#579BE2", "^"),
+    "overlapped": Look("#9C8000", "v"),
+    "cross-point": Look("#D8B365", "D"),
+    "bandwidth only": Look("#A22158", "v"),
+    "online": Look("#0C8300", "^"),
+    # another model's cache
+    "full reuse": Look("#C9BA00", "^"),
+    "droidspeak": Look("#002F8F", "o"),
+    "cacheblend": Look("#B740A1", "D"),
+    "smaller model": Look("#663333", "v"),
+    "sender": Look("#65C994", "P"),
+    "send all": Look("#896800", "^"),
+    "send reused": Look("#7295BC", "v"),
+    "E-cache": Look("#4FAC62"),
+    "in vain": Look("#F3E3BC"),
 }
+"""Who or what is drawn, with the one colour and marker that it has in every figure: no colour means two things. Those
+that stand in one figure differ for readers without red or green cones, too (``tests/study/test_plot.py``)."""
+
+COLOURS: dict[str, str] = {name: look.colour for name, look in LOOKS.items()}
 
 
 def style() -> None:

@@ -32,7 +32,7 @@ def throughput_bars(result: Result) -> Figure:
             entry = result.summary.get(f"{name}_{dtype}_{count}")
             if entry:
                 ours = name.startswith("engine")
-                ax.barh(place, entry["value"], color=COLOURS["measured"] if ours else "#BBBBBB", height=0.65)
+                ax.barh(place, entry["value"], color=COLOURS["measured"] if ours else COLOURS["other"], height=0.65)
                 ax.plot([entry["low"], entry["high"]], [place] * 2, color=COLOURS["floor"], linewidth=1.5)
         ax.set_title(f"{dtype}, {count} requests")
         ax.set_xlabel("tokens/s")

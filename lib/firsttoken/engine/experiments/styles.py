@@ -1,25 +1,24 @@
-"""How policies, swap paths and systems look: one colour and marker for each, in every figure of the engine."""
+"""How policies, swap paths and systems are called and look in every figure of the engine."""
 
 from __future__ import annotations
 
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import LOOKS
 
-# Tol's high-contrast and bright schemes: none is a colour of paper, measured, floor or a stage.
 POLICIES: dict[str, tuple[str, str, str]] = {  # label, colour, marker
-    "swap": ("Swap", "#004488", "o"),
-    "recompute": ("Recompute", "#BB5566", "s"),
-    "cross_point": ("CrossPoint", "#DDAA33", "D"),
-    "bandwidth_only": ("BandwidthOnly", "#AA3377", "v"),
-    "online": ("OnlineCrossPoint", "#228833", "^"),
-    "oracle": ("Oracle", COLOURS["floor"], "*"),
-    "inverse": ("control: rule inverted", "#BBBBBB", "P"),
-    "coin": ("control: toss of a coin", "#BBBBBB", "X"),
-    "swap_overtaking": ("control: Swap, whoever fits comes back", "#BBBBBB", "h"),
+    "swap": ("Swap", *LOOKS["swap"]),
+    "recompute": ("Recompute", *LOOKS["recompute"]),
+    "cross_point": ("CrossPoint", *LOOKS["cross-point"]),
+    "bandwidth_only": ("BandwidthOnly", *LOOKS["bandwidth only"]),
+    "online": ("OnlineCrossPoint", *LOOKS["online"]),
+    "oracle": ("Oracle", *LOOKS["floor"]._replace(marker="*")),
+    "inverse": ("control: rule inverted", *LOOKS["other"]._replace(marker="P")),
+    "coin": ("control: toss of a coin", *LOOKS["other"]._replace(marker="X")),
+    "swap_overtaking": ("control: Swap, whoever fits comes back", *LOOKS["other"]._replace(marker="h")),
 }
 PATHS: dict[str, tuple[str, str, str]] = {
-    "per_block": ("a copy per block, layer, K and V", "#004488", "o"),
-    "coalesced": ("one coalesced copy", "#6699CC", "^"),
-    "overlapped": ("coalesced, beside compute", "#997700", "v"),
+    "per_block": ("a copy per block, layer, K and V", *LOOKS["swap"]),
+    "coalesced": ("one coalesced copy", *LOOKS["coalesced"]),
+    "overlapped": ("coalesced, beside compute", *LOOKS["overlapped"]),
 }
 SYSTEMS: dict[str, str] = {
     "generate": "generate, one padded batch",

@@ -1,13 +1,12 @@
-"""The figures and tables of notebook 35 about a gate before the answer, from results alone."""
+"""The figure and the table of notebook 35 about a gate before the answer, from results alone."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.kvreuse import gate
-from firsttoken.kvreuse.experiments.gating import SIGNALS
+from firsttoken.kvreuse.experiments.gating import SIGNALS, behind, calibrated, spoiled
 from firsttoken.kvreuse.experiments.setting import Run
-from firsttoken.kvreuse.experiments.styles import METHODS
 from firsttoken.kvreuse.probes import TOKENS
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
@@ -18,119 +17,62 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TAGS = {"reuse": "all layers reused", "half": "half of the chosen group's size", "chosen": "the chosen group"}
-# Tol's bright scheme, without those of paper, measured, floor and the methods
-_SIGNALS = {"entropy": "#66CCEE", "doubt": "#228833", "head": "#CCBB44", "tail": "#EE6677"}
 
 
-def curves(result: Result) -> Figure:
-    """ROC of every signal on items that set no threshold, one panel a cache; rings are the calibrated gates."""
+def areas(result: Result) -> Figure:
+    """How well every signal parts spoiled from good answers: the area under its ROC with its interval, by cache."""
     import matplotlib.pyplot as plt
 
     groups = _gated(result)
-    fig, axes = plt.subplots(1, len(groups), figsize=(4.1 * max(len(groups), 1.3), 4.7), squeeze=False, sharey=True)
+    fig, axes = plt.subplots(1, len(groups), figsize=(3.6 * max(len(groups), 1.6), 3), squeeze=False, sharey=True)
     for ax, (tag, group) in zip(axes[0], groups.items(), strict=True):
-        of = [row for row in result.rows if (row["set"], row["group"]) == ("judge", group)]
+        of = _of(result, group)
         failed = spoiled(of)
-        ax.plot([0, 100], [0, 100], ":", color=COLOURS["floor"], label="a coin")
-        for signal in SIGNALS if 0 < sum(failed) < len(failed) else ():
-            colour = _SIGNALS[signal]
-            points = gate.roc([row[signal] for row in of], failed)
-            label = f"{signal}, area {gate.auc(points):.2f}"
-            ax.plot(
-                [100 * p.false_alarm for p in points],
-                [100 * p.caught for p in points],
-                color=colour,
-                label=label,
-                drawstyle="steps-post",
-            )
-            rates = {name: result.summary.get(f"{tag}_{signal}_{name}_pct") for name in ("false_alarm", "miss")}
-            if all(rates.values()):
-                at = rates["false_alarm"]["value"], 100 - rates["miss"]["value"]
-                ax.plot(*at, "o", color=colour, markersize=11, fillstyle="none", markeredgewidth=2)
-        ring = {"markersize": 9, "fillstyle": "none", "markeredgewidth": 2, "linestyle": ""}
-        ax.plot([], [], "o", color=COLOURS["floor"], label="the calibrated gate", **ring)
+        for place, signal in enumerate(SIGNALS) if len(set(failed)) == 2 else ():
+            found = gate.auc_interval([row[signal] for row in of], failed)
+            ax.plot([found.low, found.high], [place] * 2, color=COLOURS["measured"], linewidth=2)
+            ax.plot(found.estimate, place, "o", color=COLOURS["measured"], markersize=8)
+        ax.axvline(0.5, color=COLOURS["mark"], linestyle=":", linewidth=1.5)
+        ax.annotate("a coin", (0.5, len(SIGNALS) - 0.55), (4, 0), textcoords="offset points", fontsize=9)
         ax.set_title(f"{TAGS[tag]} ({group}):\n{sum(failed)} of {len(failed)} answers spoiled", fontsize=10.5)
-        ax.set_xlabel("good answers sent back, %")
-        ax.legend(fontsize=9, loc="lower right")
-        ax.set_aspect("equal")
-    axes[0][0].set_ylabel("spoiled answers sent back, %")
-    return fig
-
-
-def after_gate(result: Result, depth: int) -> Figure:
-    """Score against computation: every cache without a gate and behind each, and full prefill."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(8.5, 4.6))
-    rows = gate_points(result, depth)
-    marks = dict(zip(_gated(result), ("^", "d", "o"), strict=False))
-    for row in rows:
-        colour = METHODS["DroidSpeak"].colour if row["signal"] == "no gate" else _SIGNALS[row["signal"]]
-        score = bootstrap(row["scores"])
-        ax.plot([100 * row["compute"]] * 2, [100 * score.low, 100 * score.high], color=colour, linewidth=1, alpha=0.6)
-        ax.plot(100 * row["compute"], 100 * score.estimate, marks[row["tag"]], color=colour, markersize=9)
-    own = bootstrap([row["own"] for row in _judged(result, next(iter(_gated(result).values())))])
-    full = METHODS["full prefill"]
-    ax.plot(100, 100 * own.estimate, full.marker, color=full.colour, markersize=9, label=full.label)
-    ax.plot([100, 100], [100 * own.low, 100 * own.high], color=full.colour, linewidth=1)
-    ax.axhline(95 * own.estimate, color=COLOURS["paper"], linestyle="--", label="5 % below its own (the paper's bound)")
-    for tag, marker in marks.items():
-        ax.plot([], [], marker, color=METHODS["DroidSpeak"].colour, markersize=9, label=f"{TAGS[tag]}, no gate")
-    for signal in {row["signal"]: None for row in rows if row["signal"] != "no gate"}:
-        ax.plot([], [], "-", color=_SIGNALS[signal], linewidth=5, label=f"behind a gate: {signal}")
-    ax.set(xlabel="computed, % of a full prefill (probe and fallback included)", ylabel="score, %")
-    ax.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+        ax.set(xlim=(0, 1), ylim=(len(SIGNALS) - 0.4, -0.5))
+        ax.grid(axis="y", visible=False)
+    axes[0][0].set_yticks(range(len(SIGNALS)), SIGNALS)
+    fig.supxlabel("how often a spoiled answer has the larger signal than a good one (95 %)", fontsize=11)
     return fig
 
 
 def gate_rows(result: Result, depth: int) -> Rows:
-    """The gates in numbers, on items that set no threshold."""
-    rows = []
-    for row in gate_points(result, depth):
-        slug = f"{row['tag']}_{row['signal']}"
-        line: dict[str, Any] = {"cache": f"{TAGS[row['tag']]} ({row['group']})", "gate": row["signal"]}
-        for name, label in (
-            ("auc", "area"),
-            ("miss_pct", "missed, % of spoiled"),
-            ("false_alarm_pct", "false alarms, % of good"),
-            ("fallback_pct", "sent back, %"),
-        ):
-            entry = result.summary.get(f"{slug}_{name}")
-            line[label] = "" if entry is None else f"{entry['value']:.2f}" if name == "auc" else f"{entry['value']:.0f}"
-        line["score, %"] = interval(bootstrap(row["scores"]).summary("%", 100))
-        line["computed, %"] = round(100 * row["compute"])
-        rows.append(line)
-    return rows
-
-
-def gate_points(result: Result, depth: int) -> Rows:
-    """By cache and signal ("no gate" first): what is computed, as a share of a full prefill, and the scores.
+    """The gates in numbers, on items that set no threshold, "no gate" first; computed is of a full prefill.
 
     A probe of tokens computes them in all layers; a request that is sent back has its group recomputed for nothing.
     """
     probe = TOKENS / Run.parse(result.parameters["reuse"]["runs"][0]).tokens
-    budget, rows = result.parameters["gate"]["miss_budget"], []
+    rows = []
     for tag, group in _gated(result).items():
-        judged, calibrating = _judged(result, group), _judged(result, group, "calibrate")
+        judged, own = _of(result, group), [row["own"] for row in _of(result, group)]
         layers = (int(group.split("-")[1]) - int(group.split("-")[0]) + 1) / depth if "-" in group else 0.0
-        of = {"tag": tag, "group": group}
-        rows.append(of | {"signal": "no gate", "compute": layers, "scores": [row["score"] for row in judged]})
-        failed = spoiled(calibrating)
-        for signal in SIGNALS if 0 < sum(failed) < len(failed) else ():
-            made = gate.calibrate([r[signal] for r in calibrating], failed, signal=signal, miss_budget=budget)
-            kept = [made.accepts(row[signal]) for row in judged]
-            cost = layers + (1 - sum(kept) / len(kept)) + (probe if signal in ("head", "tail") else 0.0)
-            scores = [row["score"] if good else row["own"] for row, good in zip(judged, kept, strict=True)]
-            rows.append(of | {"signal": signal, "compute": cost, "scores": scores})
+        cache = {"cache": f"{TAGS[tag]} ({group})"}
+        rows.append(cache | {"gate": "no gate"} | _cost([row["score"] for row in judged], own, layers))
+        gates = calibrated(_of(result, group, "calibrate"), result.parameters["gate"]["miss_budget"])
+        for signal, made in gates.items():
+            rates = {name: result.summary.get(f"{tag}_{signal}_{name}_pct") for name in _RATES}
+            sent_back = 1 - sum(made.accepts(row[signal]) for row in judged) / len(judged)
+            cost = layers + sent_back + (probe if signal in ("head", "tail") else 0.0)
+            told = {_RATES[name]: "" if rate is None else f"{rate['value']:.0f}" for name, rate in rates.items()}
+            rows.append(cache | {"gate": signal} | told | _cost(behind(made, judged), own, cost))
     return rows
 
 
-def spoiled(rows: Rows) -> list[bool]:
-    """By request: whether its answer is much worse than the receiver's own (a score lower by a half, as in gating)."""
-    return [row["own"] - row["score"] >= 0.5 for row in rows]
+_RATES = {"miss": "missed, % of spoiled", "false_alarm": "false alarms, % of good", "fallback": "sent back, %"}
 
 
-def _judged(result: Result, group: str, name: str = "judge") -> Rows:
+def _cost(scores: list[float], own: list[float], compute: float) -> dict[str, Any]:
+    score = interval(bootstrap(scores).summary("%", 100))
+    return {"score, %": score, "own, %": round(100 * sum(own) / len(own), 1), "computed, %": round(100 * compute)}
+
+
+def _of(result: Result, group: str, name: str = "judge") -> Rows:
     return [row for row in result.rows if (row["set"], row["group"]) == (name, group)]
 
 

@@ -103,18 +103,17 @@ def gate_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[st
     for tag, group in caches.items():
         sets = {name: [r for r in rows if (r["set"], r["group"]) == (name, group)] for name in ("calibrate", "judge")}
         judged = sets["judge"]
-        failed = {name: [r["own"] - r["score"] >= _FAILED for r in of] for name, of in sets.items()}
+        failed = spoiled(judged)
         n = len(judged)
         found[f"{tag}_group"] = {"value": group, "unit": "layers"}
-        found[f"{tag}_spoiled_pct"] = {"value": 100 * sum(failed["judge"]) / n, "n": n, "unit": "%"}
-        if not all(any(of) and not all(of) for of in failed.values()):
-            continue  # a gate needs answers of both kinds
-        for signal in SIGNALS:
-            seen = {name: [r[signal] for r in of] for name, of in sets.items()}
-            chosen = gate.calibrate(seen["calibrate"], failed["calibrate"], signal=signal, miss_budget=miss_budget)
-            rates = gate.rates(chosen, seen["judge"], failed["judge"])
-            kept = [r["score"] if chosen.accepts(r[signal]) else r["own"] for r in judged]
-            area = gate.auc(gate.roc(seen["judge"], failed["judge"]))
+        found[f"{tag}_spoiled_pct"] = {"value": 100 * sum(failed) / n, "n": n, "unit": "%"}
+        if len(set(failed)) < 2:
+            continue  # a gate is judged by answers of both kinds
+        for signal, chosen in calibrated(sets["calibrate"], miss_budget).items():
+            seen = [row[signal] for row in judged]
+            rates = gate.rates(chosen, seen, failed)
+            kept = behind(chosen, judged)
+            area = gate.auc(gate.roc(seen, failed))
             for name, value, unit in (
                 ("auc", area, "of 1"),
                 ("miss_pct", 100 * rates.miss, "% of the spoiled"),
@@ -124,6 +123,26 @@ def gate_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[st
             ):
                 found[f"{tag}_{signal}_{name}"] = {"value": value, "n": n, "unit": unit}
     return found
+
+
+def spoiled(rows: Rows) -> list[bool]:
+    """By request: whether its answer scores lower by a half or more than the receiver's own."""
+    return [row["own"] - row["score"] >= _FAILED for row in rows]
+
+
+def calibrated(rows: Rows, miss_budget: float) -> dict[str, gate.Gate]:
+    """By signal: the gate that misses at most ``miss_budget`` of the spoiled ``rows``; none where they are one kind."""
+    failed = spoiled(rows)
+    signals = SIGNALS if len(set(failed)) == 2 else ()
+    return {
+        name: gate.calibrate([row[name] for row in rows], failed, signal=name, miss_budget=miss_budget)
+        for name in signals
+    }
+
+
+def behind(chosen: gate.Gate, rows: Rows) -> list[float]:
+    """By request: its score behind the gate, over the reused cache where that is accepted."""
+    return [row["score"] if chosen.accepts(row[chosen.signal]) else row["own"] for row in rows]
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from firsttoken.kvreuse.experiments import tables
-from firsttoken.kvreuse.experiments.figures import RECOMPUTED, REUSED, finish, grid
+from firsttoken.kvreuse.experiments.figures import RECOMPUTED, REUSED
 from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups
-from firsttoken.kvreuse.experiments.published import FIGURE_10_CRITICAL, FIGURE_10_GROUP, PAPER_DEPTH
+from firsttoken.kvreuse.experiments.published import FIGURE_10_CRITICAL, FIGURE_10_GROUP, FIGURE_11_LAYERS, PAPER_DEPTH
 from firsttoken.kvreuse.experiments.styles import METHODS
 from firsttoken.kvreuse.profile.pareto import frontier, smallest_within
 from firsttoken.study.plot import COLOURS
@@ -39,7 +39,7 @@ def transitions(result: Result) -> Figure:
             for place, count in enumerate(counts):
                 values = scale * np.array([row[column] for row in rows if row["transitions"] == count])
                 spread = np.linspace(-0.12, 0.12, len(values))
-                ax.plot(place + spread, values, "o", color=COLOURS["recorded"], markersize=4, alpha=0.8)
+                ax.plot(place + spread, values, "o", color=COLOURS["single"], markersize=4, alpha=0.8)
                 mean = bootstrap(values)
                 ax.plot([place] * 2, [mean.low, mean.high], color=COLOURS["measured"], linewidth=2.5)
                 ax.plot(place, mean.estimate, "_", color=COLOURS["measured"], markersize=22, markeredgewidth=2.5)
@@ -49,44 +49,48 @@ def transitions(result: Result) -> Figure:
                 ax.set_ylim(0, None)
         layers = len(rows[0]["layers"].split(","))
         line[1].set_title(f"{run}: {layers} layers recomputed, {rows[0]['n']} items", fontsize=11)
-    axes[0][0].plot([], [], "o", color=COLOURS["recorded"], label="one set of layers")
+    axes[0][0].plot([], [], "o", color=COLOURS["single"], label="one set of layers")
     axes[0][0].plot([], [], "_", color=COLOURS["measured"], markersize=16, markeredgewidth=2.5, label="mean, 95 %")
     fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return fig
 
 
 def contiguous_groups(result: Result) -> Figure:
-    """Figure 11: every contiguous group's loss by the layers it recomputes, the Pareto frontier, and the bounds."""
-    fig, axes, runs = grid(result, 3.0)
-    for ax, (run, rows) in zip(axes, runs.items(), strict=False):
+    """Figure 11: every contiguous group's loss by the layers it recomputes, and the Pareto frontier, in the runs that
+    full reuse takes out of the bound."""
+    import matplotlib.pyplot as plt
+
+    runs = tables.losing_runs(result)
+    fig, axes = plt.subplots(1, len(runs), figsize=(3.6 * max(len(runs), 2) + 0.4, 4), sharey=True, squeeze=False)
+    chosen_look, paper_layers = METHODS["DroidSpeak"], FIGURE_11_LAYERS / PAPER_DEPTH
+    for ax, (run, rows) in zip(axes[0], runs.items(), strict=True):
         groups = profiled_groups(rows)
-        own, depth = float(np.mean(groups[0].own)), max(len(g.group) for g in groups)
-        best, chosen = frontier(groups), smallest_within(groups, BOUND)
-        ax.plot(
-            [len(g.group) for g in groups], [100 * g.relative_loss for g in groups], ".", color="#6699CC", markersize=4
-        )
-        ax.plot([len(g.group) for g in best], [100 * g.relative_loss for g in best], "-", color=RECOMPUTED)
-        ax.plot(len(chosen.group), 100 * chosen.relative_loss, "o", color=RECOMPUTED, markersize=9)
-        ax.axhline(100 * BOUND, color=COLOURS["paper"], linestyle="--")
-        ax.axhline(100 * BOUND / own, color=COLOURS["paper"], linestyle=":")
+        depth, best, chosen = max(len(g.group) for g in groups), frontier(groups), smallest_within(groups, BOUND)
+        for of, style, size in ((groups, ".", 4), (best, "-", 0), ([chosen], chosen_look.marker, 9)):
+            colour = COLOURS["single"] if of is groups else chosen_look.colour
+            share = [100 * len(g.group) / depth for g in of]
+            ax.plot(share, [100 * g.relative_loss for g in of], style, color=colour, markersize=size)
+        ax.axhline(100 * BOUND, color=COLOURS["target"], linestyle="--", linewidth=1.4)
+        ax.plot(100 * paper_layers, 100 * BOUND, "D", color=COLOURS["paper"], markersize=9, markeredgecolor="black")
         reuse = next(g for g in groups if not len(g.group))
         ax.plot(0, 100 * reuse.relative_loss, METHODS["full reuse"].marker, color=REUSED, markersize=8)
-        ax.plot(depth, 0, METHODS["full prefill"].marker, color=METHODS["full prefill"].colour, markersize=7)
-        needed = f"layers {chosen.group}" if len(chosen.group) else "none needed"
-        ax.set_title(f"{run}: {needed}", fontsize=11)
-        right = ax.secondary_yaxis("right", functions=(lambda y, own=own: y * own, lambda y, own=own: y / own))
-        if ax.get_subplotspec().is_last_col():
-            right.set_ylabel("points", fontsize=11)
-    ax = axes[0]
-    ax.plot([], [], ".", color="#6699CC", label="a contiguous group")
+        ax.plot(100, 0, METHODS["full prefill"].marker, color=METHODS["full prefill"].colour, markersize=7)
+        ax.set_title(
+            f"{run}, {rows[0]['n']} items:\n{chosen.group}, {len(chosen.group)} of {depth} layers", fontsize=11
+        )
+        ax.set_xlim(-4, 104)
+    ax = axes[0][0]
+    ax.plot([], [], ".", color=COLOURS["single"], label="a contiguous group")
     ax.plot([], [], "-", color=RECOMPUTED, label="Pareto frontier")
-    ax.plot([], [], "o", color=RECOMPUTED, markersize=9, label="fewest layers within 5 %")
+    ax.plot([], [], chosen_look.marker, color=RECOMPUTED, markersize=9, label="fewest layers within the bound")
     for method in ("full reuse", "full prefill"):
         style = METHODS[method]
         ax.plot([], [], style.marker, color=style.colour, markersize=7, label=style.label)
-    ax.plot([], [], color=COLOURS["paper"], linestyle="--", label="bound: 5 % of its own (paper)")
-    ax.plot([], [], color=COLOURS["paper"], linestyle=":", label="bound: 5 points (report)")
-    finish(fig, axes, "layers recomputed", "loss, % of its own score", columns=4)
+    ax.plot([], [], color=COLOURS["target"], linestyle="--", label="bound: 5 % of its own score")
+    ax.plot([], [], "D", color=COLOURS["paper"], markeredgecolor="black", label="paper: 11 of 32 layers within it")
+    fig.supxlabel("layers recomputed, % of all", fontsize=11)
+    ax.set_ylabel("token accuracy lost, % of its own score")
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=9.5)
     return fig
 
 
@@ -122,7 +126,7 @@ def chosen_groups(result: Result) -> Figure:
 
 def _depth_bar(ax: Axes, place: float, ends: tuple[int, int], critical: Sequence[int], depth: int, colour: str) -> None:
     """Layers [lo, hi) of ``depth`` as a bar, and each of the ``critical`` ones as a square in its middle."""
-    ax.barh(place, 100, color="#F0F0F0", height=0.6)
+    ax.barh(place, 100, color=COLOURS["other"], alpha=0.25, height=0.6)
     ax.barh(place, 100 * (ends[1] - ends[0]) / depth, left=100 * ends[0] / depth, color=colour, height=0.6)
     middles = [100 * (layer + 0.5) / depth for layer in critical]
     ax.plot(middles, [place] * len(middles), "s", color=REUSED, markeredgecolor="black", markersize=6)

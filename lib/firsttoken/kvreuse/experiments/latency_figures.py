@@ -41,7 +41,7 @@ def partial_times(latency: Result) -> Figure:
             label=f"{tokens:,} tokens",
             capsize=2,
         )
-    right.axhline(TARGET, color=COLOURS["report"], linestyle="--", label=f"target: at most {TARGET:.2f}")
+    right.axhline(TARGET, color=COLOURS["target"], linestyle="--", label=f"target: at most {TARGET:.2f}")
     right.axhline(1, color=COLOURS["floor"], linestyle=":", label="floor")
     right.set(xlabel="layers recomputed, % of all", ylabel="partial prefill / (k + first token) / L")
     right.set_xlim(-3, 103)

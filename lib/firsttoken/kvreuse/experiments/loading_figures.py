@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-KV, EDGE, COMPUTED, IN_VAIN = METHODS["full reuse"].colour, "#228833", METHODS["full prefill"].colour, "#F3E3BC"
+KV, EDGE, COMPUTED, IN_VAIN = (
+    METHODS["full reuse"].colour,
+    COLOURS["E-cache"],
+    METHODS["full prefill"].colour,
+    COLOURS["in vain"],
+)
 
 
 def timelines(overlap: bool = False) -> Figure:
@@ -33,8 +38,8 @@ def timelines(overlap: bool = False) -> Figure:
             _draw(ax, span, jobs[span.job])
         for job in FIGURE_13:
             end = job.arrival + timeline.ttft[job.name]
-            ax.plot([job.arrival] * 2, [-0.5, 1.5], color="#444444", linestyle=":", linewidth=1.2)
-            ax.plot([end] * 2, [-0.5, 1.5], color="#444444", linewidth=1.8)
+            ax.plot([job.arrival] * 2, [-0.5, 1.5], color=COLOURS["mark"], linestyle=":", linewidth=1.2)
+            ax.plot([end] * 2, [-0.5, 1.5], color=COLOURS["mark"], linewidth=1.8)
         sums = " + ".join(f"{timeline.ttft[job.name]:g}" for job in FIGURE_13)
         ax.set_title(f"{schedule}: {sums} = {timeline.total:g} (paper: {paper})", fontsize=11, loc="left")
         ax.set_yticks([0, 1], ["link", "processor"])
@@ -50,8 +55,8 @@ def timelines(overlap: bool = False) -> Figure:
         (COMPUTED, "layer recomputed"),
     ):
         last.barh(0, 0, color=colour, label=label, edgecolor="white")
-    last.plot([], [], color="#444444", linestyle=":", label="request arrives")
-    last.plot([], [], color="#444444", label="first token")
+    last.plot([], [], color=COLOURS["mark"], linestyle=":", label="request arrives")
+    last.plot([], [], color=COLOURS["mark"], label="first token")
     fig.legend(*last.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=9)
     return fig
 
@@ -76,10 +81,10 @@ def ttft_by_link(result: Result) -> Figure:
         rates,
         [_floor(rows) for _, rows in links],
         ":",
-        color=COLOURS["floor"],
-        label="floor of pipelined: max(transfer, computation)",
+        color=COLOURS["mark"],
+        label="max(transfer, computation), measured apart",
     )
-    ratios.axhline(1, linestyle=":", color=COLOURS["floor"])
+    ratios.axhline(1, linestyle=":", color=COLOURS["mark"])
     balance = _balance(links[0][1])
     for ax in (times, ratios):
         ax.set(xscale="log", yscale="log", xlabel="link, Gbit/s (shaped)")
@@ -91,11 +96,11 @@ def ttft_by_link(result: Result) -> Figure:
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter("")
         if balance and rates[0] / 2 <= balance <= rates[-1] * 2:
-            ax.axvline(balance, color="#666666", linestyle="--", linewidth=1.2)
+            ax.axvline(balance, color=COLOURS["mark"], linestyle="--", linewidth=1.2)
     if balance:
-        times.plot([], [], color="#666666", linestyle="--", linewidth=1.2, label="its transfer = its computation")
+        times.plot([], [], color=COLOURS["mark"], linestyle="--", linewidth=1.2, label="its transfer = its computation")
     times.set_ylabel("time to first token, s")
-    ratios.set_ylabel("over pipelined's floor, x")
+    ratios.set_ylabel("over max(transfer, computation), x")
     row = links[0][1][0]
     fig.suptitle(f"{result.slug}: prefix of {row['tokens']} tokens, layers {row['group']} recomputed", fontsize=11)
     fig.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9.5)

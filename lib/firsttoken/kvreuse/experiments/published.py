@@ -9,6 +9,7 @@ from firsttoken.kvreuse.prefill import Group
 PAPER_DEPTH = 32
 FIGURE_8_LAYER = 23  # where the quality of inputs differs most
 FIGURE_10_CRITICAL, FIGURE_10_GROUP = (16, 17, 18, 20, 25, 26, 27), (16, 27)
+FIGURE_11_LAYERS = 11  # of the group within 5 %
 
 FIGURE_13 = (Job("A", 0, 10, Group(3, 10)), Job("B", 2, 10, Group(0, 3)))
 PUBLISHED_UNITS = {Schedule.SEND_ALL: 47, Schedule.SEND_REUSED: 30, Schedule.PIPELINED: 17}

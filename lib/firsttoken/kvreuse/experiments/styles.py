@@ -1,10 +1,11 @@
-"""How methods and schedules look: one name, colour and marker for each, in every figure of notebooks 30 to 35."""
+"""How methods and schedules are called and look in every figure of notebooks 30 to 35."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from firsttoken.kvreuse.pipeline.schedule import Schedule
+from firsttoken.study.plot import LOOKS
 
 
 class Style(NamedTuple):
@@ -15,21 +16,21 @@ class Style(NamedTuple):
     marker: str
 
 
-# From Tol's schemes: none is a colour of paper, measured, floor or a stage. The keys are the names of the methods in
-# the rows; recomputing everything and full prefill are one thing and look alike, and so are pipelined and DroidSpeak.
+# The keys are the names of the methods in the rows; recomputing everything and full prefill are one thing and look
+# alike, and so are pipelined and DroidSpeak.
 METHODS: dict[str, Style] = {
-    "full prefill": Style("full prefill (its own)", "#BB5566", "s"),
-    "full reuse": Style("full reuse", "#DDAA33", "^"),
-    "DroidSpeak": Style("DroidSpeak", "#004488", "o"),
-    "CacheBlend": Style("CacheBlend", "#AA4499", "D"),
-    "smaller model": Style("smaller model", "#663333", "v"),
-    "sender": Style("sender itself", "#44BB99", "P"),
+    "full prefill": Style("full prefill (its own)", *LOOKS["recompute"]),
+    "full reuse": Style("full reuse", *LOOKS["full reuse"]),
+    "DroidSpeak": Style("DroidSpeak", *LOOKS["droidspeak"]),
+    "CacheBlend": Style("CacheBlend", *LOOKS["cacheblend"]),
+    "smaller model": Style("smaller model", *LOOKS["smaller model"]),
+    "sender": Style("sender itself", *LOOKS["sender"]),
 }
 SCHEDULES: dict[Schedule, Style] = {
-    Schedule.RECOMPUTE: Style("recompute all (full prefill)", "#BB5566", "s"),
-    Schedule.SEND_ALL: Style("send all", "#997700", "^"),
-    Schedule.SEND_REUSED: Style("send reused", "#6699CC", "v"),
-    Schedule.PIPELINED: Style("pipelined (DroidSpeak)", "#004488", "o"),
+    Schedule.RECOMPUTE: Style("recompute all (full prefill)", *LOOKS["recompute"]),
+    Schedule.SEND_ALL: Style("send all", *LOOKS["send all"]),
+    Schedule.SEND_REUSED: Style("send reused", *LOOKS["send reused"]),
+    Schedule.PIPELINED: Style("pipelined (DroidSpeak)", *LOOKS["droidspeak"]),
 }
 
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# phase, what it is made of, colour: Tol's muted scheme, none of which means anything else in these notebooks
+# phase, what it is made of, colour
 PHASES = (
-    ("interpreter and imports", ("interpreter", "imports"), "#BBBBBB"),
-    ("config, tokenizer, empty model", ("config_and_tokenizer", "build"), "#DDCC77"),
-    ("waiting for weights", ("adapter", "load"), "#332288"),
-    ("prefill", ("prefill",), "#44AA99"),
+    ("interpreter and imports", ("interpreter", "imports"), COLOURS["other"]),
+    ("config, tokenizer, empty model", ("config_and_tokenizer", "build"), COLOURS["configuration"]),
+    ("waiting for weights", ("adapter", "load"), COLOURS["weights"]),
+    ("prefill", ("prefill",), COLOURS["prefill"]),
 )
 
 
@@ -141,8 +141,8 @@ def trade_off(result: Result) -> Figure:
         left.plot([size] * len(spread), spread, ".", color=COLOURS["measured"], alpha=0.35, markersize=5)
     moved = [next(row["bytes"] for row in timed if row["deferred_layers"] == size) for size in sizes]
     rate = 1e9 / 8 * float(timed[0]["gbit_per_s"])
-    left.plot(sizes, np.array(moved) / rate, ":", color=COLOURS["floor"], label="floor: bytes / nominal rate")
-    left.set(ylabel="TTFT from arrival, s", ylim=(0, None), title=f"{timed[0]['link']}, no adapter")
+    left.plot(sizes, np.array(moved) / rate, ":", color=COLOURS["mark"], label="bytes / nominal rate")
+    left.set(ylabel="TTFT from arrival, s", ylim=(0, None), title=f"{timed[0]['link']}, {len(times[0])} starts each")
     for ax, score, label in ((middle, "f1", "F1, %"), (right, "perplexity", "perplexity")):
         for selection, look in _SELECTIONS.items():
             points = [
@@ -152,7 +152,7 @@ def trade_off(result: Result) -> Figure:
             ]
             if points:
                 _line(ax, points, result.summary[f"{score}_s0"], **look)
-        ax.set(ylabel=label)
+        ax.set(ylabel=label, title=f"n = {result.summary[f'{score}_s0']['n']}, 95 %")
     right.set(yscale="log")
     ticks = (20, 50, 100, 200, 500, 1000, 2000)
     right.yaxis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -166,7 +166,7 @@ def trade_off(result: Result) -> Figure:
 
 _SELECTIONS: dict[str, dict[str, Any]] = {
     "distance": {"color": COLOURS["none"], "marker": "o", "label": "chosen by angular distance, not healed"},
-    "perplexity": {"color": COLOURS["report"], "marker": "s", "label": "chosen by perplexity, not healed"},
+    "perplexity": {"color": COLOURS["by perplexity"], "marker": "s", "label": "chosen by perplexity, not healed"},
     "healed": {"color": COLOURS["ours"], "marker": "D", "label": "by distance, healed (ours)"},
 }
 

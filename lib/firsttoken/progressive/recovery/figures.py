@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from firsttoken.progressive.recovery.timeline import CASES
-from firsttoken.study.plot import COLOURS
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.record import Result
 from firsttoken.study.system import NOT_HERE
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PAPER_S = {"whole": 114.0, "stages": (90.0, 19.0, 19.0)}
@@ -23,11 +22,11 @@ LABELS = {
     "pinned": "progressive, requests end as they began",
     "upgrade": "progressive, open requests move over",
 }
-POLICIES = {  # Tol's muted scheme: no policy shares a colour with a stage, or with paper and measured
-    "request boundary": ("#117733", "o"),
-    "prefill again": ("#882255", "s"),
-    "from boundary states": ("#999933", "^"),
-    "naive": ("#CC6677", "X"),
+POLICIES = {
+    "request boundary": LOOKS["request boundary"],
+    "prefill again": LOOKS["recompute"],
+    "from boundary states": LOOKS["boundary states"],
+    "naive": LOOKS["naive"],
 }
 
 
@@ -109,52 +108,25 @@ def growth_of_service(result: Result, run: int = 0) -> Figure:
     return fig
 
 
-def transition_costs(result: Result) -> Figure:
-    """Stall of an open session by context length, from stage 1 to the whole model, beside one decode step."""
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(10.5, 4.2), sharey=True)
-    kinds = (("healed", "with adapters, which change with the stage"), ("bare", "without adapters"))
-    for ax, (kind, title) in zip(axes, kinds, strict=True):
-        rows = [
-            row
-            for row in result.rows
-            if row["measure"] == "cost" and row["kind"] == kind and (row["from_stage"], row["to_stage"]) == (1, 3)
-        ]
-        for policy, (colour, marker) in POLICIES.items():
-            _cost_line(ax, [row for row in rows if row["policy"] == policy], "cost_ms", colour, marker, policy)
-        _cost_line(ax, rows, "decode_ms", COLOURS["floor"], "", "one decode step")
-        ax.set(xscale="log", yscale="log", xlabel="context, tokens", title=title)
-        ax.set_xticks(sorted({row["context_tokens"] for row in rows}), minor=False)
-        ax.get_xaxis().set_major_formatter(plt.ScalarFormatter())
-        ax.minorticks_off()
-    axes[0].set(ylabel="stall at the transition, ms")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    return fig
-
-
-def _cost_line(ax: Axes, rows: Rows, column: str, colour: str, marker: str, label: str) -> None:
-    sizes = sorted({row["context_tokens"] for row in rows})
-    middle = [np.median([row[column] for row in rows if row["context_tokens"] == size]) for size in sizes]
-    ax.plot(sizes, middle, color=colour, marker=marker, linestyle="-" if marker else "--", label=label)
-
-
 def continuation_losses(result: Result) -> Figure:
-    """What the rest of a text costs after a move from stage 1 to the whole model, in nats a token, by policy."""
+    """What the rest of a text costs more than after a fresh prefill, when a request moves from stage 1 to the whole
+    model: by policy, paired by window."""
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(8, 3.6))
-    for shift, (kind, hatch) in enumerate((("healed", ""), ("bare", "//"))):
-        for place, (policy, (colour, _)) in enumerate(POLICIES.items()):
-            entry = result.summary[f"nll_{policy.replace(' ', '_')}_{kind}"]
-            at = place + 0.38 * shift - 0.19
-            ax.bar(at, entry["value"], width=0.36, color=colour, hatch=hatch, edgecolor="white")
-            ax.plot([at, at], [entry["low"], entry["high"]], color="black", linewidth=1.5)
-            ax.annotate(f"{entry['value']:.2f}", (at, entry["high"]), ha="center", va="bottom", fontsize=9)
-    for kind, hatch in (("with adapters", ""), ("without adapters", "//")):
-        ax.bar(0, 0, color="#777777", hatch=hatch, edgecolor="white", label=kind)
-    ax.set_xticks(range(len(POLICIES)), list(POLICIES))
-    ax.set(ylabel="loss of what follows, nats a token")
-    ax.grid(axis="x", visible=False)
-    fig.legend(loc="outside lower center", ncols=2)
+    fig, ax = plt.subplots(figsize=(8.5, 3))
+    kinds = {"healed": ("with adapters", "full", -0.13), "bare": ("without adapters", "none", 0.13)}
+    for place, (policy, (colour, marker)) in enumerate(POLICIES.items()):
+        for kind, (_, fill, shift) in kinds.items():
+            entry = result.summary[f"excess_nll_{policy.replace(' ', '_')}_{kind}"]
+            ax.plot([entry["low"], entry["high"]], [place + shift] * 2, color=colour, linewidth=2)
+            ax.plot(entry["value"], place + shift, marker, color=colour, markersize=8, fillstyle=fill)
+    for label, fill, _ in kinds.values():
+        ax.plot([], [], "o", color=COLOURS["mark"], fillstyle=fill, markersize=8, label=label)
+    ax.axvline(0, color=COLOURS["mark"], linestyle=":", linewidth=1.2)
+    ax.set_yticks(range(len(POLICIES)), list(POLICIES))
+    ax.set_ylim(len(POLICIES) - 0.5, -0.5)
+    ax.set_xlabel("loss of what follows beyond that after a fresh prefill, nats a token")
+    ax.set_title(f"{entry['n']} windows, 95 %", fontsize=11)
+    ax.grid(axis="y", visible=False)
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return fig
