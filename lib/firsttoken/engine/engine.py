@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,9 +13,11 @@ from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
-from firsttoken.engine.request import GREEDY, Request, Sampling, Work
-from firsttoken.engine.schedulers import SCHEDULERS
+from firsttoken.engine.prefixes import PrefixSharing
+from firsttoken.engine.request import GREEDY, Entry, Kind, Request, Sampling, Work, shapes
+from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.base import VICTIMS, Bounds, Scheduler
+from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken.study.profile import unknown
 
@@ -25,6 +29,11 @@ class EngineConfig:
     ``victim`` names who is preempted (LIFO in the paper, 2.2); ``watermark`` is the share of blocks that admission
     leaves free (vLLM: 0.01; CPS: 0, 3.1); ``requests`` run at once, ``prefill_tokens`` are prefilled in one step;
     ``overtake`` lets a swapped request that fits come back before an earlier one that does not (vLLM: no).
+    Schedulers that cut prompts process ``token_budget`` tokens a step at most, or what ``tbt_s`` (seconds between two
+    tokens of a request) and ``ttft_s`` (to its first) leave; ``wait_s`` is how long one that prefers short prompts may
+    let others wait.
+    ``share_prefixes``: requests that begin alike share blocks; off, as the preemption policies are taught and measured
+    with prefills from nothing.
     """
 
     scheduler: str = "prefill_first"
@@ -34,29 +43,43 @@ class EngineConfig:
     requests: int = 256
     prefill_tokens: int = 2048
     overtake: bool = False
+    token_budget: int = 512
+    tbt_s: float = math.inf
+    ttft_s: float = math.inf
+    wait_s: float = math.inf
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
-        for what, name, known in (
-            ("scheduler", self.scheduler, SCHEDULERS),
-            ("victim choice", self.victim, VICTIMS),
-        ):
-            if name not in known:
-                raise ProfileError(f"engine: no {what} {name!r}; {unknown(name, known)}")
+        kind = scheduler_named(self.scheduler)
+        if self.victim not in VICTIMS:
+            raise ProfileError(f"engine: no victim choice {self.victim!r}; {unknown(self.victim, VICTIMS)}")
         if not 0 <= self.watermark < 1:
             raise ProfileError(f"engine: watermark must be a share from 0 to below 1, not {self.watermark}")
-        for name in ("requests", "prefill_tokens"):
+        for name in ("requests", "prefill_tokens", "token_budget"):
             if getattr(self, name) < 1:
                 raise ProfileError(f"engine: {name} must be at least 1, not {getattr(self, name)}")
+        for name in ("tbt_s", "ttft_s", "wait_s"):
+            if not getattr(self, name) > 0:
+                raise ProfileError(f"engine: {name} must be above 0, not {getattr(self, name)}")
+        if issubclass(kind, Sarathi) and self.token_budget < self.requests:
+            raise ProfileError(
+                f"engine: a token budget of {self.token_budget} cannot hold a token of each of {self.requests} "
+                "requests; raise token_budget or lower requests"
+            )
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step as it was: ``prefills`` are (cached, new) tokens, ``contexts`` the cached tokens of each decode."""
+    """One step as it was: ``prefills`` are (cached, new) tokens, ``contexts`` the cached tokens of each decode.
+
+    These are shapes, which costs hang on; ``entries`` say what was done for which tokens of whom.
+    """
 
     at_s: float
     seconds: float
     prefills: tuple[tuple[int, int], ...]
     contexts: tuple[int, ...]
+    entries: tuple[Entry, ...]
 
 
 @dataclass
@@ -70,7 +93,8 @@ class Trace:
 class Engine:
     """Requests go in, tokens come out of ``step``; nothing runs between two steps.
 
-    ``policy`` overrides the one that the configuration names; ``trace`` collects steps and recoveries if given.
+    ``books`` count the tokens that were prefilled, decoded and recomputed. ``policy`` overrides the one that the
+    configuration names; ``trace`` collects steps and recoveries if given.
     """
 
     def __init__(
@@ -84,16 +108,29 @@ class Engine:
         self.executor = executor
         self.config = config
         self.trace = trace
+        self.books: Counter[Kind] = Counter()
         self.pool = BlockPool(executor.blocks, watermark=int(config.watermark * executor.blocks))
         self.preemptor = Preemptor(
             policy or make_policy(config.preemption), executor, trace.recoveries.append if trace else None
         )
-        self.scheduler: Scheduler = SCHEDULERS[config.scheduler](
+        self.prefixes: PrefixSharing | None = None
+        if config.share_prefixes:
+            self.prefixes = PrefixSharing(self.pool, executor.block_tokens, lambda: executor.salt)
+        self.scheduler: Scheduler = scheduler_named(config.scheduler)(
             self.pool,
             executor.block_tokens,
-            Bounds(config.requests, config.prefill_tokens, config.overtake),
+            Bounds(
+                config.requests,
+                config.prefill_tokens,
+                config.overtake,
+                config.token_budget,
+                config.tbt_s,
+                config.ttft_s,
+                config.wait_s,
+            ),
             self.preemptor,
             VICTIMS[config.victim],
+            self.prefixes,
         )
         self._coming: list[tuple[tuple[float, int], Request]] = []
         self._open: dict[int, Request] = {}
@@ -126,19 +163,28 @@ class Engine:
         self.scheduler.end(request)
 
     def step(self) -> list[tuple[Request, int]]:
-        """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet."""
+        """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet.
+
+        Passes on what the executor raises; the requests that it ran can then only be cancelled.
+        """
         works = self._next_works()
         if not works:
             return []
         start = self.executor.now()
-        tokens = self.executor.execute(works)
+        try:
+            tokens = self.executor.execute(works)
+        except BaseException:
+            self.scheduler.withdraw()
+            raise
         now = self.executor.now()
         self._account(works, start, now - start)
         produced = []
         for work, token in zip(works, tokens, strict=True):
-            request, completes = work.request, work.completes
-            request.cached += work.tokens
-            if completes:
+            request = work.request
+            if request.begun_s is None:
+                request.begun_s = start
+            request.advance(work.end)
+            if work.completes:
                 produced.append((request, token))
                 if request.append(token, now):
                     self._end(request)
@@ -164,7 +210,7 @@ class Engine:
                 self.scheduler.arrive(heapq.heappop(self._coming)[1])
             self.scheduler.collect()
             before = self._standing()
-            if works := self.scheduler.schedule():
+            if works := self.scheduler.plan():
                 return works
             if self.scheduler.restoring:
                 self.scheduler.collect(wait=True)
@@ -179,16 +225,17 @@ class Engine:
         return tuple(len(queue) for queue in queues)
 
     def _account(self, works: Sequence[Work], at_s: float, seconds: float) -> None:
-        """Record the step, and what its whole prompts say about the cost of recomputing."""
-        prefills = [work for work in works if not work.request.decoding]
-        contexts = tuple(work.request.cached for work in works if work.request.decoding)
+        """Book the step, and what its prefills say about the cost of recomputing."""
+        entries = [entry for work in works for entry in work.entries]
+        for entry in entries:
+            self.books[entry.kind] += entry.end - entry.start
+        prefills, contexts = shapes(works)
+        self.scheduler.completed(prefills, contexts, seconds)
         if self.trace is not None:
-            shapes = tuple((work.request.cached, work.tokens) for work in prefills)
-            self.trace.steps.append(Step(at_s, seconds, shapes, contexts))
+            self.trace.steps.append(Step(at_s, seconds, prefills, contexts, tuple(entries)))
         new = sum(work.tokens for work in works)
-        for work in prefills:
-            if work.completes:
-                self.preemptor.prefilled(work.request, work.tokens, seconds * work.tokens / new)
+        for work in works:
+            self.preemptor.processed(work, seconds * work.tokens / new)
 
     def _end(self, request: Request) -> None:
         del self._open[request.number]

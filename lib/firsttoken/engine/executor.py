@@ -42,6 +42,10 @@ class Executor(Protocol):
     block_tokens: int
     blocks: int
 
+    @property
+    def salt(self) -> str:
+        """What decides keys and values beside the tokens, and may change while no request is open: the adapter."""
+
     def now(self) -> float:
         """Seconds since some moment."""
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from firsttoken.engine.attention import NAME, Attend
@@ -53,6 +54,7 @@ class LiveExecutor:
         if self._stock == NAME:
             raise ModelError(f"the {config.model_type} model runs in an engine already; close that one first")
         parameter = next(model.parameters())
+        self._adapted = next((module for module in model.modules() if isinstance(module, BaseTunerLayer)), None)
         self.model = model
         self.limits = Limits(config.max_position_embeddings, config.vocab_size)
         self.block_tokens = block_tokens
@@ -72,6 +74,12 @@ class LiveExecutor:
     def blocks(self) -> int:
         """Blocks of the pool."""
         return self.pool.blocks
+
+    @property
+    def salt(self) -> str:
+        """The adapters that are on."""
+        on = self._adapted is not None and not self._adapted.disable_adapters
+        return ",".join(self._adapted.active_adapters) if on else ""
 
     def now(self) -> float:
         """The machine's monotonic clock."""
@@ -93,8 +101,7 @@ class LiveExecutor:
         blocks: list[int] = []
         last: list[int] = []
         for work in batch:
-            request, start = work.request, work.request.cached
-            end = start + work.tokens
+            request, start, end = work.request, work.start, work.end
             ids += request.tokens[start:end]
             positions += range(start, end)
             blocks += [request.blocks[position // self.block_tokens] for position in range(start, end)]

@@ -82,7 +82,7 @@ class PaddedAttend(Attend):
     def _plan(self, works: list[Work]) -> None:
         """The shared works: block tables padded with a request's own first block; a mask hides what is no context."""
         shape, device = self.pool.shape, self.pool.device
-        contexts = torch.tensor([work.request.cached + 1 for work in works])
+        contexts = torch.tensor([work.end for work in works])
         width = shape.blocks(int(contexts.max()))
         tables = [(work.request.blocks + [work.request.blocks[0]] * width)[:width] for work in works]
         self.reads = self._rows(torch.tensor(tables))
@@ -91,13 +91,12 @@ class PaddedAttend(Attend):
         self.mask = mask[:, None, None].to(device)
 
     def _plan_prefill(self, work: Work, start: int) -> _Prefill:
-        request, end = work.request, start + work.tokens
-        if not request.cached:
+        end = start + work.tokens
+        if not work.start:
             return _Prefill(start, end, None, None)
         shape = self.pool.shape
-        context = request.cached + work.tokens
-        table = torch.tensor([request.blocks[: shape.blocks(context)]])
-        hidden = torch.arange(context) > torch.arange(request.cached, context)[:, None]
+        table = torch.tensor([work.request.blocks[: shape.blocks(work.end)]])
+        hidden = torch.arange(work.end) > torch.arange(work.start, work.end)[:, None]
         mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf"))
         return _Prefill(start, end, self._rows(table), mask.to(self.pool.device))
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
-from firsttoken.engine.request import Phase, Request
+from firsttoken.engine.request import Request, Work
 
 
 @dataclass(frozen=True)
 class Recovery:
     """One preemption and what undoing it took, in seconds; the parts as CPS Table 2 has them.
 
-    ``reason`` says who decided: "policy", or the engine for a "partial prefill" or a "host pool full".
-    ``recompute_s`` is the re-prefill's share of its step, by tokens.
+    ``reason`` says who decided: "policy", or the engine for a "partial prefill" or a "host pool full". ``tokens`` were
+    swapped, or processed again in however many steps until all that was lost was there (the last step's may be more);
+    ``recompute_s`` is their share of these steps, by tokens. Who is preempted again on the way has two recoveries.
     """
 
     request: int
@@ -45,28 +46,30 @@ class Preemptor:
         self.executor = executor
         self._recovered = recovered
         self._open: dict[int, Recovery] = {}
+        self._prefills: dict[int, tuple[int, float]] = {}  # tokens and seconds so far of prompts in pieces
 
-    def evict(self, victim: Request) -> None:
-        """Save or forget what ``victim`` has cached; afterwards its blocks may be given away. Sets its phase."""
+    def evict(self, victim: Request) -> Action:
+        """Save or forget what ``victim`` has cached, and say which; afterwards its blocks may be given away."""
         now = self.executor.now()
         action, reason = self._decide(victim, now)
         moved = self.executor.swap_out(victim) if action is Action.SWAP else None
         if action is Action.SWAP and moved is None:
             action, reason = Action.RECOMPUTE, "host pool full"
-        recovery = Recovery(victim.number, action, reason, victim.cached, now)
+        self._prefills.pop(victim.number, None)
+        if (interrupted := self._open.pop(victim.number, None)) is not None:
+            self._close(interrupted, victim.cached)
+        recovery = Recovery(victim.number, action, reason, 0, now)
         if moved is not None:
-            recovery = replace(recovery, out_s=moved.copy_s, prep_s=moved.prep_s)
-            victim.phase = Phase.SWAPPED
+            recovery = replace(recovery, tokens=victim.cached, out_s=moved.copy_s, prep_s=moved.prep_s)
         else:
-            victim.phase, victim.cached, victim.recomputing = Phase.WAITING, 0, True
+            victim.forget()
         victim.preemptions += 1
         self._open[victim.number] = recovery
+        return action
 
     def restore(self, request: Request) -> None:
-        """Begin to bring a swapped request back into the blocks it has been given. Sets its phase."""
+        """Begin to bring a swapped request back into the blocks it has been given."""
         request.transfer = self.executor.swap_in(request)
-        request.phase = Phase.RESTORING
-        self.poll(request)
 
     def poll(self, request: Request, *, wait: bool = False) -> bool:
         """Whether a restoring request is ready to run; with ``wait``, once it is."""
@@ -74,19 +77,30 @@ class Preemptor:
             return False
         moved = request.transfer.wait()
         self.executor.drop(request.host)
-        request.transfer, request.host, request.phase = None, None, Phase.RUNNING
+        request.transfer = request.host = None
         recovery = self._open.pop(request.number)
-        self._close(replace(recovery, prep_s=recovery.prep_s + moved.prep_s, in_s=moved.copy_s))
+        self._close(replace(recovery, prep_s=recovery.prep_s + moved.prep_s, in_s=moved.copy_s), request.cached)
         return True
 
-    def prefilled(self, request: Request, tokens: int, seconds: float) -> None:
-        """A whole prompt of ``tokens`` was prefilled in ``seconds``: an ordinary one teaches what recomputing costs."""
-        recovery = self._open.pop(request.number, None) if request.recomputing else None
-        request.recomputing = False
+    def processed(self, work: Work, seconds: float) -> None:
+        """``work`` took ``seconds`` of its step: prompts from their first token on teach what recomputing costs."""
+        number, recovery = work.request.number, self._open.pop(work.request.number, None)
         if recovery is not None:
-            self._close(replace(recovery, tokens=tokens, recompute_s=seconds))
+            tokens, seconds = recovery.tokens + work.tokens, recovery.recompute_s + seconds
+            recovery = replace(recovery, tokens=tokens, recompute_s=seconds)
+            if work.end < work.computed:
+                self._open[number] = recovery
+            else:
+                self._close(recovery, work.end)
+            return
+        if work.decodes:
+            return
+        tokens, before_s = self._prefills.pop(number, (0, 0.0))
+        tokens, seconds = tokens + work.tokens, before_s + seconds
+        if work.end < work.request.prompt_tokens:
+            self._prefills[number] = tokens, seconds
         else:
-            self.policy.observe(Observation(Action.RECOMPUTE, tokens, seconds, self.executor.now()))
+            self._learn(Action.RECOMPUTE, tokens, seconds, work.end)
 
     def forget(self, request: Request) -> None:
         """The request ended while it was away, or on its way back."""
@@ -97,13 +111,19 @@ class Preemptor:
             self.executor.drop(request.host)
         request.transfer = request.host = None
         self._open.pop(request.number, None)
+        self._prefills.pop(request.number, None)
 
     def _decide(self, victim: Request, now_s: float) -> tuple[Action, str]:
         if not victim.decoding:
             return Action.RECOMPUTE, "partial prefill"
         return self.policy.choose(victim.cached, now_s), "policy"
 
-    def _close(self, recovery: Recovery) -> None:
-        self.policy.observe(Observation(recovery.action, recovery.tokens, recovery.cost_s, self.executor.now()))
+    def _close(self, recovery: Recovery, cached: int) -> None:
+        self._learn(recovery.action, recovery.tokens, recovery.cost_s, cached)
         if self._recovered is not None:
             self._recovered(recovery)
+
+    def _learn(self, action: Action, tokens: int, seconds: float, cached: int) -> None:
+        """Tell the policy, unless others than these ``tokens`` made up what is ``cached`` now, or none did."""
+        if tokens == cached > 0:
+            self.policy.observe(Observation(action, tokens, seconds, self.executor.now()))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,23 @@ class Phase(StrEnum):
     SWAPPED = "swapped"
     RESTORING = "restoring"
     FINISHED = "finished"
+
+
+class Kind(StrEnum):
+    """What a step does for a token: for the first time, one of the prompt or one that was generated; or once more."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    RECOMPUTE = "recompute"
+
+
+class Entry(NamedTuple):
+    """One line of the books: tokens [start, end) of a request."""
+
+    request: int
+    kind: Kind
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -66,13 +83,16 @@ class Request:
         self.sampling = sampling
         self.arrival_s = arrival_s
         self.prompt_tokens = len(self.tokens)
+        self.begun_s: float | None = None  # when it was in a step for the first time
         self.times_s: list[float] = []
-        self.phase = Phase.WAITING
+        self.phase = Phase.WAITING  # the scheduler's to change
         self.cached = 0  # tokens whose keys and values are in the pool, or in the host's
+        self.computed = 0  # tokens whose keys and values were ever there
         self.blocks: list[int] = []
+        self.keys: list[bytes] = []  # a salt, and the keys of the full blocks, where prefixes are shared
+        self.published = 0  # of its blocks
         self.host: Any = None  # the executor's handle of the copy in host memory
         self.transfer: Any = None  # on its way back
-        self.recomputing = False  # the marker of CPS 3.2.2: the next prefill is a recovery
         self.preemptions = 0
         self._generator: torch.Generator | None = None
 
@@ -93,8 +113,27 @@ class Request:
 
     @property
     def decoding(self) -> bool:
-        """Whether all but the latest token are cached."""
-        return self.cached > 0 and self.todo == 1
+        """Whether the prompt is cached, and all that was ever computed behind it."""
+        return self.prompt_tokens <= self.cached == self.computed
+
+    @property
+    def recomputing(self) -> bool:
+        """The marker of CPS 3.2.2: what was cached once has to be computed again."""
+        return self.cached < self.computed
+
+    def work(self, tokens: int | None = None) -> Work:
+        """Its next ``tokens`` tokens (all that are to do) as the work of a step."""
+        end = len(self.tokens) if tokens is None else self.cached + tokens
+        return Work(self, self.cached, end, self.computed)
+
+    def advance(self, end: int) -> None:
+        """A step has left the keys and values of its first ``end`` tokens in the pool."""
+        self.cached = end
+        self.computed = max(self.computed, end)
+
+    def forget(self) -> None:
+        """Its keys and values are gone; what was computed will be computed again."""
+        self.cached = 0
 
     @property
     def finished(self) -> bool:
@@ -133,12 +172,43 @@ class Request:
 
 @dataclass(frozen=True)
 class Work:
-    """``tokens`` of ``request``, the next ones that are not cached, in the coming step."""
+    """Tokens [start, end) of ``request`` in the coming step; those before ``computed`` were computed before."""
 
     request: Request
-    tokens: int
+    start: int
+    end: int
+    computed: int
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.end - self.start
 
     @property
     def completes(self) -> bool:
         """Whether the step gives the request its next token."""
-        return self.tokens == self.request.todo
+        return self.end == len(self.request.tokens)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is one generated token, and the first time that this is processed."""
+        return self.request.prompt_tokens <= self.start == self.computed
+
+    @property
+    def entries(self) -> list[Entry]:
+        """What is computed again, what is prefilled and what is decoded of it, in the order of its tokens."""
+        if self.decodes:
+            return [Entry(self.request.number, Kind.DECODE, self.start, self.end)]
+        prompt = self.request.prompt_tokens
+        known, prefilled = min(self.computed, self.end), min(max(self.computed, prompt), self.end)
+        cuts = (self.start, max(known, self.start), max(prefilled, self.start), self.end)
+        kinds = (Kind.RECOMPUTE, Kind.PREFILL, Kind.DECODE)
+        return [
+            Entry(self.request.number, *line) for line in zip(kinds, cuts, cuts[1:], strict=False) if line[1] < line[2]
+        ]
+
+
+def shapes(works: Sequence[Work]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """What the cost of a step hangs on: (cached, new) tokens of what it prefills, and cached tokens of each decode."""
+    prefills = tuple((work.start, work.tokens) for work in works if not work.decodes)
+    return prefills, tuple(work.start for work in works if work.decodes)

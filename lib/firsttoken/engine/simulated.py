@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.executor import Limits
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request, Work, shapes
 
 NO_LIMIT = 1 << 62
 TOKEN = 0  # what every request says
@@ -41,6 +41,7 @@ class SimulatedExecutor:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.limits = Limits(context, NO_LIMIT)
+        self.salt = ""
         self._host_free = host_blocks
         self._overlap = overlap
         self._now = 0.0
@@ -56,9 +57,7 @@ class SimulatedExecutor:
 
     def execute(self, works: Sequence[Work]) -> list[int]:
         """Charge the step."""
-        prefills = [(work.request.cached, work.tokens) for work in works if not work.request.decoding]
-        contexts = [work.request.cached for work in works if work.request.decoding]
-        self._now += self.costs_at(self._now).step_s(prefills, contexts)
+        self._now += self.costs_at(self._now).step_s(*shapes(works))
         return [TOKEN] * len(works)
 
     def swap_out(self, request: Request) -> Charged | None:

@@ -19,7 +19,7 @@ class VarlenAttend(Attend):
         super().__init__(pool, blocks, offsets)
         shape, device = pool.shape, pool.device
         new = torch.tensor([0] + [work.tokens for work in works])
-        contexts = torch.tensor([0] + [work.request.cached + work.tokens for work in works])
+        contexts = torch.tensor([0] + [work.end for work in works])
         self.longest = int(new.max()), int(contexts.max())
         self.ends = tuple(lengths.cumsum(0).to(device, torch.int32) for lengths in (new, contexts))
         keys = torch.cat([self._token_rows(work) for work in works]).to(device)
@@ -42,6 +42,6 @@ class VarlenAttend(Attend):
     def _token_rows(self, work: Work) -> torch.Tensor:
         """Rows of ``KVPool.token_rows`` of the keys in the first layer, of all that the request sees."""
         shape = self.pool.shape
-        positions = torch.arange(work.request.cached + work.tokens)
+        positions = torch.arange(work.end)
         blocks = torch.tensor(work.request.blocks)[positions // shape.block_tokens]
         return blocks * (shape.layers * 2 * shape.block_tokens) + positions % shape.block_tokens

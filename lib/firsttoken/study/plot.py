@@ -66,6 +66,11 @@ LOOKS: dict[str, Look] = {
     "send reused": Look("#7295BC", "v"),
     "E-cache": Look("#4FAC62"),
     "in vain": Look("#F3E3BC"),
+    # who fills a step
+    "sarathi": Look("#0F7967", "o"),
+    "prefill first": Look("#9699FD", "s"),
+    "hybrid batches": Look("#84B800", "^"),
+    "chunks alone": Look("#3E4E7A", "v"),
 }
 """Who or what is drawn, with the one colour and marker that it has in every figure: no colour means two things. Those
 that stand in one figure differ for readers without red or green cones, too (``tests/study/test_plot.py``)."""

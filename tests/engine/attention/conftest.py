@@ -13,7 +13,7 @@ from torch import nn
 
 from firsttoken.engine.attention import Attend
 from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.request import GREEDY, Request, Work
+from firsttoken.engine.request import GREEDY, Request
 
 VOCABULARY = 256
 
@@ -49,14 +49,14 @@ class Bench:
         for request, tokens in works:
             while len(request.blocks) * self.executor.block_tokens < request.cached + tokens:
                 request.blocks.append(self.free.pop())
-        chosen = self.executor.execute([Work(request, tokens) for request, tokens in works])
+        chosen = self.executor.execute([request.work(tokens) for request, tokens in works])
         first = sorted(range(len(works)), key=lambda i: works[i][1])  # the shorter works lead the step
         rows = torch.empty_like(self.logits)
         rows[first] = self.logits
         assert chosen == rows.argmax(-1).tolist(), "the tokens are not in the order of the works"
         wanted = []
         for request, tokens in works:
-            request.cached += tokens
+            request.advance(request.cached + tokens)
             wanted.append(self.expected(request))
         return rows, torch.stack(wanted)
 

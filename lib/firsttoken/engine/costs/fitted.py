@@ -53,7 +53,7 @@ class FittedCosts(Costs):
         if not prefills and not contexts:
             return 0.0
         prices = (self.step, self.prefill_token, self.pair, self.request, self.context_token, self.padded_token)
-        return float(np.dot(_parts(prefills, contexts), prices))
+        return float(np.dot(step_parts(prefills, contexts), prices))
 
     def swap_out_s(self, tokens: int) -> float:
         return self.out_fixed + self.out_token * tokens
@@ -80,13 +80,13 @@ def fit_costs(steps: Sequence[StepSample], swaps: Sequence[SwapSample]) -> Fitte
         raise CorpusError(f"costs: {len(steps)} steps and {len(swaps)} swaps seen; a fit needs at least 6 and 2")
     tokens = [[1.0, sample.tokens] for sample in swaps]
     return FittedCosts(
-        *relative_fit([_parts(sample.prefills, sample.contexts) for sample in steps], [s.seconds for s in steps]),
+        *relative_fit([step_parts(sample.prefills, sample.contexts) for sample in steps], [s.seconds for s in steps]),
         *relative_fit(tokens, [sample.out_s for sample in swaps]),
         *relative_fit(tokens, [sample.in_s for sample in swaps]),
     )
 
 
-def _parts(prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> list[float]:
+def step_parts(prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> list[float]:
     """What a step consists of [6], in the order of the prices."""
     new = sum(new for _, new in prefills)
     pairs = sum(new * (cached + new / 2) for cached, new in prefills)

@@ -25,10 +25,10 @@ class NativeAttend(PaddedAttend):
 
     def _plan(self, works: list[Work]) -> None:
         shape = self.pool.shape
-        width = max(shape.blocks(work.request.cached + work.tokens) for work in works)
+        width = max(shape.blocks(work.end) for work in works)
         self.tables = torch.tensor([(work.request.blocks + [0] * width)[:width] for work in works])
         self.works = torch.tensor([number for number, work in enumerate(works) for _ in range(work.tokens)])
-        self.contexts = torch.tensor([work.request.cached + i + 1 for work in works for i in range(work.tokens)])
+        self.contexts = torch.tensor([position + 1 for work in works for position in range(work.start, work.end)])
 
     def _attend(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
         if query.stride()[1:] != (query.shape[2], 1):

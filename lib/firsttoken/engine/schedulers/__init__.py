@@ -1,8 +1,32 @@
 """Schedulers: one policy a file, one method each; the registry is what a configuration names."""
 
+from firsttoken.engine.schedulers.ablation import ChunkedOnly, HybridOnly
+from firsttoken.engine.schedulers.adaptive_budget import AdaptiveBudget
 from firsttoken.engine.schedulers.base import Scheduler
+from firsttoken.engine.schedulers.deadline import Deadline
 from firsttoken.engine.schedulers.iteration_level import IterationLevel
+from firsttoken.engine.schedulers.prefill_cap import PrefillCap
 from firsttoken.engine.schedulers.prefill_first import PrefillFirst
 from firsttoken.engine.schedulers.request_level import RequestLevel
+from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.engine.schedulers.shortest_first import ShortestFirst
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import unknown
 
-SCHEDULERS: dict[str, type[Scheduler]] = {kind.name: kind for kind in (RequestLevel, IterationLevel, PrefillFirst)}
+_KINDS = (RequestLevel, IterationLevel, PrefillFirst, Sarathi, ChunkedOnly, HybridOnly)
+_RIVALS = (PrefillCap, Deadline, AdaptiveBudget, ShortestFirst)
+REPORTED: dict[str, type[Scheduler]] = {  # as the report's registry calls them (Sarathi-Serve, schedulers)
+    "faster_transformer": RequestLevel,
+    "orca": IterationLevel,
+    "vllm": PrefillFirst,
+    "simple_chunking": ChunkedOnly,
+}
+
+SCHEDULERS: dict[str, type[Scheduler]] = {kind.name: kind for kind in (*_KINDS, *_RIVALS)}
+
+
+def scheduler_named(name: str) -> type[Scheduler]:
+    """The scheduler of this name, its own or the report's. Raises ProfileError when there is none."""
+    if found := SCHEDULERS.get(name) or REPORTED.get(name):
+        return found
+    raise ProfileError(f"engine: no scheduler {name!r}; {unknown(name, [*SCHEDULERS, *REPORTED])}")

@@ -14,14 +14,6 @@ class PrefillFirst(Scheduler):
     name: ClassVar[str] = "prefill_first"
 
     def schedule(self) -> list[Work]:
-        if not self.swapped:
-            works = self.prefills()
-            if works:
-                return works
-        preempted = len(self.swapped) + len(self.waiting)
-        works = self.decodes()
-        if len(self.swapped) + len(self.waiting) == preempted:
-            before = len(self.running)
-            self.resume()
-            works += [Work(request, 1) for request in self.running[before:]]
-        return works
+        if not self.swapped and (works := self.prefills()):
+            return works
+        return self.ready()[0]

@@ -1,0 +1,77 @@
+"""Serving capacity: the most requests a second that a scheduler serves within an objective (Sarathi-Serve, 5.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from firsttoken.engine.request import Request
+from firsttoken.study.errors import ProfileError
+
+SLOWEST, FASTEST = 100, 1000  # times the rate at which a search begins
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Bounds on the P99 of the time between two tokens of a request, and on the median delay to its first step."""
+
+    tbt_s: float
+    delay_s: float = 2.0  # the paper's
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the clients of one run saw."""
+
+    tbt_p99_s: float
+    tbt_max_s: float
+    ttft_p50_s: float
+    delay_p50_s: float
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Served:
+        """The figures of requests that are over; of answers of one token there is no time between tokens."""
+        gaps = np.concatenate([[0.0], *(np.diff(request.times_s) for request in requests)])
+        return cls(
+            tbt_p99_s=float(np.percentile(gaps[1:], 99)) if len(gaps) > 1 else 0.0,
+            tbt_max_s=float(gaps.max()),
+            ttft_p50_s=float(np.median([request.ttft_s for request in requests])),
+            delay_p50_s=float(np.median([request.begun_s - request.arrival_s for request in requests])),
+        )
+
+    def within(self, objective: Objective) -> bool:
+        """Whether both bounds hold."""
+        return self.tbt_p99_s <= objective.tbt_s and self.delay_p50_s <= objective.delay_s
+
+    def as_dict(self) -> dict[str, float]:
+        """For a row of a result."""
+        return asdict(self)
+
+
+def capacity(
+    serve: Callable[[float], Served], objective: Objective, *, start: float, share: float = 0.02
+) -> tuple[float, Served | None]:
+    """The highest rate [requests/s] at which ``serve(rate)`` is within ``objective``, to a relative ``share``, and what
+    was served there; (0, None) where not even a ``SLOWEST``-th of ``start`` is.
+
+    Doubles or halves from ``start`` until the objective lies between two rates, then halves the distance (the paper's
+    search has seven to eight trials). Where a scheduler fails at one rate and holds at a higher one, the first is
+    taken for its capacity. A workload so small that it is in time even ``FASTEST`` times as fast says nothing.
+    """
+    low, high, best = 0.0, math.inf, None
+    rate = start
+    while high == math.inf or high - low > share * high:
+        served = serve(rate)
+        if served.within(objective):
+            low, best = rate, served
+        else:
+            high = rate
+        if high < start / SLOWEST:
+            return 0.0, None
+        if low > start * FASTEST:
+            raise ProfileError("all requests at once are within the objective; ask for more of them to find a capacity")
+        rate = 2 * rate if high == math.inf else (low + high) / 2
+    return low, best

@@ -1,0 +1,1 @@
+"""What notebooks 40 to 42 show."""

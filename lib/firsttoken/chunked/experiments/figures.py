@@ -1,0 +1,175 @@
+"""The figures and tables of notebooks 40 to 42."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from firsttoken.chunked.experiments.generation_stalls import LIVE, SIMULATED
+from firsttoken.chunked.experiments.serving_capacity import TIMES
+from firsttoken.chunked.experiments.simulator_error import METRICS, QUANTILES
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.show import interval
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAMES = {
+    "prefill_first": ("prefill first", "prefill first (vLLM 0.2)"),
+    "hybrid_only": ("hybrid batches", "whole prompts beside decodes"),
+    "iteration_level": ("hybrid batches", "whole prompts, blocks reserved (Orca)"),
+    "chunked_only": ("chunks alone", "chunks in turns with decodes"),
+    "sarathi": ("sarathi", "Sarathi"),
+    "prefill_cap": ("other", "two budgets (P-PAS)"),
+    "deadline": ("other", "deadlines (Niyama)"),
+    "adaptive_budget": ("measured", "adaptive budget"),
+}
+
+
+def told(scheduler: str) -> str:
+    """A scheduler as a reader knows it: "sarathi 512" is "Sarathi, 512"."""
+    name, _, budget = scheduler.partition(" ")
+    return NAMES[name][1] + (f", {budget}" if budget else "")
+
+
+def stalls(result: Result) -> Figure:
+    """Gaps between the tokens of the running requests while the prompt is prefilled, by scheduler; one run each."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(12, 4.2))
+    titles = {LIVE: "live, this model", SIMULATED: f"simulated on {result.parameters['hardware']['costs']}"}
+    for ax, (run, title) in zip(axes, titles.items(), strict=True):
+        here = [row for row in result.rows if row["run"] == run and row["request"] == 0 and row["repeat"] == 1]
+        for scheduler in dict.fromkeys(row["scheduler"] for row in here):
+            mine = [row for row in here if row["scheduler"] == scheduler]
+            look = LOOKS[NAMES[scheduler.partition(" ")[0]][0]]
+            times, gaps = ([row[name] for row in mine] for name in ("at_s", "gap_s"))
+            ax.plot(times, np.array(gaps) * 1e3, look.marker, ls="-", ms=4, color=look.colour, label=told(scheduler))
+        ax.axvline(0, color=COLOURS["mark"], linestyle=":")
+        ax.annotate(
+            "prompt arrives",
+            (0, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, -4),
+            va="top",
+            fontsize=9,
+            textcoords="offset points",
+        )
+        ax.set(yscale="log", title=title, xlabel="time since the prompt arrived, s")
+    axes[0].set_ylabel("gap since the token before, ms")
+    fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    fig.tight_layout(rect=(0, 0.07, 1, 1))
+    return fig
+
+
+def stall_rows(result: Result) -> Rows:
+    """The longest gap, over a plain one, and the prompt's TTFT, by run and scheduler."""
+    found = dict.fromkeys((row["run"], row["scheduler"]) for row in result.rows)
+    return [
+        {
+            "run": f"{run}: {told(scheduler)}",
+            "longest gap, ms": interval(_of(result, run, scheduler, "worst_gap_ms"), 0),
+            "over a plain gap": interval(_of(result, run, scheduler, "worst_over_plain_x"), 1),
+            "prompt's TTFT, s": interval(_of(result, run, scheduler, "prompt_ttft_s"), 2),
+        }
+        for run, scheduler in found
+    ]
+
+
+def capacities(result: Result) -> Figure:
+    """Capacity by scheduler and objective: seeds as small dots, mean and interval; twice the prefill-first one's."""
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in result.rows if row["what"] == "capacity"]
+    objectives = list(dict.fromkeys(row["objective"] for row in rows))
+    schedulers = list(dict.fromkeys(row["scheduler"] for row in rows))
+    fig, axes = plt.subplots(
+        1, len(objectives), figsize=(6 * len(objectives), 0.42 * len(schedulers) + 1.6), sharey=True, squeeze=False
+    )
+    for ax, objective in zip(axes[0], objectives, strict=True):
+        for place, scheduler in enumerate(schedulers):
+            colour = COLOURS[NAMES[scheduler.partition(" ")[0]][0]]
+            mine = [r for r in rows if r["objective"] == objective and r["scheduler"] == scheduler]
+            rates = [row["requests_per_s"] for row in mine]
+            ax.plot(rates, [place] * len(rates), ".", color=colour, alpha=0.5, markersize=5)
+            entry = result.summary[f"{scheduler.replace(' ', '_')}_{objective}_requests_per_s"]
+            ax.plot([entry["low"], entry["high"]], [place, place], color=colour, linewidth=2)
+            ax.plot(entry["value"], place, "o", color=colour, markersize=8)
+        base = result.summary[f"prefill_first_{objective}_requests_per_s"]["value"]
+        ax.axvline(2 * base, color=COLOURS["target"], linestyle="--", linewidth=1.5, label="twice prefill first")
+        bound_ms = 1e3 * mine[0]["tbt_s"]
+        ax.set(xlabel="capacity, requests/s", xlim=(0, None))
+        ax.set_title(
+            f"{objective}: P99 between tokens ≤ {bound_ms:.0f} ms ({TIMES[objective]} decode steps)", fontsize=11
+        )
+    axes[0][0].set_yticks(range(len(schedulers)), [told(name) for name in schedulers])
+    axes[0][0].invert_yaxis()
+    axes[0][-1].legend(loc="lower right", fontsize=9)
+    fig.tight_layout()
+    return fig
+
+
+def capacity_rows(result: Result) -> Rows:
+    """Ratios to the prefill-first scheduler."""
+    rows = [row for row in result.rows if row["what"] == "capacity" and row["scheduler"] != "prefill_first"]
+    objectives = dict.fromkeys(row["objective"] for row in rows)
+    return [
+        {"scheduler": told(name)}
+        | {
+            f"{objective}, over prefill first": interval(
+                result.summary.get(f"{name.replace(' ', '_')}_{objective}_x"), 2
+            )
+            for objective in objectives
+        }
+        for name in dict.fromkeys(row["scheduler"] for row in rows)
+    ]
+
+
+def ablation_rows(result: Result) -> Rows:
+    """Table 4 at one rate: the paper's beside what was simulated."""
+    paper = {"hybrid_only": ("0.53", "0.68"), "chunked_only": ("1.04", "0.17"), "sarathi": ("0.76", "0.14")}
+    return [
+        {
+            "scheduler": told(name),
+            "P50 TTFT, s": interval(result.summary[f"ablation_{name.replace(' ', '_')}_ttft_p50_s"], 2),
+            "paper, P50 TTFT (Yi-34B)": paper[name.partition(" ")[0]][0],
+            "P99 TBT, s": interval(result.summary[f"ablation_{name.replace(' ', '_')}_tbt_p99_s"], 3),
+            "paper, P99 TBT (Yi-34B)": paper[name.partition(" ")[0]][1],
+        }
+        for name in dict.fromkeys(row["scheduler"] for row in result.rows if row["what"] == "ablation")
+    ]
+
+
+def errors(result: Result) -> Figure:
+    """Each request of vLLM's run beside the simulated one: on the diagonal they agree."""
+    import matplotlib.pyplot as plt
+
+    titles = {"ttft_s": ("TTFT", "s", 1.0), "tpot_s": ("TPOT", "ms", 1e3), "latency_s": ("latency", "s", 1.0)}
+    fig, axes = plt.subplots(1, 3, figsize=(12, 4.2))
+    for ax, metric in zip(axes, METRICS, strict=True):
+        name, unit, scale = titles[metric]
+        real, simulated = (
+            np.array([row[metric] for row in result.rows if row["run"] == run]) * scale for run in ("vllm", "simulated")
+        )
+        ax.plot(real, simulated, LOOKS["measured"].marker, color=COLOURS["measured"], markersize=3, alpha=0.6)
+        ends = [0, 1.05 * max(real.max(), simulated.max())]
+        ax.plot(ends, ends, color=COLOURS["floor"], linewidth=1, linestyle=":")
+        ax.set(xlabel=f"vLLM's {name}, {unit}", ylabel=f"simulated, {unit}", title=f"{name}, n = {len(real)}")
+    fig.tight_layout()
+    return fig
+
+
+def error_rows(result: Result) -> Rows:
+    """By how much mean, median and P99 are off."""
+    names = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
+    return [
+        {"metric": told_as}
+        | {f"{name} off, %": f"{result.summary[f'{short}_{name}_off_pct']['value']:+.1f}" for name in QUANTILES}
+        for short, told_as in names.items()
+    ]
+
+
+def _of(result: Result, run: str, scheduler: str, measure: str) -> dict | None:
+    return result.summary.get(f"{run}_{scheduler.replace(' ', '_')}_{measure}")

@@ -1,0 +1,129 @@
+"""The simulator against a real GPU: requests that vLLM served on the card whose operators were profiled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from firsttoken.assets.brought import brought
+from firsttoken.chunked.hardware import Hardware
+from firsttoken.engine.engine import Engine, EngineConfig
+from firsttoken.engine.metrics import serve_items
+from firsttoken.engine.request import Request
+from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.workload.items import Item
+from firsttoken.study.errors import CorpusError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+
+FIELDS = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
+METRICS = ("ttft_s", "tpot_s", "latency_s")
+QUANTILES = {"mean": np.mean, "p50": np.median, "p99": lambda values: np.percentile(values, 99)}
+
+
+@dataclass(frozen=True)
+class ErrorConfig:
+    """The timestamps in ``requests`` (a file beside the profile), and vLLM's settings for that run.
+
+    Its scheduler fills a step with decodes and then with chunks, as Sarathi's; who is preempted recomputes, from what
+    is left of its own blocks, which prefix caching keeps as long as nobody needs them. ``blocks`` are those it had.
+    """
+
+    requests: str
+    token_budget: int
+    batch: int
+    blocks: int
+
+
+def simulator_error(profile: Profile) -> Outcome:
+    """Rows {request, prompt_tokens, output_tokens, run: vllm | simulated, ttft_s, tpot_s, latency_s}."""
+    config, hardware = profile.section("simulator_error", ErrorConfig), profile.section("hardware", Hardware)
+    served = read_requests(brought(hardware.costs) / config.requests)
+    start = min(row["queued_ts"] for row in served)
+    items = [
+        Item(
+            row["queued_ts"] - start,
+            int(row["input_toks"]),
+            int(row["output_toks"]),
+            (number,) * int(row["input_toks"]),
+        )
+        for number, row in enumerate(served)  # no two prompts begin alike: their text is not published
+    ]
+    costs = hardware.read()
+    engine = Engine(
+        SimulatedExecutor(costs, config.blocks),
+        EngineConfig(
+            "sarathi",
+            "recompute",
+            watermark=0.0,
+            requests=config.batch,
+            token_budget=config.token_budget,
+            share_prefixes=True,
+        ),
+    )
+    rows: Rows = []
+    for number, (row, request) in enumerate(zip(served, serve_items(engine, items), strict=True)):
+        shape = {"request": number, "prompt_tokens": request.prompt_tokens, "output_tokens": len(request.times_s)}
+        rows += [shape | {"run": "vllm"} | _measured(row), shape | {"run": "simulated"} | _simulated(request)]
+    return Outcome(rows, provenance=hardware.provenance(costs))
+
+
+def read_requests(path: Path) -> list[dict[str, float]]:
+    """vLLM's timestamps, a JSON object a line, by the time of queueing.
+
+    Raises CorpusError naming file, line and mend for a line that is no such object, or whose times run backwards.
+    """
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorpusError(f"{path}: cannot be read ({error}); bring it again") from error
+    for line, text in enumerate(lines, 1):
+        try:
+            row = {name: float(json.loads(text)[name]) for name in FIELDS}
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorpusError(f"{path}, line {line}: is no request with {', '.join(FIELDS)}; bring it again") from error
+        if not row["queued_ts"] <= row["first_token_ts"] <= row["last_token_ts"] or min(row.values()) < 0:
+            raise CorpusError(f"{path}, line {line}: its times run backwards; bring it again")
+        found.append(row)
+    if not found:
+        raise CorpusError(f"{path}: holds no request; bring it again")
+    return sorted(found, key=lambda row: row["queued_ts"])
+
+
+def _measured(row: Mapping[str, float]) -> dict[str, float]:
+    decoding_s = row["last_token_ts"] - row["first_token_ts"]
+    return {
+        "ttft_s": row["first_token_ts"] - row["queued_ts"],
+        "tpot_s": decoding_s / max(1.0, row["output_toks"] - 1),
+        "latency_s": row["last_token_ts"] - row["queued_ts"],
+    }
+
+
+def _simulated(request: Request) -> dict[str, float]:
+    return {
+        "ttft_s": request.ttft_s,
+        "tpot_s": request.tpot_s or 0.0,
+        "latency_s": request.times_s[-1] - request.arrival_s,
+    }
+
+
+def error_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By how much the simulator is off, in per cent of vLLM's: mean, median and P99 of each metric, and the worst."""
+    measures: dict[str, dict[str, Any]] = {}
+    for metric in METRICS:
+        runs = {run: [row[metric] for row in rows if row["run"] == run] for run in ("vllm", "simulated")}
+        for name, quantile in QUANTILES.items():
+            off = 100 * (float(quantile(runs["simulated"])) / float(quantile(runs["vllm"])) - 1)
+            measures[f"{metric.removesuffix('_s')}_{name}_off_pct"] = {
+                "value": off,
+                "n": len(runs["vllm"]),
+                "unit": "%",
+            }
+    worst = max(abs(entry["value"]) for entry in measures.values())
+    return measures | {"worst_off_pct": {"value": worst, "n": len(rows) // 2, "unit": "%"}}

@@ -1,0 +1,225 @@
+"""The costs of a real GPU: operator times profiled inside vLLM, as casys-kaist/LLMServingSim publishes them.
+
+A profile is a folder: ``attention.csv`` (microseconds of one layer's attention over the prefill's chunk and cached
+prefix, the decoding requests and their context), ``dense.csv`` (every other operator, by the tokens of the batch),
+``per_sequence.csv`` (head and sampler, by the sequences), ``meta.yaml``, and ``skew_fit.csv`` where uneven decode
+batches were measured too. The tables lie in the folder itself, or in its ``tp1`` (one GPU).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.tables import MEND, number, rows
+from firsttoken.engine.costs.uneven import Unevenness
+from firsttoken.study.errors import CorpusError, ProfileError
+
+ONCE, TWICE = frozenset({"embedding", "final_layernorm"}), frozenset({"layernorm"})  # of a pass, and of a layer
+GRID = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+MOST_TOKENS = 1 << 14  # a batch beyond this goes on along the last segment of the table
+
+
+@dataclass(frozen=True)
+class ProfiledCosts(Costs):
+    """A step of a model of ``layers`` layers as its operators took on the GPU, one after the other.
+
+    Between the points every table is a straight line, beyond them its last segment goes on. Several prompts in a step
+    count as one of the same tokens and the same query-key pairs; decodes as so many at their mean context, moved
+    towards the longest by what the profile measured of uneven batches. Time that the host takes between two steps is
+    not in a profile (vLLM 0.19 schedules ahead, so that little is left). ``swap`` charges moves of keys and values, by
+    default not at all: vLLM recomputes.
+    """
+
+    layers: int
+    once: tuple[float, ...]  # [tokens]: seconds of everything but attention and head, all layers
+    heads: tuple[float, ...]  # [sequences]: seconds of head and sampler
+    axes: tuple[tuple[int, ...], ...]  # of the attention grid
+    grid: np.ndarray  # [chunks, prefixes, decodes, contexts]: seconds of all layers' attention
+    uneven: Unevenness | None
+    keyed_by_middle: bool  # the prefix axis counts half of the chunk itself
+    sha256: str  # of the files read
+
+    @classmethod
+    def read(cls, folder: str | Path, layers: int) -> ProfiledCosts:
+        """The profile in ``folder``, for ``layers`` layers.
+
+        Raises CorpusError naming file, line and mend for a file or column that is missing, a value that is no number
+        or negative, a point that is there twice or out of order, a grid with a hole that nothing beside it fills, and
+        ProfileError for less than one layer.
+        """
+        if layers < 1:
+            raise ProfileError(f"profiled costs: a model has at least 1 layer, not {layers}")
+        folder = Path(folder).expanduser()
+        tables = folder / "tp1" if (folder / "tp1").is_dir() else folder
+        meta = _meta(folder / "meta.yaml")
+        dense = _by_layer(tables / "dense.csv", "tokens")
+        heads = _by_layer(tables / "per_sequence.csv", "sequences")
+        axes, grid = _attention(tables / "attention.csv")
+        per_pass = sum(_line(dense[name], MOST_TOKENS) for name in sorted(ONCE & dense.keys()))
+        per_layer = sum(_line(points, MOST_TOKENS) * (1 + (name in TWICE)) for name, points in _layers(dense).items())
+        head = sum(_line(points, 1024) for points in heads.values())
+        names = ("attention.csv", "dense.csv", "per_sequence.csv")
+        kept = hashlib.sha256(b"".join((tables / name).read_bytes() for name in names))
+        fitted = bool((meta.get("skew_fit") or {}).get("enabled"))
+        keyed = "prefill_key" in str((meta.get("attention_grid") or {}).get("axes", ""))
+        return cls(
+            layers,
+            tuple(((per_pass + layers * per_layer) * 1e-6).tolist()),
+            tuple((head * 1e-6).tolist()),
+            axes,
+            grid * layers * 1e-6,
+            Unevenness.read(tables / "skew_fit.csv") if fitted else None,
+            keyed,
+            kept.hexdigest(),
+        )
+
+    def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        tokens = sum(new for _, new in prefills) + len(contexts)
+        if not tokens:
+            return 0.0
+        return (
+            _at(self.once, tokens)
+            + _at(self.heads, len(prefills) + len(contexts))
+            + self._attention_s(prefills, contexts)
+        )
+
+    def swap_out_s(self, tokens: int) -> float:
+        raise ProfileError(_NO_SWAP)
+
+    def swap_in_s(self, tokens: int) -> float:
+        raise ProfileError(_NO_SWAP)
+
+    def _attention_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        chunk, prefix = self._as_one(prefills)
+        count = len(contexts)
+        mean = sum(contexts) / count if count else 0.0
+        at_mean = self._lookup(chunk, prefix, count, mean)
+        if self.uneven is None or count < 2 or (most := max(contexts)) == (least := min(contexts)):
+            return at_mean
+        share = self.uneven.share(chunk, prefix, count, most, (mean - least) / (most - least))
+        return at_mean + share * (self._lookup(chunk, prefix, count, most) - at_mean)
+
+    def _as_one(self, prefills: Sequence[tuple[int, int]]) -> tuple[float, float]:
+        """(tokens, prefix) of one prefill that has the query-key pairs of all."""
+        tokens = sum(new for _, new in prefills)
+        pairs = sum(new * (cached + new / 2) for cached, new in prefills)
+        if not tokens:
+            return 0.0, 0.0
+        if self.keyed_by_middle:
+            return tokens, pairs / tokens
+        prefix = pairs / tokens - tokens / 2
+        return (tokens, prefix) if prefix >= 0 else (math.sqrt(2 * pairs), 0.0)
+
+    def _lookup(self, *point: float) -> float:
+        corners = [_bracket(axis, value) for axis, value in zip(self.axes, point, strict=True)]
+        return sum(
+            float(self.grid[a, b, c, d]) * p * q * r * s
+            for (a, p), (b, q), (c, r), (d, s) in product(*corners)
+            if p and q and r and s
+        )
+
+
+_NO_SWAP = "profiled costs: no profile holds the price of a swap; preempt by recompute, or give the link's own costs"
+
+
+def _at(line: Sequence[float], count: int) -> float:
+    """``line[count]``, its last segment going on beyond it."""
+    if count < len(line):
+        return line[count]
+    return line[-1] + (count - len(line) + 1) * (line[-1] - line[-2])
+
+
+def _bracket(axis: Sequence[int], value: float) -> tuple[tuple[int, float], ...]:
+    """(index, weight) of the points around ``value``; 0 is a point of its own ("none"), not the start of a line."""
+    if value <= 0:
+        return ((0, 1.0),)
+    if value <= axis[1]:
+        return ((1, 1.0),)
+    right = min(bisect_left(axis, value), len(axis) - 1)
+    if axis[right] == value:
+        return ((right, 1.0),)
+    weight = (value - axis[right - 1]) / (axis[right] - axis[right - 1])
+    return (right - 1, 1 - weight), (right, weight)
+
+
+def _layers(dense: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: points for name, points in dense.items() if name not in ONCE}
+
+
+def _line(points: Mapping[int, float], most: int) -> np.ndarray:
+    """Microseconds at 0 ... ``most`` [most + 1] from ``points``; below the first point as there."""
+    at, values = list(points), list(points.values())
+    line = np.interp(np.arange(most + 1), at, values)
+    if len(at) > 1 and at[-1] < most:
+        slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
+        line[at[-1] :] = values[-1] + slope * np.arange(most + 1 - at[-1])
+    return line
+
+
+def _meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CorpusError(f"{path}: cannot be read ({' '.join(str(error).split())}); {MEND}") from error
+    if not isinstance(meta, dict):
+        raise CorpusError(f"{path}: expected a mapping of settings; {MEND}")
+    return meta
+
+
+def _by_layer(path: Path, by: str) -> dict[str, dict[int, float]]:
+    """Microseconds by operator and ``by``, ascending."""
+    tables: dict[str, dict[int, float]] = {}
+    for line, row in rows(path, ("layer", by, "time_us")):
+        table, at = tables.setdefault(row["layer"], {}), int(number(path, line, row, by, least=1))
+        if table and at <= next(reversed(table)):
+            raise CorpusError(
+                f"{path}, line {line}: {row['layer']} at {at} {by} is out of order or there twice; {MEND}"
+            )
+        table[at] = number(path, line, row, "time_us")
+    return tables
+
+
+def _attention(path: Path) -> tuple[tuple[tuple[int, ...], ...], np.ndarray]:
+    """The axes, and microseconds [chunks, prefixes, decodes, contexts]."""
+    points: dict[tuple[int, ...], float] = {}
+    for line, row in rows(path, (*GRID, "time_us")):
+        at = tuple(int(number(path, line, row, name)) for name in GRID)
+        if at in points:
+            raise CorpusError(f"{path}, line {line}: the point {at} is there twice; {MEND}")
+        points[at] = number(path, line, row, "time_us")
+    axes = tuple(tuple(sorted({0, *(at[place] for at in points)})) for place in range(len(GRID)))
+    if short := [name for name, axis in zip(GRID, axes, strict=True) if len(axis) < 3]:
+        raise CorpusError(f"{path}: {', '.join(short)} has fewer than two points above 0; {MEND}")
+    grid = np.full([len(axis) for axis in axes], np.nan)
+    for at, microseconds in points.items():
+        grid[tuple(axis.index(value) for axis, value in zip(axes, at, strict=True))] = microseconds
+    _fill(path, axes, grid)
+    return axes, grid
+
+
+def _fill(path: Path, axes: tuple[tuple[int, ...], ...], grid: np.ndarray) -> None:
+    """Set what cannot be (no decodes at a context, no prefill at a prefix) to 0, and what the GPU could not hold (the
+    most decodes beside a prefill, or at a long context) to the line through the two points before it."""
+    grid[0, 1:] = grid[:, :, 0, 1:] = grid[:, :, 1:, 0] = grid[0, 0, 0, 0] = 0.0
+    for hole in map(tuple, np.argwhere(np.isnan(grid))):
+        for place in (2, 3):
+            at, axis = hole[place], axes[place]
+            before = [grid[(*hole[:place], at - back, *hole[place + 1 :])] for back in (1, 2)] if at >= 3 else [np.nan]
+            if not np.isnan(before).any():
+                slope = (before[0] - before[1]) / (axis[at - 1] - axis[at - 2])
+                grid[hole] = before[0] + slope * (axis[at] - axis[at - 1])
+                break
+        else:
+            point = {name: axis[i] for name, axis, i in zip(GRID, axes, hole, strict=True)}
+            raise CorpusError(f"{path}: there is no measurement at {point}; {MEND}")

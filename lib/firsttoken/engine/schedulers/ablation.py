@@ -1,0 +1,36 @@
+"""Sarathi-Serve's two halves alone (Table 4): chunks that never share a batch, and batches that never cut."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from firsttoken.engine.request import Work
+from firsttoken.engine.schedulers.base import Scheduler
+
+
+class ChunkedOnly(Scheduler):
+    """Chunks and decodes take turns, each in batches of their own: a decode waits for one chunk, not for a prompt."""
+
+    name: ClassVar[str] = "chunked_only"
+    _chunked = False  # in the last step
+
+    def schedule(self) -> list[Work]:
+        works = [] if self._chunked else self._chunk()
+        self._chunked = bool(works)
+        if works:
+            return works
+        works, calm = self.ready()
+        return works if works or not calm else self._chunk()
+
+    def _chunk(self) -> list[Work]:
+        return self.chunks(self.bounds.token_budget, admit=not self.swapped)
+
+
+class HybridOnly(Scheduler):
+    """Decodes and whole prompts share a batch, however long a prompt is."""
+
+    name: ClassVar[str] = "hybrid_only"
+
+    def schedule(self) -> list[Work]:
+        works, calm = self.ready()
+        return works + self.prefills() if calm and not self.swapped else works

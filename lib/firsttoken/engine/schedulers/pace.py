@@ -1,0 +1,62 @@
+"""How long a step will take, learnt from the steps that were: what an adaptive scheduler chooses its chunk by."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from firsttoken.engine.costs.fitted import relative_fit, step_parts
+
+SEEN = 128  # steps of a kind that are remembered: a few seconds of a busy GPU, so that a change is soon learnt
+REFIT = 16  # steps between two fits, which take 0.3 ms
+LEAST = 4  # steps of a kind before the first
+GROWTH = (
+    2  # a chunk is at most so many times the largest that is remembered: a line is not trusted far beyond its points
+)
+
+
+class Pace:
+    """Prices of a step's parts by least squares over the last steps, and how far these were off.
+
+    Steps that only decode are remembered apart, lest they crowd out the others.
+    """
+
+    def __init__(self) -> None:
+        self._steps = {mixed: deque[tuple[list[float], float]](maxlen=SEEN) for mixed in (False, True)}
+        self._prices: np.ndarray | None = None
+        self._margin = 1.0
+        self._largest = 0.0
+        self._since = 0
+
+    def observe(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
+        """A step of these parts took ``seconds``."""
+        if seconds > 0:
+            parts = step_parts(prefills, contexts)
+            self._steps[bool(prefills)].append((parts, seconds))
+            self._largest = max(self._largest, parts[1])
+            self._since += 1
+        if self._since >= (REFIT if self._prices is not None else 1) and len(self._steps[True]) >= LEAST:
+            self._fit()
+
+    def most_tokens(self, contexts: Sequence[int], cached: int, seconds: float, most: int) -> int | None:
+        """Tokens of a prompt with ``cached`` tokens behind it, up to ``most``, with which a step that also decodes over
+        ``contexts`` stays within ``seconds``; None before enough was seen."""
+        if self._prices is None:
+            return None
+        low, high = 0, min(most, int(GROWTH * self._largest))
+        while low < high:
+            middle = (low + high + 1) // 2
+            took = float(np.dot(step_parts([(cached, middle)], contexts), self._prices)) * self._margin
+            low, high = (middle, high) if took <= seconds else (low, middle - 1)
+        return low
+
+    def _fit(self) -> None:
+        parts, took = (np.array(column) for column in zip(*self._steps[False], *self._steps[True], strict=True))
+        self._prices = relative_fit(parts, took)
+        mixed = slice(len(self._steps[False]), None)
+        off = took[mixed] / np.maximum(parts[mixed] @ self._prices, 1e-9)
+        self._margin = max(1.0, float(np.quantile(off, 0.99)))
+        self._largest = float(parts[mixed, 1].max())
+        self._since = 0

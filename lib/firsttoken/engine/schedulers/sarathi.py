@@ -1,0 +1,27 @@
+"""Stall-free batches of chunked prefills (Sarathi-Serve, Agrawal et al., OSDI 2024, Algorithm 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from firsttoken.engine.request import Work
+from firsttoken.engine.schedulers.base import Scheduler
+
+
+class Sarathi(Scheduler):
+    """Every ready decode is in every batch; what the token budget leaves goes to chunks of prompts.
+
+    Prompts that have begun go before new ones, first come, first served. In a step that had to preempt, and while
+    anyone is swapped out, nobody new begins.
+    """
+
+    name: ClassVar[str] = "sarathi"
+
+    def schedule(self) -> list[Work]:
+        works, calm = self.ready()
+        return works + self.chunks(self.budget(works) - len(works), admit=calm and not self.swapped)
+
+    def budget(self, decodes: Sequence[Work]) -> int:
+        """Tokens that the coming step may hold, those of its ``decodes`` included."""
+        return self.bounds.token_budget

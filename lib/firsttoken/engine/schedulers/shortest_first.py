@@ -1,0 +1,29 @@
+"""Short prompts first, and a bound on how long the others wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from firsttoken.engine.request import Request, Work
+from firsttoken.engine.schedulers.sarathi import Sarathi
+
+
+class ShortestFirst(Sarathi):
+    """Sarathi's batches; of the waiting prompts the one with the fewest tokens left begins first.
+
+    Whoever has waited ``wait_s`` goes before all who have not, first come, first served: from then on nobody who came
+    later begins before it.
+    """
+
+    name: ClassVar[str] = "shortest_first"
+
+    def budget(self, decodes: Sequence[Work]) -> int:
+        now = self.preemptor.executor.now()
+
+        def turn(request: Request) -> tuple[bool, float, tuple[float, int]]:
+            young = now - request.arrival_s < self.bounds.wait_s
+            return young, request.todo if young else 0, request.order
+
+        self.arrange(turn)
+        return self.bounds.token_budget

@@ -1,0 +1,162 @@
+"""A profile small enough to add up by hand, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firsttoken.engine.costs.profiled import ProfiledCosts
+from firsttoken.study.errors import CorpusError, ProfileError
+
+CHUNKS, PREFIXES, DECODES, CONTEXTS = (0, 16, 64), (0, 16, 64), (0, 1, 4, 8), (0, 16, 64)
+DENSE = {"embedding": 1.0, "final_layernorm": 2.0, "layernorm": 3.0, "qkv_proj": 10.0}
+
+
+def attention(chunk: int, prefix: int, decodes: int, context: int) -> float:
+    """Microseconds anyone can add up."""
+    return 5 + 0.1 * chunk + 0.01 * chunk * prefix + 2 * decodes + 0.05 * decodes * context
+
+
+def points() -> list[tuple[int, int, int, int]]:
+    mixed = [
+        (c, p, n, k) for c in CHUNKS for p in PREFIXES for n in DECODES for k in CONTEXTS if (c or not p) and (c or n)
+    ]
+    return [(c, p, n, k) for c, p, n, k in mixed if bool(n) == bool(k) and not (c and n == 8)]
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A profile of a GPU that decodes 8 at once alone, and never beside a prompt."""
+    lines = ["prefill_chunk,kv_prefill,n_decode,kv_decode,time_us"]
+    lines += [f"{c},{p},{n},{k},{attention(c, p, n, k)}" for c, p, n, k in points()]
+    (tmp_path / "attention.csv").write_text("\n".join(lines))
+    dense = [f"{name},{tokens},{us * tokens}" for name, us in DENSE.items() for tokens in (1, 8, 64)]
+    (tmp_path / "dense.csv").write_text("\n".join(["layer,tokens,time_us", *dense]))
+    heads = [f"{name},{n},{us + n}" for name, us in (("lm_head", 100), ("sampler", 20)) for n in (1, 8)]
+    (tmp_path / "per_sequence.csv").write_text("\n".join(["layer,sequences,time_us", *heads]))
+    (tmp_path / "meta.yaml").write_text("model: tiny\nskew_fit: {enabled: false}\n")
+    return tmp_path
+
+
+def step_us(prefill: tuple[int, int] | None, contexts: list[int], layers: int = 2) -> float:
+    """What a step costs by the formulas above, on the points of the grid."""
+    cached, new = prefill or (0, 0)
+    tokens, sequences = new + len(contexts), len(contexts) + bool(prefill)
+    dense = (DENSE["embedding"] + DENSE["final_layernorm"]) * tokens
+    dense += layers * (2 * DENSE["layernorm"] + DENSE["qkv_proj"]) * tokens
+    mean = sum(contexts) / len(contexts) if contexts else 0
+    return dense + 120 + 2 * sequences + layers * attention(new, cached, len(contexts), mean)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "contexts"),
+    [((0, 16), []), ((0, 40), []), ((16, 64), []), ((40, 16), []), (None, [16]), (None, [40] * 4), ((0, 16), [30, 50])],
+)
+def test_points_and_lines_between_them(profile: Path, prefill, contexts: list[int]) -> None:
+    """Bilinear functions are met exactly, between the points too."""
+    costs = ProfiledCosts.read(profile, layers=2)
+    assert costs.step_s([prefill] if prefill else [], contexts) == pytest.approx(step_us(prefill, contexts) * 1e-6)
+
+
+def test_tables_may_lie_in_tp1_and_end_in_lines(profile: Path) -> None:
+    (profile / "tp1").mkdir()
+    for name in ("attention.csv", "dense.csv", "per_sequence.csv"):
+        (profile / name).rename(profile / "tp1" / name)
+    costs = ProfiledCosts.read(profile, layers=1)
+    assert costs.step_s([], []) == 0
+    expected = 19 * 20 + 160 + attention(0, 0, 20, 16)
+    assert costs.step_s([], [16] * 20) == pytest.approx(expected * 1e-6), "beyond 8 requests the lines go on"
+
+
+def test_what_did_not_fit_is_on_the_line_through_what_did(profile: Path) -> None:
+    """Eight decodes beside a prompt were not measured: five more than four cost what four more than one do."""
+    costs = ProfiledCosts.read(profile, layers=1)
+    assert costs.grid[1, 0, 3, 2] * 1e6 == pytest.approx(attention(16, 0, 8, 64))
+
+
+def test_several_prompts_are_one_of_the_same_pairs(profile: Path) -> None:
+    costs = ProfiledCosts.read(profile, layers=1)
+    apart, whole = costs.step_s([(0, 32), (32, 32)], []), costs.step_s([(0, 64)], [])
+    assert apart - whole == pytest.approx(2e-6), "one more sequence for the head and the sampler"
+    assert costs.step_s([(0, 32), (0, 32)], []) < apart
+
+
+def test_uneven_decodes_lie_between_mean_and_longest(profile: Path) -> None:
+    (profile / "meta.yaml").write_text("skew_fit: {enabled: true}\n")
+    head = "pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha,n_samples"
+    rows = ["0,n<=4,sr<=40%,kvB<=1k,kp=0,0.5,3", "0,n>4,sr>40%,kvB<=1k,kp=0,0.1,1"]
+    (profile / "skew_fit.csv").write_text("\n".join([head, *rows]))
+    costs = ProfiledCosts.read(profile, layers=1)
+    even = costs.step_s([], [28] * 4)
+    longest = costs.step_s([], [64] * 4)
+    assert costs.step_s([], [16, 16, 16, 64]) == pytest.approx((even + longest) / 2)
+    assert costs.uneven.otherwise == pytest.approx(0.4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prefills=st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3000)), max_size=3),
+    contexts=st.lists(st.integers(1, 5000), max_size=20),
+)
+def test_every_step_takes_time_and_more_work_takes_no_less(example_profile: ProfiledCosts, prefills, contexts) -> None:
+    seconds = example_profile.step_s(prefills, contexts)
+    assert (seconds > 0) == bool(prefills or contexts)
+    if contexts:
+        assert example_profile.step_s(prefills, [*contexts[:-1], contexts[-1] + 100]) >= seconds - 1e-12
+
+
+@pytest.fixture(scope="module")
+def example_profile(tmp_path_factory: pytest.TempPathFactory) -> ProfiledCosts:
+    return ProfiledCosts.read(profile.__wrapped__(tmp_path_factory.mktemp("profile")), layers=2)
+
+
+def edit(name: str, old: str, new: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text((folder / name).read_text().replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (edit("attention.csv", "kv_decode", "context"), r"attention.csv: has no column kv_decode; profile it again"),
+        (edit("attention.csv", "16,0,1,16,", "16,0,1,17,"), r"attention.csv: there is no measurement at"),
+        (edit("attention.csv", "16,0,1,16,9", "16,0,1,16,-9"), r"attention.csv, line \d+: time_us is '-9\S*', it must"),
+        (
+            edit("attention.csv", "16,0,1,16,", "16,0,0,0,"),
+            r"attention.csv, line \d+: the point \(16, 0, 0, 0\) is there",
+        ),
+        (edit("dense.csv", "qkv_proj,8,", "qkv_proj,1,"), r"dense.csv, line \d+: qkv_proj at 1 tokens is out of order"),
+        (edit("dense.csv", "qkv_proj,8,80.0", "qkv_proj,8,fast"), r"dense.csv, line \d+: time_us is 'fast'"),
+        (edit("per_sequence.csv", "lm_head,8,108", "lm_head,8,nan"), r"per_sequence.csv, line 3: time_us is 'nan'"),
+        (
+            lambda folder: (folder / "dense.csv").write_text("layer,tokens,time_us\n"),
+            r"dense.csv: holds no measurement",
+        ),
+        (lambda folder: (folder / "dense.csv").unlink(), r"dense.csv: cannot be read"),
+        (lambda folder: (folder / "meta.yaml").write_text("- 1"), r"meta.yaml: expected a mapping"),
+        (lambda folder: (folder / "attention.csv").write_bytes(b"\xff\xfe"), r"attention.csv: cannot be read"),
+    ],
+)
+def test_profiles_that_cannot_be_used(profile: Path, spoil: Callable[[Path], None], message: str) -> None:
+    spoil(profile)
+    with pytest.raises(CorpusError, match=message) as caught:
+        ProfiledCosts.read(profile, layers=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_buckets_that_cannot_be_read(profile: Path) -> None:
+    (profile / "meta.yaml").write_text("skew_fit: {enabled: true}\n")
+    head = "pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha,n_samples"
+    (profile / "skew_fit.csv").write_text(f"{head}\n0,many,sr<=40%,kvB<=1k,kp=0,0.5,3")
+    with pytest.raises(CorpusError, match=r"skew_fit.csv, line 2: 'many' is no bucket such as n<=128"):
+        ProfiledCosts.read(profile, layers=1)
+
+
+def test_layers_and_swaps_that_a_profile_has_not(profile: Path) -> None:
+    with pytest.raises(ProfileError, match="at least 1 layer, not 0"):
+        ProfiledCosts.read(profile, layers=0)
+    with pytest.raises(ProfileError, match="no profile holds the price of a swap; preempt by recompute"):
+        ProfiledCosts.read(profile, layers=1).swap_s(10)

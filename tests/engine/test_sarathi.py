@@ -1,0 +1,186 @@
+"""Schedulers that cut prompts: what each may and must put into a step, by toy cases and by random schedules."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firsttoken.engine.engine import EngineConfig
+from firsttoken.engine.request import Phase, Sampling
+from firsttoken.engine.schedulers import REPORTED, SCHEDULERS, scheduler_named
+from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.study.errors import ProfileError
+
+CUTTING = sorted(name for name, kind in SCHEDULERS.items() if issubclass(kind, Sarathi))
+WORKLOADS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12), st.floats(0, 30)), min_size=1, max_size=12)
+
+
+def offer(run, *asked):
+    """Submit (prompt tokens, new tokens, arrival in s); the run itself."""
+    for prompt, new, at_s in asked:
+        run.submit([0] * prompt, Sampling(new), at_s)
+    return run
+
+
+def batches(run) -> list[tuple]:
+    """Every step as (its (cached, new) prefills, how many decode)."""
+    return [(step.prefills, len(step.contexts)) for step in run.trace.steps]
+
+
+def test_a_prompt_of_1000_is_five_chunks_of_200(lab) -> None:
+    """The report's first toy case."""
+    run = offer(lab.simulated(300, scheduler="sarathi", token_budget=200, requests=8), (1000, 1, 0.0))
+    run.finish()
+    assert batches(run) == [(((start, 200),), 0) for start in range(0, 1000, 200)]
+
+
+def test_three_decodes_and_a_chunk_of_what_is_left(lab) -> None:
+    """The report's second: three requests decode when a prompt arrives; each goes on in every step."""
+    run = lab.simulated(300, scheduler="sarathi", token_budget=16, requests=8)
+    offer(run, (4, 9, 0.0), (4, 9, 0.0), (4, 9, 0.0), (30, 1, 1.1))
+    run.finish()
+    assert batches(run)[:5] == [
+        (((0, 4), (0, 4), (0, 4)), 0),
+        (((0, 13),), 3),
+        (((13, 13),), 3),
+        (((26, 4),), 3),
+        ((), 3),
+    ]
+
+
+def test_the_halves_of_it_alone(lab) -> None:
+    asked = (4, 4, 0.0), (30, 2, 1.02)
+    run = offer(lab.simulated(300, scheduler="hybrid_only"), *asked)
+    run.finish()
+    assert batches(run) == [(((0, 4),), 0), (((0, 30),), 1), ((), 2), ((), 1)]
+    run = offer(lab.simulated(300, scheduler="chunked_only", token_budget=16), *asked)
+    run.finish()
+    assert batches(run) == [(((0, 4),), 0), ((), 1), (((0, 16),), 0), ((), 1), (((16, 14),), 0), ((), 2)]
+
+
+def test_a_cap_while_prompts_compete_with_decodes(lab) -> None:
+    run = lab.simulated(300, scheduler="prefill_cap", token_budget=8, prefill_tokens=32, requests=8)
+    offer(run, (4, 9, 0.0), (30, 1, 1.02), (30, 1, 1.02))
+    run.finish()
+    assert batches(run)[:3] == [(((0, 4),), 0), (((0, 7),), 1), (((7, 7),), 1)]
+    last = [batch for batch in batches(run) if batch[0]][-1]
+    assert last[0][-1][1] > 7, "one prompt alone has the large budget"
+
+
+def test_short_prompts_first_and_nobody_waits_for_ever(lab) -> None:
+    asked = (40, 1, 0.0), (60, 1, 0.1), *((8, 1, 0.2 + 0.8 * i) for i in range(30))
+    options = {"scheduler": "shortest_first", "token_budget": 8, "requests": 2}
+    bounded = offer(lab.simulated(300, **options, wait_s=12.0), *asked)
+    bounded.finish()
+    patient = offer(lab.simulated(300, **options), *asked)
+    patient.finish()
+    assert patient.requests[1].begun_s > max(request.begun_s for request in patient.requests[2:])
+    late = [r for r in bounded.requests[2:] if r.arrival_s > 0.1 and r.begun_s > bounded.requests[1].begun_s]
+    assert late and bounded.requests[1].begun_s < 12.0 + 20 * 1.2
+
+
+def test_the_adaptive_budget_learns_what_a_step_takes(lab) -> None:
+    """A step of n prompt tokens and one decode takes 1.1 + n / 100 s here: 1.5 s are 40 tokens."""
+    run = lab.simulated(4000, scheduler="adaptive_budget", token_budget=16, prefill_tokens=4096, requests=4, tbt_s=1.5)
+    offer(run, (4, 400, 0.0), (3000, 2, 30.0), (3000, 2, 60.0))
+    run.finish()
+    taken = [step.seconds for step in run.trace.steps if step.contexts and step.prefills]
+    late = [sum(new for _, new in step.prefills) for step in run.trace.steps if step.contexts and step.prefills][-5:-1]
+    assert max(taken) <= 1.5 + 1e-9 and all(38 <= tokens <= 40 for tokens in late)
+
+
+def test_deadlines_let_a_step_take_the_slack(lab) -> None:
+    run = lab.simulated(4000, scheduler="deadline", token_budget=16, prefill_tokens=4096, requests=4, tbt_s=2, ttft_s=5)
+    offer(run, (4, 100, 0.0), (600, 2, 30.0))
+    run.finish()
+    first = run.requests[0]
+    chunks = [sum(new for _, new in step.prefills) for step in run.trace.steps if step.contexts and step.prefills]
+    assert max(chunks) > 100, "thirty tokens that came a second early each are half a minute of slack"
+    assert all(at <= first.arrival_s + 5 + 2 * i + 1e-6 for i, at in enumerate(first.times_s))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    asked=WORKLOADS,
+    scheduler=st.sampled_from(CUTTING),
+    policy=st.sampled_from(["swap", "recompute"]),
+    budget=st.integers(4, 40),
+    spare=st.integers(0, 12),
+    tbt_s=st.sampled_from([1.2, 2.0, math.inf]),
+)
+def test_rules_of_stall_free_batches(lab, asked, scheduler: str, policy: str, budget: int, spare: int, tbt_s) -> None:
+    """Every ready decode is in every batch, the budget holds, and a chunk finds its blocks taken."""
+    run = lab.simulated(
+        lab.smallest_pool([one[:2] for one in asked], 4) + spare,
+        host_blocks=1000,
+        scheduler=scheduler,
+        preemption=policy,
+        token_budget=budget,
+        prefill_tokens=budget,
+        requests=4,
+        tbt_s=tbt_s,
+        ttft_s=3.0,
+        wait_s=10.0,
+    )
+    offer(run, *asked)
+    engine = run.engine
+    execute = engine.executor.execute
+
+    def watched(works):
+        batch = {work.request.number for work in works}
+        running = [request for request in engine.scheduler.running if request.phase is Phase.RUNNING]
+        assert {request.number for request in running if request.decoding} <= batch, "a decode was left out"
+        bound = budget if scheduler not in ("adaptive_budget", "deadline") else budget + 4 + 4  # a block goes on always
+        assert sum(work.tokens for work in works) <= bound
+        assert len(batch) == len(works), "a request is twice in a batch"
+        for work in works:
+            assert work.end <= 4 * len(work.request.blocks), "keys without a block"
+        return execute(works)
+
+    engine.executor.execute = watched
+    run.finish()
+    for request in run.requests:
+        assert len(request.times_s) == request.sampling.max_tokens
+        assert all(earlier < later for earlier, later in pairwise(request.times_s))
+
+
+@settings(max_examples=60, deadline=None)
+@given(asked=WORKLOADS, wait_s=st.floats(0.5, 20), budget=st.integers(2, 20))
+def test_from_the_bound_on_nobody_younger_begins_before(lab, asked, wait_s: float, budget: int) -> None:
+    run = lab.simulated(400, scheduler="shortest_first", token_budget=budget, requests=2, wait_s=wait_s)
+    offer(run, *asked)
+    run.finish()
+    for old in run.requests:
+        for young in run.requests:
+            if old.order < young.order and old.begun_s > young.begun_s:
+                assert young.begun_s - old.arrival_s < wait_s
+
+
+def test_the_reports_names_name_them() -> None:
+    assert {name: kind.name for name, kind in REPORTED.items()} == {
+        "faster_transformer": "request_level",
+        "orca": "iteration_level",
+        "vllm": "prefill_first",
+        "simple_chunking": "chunked_only",
+    }
+    assert scheduler_named("sarathi") is Sarathi
+    with pytest.raises(ProfileError, match=r"no scheduler 'sarathy'; .*sarathi"):
+        EngineConfig(scheduler="sarathy")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"token_budget": 0}, "token_budget must be at least 1, not 0"),
+        ({"token_budget": 100, "requests": 128}, "budget of 100 cannot hold a token of each of 128 requests; raise"),
+        ({"tbt_s": 0.0}, "tbt_s must be above 0"),
+        ({"wait_s": math.nan}, "wait_s must be above 0"),
+    ],
+)
+def test_budgets_that_cannot_be(wrong: dict, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        EngineConfig(scheduler="sarathi", **wrong)
