@@ -47,10 +47,11 @@ def test_files_that_cannot_be_used(tmp_path: Path, rows: list, message: str) -> 
 def test_the_error_is_in_per_cent_of_the_real_server() -> None:
     rows = []
     for number, scale in enumerate((1.0, 2.0, 3.0)):
-        for run, off in (("vllm", 1.0), ("simulated", 1.1)):
+        for run, off in (("vllm", 1.0), ("simulated", 1.1), ("simulated without prefix caching", 1.2)):
             times = {"ttft_s": scale * off, "tpot_s": scale / off, "latency_s": scale}
             rows.append({"request": number, "run": run} | times)
     summary = error_summary(rows, {})
     assert summary["ttft_mean_off_pct"]["value"] == pytest.approx(10)
     assert summary["tpot_p99_off_pct"]["value"] == pytest.approx(100 * (1 / 1.1 - 1))
     assert summary["latency_p50_off_pct"]["value"] == 0 and summary["worst_off_pct"]["value"] == pytest.approx(10)
+    assert summary["worst_off_without_prefix_caching_pct"]["value"] == pytest.approx(20)

@@ -8,7 +8,8 @@ import numpy as np
 
 from firsttoken.chunked.experiments.generation_stalls import LIVE, SIMULATED
 from firsttoken.chunked.experiments.serving_capacity import TIMES
-from firsttoken.chunked.experiments.simulator_error import METRICS, QUANTILES
+from firsttoken.chunked.experiments.simulator_error import METRICS, QUANTILES, VLLM
+from firsttoken.chunked.experiments.simulator_error import SIMULATED as FORETOLD
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -151,7 +152,7 @@ def errors(result: Result) -> Figure:
     for ax, metric in zip(axes, METRICS, strict=True):
         name, unit, scale = titles[metric]
         real, simulated = (
-            np.array([row[metric] for row in result.rows if row["run"] == run]) * scale for run in ("vllm", "simulated")
+            np.array([row[metric] for row in result.rows if row["run"] == run]) * scale for run in (VLLM, FORETOLD)
         )
         ax.plot(real, simulated, LOOKS["measured"].marker, color=COLOURS["measured"], markersize=3, alpha=0.6)
         ends = [0, 1.05 * max(real.max(), simulated.max())]

@@ -22,6 +22,8 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 
 FIELDS = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
+VLLM, SIMULATED = "vllm", "simulated"
+RUNS = {SIMULATED: True, "simulated without prefix caching": False}  # whether blocks are kept and found again
 METRICS = ("ttft_s", "tpot_s", "latency_s")
 QUANTILES = {"mean": np.mean, "p50": np.median, "p99": lambda values: np.percentile(values, 99)}
 
@@ -41,35 +43,29 @@ class ErrorConfig:
 
 
 def simulator_error(profile: Profile) -> Outcome:
-    """Rows {request, prompt_tokens, output_tokens, run: vllm | simulated, ttft_s, tpot_s, latency_s}."""
+    """Rows {request, prompt_tokens, output_tokens, run, ttft_s, tpot_s, latency_s}; ``run`` is "vllm" or of ``RUNS``."""
     config, hardware = profile.section("simulator_error", ErrorConfig), profile.section("hardware", Hardware)
     served = read_requests(brought(hardware.costs) / config.requests)
     start = min(row["queued_ts"] for row in served)
     items = [
-        Item(
-            row["queued_ts"] - start,
-            int(row["input_toks"]),
-            int(row["output_toks"]),
-            (number,) * int(row["input_toks"]),
-        )
+        Item(row["queued_ts"] - start, tokens := int(row["input_toks"]), int(row["output_toks"]), (number,) * tokens)
         for number, row in enumerate(served)  # no two prompts begin alike: their text is not published
     ]
     costs = hardware.read()
-    engine = Engine(
-        SimulatedExecutor(costs, config.blocks),
-        EngineConfig(
-            "sarathi",
-            "recompute",
+    rows: Rows = [{"request": number, "run": VLLM} | _measured(row) for number, row in enumerate(served)]
+    for run, shared in RUNS.items():
+        settings = EngineConfig(
+            scheduler="sarathi",
             watermark=0.0,
             requests=config.batch,
             token_budget=config.token_budget,
-            share_prefixes=True,
-        ),
-    )
-    rows: Rows = []
-    for number, (row, request) in enumerate(zip(served, serve_items(engine, items), strict=True)):
-        shape = {"request": number, "prompt_tokens": request.prompt_tokens, "output_tokens": len(request.times_s)}
-        rows += [shape | {"run": "vllm"} | _measured(row), shape | {"run": "simulated"} | _simulated(request)]
+            share_prefixes=shared,
+        )
+        engine = Engine(SimulatedExecutor(costs, config.blocks), settings)
+        rows += [
+            {"request": number, "run": run} | _simulated(request)
+            for number, request in enumerate(serve_items(engine, items))
+        ]
     return Outcome(rows, provenance=hardware.provenance(costs))
 
 
@@ -114,16 +110,24 @@ def _simulated(request: Request) -> dict[str, float]:
 
 
 def error_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By how much the simulator is off, in per cent of vLLM's: mean, median and P99 of each metric, and the worst."""
+    """By how much the simulator is off, in per cent of vLLM's: mean, median and P99 of each metric, and the worst; the
+    worst without prefix caching, too."""
     measures: dict[str, dict[str, Any]] = {}
-    for metric in METRICS:
-        runs = {run: [row[metric] for row in rows if row["run"] == run] for run in ("vllm", "simulated")}
-        for name, quantile in QUANTILES.items():
-            off = 100 * (float(quantile(runs["simulated"])) / float(quantile(runs["vllm"])) - 1)
-            measures[f"{metric.removesuffix('_s')}_{name}_off_pct"] = {
-                "value": off,
-                "n": len(runs["vllm"]),
-                "unit": "%",
-            }
-    worst = max(abs(entry["value"]) for entry in measures.values())
-    return measures | {"worst_off_pct": {"value": worst, "n": len(rows) // 2, "unit": "%"}}
+    for run in RUNS:
+        off = {
+            f"{metric.removesuffix('_s')}_{name}_off_pct": _off_pct(rows, run, metric, name)
+            for metric in METRICS
+            for name in QUANTILES
+        }
+        if run == SIMULATED:
+            measures |= off
+        worst = max(off.values(), key=lambda entry: abs(entry["value"]))
+        key = "worst_off_pct" if run == SIMULATED else "worst_off_without_prefix_caching_pct"
+        measures[key] = worst | {"value": abs(worst["value"])}
+    return measures
+
+
+def _off_pct(rows: Rows, run: str, metric: str, name: str) -> dict[str, Any]:
+    simulated, real = ([row[metric] for row in rows if row["run"] == which] for which in (run, VLLM))
+    off = float(QUANTILES[name](simulated)) / float(QUANTILES[name](real)) - 1
+    return {"value": 100 * off, "n": len(real), "unit": "%"}
