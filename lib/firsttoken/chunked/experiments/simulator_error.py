@@ -43,7 +43,7 @@ class ErrorConfig:
 
 
 def simulator_error(profile: Profile) -> Outcome:
-    """Rows {request, prompt_tokens, output_tokens, run, ttft_s, tpot_s, latency_s}; ``run`` is "vllm" or of ``RUNS``."""
+    """Rows {request, run, ttft_s, tpot_s, latency_s}; ``run`` is ``VLLM`` or one of ``RUNS``."""
     config, hardware = profile.section("simulator_error", ErrorConfig), profile.section("hardware", Hardware)
     served = read_requests(brought(hardware.costs) / config.requests)
     start = min(row["queued_ts"] for row in served)
