@@ -53,7 +53,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], str]:
 
 def lines(run, number: int) -> list[tuple]:
     """What was done for a request, in order."""
-    return [entry[1:] for step in run.trace.steps for entry in step.entries if entry.request == number]
+    return [entry[1:] for step in run.trace.steps for entry in step.bookings if entry.request == number]
 
 
 # -- what a work is
@@ -78,7 +78,7 @@ def test_a_work_says_what_it_does(prompt, computed, cached, length, tokens, expe
     request.tokens += [0] * (length - prompt)
     request.cached, request.computed = cached, computed
     work = request.work(tokens)
-    assert work.entries == [(3, *line) for line in expected]
+    assert work.bookings == [(3, *line) for line in expected]
     assert work.decodes == request.decoding == decodes and work.completes == (cached + tokens == length)
 
 
@@ -204,5 +204,5 @@ def test_every_token_is_booked_once(
     )
     assert not undisturbed - Counter(policy.recomputes), "a whole prompt was not taught"
     for step in run.trace.steps:
-        assert sum(new for _, new in step.prefills) + len(step.contexts) == sum(e.end - e.start for e in step.entries)
-        assert len(step.contexts) <= sum(entry.kind is DECODE for entry in step.entries)
+        assert sum(new for _, new in step.prefills) + len(step.contexts) == sum(e.end - e.start for e in step.bookings)
+        assert len(step.contexts) <= sum(entry.kind is DECODE for entry in step.bookings)

@@ -220,7 +220,7 @@ def test_no_block_is_lost_or_written_to_by_two(
     assert 0 <= sharing.found_tokens < sharing.asked_tokens
     assert not run.engine.preemptor._open and not run.engine.preemptor._prefills
     for request in run.requests:
-        booked = [entry for step in run.trace.steps for entry in step.entries if entry.request == request.number]
+        booked = [entry for step in run.trace.steps for entry in step.bookings if entry.request == request.number]
         tokens = Counter(
             t for entry in booked if entry.kind is not Kind.RECOMPUTE for t in range(entry.start, entry.end)
         )

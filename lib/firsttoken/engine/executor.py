@@ -64,5 +64,8 @@ class Executor(Protocol):
     def drop(self, host: Any) -> None:
         """Give up a copy in host memory."""
 
+    def forget(self, request: Request) -> None:
+        """The request is over: drop what is kept of it beside blocks and copies."""
+
     def close(self) -> None:
         """Give back what the executor holds."""

@@ -112,6 +112,7 @@ class Preemptor:
         request.transfer = request.host = None
         self._open.pop(request.number, None)
         self._prefills.pop(request.number, None)
+        self.executor.forget(request)
 
     def _decide(self, victim: Request, now_s: float) -> tuple[Action, str]:
         if not victim.decoding:

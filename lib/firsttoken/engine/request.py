@@ -31,7 +31,7 @@ class Kind(StrEnum):
     RECOMPUTE = "recompute"
 
 
-class Entry(NamedTuple):
+class Booking(NamedTuple):
     """One line of the books: tokens [start, end) of a request."""
 
     request: int
@@ -194,14 +194,16 @@ class Work:
         return self.request.prompt_tokens <= self.start == self.computed
 
     @property
-    def entries(self) -> list[Entry]:
+    def bookings(self) -> list[Booking]:
         """What is computed again, what is prefilled and what is decoded of it, in the order of its tokens."""
         prompt = self.request.prompt_tokens
         known, prefilled = min(self.computed, self.end), min(max(self.computed, prompt), self.end)
         cuts = (self.start, max(known, self.start), max(prefilled, self.start), self.end)
         kinds = (Kind.RECOMPUTE, Kind.PREFILL, Kind.DECODE)
         return [
-            Entry(self.request.number, *line) for line in zip(kinds, cuts, cuts[1:], strict=False) if line[1] < line[2]
+            Booking(self.request.number, *line)
+            for line in zip(kinds, cuts, cuts[1:], strict=False)
+            if line[1] < line[2]
         ]
 
 

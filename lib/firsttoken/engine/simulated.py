@@ -83,6 +83,9 @@ class SimulatedExecutor:
         """Give blocks back to the host pool."""
         self._host_free += host
 
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         """There is nothing to give back."""
 
