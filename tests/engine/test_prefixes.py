@@ -18,9 +18,10 @@ from plain_tokens import generated
 from firsttoken.engine import prefixes
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemption.base import Action, PreemptionPolicy
-from firsttoken.engine.request import Kind, Phase, Request, Sampling, Work
+from firsttoken.engine.request import Phase, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.schedulers.base import VICTIMS
+from firsttoken.engine.work import Kind, Work
 
 pytestmark = pytest.mark.long(seconds=20)
 SHARED = {"share_prefixes": True}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from firsttoken.engine.request import Work
+from firsttoken.engine.work import Work
 from firsttoken.study.errors import RequestError
 
 

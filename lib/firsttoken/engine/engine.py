@@ -13,9 +13,10 @@ from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
 from firsttoken.engine.prefixes import PrefixSharing
-from firsttoken.engine.request import GREEDY, Booking, Kind, Request, Sampling, Work, shapes
+from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.schedulers.base import VICTIMS, Bounds, Scheduler
+from firsttoken.engine.work import Booking, Kind, Work, shapes
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken.study.profile import unknown
 

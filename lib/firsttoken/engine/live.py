@@ -16,7 +16,7 @@ from firsttoken.engine.executor import Limits
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.native.attend import NativeAttend, supports
 from firsttoken.engine.padded import PaddedAttend
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request
 from firsttoken.engine.sampling import next_tokens
 from firsttoken.engine.segments import Segment
 from firsttoken.engine.step_plan import StepPlan
@@ -25,6 +25,7 @@ from firsttoken.engine.swap.arena import HostArena
 from firsttoken.engine.swap.path import Moved, SwapPath, Transfer
 from firsttoken.engine.swap.spans import Span
 from firsttoken.engine.varlen import VarlenAttend
+from firsttoken.engine.work import Work
 from firsttoken.study.errors import ModelError
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request
+from firsttoken.engine.work import Work
 
 
 @dataclass(frozen=True)

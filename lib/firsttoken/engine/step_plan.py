@@ -12,7 +12,7 @@ from torch import Tensor
 from firsttoken.engine.attention import Attend
 from firsttoken.engine.edges import Edges
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.request import Work
+from firsttoken.engine.work import Work
 
 
 @dataclass

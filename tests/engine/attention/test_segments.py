@@ -25,9 +25,10 @@ from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.padded import PaddedAttend
 from firsttoken.engine.preemption.base import Action, PreemptionPolicy
-from firsttoken.engine.request import GREEDY, Request, Sampling, Work
+from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.segments import LocalSegment
+from firsttoken.engine.work import Work
 from firsttoken.kvreuse.forward import layer_kv
 from firsttoken.kvreuse.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.kvreuse.prefix import LayerKV, Prefix
