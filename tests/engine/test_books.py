@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
-from firsttoken.engine.request import GREEDY, Kind, Request, Sampling
+from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.schedulers.base import VICTIMS
+from firsttoken.engine.work import Kind
 
 PREFILL, DECODE, RECOMPUTE = Kind.PREFILL, Kind.DECODE, Kind.RECOMPUTE
 
@@ -45,7 +46,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], str]:
     """Names a scheduler that prefills so many tokens a step."""
 
     def make(budget: int) -> str:
-        monkeypatch.setitem(SCHEDULERS, "chunked", type("Pieces", (Chunked,), {"budget": budget}))
+        monkeypatch.setitem(SCHEDULERS, "chunked", type("Pieces", (Chunked,), {"pieces": budget}))
         return "chunked"
 
     return make
@@ -53,7 +54,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], str]:
 
 def lines(run, number: int) -> list[tuple]:
     """What was done for a request, in order."""
-    return [entry[1:] for step in run.trace.steps for entry in step.entries if entry.request == number]
+    return [entry[1:] for step in run.trace.steps for entry in step.bookings if entry.request == number]
 
 
 # -- what a work is
@@ -78,7 +79,7 @@ def test_a_work_says_what_it_does(prompt, computed, cached, length, tokens, expe
     request.tokens += [0] * (length - prompt)
     request.cached, request.computed = cached, computed
     work = request.work(tokens)
-    assert work.entries == [(3, *line) for line in expected]
+    assert work.bookings == [(3, *line) for line in expected]
     assert work.decodes == request.decoding == decodes and work.completes == (cached + tokens == length)
 
 
@@ -163,7 +164,7 @@ def test_every_token_is_booked_once(
     rng = random.Random(seed)
     policy = Listening(lambda: rng.choice(list(Action)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SCHEDULERS, "chunked", type("Pieces", (Chunked,), {"budget": budget}))
+        patch.setitem(SCHEDULERS, "chunked", type("Pieces", (Chunked,), {"pieces": budget}))
         run = lab.simulated(
             lab.smallest_pool([one[:2] for one in asked], 4) + spare,
             policy=policy,
@@ -204,5 +205,5 @@ def test_every_token_is_booked_once(
     )
     assert not undisturbed - Counter(policy.recomputes), "a whole prompt was not taught"
     for step in run.trace.steps:
-        assert sum(new for _, new in step.prefills) + len(step.contexts) == sum(e.end - e.start for e in step.entries)
-        assert len(step.contexts) <= sum(entry.kind is DECODE for entry in step.entries)
+        assert sum(new for _, new in step.prefills) + len(step.contexts) == sum(e.end - e.start for e in step.bookings)
+        assert len(step.contexts) <= sum(entry.kind is DECODE for entry in step.bookings)

@@ -18,9 +18,10 @@ from plain_tokens import generated
 from firsttoken.engine import prefixes
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemption.base import Action, PreemptionPolicy
-from firsttoken.engine.request import Kind, Phase, Request, Sampling, Work
+from firsttoken.engine.request import Phase, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.schedulers.base import VICTIMS
+from firsttoken.engine.work import Kind, Work
 
 pytestmark = pytest.mark.long(seconds=20)
 SHARED = {"share_prefixes": True}
@@ -191,7 +192,7 @@ def test_no_block_is_lost_or_written_to_by_two(
     """Prompts of two tokens often begin alike. Every step is audited: owners, keys, and who writes where."""
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SCHEDULERS, "chunked", type("Pieces", (Chunked,), {"budget": rng.randint(1, 20)}))
+        patch.setitem(SCHEDULERS, "chunked", type("Pieces", (Chunked,), {"pieces": rng.randint(1, 20)}))
         sizes = [(len(prompt), new) for prompt, new, _ in asked]
         run = lab.simulated(
             lab.smallest_pool(sizes, block_tokens, watermark) + spare,
@@ -220,7 +221,7 @@ def test_no_block_is_lost_or_written_to_by_two(
     assert 0 <= sharing.found_tokens < sharing.asked_tokens
     assert not run.engine.preemptor._open and not run.engine.preemptor._prefills
     for request in run.requests:
-        booked = [entry for step in run.trace.steps for entry in step.entries if entry.request == request.number]
+        booked = [entry for step in run.trace.steps for entry in step.bookings if entry.request == request.number]
         tokens = Counter(
             t for entry in booked if entry.kind is not Kind.RECOMPUTE for t in range(entry.start, entry.end)
         )

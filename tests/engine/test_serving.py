@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.request import Request, Sampling, Work
+from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.serving import Server, Stream
 from firsttoken.engine.swap.path import Moved, Transfer
+from firsttoken.engine.work import Work
 from firsttoken.study.errors import BusyError, RequestError
 
 PATIENCE = 120.0  # s; nothing here takes one of them

@@ -14,10 +14,11 @@ from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
 from firsttoken.engine.prefixes import PrefixSharing
-from firsttoken.engine.request import GREEDY, Entry, Kind, Request, Sampling, Work, shapes
+from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.base import VICTIMS, Bounds, Scheduler
 from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.engine.work import Booking, Kind, Work, shapes
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken.study.profile import unknown
 
@@ -72,14 +73,14 @@ class EngineConfig:
 class Step:
     """One step as it was: ``prefills`` are (cached, new) tokens, ``contexts`` the cached tokens of each decode.
 
-    These are shapes, which costs hang on; ``entries`` say what was done for which tokens of whom.
+    These are shapes, which costs hang on; ``bookings`` say what was done for which tokens of whom.
     """
 
     at_s: float
     seconds: float
     prefills: tuple[tuple[int, int], ...]
     contexts: tuple[int, ...]
-    entries: tuple[Entry, ...]
+    bookings: tuple[Booking, ...]
 
 
 @dataclass
@@ -226,13 +227,13 @@ class Engine:
 
     def _account(self, works: Sequence[Work], at_s: float, seconds: float) -> None:
         """Book the step, and what its prefills say about the cost of recomputing."""
-        entries = [entry for work in works for entry in work.entries]
-        for entry in entries:
-            self.books[entry.kind] += entry.end - entry.start
+        bookings = [booking for work in works for booking in work.bookings]
+        for booking in bookings:
+            self.books[booking.kind] += booking.end - booking.start
         prefills, contexts = shapes(works)
         self.scheduler.completed(prefills, contexts, seconds)
         if self.trace is not None:
-            self.trace.steps.append(Step(at_s, seconds, prefills, contexts, tuple(entries)))
+            self.trace.steps.append(Step(at_s, seconds, prefills, contexts, tuple(bookings)))
         new = sum(work.tokens for work in works)
         for work in works:
             self.preemptor.processed(work, seconds * work.tokens / new)

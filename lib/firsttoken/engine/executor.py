@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request
+from firsttoken.engine.work import Work
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class Executor(Protocol):
 
     def drop(self, host: Any) -> None:
         """Give up a copy in host memory."""
+
+    def forget(self, request: Request) -> None:
+        """The request is over: drop what is kept of it beside blocks and copies."""
 
     def close(self) -> None:
         """Give back what the executor holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from firsttoken.engine.packed import PackedLinear, packs
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer of four matrix products: queries, keys and values by one, gate and up by one."""
+    """``stock`` as a decoder layer of four matrix products: queries, keys and values by one, gate and up by one."""
 
     def __init__(self, stock: LlamaDecoderLayer | Qwen2DecoderLayer) -> None:
         super().__init__()
@@ -28,9 +29,8 @@ class FusedLayer(nn.Module):
         self.gate_up = PackedLinear(_stacked([mlp.gate_proj, mlp.up_proj]))
         self.down = PackedLinear(mlp.down_proj)
         self.before_attention, self.before_mlp = stock.input_layernorm, stock.post_attention_layernorm
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            delattr(attention, name)
-        self.attention = attention  # what attention functions ask for the layer's number and the like
+        self.attention = copy.copy(attention)  # what attention functions ask for the layer's number and the like
+        self.attention._modules = {}
 
     def forward(
         self,
@@ -68,6 +68,15 @@ def fuse(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         _replace(model)
     return model
+
+
+def fuse_layer(layer: nn.Module) -> nn.Module:
+    """One decoder layer as it arrives: fused, and itself as it was; one that cannot be is packed in place."""
+    with torch.no_grad():
+        if _fuses(layer):
+            return FusedLayer(layer)
+        _replace(layer)
+    return layer
 
 
 def _replace(parent: nn.Module) -> None:

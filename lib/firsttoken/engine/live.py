@@ -10,17 +10,22 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from firsttoken.engine.attention import NAME, Attend
+from firsttoken.engine.decoder import Decoder
+from firsttoken.engine.edges import Edges
 from firsttoken.engine.executor import Limits
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.native.attend import NativeAttend, supports
 from firsttoken.engine.padded import PaddedAttend
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request
 from firsttoken.engine.sampling import next_tokens
+from firsttoken.engine.segments import Segment
+from firsttoken.engine.step_plan import StepPlan
 from firsttoken.engine.swap import make_path
 from firsttoken.engine.swap.arena import HostArena
 from firsttoken.engine.swap.path import Moved, SwapPath, Transfer
 from firsttoken.engine.swap.spans import Span
 from firsttoken.engine.varlen import VarlenAttend
+from firsttoken.engine.work import Work
 from firsttoken.study.errors import ModelError
 
 
@@ -28,8 +33,9 @@ class LiveExecutor:
     """Runs ``model`` where it lies, with ``blocks`` KV blocks there and ``host_blocks`` in host memory (0: never swap).
 
     The model's attention is switched to the paged one, and back by ``close``; ``attend`` names the way it is computed,
-    by default the fastest for this model here. Raises ModelError for a model whose
-    layers do not all see the whole context, whose attention cannot be replaced, or that runs in an engine already;
+    by default the fastest for this model here. ``segments`` run in the place of its layers, and ``edges`` keep hidden
+    states. Raises ModelError for a model whose layers do not all see the whole context, whose attention cannot be
+    replaced, that PEFT learned a prompt for, or that runs in an engine already, and for other layers in ``segments``;
     RequestError for a pool or block size below 1.
     """
 
@@ -42,6 +48,8 @@ class LiveExecutor:
         host_blocks: int = 0,
         swap: str = "coalesced",
         attend: type[Attend] | None = None,
+        segments: Sequence[Segment] | None = None,
+        edges: Edges | None = None,
     ) -> None:
         config = model.config
         kinds = getattr(config, "layer_types", None)
@@ -53,6 +61,10 @@ class LiveExecutor:
         self._stock = self._base.config._attn_implementation
         if self._stock == NAME:
             raise ModelError(f"the {config.model_type} model runs in an engine already; close that one first")
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ModelError("a prompt that PEFT has learned comes before every other; the engine runs adapters only")
+        self.decoder = Decoder(self._base, segments)
+        self.edges = edges
         parameter = next(model.parameters())
         self._adapted = next((module for module in model.modules() if isinstance(module, BaseTunerLayer)), None)
         self.model = model
@@ -92,35 +104,29 @@ class LiveExecutor:
     @torch.inference_mode()
     def execute(self, works: Sequence[Work]) -> list[int]:
         """One forward pass over the new tokens of all ``works``, laid end to end. Raises ModelError once closed."""
-        if self._base.config._attn_implementation != NAME:
-            raise ModelError("the engine was closed, or the model's attention changed: its tokens would be wrong")
-        order = sorted(range(len(works)), key=lambda index: works[index].tokens)
-        batch = [works[index] for index in order]
-        ids: list[int] = []
-        positions: list[int] = []
-        blocks: list[int] = []
-        last: list[int] = []
-        for work in batch:
-            request, start, end = work.request, work.start, work.end
-            ids += request.tokens[start:end]
-            positions += range(start, end)
-            blocks += [request.blocks[position // self.block_tokens] for position in range(start, end)]
-            last.append(len(ids) - 1)
-        device = self.pool.device
-        where = torch.tensor(positions)
-        offsets = (where % self.block_tokens).to(device)
-        logits = self.model(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=where[None].to(device),
-            use_cache=False,
-            logits_to_keep=torch.tensor(last, device=device),
-            paged=self._attend(self.pool, batch, torch.tensor(blocks, device=device), offsets),
-        ).logits[0]
-        tokens = next_tokens(logits, batch)
-        ordered = [0] * len(works)
-        for index, token in zip(order, tokens, strict=True):
-            ordered[index] = token
-        return ordered
+        self._require_open()
+        step = StepPlan.of(works, self.pool, self._attend, self.edges)
+        chosen = next_tokens(self.decoder.logits(step), step.works)
+        after = {work.request.number: token for work, token in zip(step.works, chosen, strict=True)}
+        return [after[work.request.number] for work in works]
+
+    @torch.inference_mode()
+    def recompute(self, work: Work, layers: range, hidden: torch.Tensor | None = None) -> None:
+        """``work`` through ``layers`` only, from ``hidden`` [1, tokens, hidden] or from its ids: nothing is said.
+
+        The other layers' keys and values of these tokens stay what they are. Raises RequestError as ``Decoder.run``,
+        and ModelError once closed.
+        """
+        self._require_open()
+        step = StepPlan.of([work], self.pool, self._attend, self.edges)
+        step.layers, step.hidden = layers, hidden
+        self.decoder.run(step)
+
+    def forget(self, request: Request) -> None:
+        """Drop the hidden states that are kept of it."""
+        self.decoder.drop(request.number)
+        if self.edges is not None:
+            self.edges.drop(request.number)
 
     def swap_out(self, request: Request) -> Moved | None:
         """Copy what the request has cached to the host pool; None when that is full, or there is none."""
@@ -138,6 +144,10 @@ class LiveExecutor:
     def drop(self, host: Span) -> None:
         """Give the span back to the host pool."""
         self.arena.give(host)
+
+    def _require_open(self) -> None:
+        if self._base.config._attn_implementation != NAME:
+            raise ModelError("the engine was closed, or the model's attention changed: its tokens would be wrong")
 
     def close(self) -> None:
         """Give the model its own attention back, and end the swap path's threads."""

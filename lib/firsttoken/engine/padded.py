@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from firsttoken.engine.attention import Attend, layer_steps
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.request import Work
+from firsttoken.engine.work import Work
 
 
 @dataclass(frozen=True)

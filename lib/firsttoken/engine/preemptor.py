@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request
+from firsttoken.engine.work import Work
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Preemptor:
         request.transfer = request.host = None
         self._open.pop(request.number, None)
         self._prefills.pop(request.number, None)
+        self.executor.forget(request)
 
     def _decide(self, victim: Request, now_s: float) -> tuple[Action, str]:
         if not victim.decoding:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from firsttoken.engine.blocks import BlockPool
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request
+from firsttoken.engine.work import Work
 
 
 class PrefixSharing:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from firsttoken.engine.work import Work
 from firsttoken.study.errors import RequestError
 
 
@@ -21,23 +22,6 @@ class Phase(StrEnum):
     SWAPPED = "swapped"
     RESTORING = "restoring"
     FINISHED = "finished"
-
-
-class Kind(StrEnum):
-    """What a step does for a token: for the first time, one of the prompt or one that was generated; or once more."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    RECOMPUTE = "recompute"
-
-
-class Entry(NamedTuple):
-    """One line of the books: tokens [start, end) of a request."""
-
-    request: int
-    kind: Kind
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -168,47 +152,3 @@ class Request:
         """Mean seconds per token after the first; None for a single token."""
         gaps = len(self.times_s) - 1
         return (self.times_s[-1] - self.times_s[0]) / gaps if gaps else None
-
-
-@dataclass(frozen=True)
-class Work:
-    """Tokens [start, end) of ``request`` in the coming step; those before ``computed`` were computed before."""
-
-    request: Request
-    start: int
-    end: int
-    computed: int
-
-    @property
-    def tokens(self) -> int:
-        """How many."""
-        return self.end - self.start
-
-    @property
-    def completes(self) -> bool:
-        """Whether the step gives the request its next token."""
-        return self.end == len(self.request.tokens)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it is one generated token, and the first time that this is processed."""
-        return self.request.prompt_tokens <= self.start == self.computed
-
-    @property
-    def entries(self) -> list[Entry]:
-        """What is computed again, what is prefilled and what is decoded of it, in the order of its tokens."""
-        if self.decodes:
-            return [Entry(self.request.number, Kind.DECODE, self.start, self.end)]
-        prompt = self.request.prompt_tokens
-        known, prefilled = min(self.computed, self.end), min(max(self.computed, prompt), self.end)
-        cuts = (self.start, max(known, self.start), max(prefilled, self.start), self.end)
-        kinds = (Kind.RECOMPUTE, Kind.PREFILL, Kind.DECODE)
-        return [
-            Entry(self.request.number, *line) for line in zip(kinds, cuts, cuts[1:], strict=False) if line[1] < line[2]
-        ]
-
-
-def shapes(works: Sequence[Work]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """What the cost of a step hangs on: (cached, new) tokens of what it prefills, and cached tokens of each decode."""
-    prefills = tuple((work.start, work.tokens) for work in works if not work.decodes)
-    return prefills, tuple(work.start for work in works if work.decodes)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request
+from firsttoken.engine.work import Work
 
 
 def next_tokens(logits: torch.Tensor, works: Sequence[Work]) -> list[int]:

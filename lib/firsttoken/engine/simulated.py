@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.executor import Limits
-from firsttoken.engine.request import Request, Work, shapes
+from firsttoken.engine.request import Request
+from firsttoken.engine.work import Work, shapes
 
 NO_LIMIT = 1 << 62
 TOKEN = 0  # what every request says
@@ -82,6 +83,9 @@ class SimulatedExecutor:
     def drop(self, host: int) -> None:
         """Give blocks back to the host pool."""
         self._host_free += host
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""
 
     def close(self) -> None:
         """There is nothing to give back."""

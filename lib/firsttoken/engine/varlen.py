@@ -6,7 +6,7 @@ import torch
 
 from firsttoken.engine.attention import Attend, layer_steps
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.request import Work
+from firsttoken.engine.work import Work
 
 
 class VarlenAttend(Attend):

@@ -14,6 +14,7 @@ from torch import nn
 from firsttoken.engine.attention import Attend
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import GREEDY, Request
+from firsttoken.engine.step_plan import StepPlan
 
 VOCABULARY = 256
 
@@ -28,17 +29,20 @@ class Bench:
         block_tokens: int = 4,
         seed: int = 0,
         attend: type[Attend] | None = None,
+        **options: Any,
     ) -> None:
         self.plain = copy.deepcopy(model)
-        self.executor = LiveExecutor(model, blocks, block_tokens=block_tokens, attend=attend)
+        self.executor = LiveExecutor(model, blocks, block_tokens=block_tokens, attend=attend, **options)
         self.rng = random.Random(seed)
         self.free = self.rng.sample(range(blocks), blocks)
         self.logits = torch.empty(0)
-        self._hook = model.register_forward_hook(self._keep)
+        self._logits, self.executor.decoder.logits = self.executor.decoder.logits, self._keep
         self._requests = 0
 
-    def _keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self.logits = output.logits[0].float().cpu()
+    def _keep(self, step: StepPlan) -> torch.Tensor:
+        logits = self._logits(step)
+        self.logits = logits.float().cpu()
+        return logits
 
     def request(self, length: int) -> Request:
         self._requests += 1
@@ -110,7 +114,6 @@ class Bench:
         return float((got - wanted).abs().nan_to_num(torch.inf).max())
 
     def close(self) -> None:
-        self._hook.remove()
         self.executor.close()
 
 

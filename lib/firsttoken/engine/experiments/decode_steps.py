@@ -10,7 +10,8 @@ from torch import nn
 from tqdm import tqdm
 
 from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.request import GREEDY, Request, Work
+from firsttoken.engine.request import GREEDY, Request
+from firsttoken.engine.work import Work
 from firsttoken.study.record import Rows
 
 BLOCK_TOKENS = 16
@@ -44,4 +45,4 @@ def _decoding(number: int, context: int, blocks: int, vocabulary: int, rng: rand
     """A request of blocks of its own with all but its last token cached."""
     request = Request(number, [rng.randrange(vocabulary)] * (context + 1), GREEDY, 0.0)
     request.cached, request.blocks = context, list(range(number * blocks, (number + 1) * blocks))
-    return Work(request, 1)
+    return request.work(1)

@@ -7,7 +7,7 @@ import torch
 from firsttoken.engine.kv import KVShape
 from firsttoken.engine.native.library import NAMES, WIDTHS, kernels
 from firsttoken.engine.padded import PaddedAttend
-from firsttoken.engine.request import Work
+from firsttoken.engine.work import Work
 
 
 def supports(shape: KVShape, device: torch.device) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from firsttoken.engine.request import Work
 from firsttoken.engine.schedulers.pace import Pace
 from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.engine.work import Work
 
 
 class AdaptiveBudget(Sarathi):

@@ -13,7 +13,8 @@ from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.preemption.base import Action
 from firsttoken.engine.preemptor import Preemptor
 from firsttoken.engine.prefixes import PrefixSharing
-from firsttoken.engine.request import Phase, Request, Work
+from firsttoken.engine.request import Phase, Request
+from firsttoken.engine.work import Work
 
 Victim = Callable[[list[Request]], Request]
 
@@ -234,7 +235,10 @@ class Scheduler(ABC):
 
     def _grow(self, request: Request) -> bool:
         """Take the block that the next token of ``request`` may need; False when it had to give up its own."""
-        while (blocks := self.pool.take(self._missing(request, request.cached + 1))) is None:
+        missing = self._missing(request, request.cached + 1)
+        if not missing:
+            return True
+        while (blocks := self.pool.take(missing)) is None:
             fixed = {work.request.number for work in self.planned}
             victim = self.victim([other for other in self.running if other.number not in fixed])
             self.preempt(victim)

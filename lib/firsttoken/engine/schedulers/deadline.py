@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request
 from firsttoken.engine.schedulers.adaptive_budget import AdaptiveBudget
+from firsttoken.engine.work import Work
 
 
 class Deadline(AdaptiveBudget):

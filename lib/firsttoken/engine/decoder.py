@@ -1,0 +1,97 @@
+"""A model taken apart: its ends, which are the model's own code, and the segments that its layers lie in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from firsttoken.engine.segments import LocalSegment, Segment
+from firsttoken.engine.step_plan import StepPlan
+from firsttoken.study.errors import ModelError, RequestError
+
+
+class Decoder:
+    """``model`` with ``segments`` in the place of its layers (by default one segment of them).
+
+    Embedding, positions, norm and head run in a copy of the model that shares every weight with it, so whatever the
+    architecture does there is done. Raises ModelError for a model whose layers are not found, or segments that do not
+    cover them.
+    """
+
+    def __init__(self, model: PreTrainedModel, segments: Sequence[Segment] | None = None) -> None:
+        decoder, depth = model.get_decoder(), model.config.num_hidden_layers
+        lists = [name for name, child in decoder.named_children() if _is_list(child, depth)]
+        if len(lists) != 1:
+            raise ModelError(f"{type(decoder).__name__} has no list of {depth} layers that the engine could run")
+        self.segments = tuple(segments or [LocalSegment(getattr(decoder, lists[0]))])
+        edges = [0, *(segment.layers.stop for segment in self.segments)]
+        if edges[-1] != depth or [segment.layers for segment in self.segments] != [
+            range(*ends) for ends in pairwise(edges)
+        ]:
+            held = ", ".join(f"[{layers.start}, {layers.stop})" for layers in (one.layers for one in self.segments))
+            raise ModelError(f"the segments {held} are not the model's layers [0, {depth}) in order")
+        way = next(name for name, module in model.named_modules() if module is decoder)
+        self._decoder = _twin(decoder, [lists[0]], nn.ModuleList([_Through(self.segments)]))
+        self._model = _twin(model, way.split("."), self._decoder) if way else self._decoder
+        self._width = model.config.hidden_size
+
+    def logits(self, step: StepPlan) -> Tensor:
+        """Run ``step``; the logits [works, vocabulary] after the last token of each work."""
+        return self._model(**_inputs(step), logits_to_keep=step.last).logits[0]
+
+    def run(self, step: StepPlan) -> None:
+        """Run ``step`` for the keys and values of its layers; what leaves them is thrown away.
+
+        Raises RequestError for layers that the model does not have, and for hidden states that do not fit the step, or
+        are missing where it begins behind the first layer.
+        """
+        layers, depth = step.layers, self.segments[-1].layers.stop
+        if not 0 <= layers.start <= layers.stop <= depth or layers.step != 1:
+            raise RequestError(f"layers [{layers.start}, {layers.stop}) are not among the model's [0, {depth})")
+        wanted = (1, step.ids.shape[1], self._width)
+        if step.hidden is None and layers.start:
+            raise RequestError(f"layer {layers.start} begins with hidden states, and there are none")
+        if step.hidden is not None and tuple(step.hidden.shape) != wanted:
+            raise RequestError(f"hidden states of {list(step.hidden.shape)} do not fit: the step has {list(wanted)}")
+        self._decoder(**_inputs(step))
+
+    def drop(self, request: int) -> None:
+        """Forget the request of this number."""
+        for segment in self.segments:
+            segment.drop(request)
+
+
+class _Through(nn.Module):
+    """What stands in the place of a model's layers, and is called as each of them would be."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        super().__init__()
+        self.segments = segments
+
+    def forward(self, hidden: Tensor, *args: Any, step: StepPlan, **keywords: Any) -> Tensor:
+        step.arguments = args, keywords | {"paged": step.paged}
+        hidden = hidden if step.hidden is None else step.hidden
+        for segment in self.segments:
+            hidden = segment.run(hidden, step)
+        return hidden
+
+
+def _inputs(step: StepPlan) -> dict[str, Any]:
+    return {"input_ids": step.ids, "position_ids": step.positions, "use_cache": False, "step": step}
+
+
+def _is_list(module: nn.Module, depth: int) -> bool:
+    return isinstance(module, nn.ModuleList) and len(module) == depth
+
+
+def _twin(module: nn.Module, way: Sequence[str], other: nn.Module) -> nn.Module:
+    """A copy of ``module`` with ``other`` at the end of ``way``, all else shared."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    twin._modules[way[0]] = _twin(module._modules[way[0]], way[1:], other) if way[1:] else other
+    return twin

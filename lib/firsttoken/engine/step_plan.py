@@ -1,0 +1,64 @@
+"""The primitive of the engine: tokens [a, b) of requests through layers [lo, hi), keys and values into the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firsttoken.engine.attention import Attend
+from firsttoken.engine.edges import Edges
+from firsttoken.engine.kv import KVPool
+from firsttoken.engine.work import Work
+
+
+@dataclass
+class StepPlan:
+    """``works`` laid end to end, those of fewer tokens first, and what every layer needs to know of them.
+
+    Of ``layers`` those run that are there; ``hidden`` [1, tokens, hidden] enters the first of them, or what the model
+    makes of the ids. ``edges``, if given, keep what enters theirs. ``paged`` reads and writes the pool.
+    """
+
+    works: tuple[Work, ...]
+    ids: Tensor  # [1, tokens]
+    positions: Tensor  # [1, tokens]
+    last: Tensor  # [works]: the row of each work's last token
+    paged: Attend
+    layers: range
+    hidden: Tensor | None = None
+    edges: Edges | None = None
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))  # of every layer, by the model's code
+
+    @classmethod
+    def of(cls, works: Sequence[Work], pool: KVPool, attend: type[Attend], edges: Edges | None = None) -> StepPlan:
+        """``works`` on the device of ``pool``, through all layers."""
+        batch = sorted(works, key=lambda work: work.tokens)
+        ids: list[int] = []
+        positions: list[int] = []
+        blocks: list[int] = []
+        last: list[int] = []
+        size = pool.shape.block_tokens
+        for work in batch:
+            request, new = work.request, range(work.start, work.end)
+            ids += request.tokens[work.start : work.end]
+            positions += new
+            blocks += [request.blocks[position // size] for position in new]
+            last.append(len(ids) - 1)
+        device, where = pool.device, torch.tensor(positions)
+        return cls(
+            works=tuple(batch),
+            ids=torch.tensor([ids], device=device),
+            positions=where[None].to(device),
+            last=torch.tensor(last, device=device),
+            paged=attend(pool, batch, torch.tensor(blocks, device=device), (where % size).to(device)),
+            layers=range(pool.shape.layers),
+            edges=edges,
+        )
+
+    def within(self, layers: range) -> range:
+        """Those of ``layers`` that this step runs."""
+        return range(max(layers.start, self.layers.start), min(layers.stop, self.layers.stop))

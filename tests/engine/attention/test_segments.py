@@ -1,0 +1,333 @@
+"""A model in segments: the same logits however it is cut, and any span of layers over any tokens from their edge.
+
+Tiny random models in fp32. However it is cut, the same modules run in the same order: the logits are equal to the bit.
+Beside the plain model, and beside partial prefill, they are held to 1e-4 (1e-5 was seen).
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import peft
+import pytest
+import torch
+from chunked import Chunked
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from firsttoken.engine.edges import Edges
+from firsttoken.engine.fused import FusedLayer, fuse_layer
+from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.native.library import kernels
+from firsttoken.engine.padded import PaddedAttend
+from firsttoken.engine.preemption.base import Action, PreemptionPolicy
+from firsttoken.engine.request import GREEDY, Request, Sampling
+from firsttoken.engine.schedulers import SCHEDULERS
+from firsttoken.engine.segments import LocalSegment
+from firsttoken.engine.work import Work
+from firsttoken.kvreuse.forward import layer_kv
+from firsttoken.kvreuse.prefill import Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.kvreuse.prefix import LayerKV, Prefix
+from firsttoken.study.errors import ModelError, RequestError
+
+TOLERANCE = 1e-4
+DEPTH = 6
+SHAPE = LlamaConfig(
+    num_hidden_layers=DEPTH,
+    hidden_size=32,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=256,
+    max_position_embeddings=512,
+    pad_token_id=0,
+)
+CUTS = ((), (3,), (1, 4))
+FUSES = pytest.param("fused", marks=pytest.mark.skipif(kernels() is None, reason="no compiler builds the kernels here"))
+
+
+@pytest.fixture(scope="module")
+def deep(make_subject) -> Any:
+    """Six layers, with some known answers."""
+    return make_subject(copy.deepcopy(SHAPE))
+
+
+def cut(model: nn.Module, cuts: Sequence[int], kind: str = "stock") -> list[LocalSegment]:
+    """The layers of ``model`` in segments; fused, or every other one of them."""
+    layers = list(model.model.layers)
+    if kind != "stock":
+        layers = [fuse_layer(layer) if kind == "fused" or i % 2 else layer for i, layer in enumerate(layers)]
+    ends = [0, *cuts, DEPTH]
+    return [LocalSegment(layers[lo:hi], lo) for lo, hi in pairwise(ends)]
+
+
+class Mixed(PreemptionPolicy):
+    """Swaps and recomputes by turns."""
+
+    name = "mixed"
+    turn = 0
+
+    def choose(self, tokens: int, now_s: float) -> Action:
+        self.turn += 1
+        return list(Action)[self.turn % 2]
+
+
+def crowd(lab, subject, scheduler: str, blocks: int = 18, **options: Any):
+    """All known prompts in a pool for little more than one, its executor made with ``options``."""
+
+    def executor(model: nn.Module, count: int, **own: Any) -> LiveExecutor:
+        return LiveExecutor(model, count, **own, **options)
+
+    run = lab.live(subject.model, blocks, kind=executor, host_blocks=100, policy=Mixed(), scheduler=scheduler)
+    for one in subject.known:
+        run.submit(one.prompt, Sampling(24), 0.0)
+    return run
+
+
+# -- however it is cut
+
+
+@pytest.mark.parametrize("kind", ["stock", FUSES, pytest.param("mixed", marks=FUSES.marks)])
+def test_one_two_and_three_segments_have_equal_logits(bench, deep, kind: str) -> None:
+    """Whole prompts, pieces and decodes in one step."""
+    said = []
+    for cuts in CUTS:
+        model = copy.deepcopy(deep.model)
+        one = bench(model, segments=cut(model, cuts, kind), seed=5)
+        asked = [one.request(length) for length in (1, 7, 16, 33)]
+        rows = []
+        for step in range(6):
+            works = [(request, max(1, request.todo // 2) if step < 2 else request.todo) for request in asked]
+            got, plain = one.execute(works)
+            torch.testing.assert_close(got, plain, atol=TOLERANCE, rtol=0)
+            rows.append(got)
+            for request in asked:
+                if not request.todo:
+                    one.grow(request)
+        said.append(torch.cat(rows))
+        one.close()
+    assert torch.equal(said[0], said[1]) and torch.equal(said[0], said[2])
+
+
+@pytest.mark.parametrize("scheduler", ["prefill_first", "chunked"])
+@pytest.mark.parametrize("kind", ["stock", FUSES])
+def test_segments_say_the_plain_tokens(lab, deep, kind: str, scheduler: str, monkeypatch) -> None:
+    """With prompts in pieces, swaps and recomputes."""
+    monkeypatch.setitem(SCHEDULERS, "chunked", Chunked)
+    lab.close()
+    for cuts in CUTS:
+        run = crowd(lab, deep, scheduler, segments=cut(deep.model, cuts, kind))
+        assert run.finish() == [list(one.answer) for one in deep.known]
+        assert {recovery.action for recovery in run.trace.recoveries} == set(Action)
+
+
+@FUSES.marks[0]
+@torch.inference_mode()
+def test_a_layer_is_fused_beside_the_stock_one(lab, deep) -> None:
+    lab.close()
+    ids = torch.tensor([deep.known[-1].prompt])
+    model = copy.deepcopy(deep.model)
+    before = model(ids).logits
+    fused = [fuse_layer(layer) for layer in model.model.layers]
+    assert all(isinstance(layer, FusedLayer) for layer in fused) and torch.equal(model(ids).logits, before)
+    model.model.layers = nn.ModuleList(fused)
+    torch.testing.assert_close(model(ids).logits, before, atol=TOLERANCE, rtol=0)
+
+
+def test_the_users_model_keeps_its_layers(lab, deep) -> None:
+    layers = list(deep.model.model.layers)
+    run = crowd(lab, deep, "prefill_first", segments=cut(deep.model, (3,)))
+    assert list(deep.model.model.layers) == layers
+    run.finish()
+    lab.close()
+    assert list(deep.model.model.layers) == layers and deep.model.config._attn_implementation == "sdpa"
+
+
+# -- layers [lo, hi) over tokens [a, b)
+
+
+class Hand:
+    """One request of a receiver, its blocks given by hand."""
+
+    def __init__(self, model: PreTrainedModel, tokens: Sequence[int], **options: Any) -> None:
+        self.executor = LiveExecutor(model, 40, block_tokens=5, **options)
+        self.request = Request(0, tokens, GREEDY, 0.0)
+        self.request.blocks = random.Random(1).sample(range(40), 20)
+
+    def put(self, layer: int, kv: LayerKV) -> None:
+        """Somebody's keys and values of all tokens at ``layer``."""
+        positions = torch.arange(kv.keys.shape[2])
+        blocks, offsets = torch.tensor(self.request.blocks)[positions // 5], positions % 5
+        for side, half in enumerate(kv):
+            self.executor.pool.rows[blocks, layer, side, offsets] = half[0].transpose(0, 1)
+
+    def held(self, layer: int, tokens: int) -> LayerKV:
+        """What the pool holds of ``layer``, as a cache has it."""
+        rows = self.executor.pool.rows[self.request.blocks, layer]  # [blocks, 2, size, kv_heads, head_dim]
+        return LayerKV(*(rows[:, side].flatten(0, 1)[:tokens].transpose(0, 1)[None] for side in (0, 1)))
+
+    def next_logits(self) -> torch.Tensor:
+        """After all of its tokens."""
+        seen = []
+        logits = self.executor.decoder.logits
+        self.executor.decoder.logits = lambda step: seen.append(logits(step)) or seen[-1]
+        self.executor.execute([self.request.work()])
+        self.request.advance(len(self.request.tokens))
+        self.executor.decoder.logits = logits
+        return seen[0]
+
+
+@pytest.fixture(scope="module")
+def pair(make_model) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A receiver and a sender of one shape."""
+    return make_model(copy.deepcopy(SHAPE), seed=1), make_model(copy.deepcopy(SHAPE), seed=2)
+
+
+@pytest.mark.parametrize("attend", ["padded", "fastest"])
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize(
+    "group", [Group(2, 4), Group(0, 3), Group(4, 6), Group(0, 6), Group(1, 2), Group(3, 3)], ids=str
+)
+def test_a_recomputed_group_is_partial_prefill(pair, group: Group, pieces: int, attend: str) -> None:
+    """The sender's keys and values in the other layers; then the suffix, and answers token by token."""
+    receiver, sender = pair
+    draw = random.Random(3)
+    prompt, suffix = ([draw.randrange(256) for _ in range(count)] for count in (33, 4))
+    prefix = Prefix.of([prompt])
+    sent = full_prefill(sender, prefix, {group.lo} if group.needs_edge else ())
+    cache = partial_prefill(receiver, prefix, sent, group)
+    wanted = suffix_logits(receiver, prefix, torch.tensor([suffix]), copy.deepcopy(cache), keep=1)[0]
+    alone = suffix_logits(
+        receiver, prefix, torch.tensor([suffix]), partial_prefill(receiver, prefix, sent, Group(0, 0))
+    )
+    segments = cut(receiver, (1, 3))
+    hand = Hand(receiver, prompt + suffix, attend=PaddedAttend if attend == "padded" else None, segments=segments)
+    try:
+        for layer, kv in enumerate(sent.kv):
+            if layer not in group:
+                hand.put(layer, kv)
+        for piece in range(pieces):
+            work = hand.request.work(len(prompt) // pieces)
+            hidden = sent.edges[group.lo][:, work.start : work.end] if group.needs_edge else None
+            if len(group):
+                hand.executor.recompute(work, group.layers, hidden)
+            hand.request.advance(work.end)
+            assert piece < pieces - 1 or work.end == len(prompt)
+        for layer in range(DEPTH):
+            torch.testing.assert_close(
+                hand.held(layer, len(prompt)),
+                layer_kv(cache, layer),
+                atol=0 if layer not in group else TOLERANCE,
+                rtol=0,
+            )
+        got = hand.next_logits()
+        torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
+        assert not len(group) or not torch.allclose(got, alone[:, -1], atol=0.1), "the group does not matter"
+    finally:
+        hand.executor.close()
+
+
+def test_a_kept_edge_is_the_e_cache(pair) -> None:
+    model, _ = pair
+    prompt = [random.Random(4).randrange(256) for _ in range(29)]
+    sent = full_prefill(model, Prefix.of([prompt]), range(DEPTH))
+    hand = Hand(model, prompt, edges=Edges(range(DEPTH)), segments=cut(model, (2,)))
+    try:
+        for end in (7, 8, 29):
+            hand.executor.execute([hand.request.work(end - hand.request.cached)])
+            hand.request.advance(end)
+        for layer in range(DEPTH):
+            kept = hand.executor.edges.of(0, layer)
+            torch.testing.assert_close(kept, sent.edges[layer], atol=TOLERANCE, rtol=0)
+        hand.executor.forget(hand.request)
+        assert hand.executor.edges.nbytes == 0
+    finally:
+        hand.executor.close()
+
+
+@pytest.mark.parametrize("scheduler", ["prefill_first", "chunked"])
+def test_upper_layers_come_back_from_their_edge(lab, deep, scheduler: str, monkeypatch) -> None:
+    """What a stage change does: in the middle of their answers, after swaps and recomputes, all open requests lose the
+    upper layers' keys and values, and have them again from the boundary."""
+    monkeypatch.setitem(SCHEDULERS, "chunked", Chunked)
+    lab.close()
+    right = []
+    for again in (True, False):
+        run = crowd(lab, deep, scheduler, edges=Edges([2]), segments=cut(deep.model, (2,)))
+        executor, done = run.engine.executor, 0
+        run.until(lambda run=run: len(run.trace.recoveries) > 3)
+        while run.engine.busy:
+            run.step()
+            for request in run.engine.scheduler.running:
+                if done < 6 and request.decoding:
+                    done += 1
+                    executor.pool.rows[request.blocks, 2:] = 0
+                    if again:
+                        work = Work(request, 0, request.cached, request.computed)
+                        executor.recompute(work, range(2, DEPTH), executor.edges.of(request.number, 2))
+        assert done == 6 and executor.edges.nbytes == 0
+        right.append([request.output for request in run.requests] == [list(one.answer) for one in deep.known])
+    assert right == [True, False]
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda layers: [LocalSegment(layers[:3]), LocalSegment(layers[4:], 4)],
+            r"segments \[0, 3\), \[4, 6\) are not",
+        ),
+        (lambda layers: [LocalSegment(layers[:3]), LocalSegment(layers[3:])], r"segments \[0, 3\), \[0, 3\) are not"),
+        (lambda layers: [LocalSegment(layers[:5])], r"segments \[0, 5\) are not the model's layers \[0, 6\) in order"),
+        (lambda layers: [LocalSegment(layers, 1)], r"segments \[1, 7\) are not"),
+    ],
+)
+def test_segments_that_are_not_the_model_are_refused(lab, deep, make: Callable, message: str) -> None:
+    lab.close()
+    with pytest.raises(ModelError, match=message):
+        LiveExecutor(deep.model, 10, segments=make(deep.model.model.layers))
+    assert deep.model.config._attn_implementation == "sdpa"
+
+
+def test_work_that_does_not_fit_is_refused_and_changes_nothing(pair) -> None:
+    model, _ = pair
+    hand = Hand(model, range(8), edges=Edges([2]))
+    before = hand.executor.pool.rows.clone()
+    right = torch.zeros(1, 8, 32)
+    for layers, hidden, message in (
+        (range(2, 7), right, r"layers \[2, 7\) are not among the model's \[0, 6\)"),
+        (range(2, 4), None, "layer 2 begins with hidden states, and there are none"),
+        (range(2, 4), right[:, :7], r"hidden states of \[1, 7, 32\] do not fit: the step has \[1, 8, 32\]"),
+        (range(2, 4), right[..., :16], r"hidden states of \[1, 8, 16\] do not fit"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            hand.executor.recompute(hand.request.work(), layers, hidden)
+    with pytest.raises(RequestError, match=r"no hidden states of request 0 are kept at layer 2 \(layers: 2\)"):
+        hand.executor.edges.of(0, 2)
+    assert torch.equal(hand.executor.pool.rows, before)
+    hand.executor.close()
+    with pytest.raises(ModelError, match="the engine was closed"):
+        hand.executor.recompute(hand.request.work(), range(2))
+
+
+def test_an_edge_of_shared_blocks_is_refused(pair) -> None:
+    hand = Hand(pair[0], range(9), edges=Edges([1]))
+    hand.request.advance(5)
+    hand.executor.execute([hand.request.work()])
+    with pytest.raises(RequestError, match="no hidden states of its first 5 tokens at layer 1: they came with shared"):
+        hand.executor.edges.of(0, 1)
+    hand.executor.close()
+
+
+def test_a_learned_prompt_is_refused(deep) -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ModelError, match="a prompt that PEFT has learned comes before every other"):
+        LiveExecutor(peft.get_peft_model(copy.deepcopy(deep.model), config), 10)
