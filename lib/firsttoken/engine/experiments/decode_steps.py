@@ -43,6 +43,8 @@ def decode_rows(model: nn.Module, batches: Sequence[int], contexts: Sequence[int
 
 def _decoding(number: int, context: int, blocks: int, vocabulary: int, rng: random.Random) -> Work:
     """A request of blocks of its own with all but its last token cached."""
-    request = Request(number, [rng.randrange(vocabulary)] * (context + 1), GREEDY, 0.0)
-    request.cached, request.blocks = context, list(range(number * blocks, (number + 1) * blocks))
-    return request.work(1)
+    request = Request(number, [rng.randrange(vocabulary)] * context, GREEDY, 0.0)
+    request.append(rng.randrange(vocabulary), 0.0)
+    request.advance(context)
+    request.blocks = list(range(number * blocks, (number + 1) * blocks))
+    return request.work()
