@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config
 from transformers.cache_utils import DynamicLayer
@@ -115,6 +115,7 @@ def test_share_one_is_full_prefill(kind, attention, gradual):
 
 @settings(max_examples=15, deadline=None)
 @given(share=st.floats(0, 1), gradual=st.booleans(), whole=st.integers(1, DEPTH))
+@example(share=2e-11, gradual=True, whole=1)  # less than a token
 def test_a_receiver_that_is_the_sender_changes_nothing(share, gradual, whole):
     prefix = Prefix.of([ROW, ROW[:9]])
     sent = full_prefill(RECEIVER, prefix)

@@ -80,7 +80,8 @@ def tokens_per_layer(tokens: int, depth: int, share: float = SHARE, gradual: boo
     if rest == 1:
         first = share
     # 0.1 * 30 is a little more than 3 in floating point, and should be 3
-    return [tokens] * whole + [math.ceil((first - fall * i) * tokens - 1e-9) for i in range(rest)]
+    counts = (math.ceil((first - fall * i) * tokens - 1e-9) for i in range(rest))
+    return [tokens] * whole + [max(count, int(share > 0)) for count in counts]
 
 
 class _Chosen:

@@ -28,8 +28,9 @@ class BatchCosts(Costs):
     A mixed batch of 1,021 prompt tokens and 3 decodes took 217.6 ms there and a prefill of 1,024 tokens 217.2 (table
     2): the decodes ride along, so that their own part is what their batch took above a prefill as small. A prompt that
     goes on pays besides what it would have cost more in one piece. Straight lines between the points; beyond them the
-    last segment goes on, below 128 tokens the first begins at nothing. The contexts behind the published decodes are
-    not said, so that none is charged. 256 tokens took longer than 512 there; that is left as it is.
+    last segment goes on, below 128 tokens the time is that of 128, which the weights take to be read. The contexts
+    behind the published decodes are not said, so that none is charged. 256 tokens took longer than 512 there; that is
+    left as it is.
     """
 
     def __init__(self) -> None:
