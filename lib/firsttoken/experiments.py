@@ -197,11 +197,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "latency_summary",
         ),
         Experiment(
-            "reuse_methods",
-            "What each method answers",
-            "33",
-            f"{_KVREUSE}.methods:reuse_methods",
-            f"{_KVREUSE}.method_summary:methods_summary",
+            "reuse_methods", "What each method answers", "33", f"{_KVREUSE}.methods:reuse_methods", "methods_summary"
         ),
         Experiment(
             "reuse_throughput",

@@ -34,7 +34,6 @@ from firsttoken.engine.workload.conversations import Conversations
 from firsttoken.experiments import EVERY_PROFILE, EXPERIMENTS
 from firsttoken.kvreuse.experiments import gating, methods, profiling, setting, transfer
 from firsttoken.kvreuse.experiments import training as reuse_training
-from firsttoken.kvreuse.experiments.speedups import TimeShares
 from firsttoken.kvreuse.profile.pareto import Profiled
 from firsttoken.kvreuse.tasks.items import TaskItem
 from firsttoken.progressive import examination, training
@@ -51,7 +50,7 @@ SHORTER, FEWER = 32, 4
 LENGTHS = {"tokens", "window_tokens", "max_tokens", "max_prompt_tokens", "prompt_tokens", "new_tokens"}
 LENGTHS |= {"contexts", "context_tokens", "continue_tokens", "sweep_tokens"}
 COUNTS = {"passages", "items", "eval_items", "windows", "prompts", "closed_book", "calibration", "calibration_passages"}
-COUNTS |= {"watch_questions", "watch_windows", "search_windows", "steps", "clients", "readers"}
+COUNTS |= {"watch_questions", "watch_windows", "search_windows", "steps", "clients", "readers", "frontier"}
 AGAIN = {"rounds", "few_rounds", "repeats", "recomputes", "runs", "trials", "draws", "seeds", "copy_mib", "disk_mib"}
 FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "preemptions": 10, "short": 4, "long": 4}
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
@@ -144,18 +143,6 @@ def plausible(rows: list[dict[str, Any]]) -> list[Profiled]:
 
 
 profiled_groups = profiling.profiled_groups
-
-
-def timed() -> Result:
-    """What prefill_latency would have recorded: times in proportion to what is computed."""
-    shares = {"full prefill": [1.0], "DroidSpeak": [0.0, 0.5], "CacheBlend": [0.2], "smaller model": [0.5]}
-    rows = [
-        {"method": name, "tokens": 64, "compute": share, "round": step, "first_token_s": 0.1 + share}
-        for name, each in shares.items()
-        for share in each
-        for step in range(2)
-    ]
-    return Result("prefill_latency", "quick", {}, {"slug": "x"}, {}, "", [0], "2026-01-01", 0.0, {}, rows, {}, {})
 
 
 def few_conversations(tokenizer: Any, *_: Any) -> Conversations:
@@ -264,7 +251,6 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(setting, "held_out", lambda task: {})
         for place in (profiling, methods, gating, transfer):
             patch.setattr(place, "profiled_groups", plausible)
-        patch.setattr(methods, "times_here", lambda: TimeShares(timed(), 64))
         patch.setattr(gating, "TOKENS", shorter(gating.TOKENS))
         for place in (sharegpt, online):
             patch.setattr(place, "conversations", few_conversations)

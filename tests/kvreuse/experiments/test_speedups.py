@@ -1,11 +1,11 @@
-"""Times between measured shares, and what is computed in a time."""
+"""Times between measured shares, and the gain of a choice with an interval over other choices."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from firsttoken.kvreuse.experiments.speedups import TimeShares
+from firsttoken.kvreuse.experiments.speedups import POINTS, RELATIVE, TimeShares, speedups
 from firsttoken.study.errors import RequestError
 from firsttoken.study.record import Result
 
@@ -54,16 +54,20 @@ def test_what_was_not_timed():
         TimeShares(latency(), 64).of("guessing", 0.5)
 
 
-@pytest.mark.parametrize(
-    ("method", "share", "compute"),
-    [
-        ("DroidSpeak", 0.325, 0.25),
-        ("DroidSpeak", 1.0, 1.0),
-        ("CacheBlend", 1.5 * 0.37, 0.3),
-        ("CacheBlend", 1.5 * 0.64, 0.6),
-        ("CacheBlend", 0.05, 0.0),
-    ],
-    ids=["between", "all", "between two", "beyond the last", "too short a time"],
-)
-def test_what_is_computed_in_a_time(method: str, share: float, compute: float):
-    assert TimeShares(latency(), 64).compute_of(method, share) == pytest.approx(compute, abs=1e-3)
+def profile_rows(own: list[float], losses: dict[tuple[int, int], float]) -> list[dict]:
+    def row(what: str, lo: int, hi: int, loss: float) -> dict:
+        return {"run": "a <- b: qa", "what": what, "lo": lo, "hi": hi, "item_accuracy": [own_ - loss for own_ in own]}
+
+    groups = [row("group" if hi else "reuse", lo, hi, loss) for (lo, hi), loss in losses.items()]
+    return [row("own", 0, 0, 0.0), *(row("layer", layer, layer + 1, 0.0) for layer in range(4)), *groups]
+
+
+def test_a_relative_bound_and_one_in_points():
+    """Four points of fifty are within 5 points, and not within 5 %."""
+    rows = profile_rows([0.5] * 6, {(0, 0): 0.3, (0, 2): 0.04, (0, 4): 0.0})
+    found = {row["bound"]: row for row in speedups(result(rows), TimeShares(latency(), 64))}
+    assert (found[RELATIVE]["group"], found[POINTS]["group"]) == ("0-3", "0-1")
+    assert found[RELATIVE]["gain"]["value"] == pytest.approx(1)
+    gain = found[POINTS]["gain"]
+    assert (gain["value"], gain["low"], gain["high"]) == pytest.approx([1 / 0.55] * 3)
+    assert found[POINTS]["loss"]["value"] == pytest.approx(4) and found[POINTS]["relative_pct"] == pytest.approx(8)

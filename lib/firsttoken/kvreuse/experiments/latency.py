@@ -32,7 +32,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import Interval, bootstrap
 
-_BOUNDS = ("relative", "absolute")  # of token accuracy: 5 % of it as the paper has it, 5 points (errata I41)
+_BOUNDS = ("relative", "absolute")  # the paper's and the report's, as ``speedups.BOUNDS`` has them
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _timed(
     return {"prefill_s": round(prefilled, 6), "first_token_s": round(watch.seconds, 6)}
 
 
-def over_share(rows: Sequence[dict[str, Any]]) -> dict[float, Interval]:
+def over_floor(rows: Sequence[dict[str, Any]]) -> dict[float, Interval]:
     """By share of layers: partial prefill's time over (k + first token) / L of the same round's full prefill.
 
     ``rows`` are of one length.
@@ -149,8 +149,8 @@ def over_share(rows: Sequence[dict[str, Any]]) -> dict[float, Interval]:
     for row in sorted(rows, key=lambda row: row["compute"]):
         if row["method"] == "DroidSpeak" and row["compute"] < 1:
             whole = full[row["round"]]
-            share = row["compute"] * whole["prefill_s"] + whole["first_token_s"] - whole["prefill_s"]
-            ratios.setdefault(row["compute"], []).append(row["first_token_s"] / share)
+            floor = row["compute"] * whole["prefill_s"] + whole["first_token_s"] - whole["prefill_s"]
+            ratios.setdefault(row["compute"], []).append(row["first_token_s"] / floor)
     return {share: bootstrap(values, "median") for share, values in ratios.items()}
 
 
@@ -163,7 +163,7 @@ def latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict
     found, lengths, depth = {}, sorted({row["tokens"] for row in rows}), rows[0].get("depth")
     for tokens in lengths:
         of = [row for row in rows if row["tokens"] == tokens]
-        each = over_share(of)
+        each = over_floor(of)
         if each:
             worst = max(each.values(), key=lambda interval: interval.estimate)
             found[f"partial_over_share_{tokens}"] = worst.summary("x of (k + first token) / L")

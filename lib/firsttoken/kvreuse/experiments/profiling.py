@@ -84,7 +84,7 @@ def run_profile(
 ) -> list[dict[str, Any]]:
     """Rows of one run: ``what`` is own, sender, reuse, layer or group, with ``lo`` and ``hi`` where it has layers."""
     parts = list(batches(items, setting.config.batch))
-    folder = paths.CACHE / "profiles" / batch_key(_SCORING, run, receiver, sender, parts)
+    folder = paths.CACHE / "profiles" / _key(run, receiver, sender, parts)
     gathered: dict[tuple[str, int, int], dict[str, list[float]]] = {}
     passes = seconds = 0.0
     for index, part in enumerate(tqdm(parts, desc=f"profile {run.name}", unit="batch", disable=None)):
@@ -117,11 +117,11 @@ def setting_profile(setting: Setting, run: Run) -> tuple[Variant, Variant, list[
     return receiver, sender, profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
 
 
-def batch_key(scoring: object, run: Run, receiver: Variant, sender: Variant, parts: Sequence[Sequence[Encoded]]) -> str:
-    """What kept batches depend on: how scores are made, both models, the edges, and the items as they are batched."""
+def _key(run: Run, receiver: Variant, sender: Variant, parts: Sequence[Sequence[Encoded]]) -> str:
+    """What a kept batch depends on: both models, the items as they are batched, the edges, and how scores are made."""
     tokens = [[(i.prefix, i.suffix, i.target) for i in part] for part in parts]
     models = [(v.weights, v.adapter, str(v.model.dtype)) for v in (receiver, sender)]
-    said = repr((scoring, models, run.step, tokens))
+    said = repr((_SCORING, models, run.step, tokens))
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
