@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from firsttoken.chunked.experiments.generation_stalls import LIVE, SIMULATED
-from firsttoken.chunked.experiments.serving_capacity import TIMES
 from firsttoken.chunked.experiments.simulator_error import METRICS, QUANTILES, VLLM
 from firsttoken.chunked.experiments.simulator_error import SIMULATED as FORETOLD
 from firsttoken.study.plot import COLOURS, LOOKS
@@ -38,16 +37,19 @@ def told(scheduler: str) -> str:
 def stalls(result: Result) -> Figure:
     """Gaps between the tokens of the running requests while the prompt is prefilled, by scheduler; one run each."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
-    fig, axes = plt.subplots(1, 2, figsize=(12, 4.2))
+    fig, axes = plt.subplots(1, 2, figsize=(12, 4.4))
     titles = {LIVE: "live, this model", SIMULATED: f"simulated on {result.parameters['hardware']['costs']}"}
+    shown = {}
     for ax, (run, title) in zip(axes, titles.items(), strict=True):
         here = [row for row in result.rows if row["run"] == run and row["request"] == 0 and row["repeat"] == 1]
         for scheduler in dict.fromkeys(row["scheduler"] for row in here):
             mine = [row for row in here if row["scheduler"] == scheduler]
-            look = LOOKS[NAMES[scheduler.partition(" ")[0]][0]]
-            times, gaps = ([row[name] for row in mine] for name in ("at_s", "gap_s"))
-            ax.plot(times, np.array(gaps) * 1e3, look.marker, ls="-", ms=4, color=look.colour, label=told(scheduler))
+            name, label = NAMES[scheduler.partition(" ")[0]]
+            times, gaps = ([row[column] for row in mine] for column in ("at_s", "gap_s"))
+            look = LOOKS[name]
+            (shown[label],) = ax.plot(times, np.array(gaps) * 1e3, look.marker, ls="-", ms=4, color=look.colour)
         ax.axvline(0, color=COLOURS["mark"], linestyle=":")
         ax.annotate(
             "prompt arrives",
@@ -59,9 +61,11 @@ def stalls(result: Result) -> Figure:
             textcoords="offset points",
         )
         ax.set(yscale="log", title=title, xlabel="time since the prompt arrived, s")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("")
     axes[0].set_ylabel("gap since the token before, ms")
-    fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
-    fig.tight_layout(rect=(0, 0.07, 1, 1))
+    fig.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=4, fontsize=9)
     return fig
 
 
@@ -87,7 +91,11 @@ def capacities(result: Result) -> Figure:
     objectives = list(dict.fromkeys(row["objective"] for row in rows))
     schedulers = list(dict.fromkeys(row["scheduler"] for row in rows))
     fig, axes = plt.subplots(
-        1, len(objectives), figsize=(6 * len(objectives), 0.42 * len(schedulers) + 1.6), sharey=True, squeeze=False
+        1,
+        len(objectives),
+        figsize=(3.5 + 5.5 * len(objectives), 0.42 * len(schedulers) + 1.6),
+        sharey=True,
+        squeeze=False,
     )
     for ax, objective in zip(axes[0], objectives, strict=True):
         for place, scheduler in enumerate(schedulers):
@@ -99,16 +107,13 @@ def capacities(result: Result) -> Figure:
             ax.plot([entry["low"], entry["high"]], [place, place], color=colour, linewidth=2)
             ax.plot(entry["value"], place, "o", color=colour, markersize=8)
         base = result.summary[f"prefill_first_{objective}_requests_per_s"]["value"]
-        ax.axvline(2 * base, color=COLOURS["target"], linestyle="--", linewidth=1.5, label="twice prefill first")
+        ax.axvline(2 * base, color=COLOURS["target"], linestyle="--", linewidth=1.5)
+        ax.annotate("twice prefill first", (2 * base, -0.6), (5, 0), textcoords="offset points", fontsize=9)
         bound_ms = 1e3 * mine[0]["tbt_s"]
         ax.set(xlabel="capacity, requests/s", xlim=(0, None))
-        ax.set_title(
-            f"{objective}: P99 between tokens ≤ {bound_ms:.0f} ms ({TIMES[objective]} decode steps)", fontsize=11
-        )
+        ax.set_title(f"{objective}: P99 TBT ≤ {bound_ms:.0f} ms, n = {len(rates)} draws", fontsize=11)
     axes[0][0].set_yticks(range(len(schedulers)), [told(name) for name in schedulers])
-    axes[0][0].invert_yaxis()
-    axes[0][-1].legend(loc="lower right", fontsize=9)
-    fig.tight_layout()
+    axes[0][0].set_ylim(len(schedulers) - 0.5, -1)
     return fig
 
 
@@ -158,7 +163,6 @@ def errors(result: Result) -> Figure:
         ends = [0, 1.05 * max(real.max(), simulated.max())]
         ax.plot(ends, ends, color=COLOURS["floor"], linewidth=1, linestyle=":")
         ax.set(xlabel=f"vLLM's {name}, {unit}", ylabel=f"simulated, {unit}", title=f"{name}, n = {len(real)}")
-    fig.tight_layout()
     return fig
 
 
