@@ -27,6 +27,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from firsttoken.assets import corpora, models, needs, shapes
 from firsttoken.assets.qa_files import QAItem
+from firsttoken.chunked.experiments import serving_capacity, simulator_error
+from firsttoken.chunked.hardware import Hardware
+from firsttoken.engine.costs.batches import BatchCosts
 from firsttoken.engine.experiments import online
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.workload import sharegpt
@@ -55,6 +58,7 @@ AGAIN = {"rounds", "few_rounds", "repeats", "recomputes", "runs", "trials", "dra
 FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "preemptions": 10, "short": 4, "long": 4}
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
 LAYERS |= {"deferral": {"sizes"}, "transitions": {"layers", "transitions"}, "latency": {"layers"}}
+CHUNKED = {"capacity": {"requests": 6}, "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4}}
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
 
 
@@ -75,6 +79,8 @@ def fewer(value: Any, section: str = "") -> Any:
 
 def scaled(section: str, key: str, value: Any) -> Any:
     """One entry of a profile by the rule."""
+    if key in CHUNKED.get(section, {}):
+        return CHUNKED[section][key]
     if key == "runs" and isinstance(value, list):
         value = [re.sub(r"(\d+) tokens", lambda found: f"{shorter(int(found[1]))} tokens", run) for run in value]
         return [re.sub(r"groups of (\d+)", lambda found: f"groups of {fewer(int(found[1]))}", run) for run in value]
@@ -254,6 +260,12 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(gating, "TOKENS", shorter(gating.TOKENS))
         for place in (sharegpt, online):
             patch.setattr(place, "conversations", few_conversations)
+        patch.setattr(Hardware, "read", lambda hardware: BatchCosts())
+        patch.setattr(serving_capacity, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
+        patch.setattr(serving_capacity, "capacity", lambda serve, objective, *, start: (start, serve(start)))
+        patch.setattr(simulator_error, "brought", lambda name: folder)
+        served = {"input_toks": 9, "output_toks": 3, "queued_ts": 5.0, "first_token_ts": 5.5, "last_token_ts": 6.5}
+        (folder / "vllm_requests.jsonl").write_text(json.dumps(served), encoding="utf-8")
         for name, recipe in list(RECIPES.items()):
             patch.setitem(RECIPES, name, dataclasses.replace(recipe, steps=1, accumulate=1, warmup_steps=0))
         for profile in ("gpu", "paper"):
