@@ -13,7 +13,7 @@ import pytest
 
 from firsttoken import ledger
 from firsttoken.__main__ import main
-from firsttoken.experiments import EXPERIMENTS
+from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import paths
 from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import ClaimsError

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from firsttoken import __version__, ledger, running
-from firsttoken.experiments import EXPERIMENTS, run_experiment
+from firsttoken.experiments import run_experiment
+from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import dtypes, paths, storage
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.machine import describe, machine_slug

@@ -23,7 +23,7 @@ from firsttoken.link import Link, LinkConfig
 from firsttoken.study.errors import LinkError
 
 _PIECE = 256 << 10  # read, then sent: about one turn of a link of 1 Gbit/s
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")  # no file has more bytes than 18 digits count
 
 
 class DataServer(ThreadingHTTPServer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from firsttoken.experiments import EXPERIMENTS
+from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import pages, paths
 from firsttoken.study.claims import Claim, load_claims
 from firsttoken.study.claims_table import Own, table_for

@@ -29,14 +29,16 @@ from transformers import (
 )
 
 from firsttoken.assets.shapes import shape_config
+from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.model import Costs
-from firsttoken.engine.engine import Engine, EngineConfig, Trace
+from firsttoken.engine.engine import Engine
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.request import Phase, Request, Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.trace import Trace
 
 torch.set_num_threads(1)
 # for runs of a model by random schedules: a failing one is told as it was drawn, as to shrink it would take minutes

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, MistralConfig, Qwen2Config
 
+from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.published import PublishedCosts
-from firsttoken.engine.engine import Engine, EngineConfig
+from firsttoken.engine.engine import Engine
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import Action

@@ -11,7 +11,7 @@ import pytest
 from chunked import Chunked
 from plain_tokens import generated
 
-from firsttoken.engine.engine import EngineConfig
+from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.request import Request, Sampling

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.engine import EngineConfig
+from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.request import Phase, Sampling
 from firsttoken.engine.schedulers import REPORTED, SCHEDULERS, scheduler_named
 from firsttoken.engine.schedulers.sarathi import Sarathi

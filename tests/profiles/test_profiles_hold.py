@@ -15,11 +15,11 @@ import torch
 
 from firsttoken.assets import models, needs
 from firsttoken.engine.experiments import online, policies_replayed
-from firsttoken.experiments import EXPERIMENTS
 from firsttoken.kvreuse.experiments import setting
 from firsttoken.kvreuse.experiments.setting import HELD_OUT, ReuseConfig, Run
 from firsttoken.progressive.coldstart import experiments as coldstart
 from firsttoken.progressive.recovery import timeline
+from firsttoken.registry import EXPERIMENTS
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Result

@@ -34,7 +34,6 @@ from firsttoken.engine.experiments import online
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.workload import sharegpt
 from firsttoken.engine.workload.conversations import Conversations
-from firsttoken.experiments import EVERY_PROFILE, EXPERIMENTS
 from firsttoken.kvreuse.experiments import gating, methods, profiling, setting, transfer
 from firsttoken.kvreuse.experiments import training as reuse_training
 from firsttoken.kvreuse.profile.pareto import Profiled
@@ -44,6 +43,7 @@ from firsttoken.progressive.coldstart import deferral, harness, materials, trial
 from firsttoken.progressive.coldstart import experiments as coldstart
 from firsttoken.progressive.recipe import RECIPES
 from firsttoken.progressive.recovery import timeline_trial
+from firsttoken.registry import EVERY_PROFILE, EXPERIMENTS
 from firsttoken.study import paths, stats
 from firsttoken.study.claims import load_claims
 from firsttoken.study.profile import Profile, load_profile

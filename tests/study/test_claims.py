@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from firsttoken.experiments import EXPERIMENTS
+from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import paths
 from firsttoken.study.claims import Claim, digests, load_claims
 from firsttoken.study.claims_table import Own, table_for

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from firsttoken import experiments
-from firsttoken.experiments import EXPERIMENTS, Experiment, run_experiment
+from firsttoken.experiments import run_experiment
+from firsttoken.registry import EXPERIMENTS, Experiment
 from firsttoken.study import clock, paths
 from firsttoken.study.claims import digests, load_claims
 from firsttoken.study.errors import ProfileError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from firsttoken import ledger
-from firsttoken.experiments import EXPERIMENTS
+from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import paths
 from firsttoken.study.record import is_clean, read_result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from firsttoken.chunked.capacity import Objective
-from firsttoken.engine.engine import EngineConfig
+from firsttoken.engine.config import EngineConfig
 from firsttoken.study.errors import ProfileError
 
 TTFT_S = 2.0  # of schedulers that have an objective for it: the delay that the paper allows

@@ -3,92 +3,22 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from firsttoken.engine.blocks import BlockPool
+from firsttoken.engine.config import USUAL, EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
-from firsttoken.engine.preemptor import Preemptor, Recovery
+from firsttoken.engine.preemptor import Preemptor
 from firsttoken.engine.prefixes import PrefixSharing
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.schedulers import scheduler_named
-from firsttoken.engine.schedulers.base import VICTIMS, Bounds, Scheduler
-from firsttoken.engine.schedulers.sarathi import Sarathi
-from firsttoken.engine.work import Booking, Kind, Work, shapes
-from firsttoken.study.errors import ProfileError, RequestError
-from firsttoken.study.profile import unknown
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How requests share the pool.
-
-    ``victim`` names who is preempted (LIFO in the paper, 2.2); ``watermark`` is the share of blocks that admission
-    leaves free (vLLM: 0.01; CPS: 0, 3.1); ``requests`` run at once, ``prefill_tokens`` are prefilled in one step;
-    ``overtake`` lets a swapped request that fits come back before an earlier one that does not (vLLM: no).
-    Schedulers that cut prompts process ``token_budget`` tokens a step at most, or what ``tbt_s`` (seconds between two
-    tokens of a request) and ``ttft_s`` (to its first) leave; ``wait_s`` is how long one that prefers short prompts may
-    let others wait.
-    ``share_prefixes``: requests that begin alike share blocks; off, as the preemption policies are taught and measured
-    with prefills from nothing.
-    """
-
-    scheduler: str = "prefill_first"
-    preemption: str = "recompute"
-    victim: str = "last_arrived"
-    watermark: float = 0.01
-    requests: int = 256
-    prefill_tokens: int = 2048
-    overtake: bool = False
-    token_budget: int = 512
-    tbt_s: float = math.inf
-    ttft_s: float = math.inf
-    wait_s: float = math.inf
-    share_prefixes: bool = False
-
-    def __post_init__(self) -> None:
-        kind = scheduler_named(self.scheduler)
-        if self.victim not in VICTIMS:
-            raise ProfileError(f"engine: no victim choice {self.victim!r}; {unknown(self.victim, VICTIMS)}")
-        if not 0 <= self.watermark < 1:
-            raise ProfileError(f"engine: watermark must be a share from 0 to below 1, not {self.watermark}")
-        for name in ("requests", "prefill_tokens", "token_budget"):
-            if getattr(self, name) < 1:
-                raise ProfileError(f"engine: {name} must be at least 1, not {getattr(self, name)}")
-        for name in ("tbt_s", "ttft_s", "wait_s"):
-            if not getattr(self, name) > 0:
-                raise ProfileError(f"engine: {name} must be above 0, not {getattr(self, name)}")
-        if issubclass(kind, Sarathi) and self.token_budget < self.requests:
-            raise ProfileError(
-                f"engine: a token budget of {self.token_budget} cannot hold a token of each of {self.requests} "
-                "requests; raise token_budget or lower requests"
-            )
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step as it was: ``prefills`` are (cached, new) tokens, ``contexts`` the cached tokens of each decode.
-
-    These are shapes, which costs hang on; ``bookings`` say what was done for which tokens of whom.
-    """
-
-    at_s: float
-    seconds: float
-    prefills: tuple[tuple[int, int], ...]
-    contexts: tuple[int, ...]
-    bookings: tuple[Booking, ...]
-
-
-@dataclass
-class Trace:
-    """What an observer of the engine keeps."""
-
-    steps: list[Step] = field(default_factory=list)
-    recoveries: list[Recovery] = field(default_factory=list)
+from firsttoken.engine.schedulers.base import VICTIMS, Scheduler
+from firsttoken.engine.trace import Step, Trace
+from firsttoken.engine.work import Kind, Work, shapes
+from firsttoken.study.errors import RequestError
 
 
 class Engine:
@@ -101,7 +31,7 @@ class Engine:
     def __init__(
         self,
         executor: Executor,
-        config: EngineConfig = EngineConfig(),
+        config: EngineConfig = USUAL,
         *,
         policy: PreemptionPolicy | None = None,
         trace: Trace | None = None,
@@ -120,15 +50,7 @@ class Engine:
         self.scheduler: Scheduler = scheduler_named(config.scheduler)(
             self.pool,
             executor.block_tokens,
-            Bounds(
-                config.requests,
-                config.prefill_tokens,
-                config.overtake,
-                config.token_budget,
-                config.tbt_s,
-                config.ttft_s,
-                config.wait_s,
-            ),
+            config,
             self.preemptor,
             VICTIMS[config.victim],
             self.prefixes,

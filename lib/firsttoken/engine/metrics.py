@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.engine.engine import Engine, Trace
+from firsttoken.engine.engine import Engine
 from firsttoken.engine.preemption.base import Action
 from firsttoken.engine.request import Request, Sampling
+from firsttoken.engine.trace import Trace
 from firsttoken.engine.workload.items import Item
 
 

@@ -8,16 +8,15 @@ sha256 of all that, so that what was edited by hand is refused.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import math
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.study import paths
+from firsttoken.study.content import dump, not_finite, sha256_of
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import machine_slug
@@ -93,10 +92,10 @@ def write_result(result: Result) -> Path:
     Raises FirstTokenError for a value that is nan or infinite, or that JSON cannot hold, and StorageError.
     """
     content = {"schema": SCHEMA} | dataclasses.asdict(result)
-    for place in _not_finite(content):
+    for place in not_finite(content):
         raise FirstTokenError(f"result {result.experiment}: {place} is not finite; leave the key out instead")
     try:
-        text = _dump(content | {"sha256": _sha256(content)})
+        text = dump(content | {"sha256": sha256_of(content)})
     except TypeError as error:
         raise FirstTokenError(f"result {result.experiment}: {error}") from error
     with storing(result.path.parent):
@@ -118,7 +117,7 @@ def read_result(path: Path) -> Result:
     if schema != SCHEMA:
         raise FirstTokenError(f"result {path}: schema {schema}, this version reads {SCHEMA}; measure it again")
     kept = content.pop("sha256", None)
-    if kept != _sha256({"schema": schema} | content):
+    if kept != sha256_of({"schema": schema} | content):
         raise FirstTokenError(f"result {path}: does not fit its own sha256, so it was edited; measure it again")
     expected = {entry.name for entry in dataclasses.fields(Result)}
     if odd := expected ^ content.keys():
@@ -216,46 +215,3 @@ def _git(*arguments: str) -> str:
 
 def _rank(profile: str) -> int:
     return PREFERENCE.index(profile) if profile in PREFERENCE else len(PREFERENCE)
-
-
-def _sha256(content: Mapping[str, Any]) -> str:
-    """Of ``content``, whatever the order of its keys and the layout of its file."""
-    text = json.dumps(content, sort_keys=True, default=_plain, ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _dump(content: Mapping[str, Any]) -> str:
-    """JSON with a line per row, so that a changed observation is one changed line."""
-
-    def encode(value: Any, indent: int | None) -> str:
-        return json.dumps(value, sort_keys=True, indent=indent, allow_nan=False, default=_plain, ensure_ascii=False)
-
-    parts = []
-    for key, value in sorted(content.items()):
-        if key == "rows" and value:
-            text = "[\n" + ",\n".join(f"  {encode(row, None)}" for row in value) + "\n ]"
-        else:
-            text = encode(value, 1).replace("\n", "\n ")
-        parts.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def _plain(value: Any) -> Any:
-    """A numpy or torch scalar as a Python number."""
-    if getattr(value, "ndim", None) == 0:
-        return value.item()
-    raise TypeError(f"a {type(value).__name__} cannot be kept in a result")
-
-
-def _not_finite(value: Any, place: str = "") -> Iterable[str]:
-    """Places of the nan and infinite numbers in ``value``."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _not_finite(item, f"{place}.{key}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _not_finite(item, f"{place}[{index}]")
-    elif getattr(value, "ndim", None) == 0:
-        yield from _not_finite(value.item(), place)
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield place

@@ -17,6 +17,7 @@ from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.manifest import MANIFEST
 from firsttoken.progressive.checkpoint.plan import coarse_first, whole
 from firsttoken.progressive.loading.blobs import adapter_blobs, part_blobs
+from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.recovery import growth
 from firsttoken.progressive.recovery.engine import Engine, EngineConfig
 from firsttoken.progressive.recovery.sessions import Session, TokenEvent
@@ -404,6 +405,17 @@ def test_stage_1_is_not_there_yet(stage, serve, missing):
     assert engine.wait_stage(1, PATIENCE)
     assert tokens_of(engine.submit(PROMPT, 4, upgrade=False))
     assert engine.wait_stage(3, PATIENCE) and engine.status()["error"] is None
+
+
+def test_who_is_told_of_a_failure_finds_it_in_the_status(stage, serve, monkeypatch):
+    """However long the engine takes to hear of it itself."""
+    staged, wait = stage(), StageLoad.wait
+    monkeypatch.setattr(StageLoad, "wait", lambda load: (time.sleep(0.3), wait(load))[1])
+    Spoilt(part_path(staged, 1, 1))
+    engine = serve(staged)
+    with pytest.raises(ModelError, match="has a wrong sha256"):
+        events_of(engine.submit(PROMPT, 4))
+    assert "has a wrong sha256" in engine.status()["error"]
 
 
 def test_a_link_that_is_dead_from_the_start(stage, serve):

@@ -13,9 +13,10 @@ from firsttoken.chunked.capacity import Objective, Served, capacity
 from firsttoken.chunked.hardware import Hardware
 from firsttoken.chunked.lengths import lengths, workload
 from firsttoken.chunked.policy import engine_config
-from firsttoken.engine.engine import Engine, Trace
+from firsttoken.engine.engine import Engine
 from firsttoken.engine.metrics import serve_items
 from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.trace import Trace
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows

@@ -12,7 +12,8 @@ import numpy as np
 
 from firsttoken.assets.brought import brought
 from firsttoken.chunked.hardware import Hardware
-from firsttoken.engine.engine import Engine, EngineConfig
+from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.engine import Engine
 from firsttoken.engine.metrics import serve_items
 from firsttoken.engine.request import Request
 from firsttoken.engine.simulated import SimulatedExecutor

@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, Held, Need, check
+from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.fitted import FittedCosts, StepSample, SwapSample, fit_costs
-from firsttoken.engine.engine import Engine, EngineConfig, Trace
+from firsttoken.engine.engine import Engine
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live import LiveExecutor
@@ -22,6 +23,7 @@ from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import Action
 from firsttoken.engine.preemptor import Recovery
 from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.trace import Trace
 from firsttoken.engine.workload.items import Item, with_ids
 from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.study.errors import ProfileError

@@ -10,10 +10,11 @@ import numpy as np
 from tqdm import tqdm
 
 from firsttoken.assets.needs import Need, check
+from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.copies import CopyCosts
 from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
-from firsttoken.engine.engine import Engine, EngineConfig, Trace
+from firsttoken.engine.engine import Engine
 from firsttoken.engine.experiments.controls import Coin, Inverse
 from firsttoken.engine.experiments.policies_live import BLOCK_TOKENS, POOL
 from firsttoken.engine.experiments.recovery_latency import LONG, PCIE_4_X16
@@ -21,6 +22,7 @@ from firsttoken.engine.metrics import client_metrics, recovery_metrics, serve_it
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.trace import Trace
 from firsttoken.engine.workload.items import Item, with_ids
 from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.study.errors import ProfileError

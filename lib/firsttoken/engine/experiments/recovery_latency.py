@@ -13,9 +13,10 @@ from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, Held, Need, check
+from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.crossing import Crossing, crossing, crossing_interval
 from firsttoken.engine.costs.published import PAPER_SHAPE, TABLE_2, decomposed
-from firsttoken.engine.engine import Engine, EngineConfig, Trace
+from firsttoken.engine.engine import Engine
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.live import LiveExecutor
@@ -23,6 +24,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.engine.swap import PATHS, make_path
 from firsttoken.engine.swap.arena import HostArena
 from firsttoken.engine.swap.measure import memcpy_rows, swap_rows
+from firsttoken.engine.trace import Trace
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows

@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, Held, Need, check
+from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.fitted import StepSample
 from firsttoken.engine.costs.timed import TimedCosts, fit_decode
-from firsttoken.engine.engine import Engine, EngineConfig
+from firsttoken.engine.engine import Engine
 from firsttoken.engine.experiments.decode_steps import BLOCK_TOKENS, decode_rows
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVShape

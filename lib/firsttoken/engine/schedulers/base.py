@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from firsttoken.engine.blocks import BlockPool
+from firsttoken.engine.bounds import Bounds
 from firsttoken.engine.preemption.base import Action
 from firsttoken.engine.preemptor import Preemptor
 from firsttoken.engine.prefixes import PrefixSharing
@@ -24,24 +23,6 @@ VICTIMS: dict[str, Victim] = {
     "longest": lambda running: max(running, key=lambda request: (request.cached, request.order)),
     "shortest": lambda running: min(running, key=lambda request: (request.cached, request.order)),
 }
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What a step may hold: requests at once, and prompt tokens prefilled in one step (a longer prompt goes alone).
-
-    ``overtake``: a swapped request that fits may come back before one that came earlier and does not. Schedulers that
-    cut prompts hold ``token_budget`` tokens a step, or what their objectives leave: ``tbt_s`` between two tokens,
-    ``ttft_s`` to the first; ``wait_s`` bounds how long others may be preferred.
-    """
-
-    requests: int
-    prefill_tokens: int
-    overtake: bool = False
-    token_budget: int = 512
-    tbt_s: float = math.inf
-    ttft_s: float = math.inf
-    wait_s: float = math.inf
 
 
 class Scheduler(ABC):
@@ -81,6 +62,11 @@ class Scheduler(ABC):
             Phase.RESTORING: self.restoring,
             Phase.SWAPPED: self.swapped,
         }
+
+    @classmethod
+    def check(cls, bounds: Bounds) -> None:
+        """Raises ProfileError for bounds that it cannot keep."""
+        return None  # most can keep any
 
     @abstractmethod
     def schedule(self) -> list[Work]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from firsttoken.engine.bounds import Bounds
 from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.work import Work
+from firsttoken.study.errors import ProfileError
 
 
 class Sarathi(Scheduler):
@@ -17,6 +19,14 @@ class Sarathi(Scheduler):
     """
 
     name: ClassVar[str] = "sarathi"
+
+    @classmethod
+    def check(cls, bounds: Bounds) -> None:
+        if bounds.token_budget < bounds.requests:
+            raise ProfileError(
+                f"engine: a token budget of {bounds.token_budget} cannot hold a token of each of {bounds.requests} "
+                "requests; raise token_budget or lower requests"
+            )
 
     def schedule(self) -> list[Work]:
         works, calm = self.ready()

@@ -192,6 +192,11 @@ class StageLoad:
         """Whether nothing is waited for any more: every weight is in its place, or the load failed."""
         return not self._placer.is_alive()
 
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the load before it was whole; what a forward pass behind its layers raises then is this."""
+        return self._error
+
     def close(self) -> None:
         """Stop reading. Whoever waits for a layer that is not there gets a LinkError, and so does :meth:`wait`."""
         self._memory.close()

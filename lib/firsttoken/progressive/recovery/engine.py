@@ -206,7 +206,8 @@ class Engine:
                 logits = session.context.feed(session.next_ids)
                 more = session.emit(int(logits.argmax()), session.context.view.stage)
         except Exception as error:  # one request's failure is that client's answer, not the end of the service
-            self._drop(session, error)
+            if not self._growth.ended_by(error):  # else all are told, once the status says it too (``_end_all``)
+                self._drop(session, error)
             return
         if not more:
             self._drop(session)

@@ -107,6 +107,10 @@ class Growth:
                 pause = min(LONGEST_PAUSE_S, 2 * pause)
         return None
 
+    def ended_by(self, error: Exception) -> bool:
+        """Whether ``error`` is what ended the load that was under way."""
+        return self._loading is not None and self._loading.failure is error
+
     def close(self) -> None:
         """Stop the load that is under way, and begin no other."""
         self.closing.set()

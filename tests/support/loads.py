@@ -1,0 +1,66 @@
+"""Loads into one model, a link that can be held, and a shard with another byte."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from firsttoken.link import Link
+from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
+from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.views import StageView
+
+ALL = (1, 2, 3)
+
+
+class Held(Link):
+    """A link that moves its first ``mark`` bytes, and no more until it is let go."""
+
+    def __init__(self, mark: int) -> None:
+        super().__init__()
+        self._mark, self.go = mark, threading.Event()
+
+    def read_into(self, handle: int, buffer: memoryview, offset: int) -> None:
+        assert self.bytes_moved < self._mark or self.go.wait(60)
+        super().read_into(handle, buffer, offset)
+
+
+class Loads:
+    """Loads one after another into one model."""
+
+    def __init__(self, staged, links: int = 1) -> None:
+        self.staged, self.links = staged, [Link() for _ in range(links)]
+        self.manifest: Manifest = read_manifest(staged.folder)
+        self.skeleton = Skeleton(staged.folder, self.manifest)
+        self.model = self.skeleton.model
+        self.view = self.skeleton.empty_view()
+
+    def begin(self, *stages: int, links: list[Link] | None = None, **options) -> StageLoad:
+        wires = links or self.links
+        return StageLoad(self.staged.folder, self.manifest, stages, wires, self.skeleton, self.view, **options)
+
+    def bring(self, *stages: int) -> StageView:
+        self.view = self.begin(*stages).wait()
+        return self.view
+
+    @torch.inference_mode()
+    def answer(self, ids: Tensor, view: StageView | None = None) -> Tensor:
+        (view or self.view).activate(self.model)
+        return self.model(ids, use_cache=False).logits
+
+
+@torch.inference_mode()
+def stock_answer(folder, ids: Tensor) -> Tensor:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()(ids, use_cache=False).logits
+
+
+def spoil(staged, stage: int, index: int):
+    """Another byte in a part's data; returns the part and how to mend it."""
+    part = staged.manifest.stages[stage - 1].parts[index]
+    path = staged.folder / part.file
+    before = path.read_bytes()
+    path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    return part, lambda: path.write_bytes(before)
