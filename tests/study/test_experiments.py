@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from firsttoken import experiments
 from firsttoken.experiments import run_experiment
 from firsttoken.registry import EXPERIMENTS, Experiment
 from firsttoken.study import clock, paths
@@ -34,7 +34,7 @@ def clone(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
     """A git clone with one commit; the fixture runs git in it. "machine" is an experiment of no seconds."""
     module = types.ModuleType("made_up")
     module.measured, module.total = measured, total
-    monkeypatch.setattr(experiments.importlib, "import_module", {"made_up": module}.__getitem__)
+    monkeypatch.setitem(sys.modules, "made_up", module)
     made = Experiment("machine", "Made up", "00", "made_up:measured", "total")
     monkeypatch.setitem(EXPERIMENTS, "machine", made)
 
@@ -63,7 +63,7 @@ def test_a_resumed_run_says_how_long_all_of_it_took(clone, monkeypatch) -> None:
         clock.kept(1000.0)
         return measured(profile)
 
-    monkeypatch.setattr(experiments.importlib.import_module("made_up"), "measured", resumed)
+    monkeypatch.setattr(sys.modules["made_up"], "measured", resumed)
     assert 1000 < run_experiment("machine", load_profile("full")).duration_s < 1060
     clock.kept(1.0)  # outside of a run nobody counts
 
@@ -82,7 +82,7 @@ def test_a_dirty_tree_gives_nothing_for_the_record(root: Path, clone, monkeypatc
 
 
 def test_what_an_experiment_reads_is_measured_first_and_once(root: Path, clone, monkeypatch) -> None:
-    module, ran = experiments.importlib.import_module("made_up"), []
+    module, ran = sys.modules["made_up"], []
 
     def counted(profile: Profile) -> Outcome:
         ran.append(profile.seed)

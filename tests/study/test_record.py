@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from firsttoken.study import paths, record
+from firsttoken.study import paths
+from firsttoken.study.content import sha256_of
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import replacing, write_text
 from firsttoken.study.record import all_results, git_revision, load_result, pick, read_result, write_result
@@ -55,7 +56,7 @@ def test_a_file_of_another_shape_is_refused(make_result, change: dict, message: 
     path = write_result(make_result())
     content = json.loads(path.read_text(encoding="utf-8")) | change
     content = {k: v for k, v in content.items() if v is not None and k != "sha256"}
-    path.write_text(json.dumps(content | {"sha256": record._sha256(content)}), encoding="utf-8")
+    path.write_text(json.dumps(content | {"sha256": sha256_of(content)}), encoding="utf-8")
     with pytest.raises(FirstTokenError, match=message):
         read_result(path)
 
