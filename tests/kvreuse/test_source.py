@@ -245,7 +245,5 @@ def test_what_is_not_there_is_refused(pair, engine) -> None:
     with pytest.raises(RequestError, match=r"group \[2, 9\) does not fit 6 layers"):
         pair.source(Group(2, 9))
     at = engine(pair)
-    with pytest.raises(
-        RequestError, match="a stored prefix of 48 tokens does not fit a prompt of 2; at least"
-    ):
+    with pytest.raises(RequestError, match="a stored prefix of 48 tokens does not fit a prompt of 2; at least"):
         submit(at, pair.source(Group(2, 4)), prompt=[1, 2])
