@@ -52,10 +52,12 @@ def alone(folder: Path, streams: int, tokens: int, rounds: int, scheduler: str) 
     from firsttoken.engine.fused import fuse
     from firsttoken.engine.live import LiveExecutor
     from firsttoken.engine.request import Sampling
+    from firsttoken.progressive.checkpoint.manifest import read_manifest
+    from firsttoken.progressive.loading.placement import torch_dtype
     from firsttoken.study import dtypes
 
-    model = load_model(str(folder)).model
-    model = fuse(model.to(dtypes.serving(dtypes.AUTO, model.dtype, "cpu")))
+    stored = torch_dtype(read_manifest(folder).dtype)
+    model = fuse(load_model(str(folder), dtype=dtypes.serving(dtypes.AUTO, stored, "cpu")).model)
     executor = LiveExecutor(model, streams * (-(-(PROMPT_TOKENS + tokens) // 16) + 1))
     for _ in range(rounds):
         sys.stdin.readline()
