@@ -229,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     added = command("serve", serve, "Serve a staged checkpoint over HTTP while it arrives (needs firsttoken[serve]).")
     added.add_argument("folder", type=Path, help="what `firsttoken stage` wrote")
     added.add_argument("--gbit-per-s", type=float, default=0.0, help="rate of the link to the weights (default: all)")
-    added.add_argument("--replicas", type=int, default=1, help="how many replicas serve (default: 1)")
+    added.add_argument("--replicas", type=int, default=1, help="more than 1: so many processes behind Ray Serve")
     added.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     added.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
 

@@ -40,6 +40,11 @@ class Decoder:
         self._model = _twin(model, way.split("."), self._decoder) if way else self._decoder
         self._width = model.config.hidden_size
 
+    @property
+    def depth(self) -> int:
+        """Layers of the model."""
+        return self.segments[-1].layers.stop
+
     def logits(self, step: StepPlan) -> Tensor:
         """Run ``step``; the logits [works, vocabulary] after the last token of each work."""
         return self._model(**_inputs(step), logits_to_keep=step.last).logits[0]
@@ -50,7 +55,7 @@ class Decoder:
         Raises RequestError for layers that the model does not have, and for hidden states that do not fit the step, or
         are missing where it begins behind the first layer.
         """
-        layers, depth = step.layers, self.segments[-1].layers.stop
+        layers, depth = step.layers, self.depth
         if not 0 <= layers.start <= layers.stop <= depth or layers.step != 1:
             raise RequestError(f"layers [{layers.start}, {layers.stop}) are not among the model's [0, {depth})")
         wanted = (1, step.ids.shape[1], self._width)

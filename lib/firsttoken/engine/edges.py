@@ -54,6 +54,12 @@ class Edges:
             )
         return kept.rows[None, : kept.end]
 
+    def adopt(self, request: int, other: Edges) -> None:
+        """Go on with what ``other`` has kept of the request at the layers that are kept here too."""
+        kept = {layer: rows for layer, rows in other._kept.get(request, {}).items() if layer in self.layers}
+        if kept:
+            self._kept[request] = kept
+
     def drop(self, request: int) -> None:
         """The request is over."""
         self._kept.pop(request, None)

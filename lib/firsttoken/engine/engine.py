@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from firsttoken.engine.blocks import BlockPool
+from firsttoken.engine.brought import PrefixSource
 from firsttoken.engine.config import USUAL, EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
-from firsttoken.engine.preemptor import Preemptor
+from firsttoken.engine.preemptor import Preemptor, Recovery
 from firsttoken.engine.prefixes import PrefixSharing
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.schedulers import scheduler_named
-from firsttoken.engine.schedulers.base import VICTIMS, Scheduler
+from firsttoken.engine.schedulers.base import Scheduler
+from firsttoken.engine.schedulers.victims import VICTIMS
 from firsttoken.engine.trace import Step, Trace
+from firsttoken.engine.views import Transition, View
 from firsttoken.engine.work import Kind, Work, shapes
 from firsttoken.study.errors import RequestError
+
+LOOK_S = 0.001  # between two looks at what comes from elsewhere
 
 
 class Engine:
     """Requests go in, tokens come out of ``step``; nothing runs between two steps.
 
     ``books`` count the tokens that were prefilled, decoded and recomputed. ``policy`` overrides the one that the
-    configuration names; ``trace`` collects steps and recoveries if given.
+    configuration names; ``trace`` collects steps and recoveries if given, ``recovered`` is told of these.
     """
 
     def __init__(
@@ -35,18 +40,18 @@ class Engine:
         *,
         policy: PreemptionPolicy | None = None,
         trace: Trace | None = None,
+        recovered: Callable[[Recovery], None] | None = None,
     ) -> None:
         self.executor = executor
         self.config = config
         self.trace = trace
         self.books: Counter[Kind] = Counter()
         self.pool = BlockPool(executor.blocks, watermark=int(config.watermark * executor.blocks))
-        self.preemptor = Preemptor(
-            policy or make_policy(config.preemption), executor, trace.recoveries.append if trace else None
-        )
+        recovered = recovered or (trace.recoveries.append if trace else None)
+        self.preemptor = Preemptor(policy or make_policy(config.preemption), executor, recovered)
         self.prefixes: PrefixSharing | None = None
         if config.share_prefixes:
-            self.prefixes = PrefixSharing(self.pool, executor.block_tokens, lambda: executor.salt)
+            self.prefixes = PrefixSharing(self.pool, executor.block_tokens, self._salt)
         self.scheduler: Scheduler = scheduler_named(config.scheduler)(
             self.pool,
             executor.block_tokens,
@@ -64,14 +69,32 @@ class Engine:
         """Whether a request is open."""
         return bool(self._open)
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling = GREEDY, arrival_s: float | None = None) -> Request:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling = GREEDY,
+        arrival_s: float | None = None,
+        *,
+        moves: bool = False,
+        source: PrefixSource | None = None,
+    ) -> Request:
         """Take a request that arrives at ``arrival_s`` of the executor's clock (now, unless given).
 
-        Raises RequestError for an empty prompt, a token outside the vocabulary, or more tokens than the model's context
-        or the pool can ever hold.
+        It ``moves`` to views that are published while it is open, or ends with the one that it began with. ``source``
+        brings what is stored of its first tokens; where that fails they are computed.
+
+        Raises RequestError for a source of all its tokens or more, for an empty prompt, a token outside the vocabulary,
+        or more tokens than the model's context or the pool can ever hold.
         """
-        request = Request(self._numbers, prompt, sampling, self.executor.now() if arrival_s is None else arrival_s)
+        arrival_s = self.executor.now() if arrival_s is None else arrival_s
+        request = Request(self._numbers, prompt, sampling, arrival_s, moves=moves)
         self._check(request)
+        if source is not None and not 0 < source.tokens < request.prompt_tokens:
+            raise RequestError(
+                f"a stored prefix of {source.tokens} tokens does not fit a prompt of {request.prompt_tokens}; "
+                "at least one token has to be computed"
+            )
+        request.source = source
         self._numbers += 1
         self._open[request.number] = request
         heapq.heappush(self._coming, (request.order, request))
@@ -85,8 +108,27 @@ class Engine:
         heapq.heapify(self._coming)
         self.scheduler.end(request)
 
+    def publish(self, view: View, transition: Transition) -> list[tuple[Request, Exception]]:
+        """From the next step on new requests begin with ``view``, and open ones that move do as ``transition`` says.
+
+        The requests that could not, each with the reason; they are ended.
+        """
+        self.executor.view, lost = view, []
+        for request in list(self._open.values()):
+            if not request.moves or request.view in (None, view):
+                continue
+            try:
+                layers = transition(request.view, view)
+                if layers is not None:
+                    self.scheduler.move(request, view, layers)
+            except Exception as error:  # its own affair: the others go on
+                self.cancel(request)
+                lost.append((request, error))
+        return lost
+
     def step(self) -> list[tuple[Request, int]]:
-        """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet.
+        """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet, for a prefix from
+        elsewhere only until it is worth to look again.
 
         Passes on what the executor raises; the requests that it ran can then only be cancelled.
         """
@@ -94,6 +136,8 @@ class Engine:
         if not works:
             return []
         start = self.executor.now()
+        for work in works:
+            work.request.view = work.request.view or self.executor.view
         try:
             tokens = self.executor.execute(works)
         except BaseException:
@@ -135,6 +179,9 @@ class Engine:
             before = self._standing()
             if works := self.scheduler.plan():
                 return works
+            if self.scheduler.brought:
+                self.executor.wait_until(self.executor.now() + LOOK_S)
+                return []
             if self.scheduler.restoring:
                 self.scheduler.collect(wait=True)
             elif self._standing() == before:  # else a preemption made room: schedule again
@@ -159,6 +206,10 @@ class Engine:
         new = sum(work.tokens for work in works)
         for work in works:
             self.preemptor.processed(work, seconds * work.tokens / new)
+
+    def _salt(self, request: Request) -> str:
+        view = request.view or self.executor.view
+        return self.executor.salt if view is None else f"{self.executor.salt} {view.key}"
 
     def _end(self, request: Request) -> None:
         del self._open[request.number]

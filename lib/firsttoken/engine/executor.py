@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from firsttoken.engine.request import Request
 from firsttoken.engine.work import Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from firsttoken.engine.views import View
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Executor(Protocol):
     limits: Limits
     block_tokens: int
     blocks: int
+    view: View | None
+    """What a request computes with that has begun with no other; None where nothing is computed."""
 
     @property
     def salt(self) -> str:
@@ -64,6 +71,9 @@ class Executor(Protocol):
 
     def drop(self, host: Any) -> None:
         """Give up a copy in host memory."""
+
+    def fill(self, request: Request, layer: int, kv: Tensor) -> None:
+        """Write keys and values [2, 1, kv_heads, tokens, head_dim] of its first tokens into its blocks at ``layer``."""
 
     def forget(self, request: Request) -> None:
         """The request is over: drop what is kept of it beside blocks and copies."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -25,8 +26,9 @@ from firsttoken.engine.swap.arena import HostArena
 from firsttoken.engine.swap.path import Moved, SwapPath, Transfer
 from firsttoken.engine.swap.spans import Span
 from firsttoken.engine.varlen import VarlenAttend
+from firsttoken.engine.views import View
 from firsttoken.engine.work import Work
-from firsttoken.study.errors import ModelError
+from firsttoken.study.errors import CacheError, ModelError
 
 
 class LiveExecutor:
@@ -34,8 +36,11 @@ class LiveExecutor:
 
     The model's attention is switched to the paged one, and back by ``close``; ``attend`` names the way it is computed,
     by default the fastest for this model here. ``segments`` run in the place of its layers, and ``edges`` keep hidden
-    states. Raises ModelError for a model whose layers do not all see the whole context, whose attention cannot be
-    replaced, that PEFT learned a prompt for, or that runs in an engine already, and for other layers in ``segments``;
+    states; this is the ``view`` that requests begin with until another is set. ``device`` is where the weights will be
+    (where they are, unless given).
+
+    Raises ModelError for a model whose layers do not all see the whole context, whose attention cannot be replaced,
+    that PEFT learned a prompt for, or that runs in an engine already, and for other layers in ``segments``;
     RequestError for a pool or block size below 1.
     """
 
@@ -50,6 +55,7 @@ class LiveExecutor:
         attend: type[Attend] | None = None,
         segments: Sequence[Segment] | None = None,
         edges: Edges | None = None,
+        device: torch.device | None = None,
     ) -> None:
         config = model.config
         kinds = getattr(config, "layer_types", None)
@@ -63,14 +69,13 @@ class LiveExecutor:
             raise ModelError(f"the {config.model_type} model runs in an engine already; close that one first")
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ModelError("a prompt that PEFT has learned comes before every other; the engine runs adapters only")
-        self.decoder = Decoder(self._base, segments)
-        self.edges = edges
+        self.view = View(Decoder(self._base, segments), edges)
         parameter = next(model.parameters())
         self._adapted = next((module for module in model.modules() if isinstance(module, BaseTunerLayer)), None)
         self.model = model
         self.limits = Limits(config.max_position_embeddings, config.vocab_size)
         self.block_tokens = block_tokens
-        self.pool = KVPool(KVShape.of(config, parameter.dtype, block_tokens), blocks, parameter.device)
+        self.pool = KVPool(KVShape.of(config, parameter.dtype, block_tokens), blocks, device or parameter.device)
         self.arena: HostArena | None = None
         self.path: SwapPath | None = None
         if host_blocks:
@@ -103,30 +108,57 @@ class LiveExecutor:
 
     @torch.inference_mode()
     def execute(self, works: Sequence[Work]) -> list[int]:
-        """One forward pass over the new tokens of all ``works``, laid end to end. Raises ModelError once closed."""
-        self._require_open()
-        step = StepPlan.of(works, self.pool, self._attend, self.edges)
-        chosen = next_tokens(self.decoder.logits(step), step.works)
-        after = {work.request.number: token for work, token in zip(step.works, chosen, strict=True)}
-        return [after[work.request.number] for work in works]
+        """One forward pass for each view, over the new tokens of all its ``works``, laid end to end; what is redone
+        goes through the same layers in a pass of its own, and leaves the other layers' keys and values what they are.
+
+        Raises RequestError as ``Decoder.run``, and ModelError once closed.
+        """
+        if self._base.config._attn_implementation != NAME:
+            raise ModelError("the engine was closed, or the model's attention changed: its tokens would be wrong")
+        passes: dict[tuple[View, range | None], list[Work]] = defaultdict(list)
+        for work in works:
+            passes[work.request.view or self.view, work.redo and work.redo.layers].append(work)
+        after = [said for (view, layers), mine in passes.items() for said in self._pass(view, layers, mine)]
+        tokens = dict(after)
+        return [tokens[work.request.number] for work in works]
+
+    def _pass(self, view: View, layers: range | None, works: Sequence[Work]) -> list[tuple[int, int]]:
+        """(request, next token) of each of ``works``; the token means nothing where it does not complete."""
+        step = self.plan(view, works)
+        if layers is None:
+            chosen = next_tokens(view.decoder.logits(step), step.works)
+        else:
+            step.redo(layers)
+            view.decoder.run(step)
+            chosen = [0] * len(works)
+        return [(work.request.number, token) for work, token in zip(step.works, chosen, strict=True)]
+
+    def plan(self, view: View, works: Sequence[Work]) -> StepPlan:
+        """``works`` as a step over this pool, through all layers of ``view``."""
+        return StepPlan.of(works, self.pool, self._attend, view.edges)
 
     @torch.inference_mode()
-    def recompute(self, work: Work, layers: range, hidden: torch.Tensor | None = None) -> None:
-        """``work`` through ``layers`` only, from ``hidden`` [1, tokens, hidden] or from its ids: nothing is said.
+    def fill(self, request: Request, layer: int, kv: torch.Tensor) -> None:
+        """Write keys and values [2, 1, kv_heads, tokens, head_dim] of its first tokens into its blocks at ``layer``.
 
-        The other layers' keys and values of these tokens stay what they are. Raises RequestError as ``Decoder.run``,
-        and ModelError once closed.
+        Raises CacheError for those of another shape or dtype.
         """
-        self._require_open()
-        step = StepPlan.of([work], self.pool, self._attend, self.edges)
-        step.layers, step.hidden = layers, hidden
-        self.decoder.run(step)
+        shape = self.pool.shape
+        tokens = kv.shape[3] if kv.dim() == 5 else -1
+        wanted = [2, 1, shape.kv_heads, tokens, shape.head_dim]
+        if list(kv.shape) != wanted or kv.dtype != shape.dtype or tokens > len(request.blocks) * shape.block_tokens:
+            raise CacheError(
+                f"keys and values {list(kv.shape)} of {kv.dtype} for layer {layer} do not fit: the pool holds "
+                f"{shape.kv_heads} heads of {shape.head_dim} in {shape.dtype}"
+            )
+        places = torch.arange(tokens)
+        blocks = torch.tensor(request.blocks)[places // shape.block_tokens].to(self.pool.device)
+        offsets = (places % shape.block_tokens).to(self.pool.device)
+        self.pool.rows[blocks, layer, :, offsets] = kv[:, 0].permute(2, 0, 1, 3).to(self.pool.device)
 
     def forget(self, request: Request) -> None:
         """Drop the hidden states that are kept of it."""
-        self.decoder.drop(request.number)
-        if self.edges is not None:
-            self.edges.drop(request.number)
+        (request.view or self.view).forget(request)
 
     def swap_out(self, request: Request) -> Moved | None:
         """Copy what the request has cached to the host pool; None when that is full, or there is none."""
@@ -144,10 +176,6 @@ class LiveExecutor:
     def drop(self, host: Span) -> None:
         """Give the span back to the host pool."""
         self.arena.give(host)
-
-    def _require_open(self) -> None:
-        if self._base.config._attn_implementation != NAME:
-            raise ModelError("the engine was closed, or the model's attention changed: its tokens would be wrong")
 
     def close(self) -> None:
         """Give the model its own attention back, and end the swap path's threads."""

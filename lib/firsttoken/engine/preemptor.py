@@ -11,14 +11,17 @@ from firsttoken.engine.preemption.base import Action, Observation, PreemptionPol
 from firsttoken.engine.request import Request
 from firsttoken.engine.work import Work
 
+MOVED = "moved to another view"
+
 
 @dataclass(frozen=True)
 class Recovery:
     """One preemption and what undoing it took, in seconds; the parts as CPS Table 2 has them.
 
-    ``reason`` says who decided: "policy", or the engine for a "partial prefill" or a "host pool full". ``tokens`` were
-    swapped, or processed again in however many steps until all that was lost was there (the last step's may be more);
-    ``recompute_s`` is their share of these steps, by tokens. Who is preempted again on the way has two recoveries.
+    ``reason`` says who decided: "policy", or the engine for a "partial prefill", a "host pool full", or ``MOVED``.
+    ``tokens`` were swapped, or processed again in however many steps until all that was lost was there (the last step's
+    may be more); ``recompute_s`` is their share of these steps, by tokens. Who is preempted again on the way has two
+    recoveries.
     """
 
     request: int
@@ -56,9 +59,7 @@ class Preemptor:
         moved = self.executor.swap_out(victim) if action is Action.SWAP else None
         if action is Action.SWAP and moved is None:
             action, reason = Action.RECOMPUTE, "host pool full"
-        self._prefills.pop(victim.number, None)
-        if (interrupted := self._open.pop(victim.number, None)) is not None:
-            self._close(interrupted, victim.cached)
+        self._interrupt(victim)
         recovery = Recovery(victim.number, action, reason, 0, now)
         if moved is not None:
             recovery = replace(recovery, tokens=victim.cached, out_s=moved.copy_s, prep_s=moved.prep_s)
@@ -67,6 +68,12 @@ class Preemptor:
         victim.preemptions += 1
         self._open[victim.number] = recovery
         return action
+
+    def move(self, request: Request) -> None:
+        """What ``request`` has cached is about to be computed again by another view; a copy in the host is given up."""
+        self._give_up(request)
+        self._interrupt(request)
+        self._open[request.number] = Recovery(request.number, Action.RECOMPUTE, MOVED, 0, self.executor.now())
 
     def restore(self, request: Request) -> None:
         """Begin to bring a swapped request back into the blocks it has been given."""
@@ -94,7 +101,7 @@ class Preemptor:
             else:
                 self._close(recovery, work.end)
             return
-        if work.decodes:
+        if work.decodes or work.redo is not None:
             return
         tokens, before_s = self._prefills.pop(number, (0, 0.0))
         tokens, seconds = tokens + work.tokens, before_s + seconds
@@ -105,15 +112,26 @@ class Preemptor:
 
     def forget(self, request: Request) -> None:
         """The request ended while it was away, or on its way back."""
+        self._give_up(request)
+        request.give_up_source()
+        self._open.pop(request.number, None)
+        self._prefills.pop(request.number, None)
+        self.executor.forget(request)
+
+    def _give_up(self, request: Request) -> None:
+        """Nothing comes back from the host any more."""
         if request.transfer is not None:
             with suppress(Exception):  # one that failed is over too
                 request.transfer.wait()
         if request.host is not None:
             self.executor.drop(request.host)
         request.transfer = request.host = None
-        self._open.pop(request.number, None)
+
+    def _interrupt(self, request: Request) -> None:
+        """It will have to begin again with what it was about."""
         self._prefills.pop(request.number, None)
-        self.executor.forget(request)
+        if (interrupted := self._open.pop(request.number, None)) is not None:
+            self._close(interrupted, request.cached)
 
     def _decide(self, victim: Request, now_s: float) -> tuple[Action, str]:
         if not victim.decoding:
@@ -121,7 +139,8 @@ class Preemptor:
         return self.policy.choose(victim.cached, now_s), "policy"
 
     def _close(self, recovery: Recovery, cached: int) -> None:
-        self._learn(recovery.action, recovery.tokens, recovery.cost_s, cached)
+        if recovery.reason != MOVED:  # which may have been some of the layers only
+            self._learn(recovery.action, recovery.tokens, recovery.cost_s, cached)
         if self._recovered is not None:
             self._recovered(recovery)
 

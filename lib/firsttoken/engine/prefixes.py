@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable
 from hashlib import blake2b
@@ -14,12 +15,13 @@ from firsttoken.engine.work import Work
 class PrefixSharing:
     """Finds blocks of ``pool`` by the tokens up to their end, and publishes those that a step fills.
 
-    A block's key is a digest of its tokens and of the key before it; the first follows ``salt()``, which says what
-    else decides keys and values (an adapter). Only full blocks are shared, and never the one of a request's last token,
-    which has to be computed: nobody writes to a block that another reads, so nothing is ever copied on a write.
+    A block's key is a digest of its tokens and of the key before it; the first follows ``salt(request)``, which says
+    what else decides its keys and values (an adapter, a view). Only full blocks are shared, and never the one of a
+    request's last token, which has to be computed: nobody writes to a block that another reads, so nothing is ever
+    copied on a write.
     """
 
-    def __init__(self, pool: BlockPool, block_tokens: int, salt: Callable[[], str]) -> None:
+    def __init__(self, pool: BlockPool, block_tokens: int, salt: Callable[[Request], str]) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
         self._salt = salt
@@ -33,7 +35,7 @@ class PrefixSharing:
 
     def find(self, request: Request) -> list[int]:
         """Blocks that hold what ``request`` begins with."""
-        start = self._salt().encode()
+        start = self._salt(request).encode()
         if not request.keys or request.keys[0] != start:
             request.keys = [start]
         return self._pool.find(self._keys(request, (len(request.tokens) - 1) // self._block_tokens))
@@ -45,14 +47,20 @@ class PrefixSharing:
         self.asked_tokens += len(request.tokens)
         self.found_tokens += request.cached
 
+    def part(self, request: Request) -> None:
+        """What ``request`` computes from now on stands on keys and values of another view: nobody may share it."""
+        request.published = sys.maxsize
+
     def publish(self, work: Work) -> None:
         """Who is admitted after ``work`` may share what it fills, in its step too: there each layer writes all keys and
         values before it reads any."""
         request, full = work.request, work.end // self._block_tokens
+        if request.published >= full:
+            return
         keys = self._keys(request, full)[request.published :]
         for block, key in zip(request.blocks[request.published : full], keys, strict=True):
             self._pool.publish(block, key)
-        request.published = max(request.published, full)
+        request.published = full
 
     def withdraw(self, work: Work) -> None:
         """``work`` was not done."""

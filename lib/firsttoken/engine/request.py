@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from firsttoken.engine.work import Work
+from firsttoken.engine.work import Redo, Work
 from firsttoken.study.errors import RequestError
+
+if TYPE_CHECKING:
+    from firsttoken.engine.brought import PrefixSource
+    from firsttoken.engine.views import View
 
 
 class Phase(StrEnum):
@@ -54,9 +58,14 @@ GREEDY = Sampling()
 
 
 class Request:
-    """One request of the engine; ``arrival_s`` and ``times_s`` (of each output token) are on the engine's clock."""
+    """One request of the engine; ``arrival_s`` and ``times_s`` (of each output token) are on the engine's clock.
 
-    def __init__(self, number: int, prompt: Sequence[int], sampling: Sampling, arrival_s: float) -> None:
+    It computes with the ``view`` that it began with, unless it ``moves`` to what is published while it is open.
+    """
+
+    def __init__(
+        self, number: int, prompt: Sequence[int], sampling: Sampling, arrival_s: float, *, moves: bool = False
+    ) -> None:
         try:
             self.tokens = [index(token) for token in prompt]  # the output is appended
         except TypeError as error:
@@ -72,6 +81,10 @@ class Request:
         self.phase = Phase.WAITING  # the scheduler's to change
         self.cached = 0  # tokens whose keys and values are in the pool, or in the host's
         self.computed = 0  # tokens whose keys and values were ever there
+        self.moves = moves
+        self.view: View | None = None  # since its first step
+        self.redo: Redo | None = None  # before it goes on
+        self.source: PrefixSource | None = None  # of its first tokens, until all that is wanted has come
         self.blocks: list[int] = []
         self.keys: list[bytes] = []  # a salt, and the keys of the full blocks, where prefixes are shared
         self.published = 0  # of its blocks
@@ -92,8 +105,8 @@ class Request:
 
     @property
     def todo(self) -> int:
-        """Tokens to process before the next one can be chosen; 1 while decoding."""
-        return len(self.tokens) - self.cached
+        """Tokens to process before the next one can be chosen, or before what is to be redone is; 1 while decoding."""
+        return (self.redo.end if self.redo else len(self.tokens)) - self.cached
 
     @property
     def decoding(self) -> bool:
@@ -107,17 +120,32 @@ class Request:
 
     def work(self, tokens: int | None = None) -> Work:
         """Its next ``tokens`` tokens (all that are to do) as the work of a step."""
-        end = len(self.tokens) if tokens is None else self.cached + tokens
-        return Work(self, self.cached, end, self.computed)
+        end = self.cached + (self.todo if tokens is None else tokens)
+        return Work(self, self.cached, end, self.computed, self.redo)
 
     def advance(self, end: int) -> None:
         """A step has left the keys and values of its first ``end`` tokens in the pool."""
         self.cached = end
         self.computed = max(self.computed, end)
+        if self.redo is not None and end >= self.redo.end:
+            self.redo = None
+
+    def turn(self, view: View, redo: Redo | None = None) -> None:
+        """It computes with ``view`` from now on, after what there is to ``redo``."""
+        if redo is not None and redo is not self.redo:
+            self.cached = 0
+        self.view, self.redo = view, redo
 
     def forget(self) -> None:
         """Its keys and values are gone; what was computed will be computed again."""
-        self.cached = 0
+        self.cached, self.redo = 0, None
+        self.give_up_source()
+
+    def give_up_source(self) -> None:
+        """Nothing more is wanted from elsewhere."""
+        if self.source is not None:
+            self.source.close()
+            self.source = None
 
     @property
     def finished(self) -> bool:

@@ -4,41 +4,76 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import GREEDY, Request, Sampling
-from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
+from firsttoken.engine.views import Transition, View
+from firsttoken.study.errors import BusyError, RequestError
 
-_END = object()
+
+class Inbox(Protocol):
+    """Where a stream's tokens go: each in its turn, then None, or the error that ended it."""
+
+    def put(self, item: TokenEvent | Exception | None) -> None:
+        """Called from the engine's thread."""
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A generated token, the stage that computed it (0: the model has none), and when (``time.monotonic`` seconds)."""
+
+    token_id: int
+    stage: int
+    at_s: float
 
 
 class Stream:
-    """The tokens of one request, in order; iterating waits for the next.
+    """The tokens of one request, in order; iterating waits for the next. ``request`` is None until an engine has it.
 
     A client that goes away closes the stream (or leaves its ``with`` block): the request ends and its blocks are free.
+    ``leave`` is called for it, and ``ended`` before the client can know that there is no more. What goes to another
+    ``inbox`` cannot be read here.
     """
 
-    def __init__(self, request: Request, close: Callable[[Request], None]) -> None:
-        self.request = request
-        self._close = close
+    def __init__(
+        self,
+        leave: Callable[[Stream, bool], None],
+        ended: Callable[[Stream], None] | None = None,
+        inbox: Inbox | None = None,
+    ) -> None:
+        self.request: Request | None = None
+        self._leave = leave
+        self._ended = ended
         self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._inbox = inbox or self._events
 
     def __iter__(self) -> Iterator[int]:
-        """Raises RequestError when the server was closed or failed before the request was done."""
-        while (event := self._events.get()) is not _END:
-            if isinstance(event, FirstTokenError):
+        """The tokens' ids; raises as ``events``."""
+        for event in self.events():
+            yield event.token_id
+
+    def events(self) -> Iterator[TokenEvent]:
+        """The tokens as they come. Raises what ended the request before it was done: a RequestError when the server was
+        closed or could not take it."""
+        while (event := self._events.get()) is not None:
+            if isinstance(event, Exception):
                 self._events.put(event)
                 raise event
             yield event
-        self._events.put(_END)  # who asks again does not wait for ever
+        self._events.put(None)  # who asks again does not wait for ever
 
     def close(self) -> None:
-        """End the request now; does nothing when it is over."""
-        if not self.request.finished:
-            self._close(self.request)
+        """End the request, and wait until it has ended; does nothing when it is over."""
+        self._leave(self, True)
+
+    def cancel(self) -> None:
+        """End the request before the engine's next step, without waiting for it."""
+        self._leave(self, False)
 
     def __enter__(self) -> Stream:
         return self
@@ -46,20 +81,32 @@ class Stream:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def put(self, event: object) -> None:
-        """A token, an error, or the end."""
-        self._events.put(event)
+    def put(self, event: TokenEvent) -> None:
+        """Hand a token to the client."""
+        self._inbox.put(event)
+
+    def end(self, error: Exception | None = None) -> None:
+        """No more tokens."""
+        if self._ended is not None:
+            self._ended(self)
+        self._inbox.put(error)
+
+
+def _failed(error: Exception) -> Exception:
+    return RequestError(f"the engine failed: {error}")
 
 
 class Server:
     """Steps ``engine`` as long as requests are open. At most ``most`` are; use it as a context manager.
 
-    Only its thread touches the engine. What clients want is done between two steps, so a submission waits for one.
+    Only its thread touches the engine. What others want is done between two steps, so a submission waits for one.
+    ``failed`` makes of what a step raises what the clients that were open are told; it may wait.
     """
 
-    def __init__(self, engine: Engine, most: int = 256) -> None:
+    def __init__(self, engine: Engine, most: int = 256, failed: Callable[[Exception], Exception] = _failed) -> None:
         self._engine = engine
         self._most = most
+        self._failed = failed
         self._streams: dict[int, Stream] = {}
         self._wishes: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._closed = False
@@ -68,12 +115,54 @@ class Server:
 
     def submit(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Stream:
         """Begin a request. Raises RequestError for one that can never run, BusyError when too many are open."""
-        return self._wish(lambda: self._submit(prompt, sampling))
+        stream = Stream(self.leave)
+        self.between(lambda: self._accept(stream, prompt, sampling, False))
+        return stream
 
-    def close(self) -> None:
-        """End every open request with an error, and the thread."""
+    def add(self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool) -> None:
+        """Begin the request of ``stream``, which ``moves`` or does not, before the next step, and do not wait for it:
+        an error is the stream's end."""
+
+        def accept() -> None:
+            try:
+                self._accept(stream, prompt, sampling, moves)
+            except Exception as error:
+                stream.end(error)
+
+        self.soon(accept)
+
+    def leave(self, stream: Stream, wait: bool) -> None:
+        """The client of ``stream`` goes."""
+        if stream.request is not None and stream.request.finished:
+            return
+        (self.between if wait else self.soon)(lambda: self._drop(stream))
+
+    def publish(self, view: View, transition: Transition) -> None:
+        """As :meth:`Engine.publish`, called between two steps; who could not move is told why."""
+        for request, error in self._engine.publish(view, transition):
+            self._streams.pop(request.number).end(error)
+
+    def between(self, what: Callable[[], Any]) -> Any:
+        """What ``what`` returns or raises when the engine's thread has called it, between two steps."""
+        answer = self.soon(what)
+        while True:
+            try:
+                return answer.result(timeout=1)
+            except TimeoutError:
+                if not self._thread.is_alive():
+                    raise RequestError("the server is closed; start another") from None
+
+    def soon(self, what: Callable[[], Any]) -> Future:
+        """Let the engine's thread call ``what`` between two steps."""
+        answer: Future = Future()
+        self._wishes.put((what, answer))
+        return answer
+
+    def close(self, error: Exception | None = None) -> None:
+        """End every open request with ``error``, and the thread."""
+        error = error or RequestError("the server was closed before the request was done")
         if self._thread.is_alive():
-            self._wishes.put((self._shut, Future()))  # answered or not: somebody else may have closed it by then
+            self.soon(lambda: self._shut(error))  # answered or not: somebody else may have closed it by then
             self._thread.join()
 
     def __enter__(self) -> Server:
@@ -81,17 +170,6 @@ class Server:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def _wish(self, what: Callable[[], Any]) -> Any:
-        """What ``what`` returns or raises when the engine's thread has called it."""
-        answer: Future = Future()
-        self._wishes.put((what, answer))
-        while True:
-            try:
-                return answer.result(timeout=1)
-            except TimeoutError:
-                if not self._thread.is_alive():
-                    raise RequestError("the server is closed; start another") from None
 
     def _loop(self) -> None:
         while not self._closed:
@@ -108,33 +186,32 @@ class Server:
         try:
             produced = self._engine.step()
         except Exception as error:  # out of memory, a failing kernel: those who were open learn it, the next may run
-            self._end_all(RequestError(f"the engine failed: {error}"))
+            self._end_all(self._failed(error))
             return
+        now = time.monotonic()
         for request, token in produced:
-            self._streams[request.number].put(token)
+            stage = 0 if request.view is None else request.view.stage
+            self._streams[request.number].put(TokenEvent(token, stage, now))
             if request.finished:
-                self._streams.pop(request.number).put(_END)
+                self._streams.pop(request.number).end()
 
-    def _submit(self, prompt: Sequence[int], sampling: Sampling) -> Stream:
+    def _accept(self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool) -> None:
         if len(self._streams) >= self._most:
             raise BusyError(f"{self._most} requests are open; ask again later")
-        request = self._engine.submit(prompt, sampling)
-        stream = self._streams[request.number] = Stream(
-            request, lambda request: self._wish(lambda: self._drop(request))
-        )
-        return stream
+        stream.request = self._engine.submit(prompt, sampling, moves=moves)
+        self._streams[stream.request.number] = stream
 
-    def _drop(self, request: Request) -> None:
-        if (stream := self._streams.pop(request.number, None)) is not None:
-            self._engine.cancel(request)
-            stream.put(_END)
+    def _drop(self, stream: Stream) -> None:
+        if stream.request is not None and self._streams.pop(stream.request.number, None) is not None:
+            self._engine.cancel(stream.request)
+            stream.end()
 
-    def _shut(self) -> None:
+    def _shut(self, error: Exception) -> None:
         self._closed = True
-        self._end_all(RequestError("the server was closed before the request was done"))
+        self._end_all(error)
 
-    def _end_all(self, error: FirstTokenError) -> None:
+    def _end_all(self, error: Exception) -> None:
         for stream in self._streams.values():
             self._engine.cancel(stream.request)
-            stream.put(error)
+            stream.end(error)
         self._streams.clear()

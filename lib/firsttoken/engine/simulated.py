@@ -43,6 +43,7 @@ class SimulatedExecutor:
         self.block_tokens = block_tokens
         self.limits = Limits(context, NO_LIMIT)
         self.salt = ""
+        self.view = None
         self._host_free = host_blocks
         self._overlap = overlap
         self._now = 0.0
@@ -83,6 +84,9 @@ class SimulatedExecutor:
     def drop(self, host: int) -> None:
         """Give blocks back to the host pool."""
         self._host_free += host
+
+    def fill(self, request: Request, layer: int, kv: object) -> None:
+        """Nothing is computed with it."""
 
     def forget(self, request: Request) -> None:
         """Nothing is kept."""

@@ -59,6 +59,14 @@ class StepPlan:
             edges=edges,
         )
 
+    def redo(self, layers: range) -> None:
+        """Run ``layers`` only, from the hidden states that the works bring for the first of them."""
+        self.layers = layers
+        brought = [work.redo.hidden for work in self.works]
+        if any(hidden is not None for hidden in brought):
+            rows = zip(self.works, brought, strict=True)
+            self.hidden = torch.cat([hidden[:, work.start : work.end] for work, hidden in rows], dim=1)
+
     def within(self, layers: range) -> range:
         """Those of ``layers`` that this step runs."""
         return range(max(layers.start, self.layers.start), min(layers.stop, self.layers.stop))

@@ -7,6 +7,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from firsttoken.engine.request import Request
 
 
@@ -27,13 +29,28 @@ class Booking(NamedTuple):
     end: int
 
 
+class Redo(NamedTuple):
+    """What a request has to compute once more: its first ``end`` tokens through ``layers`` (0-based).
+
+    ``hidden`` [1, end, hidden] enters the first of them; None where that is what the model makes of the ids.
+    """
+
+    layers: range
+    end: int
+    hidden: Tensor | None = None
+
+
 class Work(NamedTuple):
-    """Tokens [start, end) of ``request`` in the coming step; those before ``computed`` were computed before."""
+    """Tokens [start, end) of ``request`` in the coming step; those before ``computed`` were computed before.
+
+    With a ``redo`` they go through its layers only, and nothing is said.
+    """
 
     request: Request
     start: int
     end: int
     computed: int
+    redo: Redo | None = None
 
     @property
     def tokens(self) -> int:
@@ -43,7 +60,7 @@ class Work(NamedTuple):
     @property
     def completes(self) -> bool:
         """Whether the step gives the request its next token."""
-        return self.end == len(self.request.tokens)
+        return self.redo is None and self.end == len(self.request.tokens)
 
     @property
     def decodes(self) -> bool:

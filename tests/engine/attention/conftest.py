@@ -36,7 +36,8 @@ class Bench:
         self.rng = random.Random(seed)
         self.free = self.rng.sample(range(blocks), blocks)
         self.logits = torch.empty(0)
-        self._logits, self.executor.decoder.logits = self.executor.decoder.logits, self._keep
+        decoder = self.executor.view.decoder
+        self._logits, decoder.logits = decoder.logits, self._keep
         self._requests = 0
 
     def _keep(self, step: StepPlan) -> torch.Tensor:

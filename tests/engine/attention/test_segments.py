@@ -28,7 +28,7 @@ from firsttoken.engine.preemption.base import Action, PreemptionPolicy
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.segments import LocalSegment
-from firsttoken.engine.work import Work
+from firsttoken.engine.work import Redo, Work
 from firsttoken.kvreuse.forward import layer_kv
 from firsttoken.kvreuse.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.kvreuse.prefix import LayerKV, Prefix
@@ -151,6 +151,13 @@ def test_the_users_model_keeps_its_layers(lab, deep) -> None:
 # -- layers [lo, hi) over tokens [a, b)
 
 
+def recompute(executor: LiveExecutor, work: Work, layers: range, hidden: torch.Tensor | None = None) -> None:
+    """``work`` through ``layers`` only, from ``hidden`` [1, tokens, hidden] of its tokens or from its ids."""
+    if hidden is not None:
+        hidden = torch.cat([hidden.new_zeros(1, work.start, hidden.shape[2]), hidden], dim=1)
+    executor.execute([work._replace(redo=Redo(layers, work.end, hidden))])
+
+
 class Hand:
     """One request of a receiver, its blocks given by hand."""
 
@@ -174,11 +181,11 @@ class Hand:
     def next_logits(self) -> torch.Tensor:
         """After all of its tokens."""
         seen = []
-        logits = self.executor.decoder.logits
-        self.executor.decoder.logits = lambda step: seen.append(logits(step)) or seen[-1]
+        logits = self.executor.view.decoder.logits
+        self.executor.view.decoder.logits = lambda step: seen.append(logits(step)) or seen[-1]
         self.executor.execute([self.request.work()])
         self.request.advance(len(self.request.tokens))
-        self.executor.decoder.logits = logits
+        self.executor.view.decoder.logits = logits
         return seen[0]
 
 
@@ -215,7 +222,7 @@ def test_a_recomputed_group_is_partial_prefill(pair, group: Group, pieces: int, 
             work = hand.request.work(len(prompt) // pieces)
             hidden = sent.edges[group.lo][:, work.start : work.end] if group.needs_edge else None
             if len(group):
-                hand.executor.recompute(work, group.layers, hidden)
+                recompute(hand.executor, work, group.layers, hidden)
             hand.request.advance(work.end)
             assert piece < pieces - 1 or work.end == len(prompt)
         for layer in range(DEPTH):
@@ -242,10 +249,10 @@ def test_a_kept_edge_is_the_e_cache(pair) -> None:
             hand.executor.execute([hand.request.work(end - hand.request.cached)])
             hand.request.advance(end)
         for layer in range(DEPTH):
-            kept = hand.executor.edges.of(0, layer)
+            kept = hand.executor.view.edges.of(0, layer)
             torch.testing.assert_close(kept, sent.edges[layer], atol=TOLERANCE, rtol=0)
         hand.executor.forget(hand.request)
-        assert hand.executor.edges.nbytes == 0
+        assert hand.executor.view.edges.nbytes == 0
     finally:
         hand.executor.close()
 
@@ -269,8 +276,8 @@ def test_upper_layers_come_back_from_their_edge(lab, deep, scheduler: str, monke
                     executor.pool.rows[request.blocks, 2:] = 0
                     if again:
                         work = Work(request, 0, request.cached, request.computed)
-                        executor.recompute(work, range(2, DEPTH), executor.edges.of(request.number, 2))
-        assert done == 6 and executor.edges.nbytes == 0
+                        recompute(executor, work, range(2, DEPTH), executor.view.edges.of(request.number, 2))
+        assert done == 6 and executor.view.edges.nbytes == 0
         right.append([request.output for request in run.requests] == [list(one.answer) for one in deep.known])
     assert right == [True, False]
 
@@ -309,13 +316,13 @@ def test_work_that_does_not_fit_is_refused_and_changes_nothing(pair) -> None:
         (range(2, 4), right[..., :16], r"hidden states of \[1, 8, 16\] do not fit"),
     ):
         with pytest.raises(RequestError, match=message):
-            hand.executor.recompute(hand.request.work(), layers, hidden)
+            recompute(hand.executor, hand.request.work(), layers, hidden)
     with pytest.raises(RequestError, match=r"no hidden states of request 0 are kept at layer 2 \(layers: 2\)"):
-        hand.executor.edges.of(0, 2)
+        hand.executor.view.edges.of(0, 2)
     assert torch.equal(hand.executor.pool.rows, before)
     hand.executor.close()
     with pytest.raises(ModelError, match="the engine was closed"):
-        hand.executor.recompute(hand.request.work(), range(2))
+        recompute(hand.executor, hand.request.work(), range(2))
 
 
 def test_an_edge_of_shared_blocks_is_refused(pair) -> None:
@@ -323,7 +330,7 @@ def test_an_edge_of_shared_blocks_is_refused(pair) -> None:
     hand.request.advance(5)
     hand.executor.execute([hand.request.work()])
     with pytest.raises(RequestError, match="no hidden states of its first 5 tokens at layer 1: they came with shared"):
-        hand.executor.edges.of(0, 1)
+        hand.executor.view.edges.of(0, 1)
     hand.executor.close()
 
 

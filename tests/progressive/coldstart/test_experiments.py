@@ -159,4 +159,4 @@ def test_open_sessions_are_right_but_for_the_naive_one(trained):
             assert result.summary[f"logit_error_{policy}_{kind}"]["value"] < 1e-3 < ROUNDING
         assert result.summary[f"logit_error_naive_{kind}"]["value"] > 1e-2
         assert result.summary[f"excess_nll_prefill_again_{kind}"]["value"] == 0
-    assert len(recovery_tables.policy_rows(result)) == 8
+    assert len(recovery_tables.policy_rows(result)) == 10

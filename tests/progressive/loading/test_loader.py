@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.plan import LoadPlan, Stage, by_layers, coarse_first, whole
 from firsttoken.progressive.loading.blobs import open_reader, parts_of
-from firsttoken.progressive.loading.views import lowest_changed
+from firsttoken.progressive.loading.views import changed
 from firsttoken.progressive.passlayer import PassLayer
 from firsttoken.progressive.served import at_stage
 
@@ -96,7 +96,7 @@ def test_stages_share_their_weights(stage):
     assert first.base[0] is second.base[0] is second.layers[0]
     assert first.layers[0].mlp.up_proj.base is second.layers[0].mlp.up_proj
     assert first.ends["lm_head"] is second.ends["lm_head"]
-    assert lowest_changed(first, second) == 0 and lowest_changed(second, loads.bring(3)) == 4
+    assert changed(first, second).start == 0 and changed(second, loads.bring(3)).start == 4
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen2", False)])
@@ -116,7 +116,7 @@ def test_coarse_first_then_exact(stage, ids, kind, tied, dtype):
     assert torch.equal(loads.answer(ids), expected)
     assert torch.equal(loads.answer(ids, coarse), rounded), "who began coarsely ends coarsely"
     assert torch.equal(loads.answer(ids, exact), expected)
-    assert lowest_changed(coarse, exact) == 0
+    assert changed(coarse, exact).start == 0
     assert (loads.model.lm_head.weight is loads.model.model.embed_tokens.weight) == tied
 
 
@@ -143,7 +143,7 @@ def test_refining_one_layer_or_the_norm_alone(stage, ids):
     first, answer = loads.bring(1), loads.answer(ids)
     second = loads.bring(2)
     middle = loads.answer(ids)
-    assert lowest_changed(first, second) == 3 and first.layers[2] is second.layers[2]
+    assert changed(first, second).start == 3 and first.layers[2] is second.layers[2]
     third = loads.bring(3)
     assert third.layers[3] is second.layers[3] and third.ends["norm"] is not second.ends["norm"]
     assert torch.equal(loads.answer(ids), stock_answer(loads.staged.folder, ids))

@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load, save
 
 from firsttoken.progressive.loading.lora import CONFIG, WEIGHTS, parse_adapter, shared_copy, with_adapter
-from firsttoken.progressive.loading.views import lowest_changed, make_view
+from firsttoken.progressive.loading.views import changed, make_view
 from firsttoken.progressive.passlayer import PassLayer, pass_layers
 from firsttoken.progressive.served import at_stage
 from firsttoken.study.errors import StageError
@@ -202,7 +202,7 @@ def test_the_layer_below_is_as_it_was(staged, files, ids):
         assert torch.equal(model(ids, use_cache=False).logits, expected)
     assert [name for name, _ in model.named_modules()] == before
     assert view.layers[0] is not view.base[0] and view.base[0] is model.model.layers[0]
-    assert lowest_changed(pruned_view(staged), view) == 0
+    assert changed(pruned_view(staged), view).start == 0
 
 
 def test_a_copy_shares_all_tensors_and_weights_that_come_later(make_model):

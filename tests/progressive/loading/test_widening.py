@@ -12,7 +12,7 @@ from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressive.loading.loader import Skeleton, StageLoad
 from firsttoken.progressive.loading.peers import load_with
-from firsttoken.progressive.recovery.engine import Engine
+from firsttoken.progressive.recovery.server import GrowingServer
 from firsttoken.study import dtypes
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -48,14 +48,14 @@ def test_other_peoples_loaders_are_asked_for_the_same(stage, ids) -> None:
 @pytest.mark.parametrize(("fast", "dtype"), [(True, BF16), (False, FP32)])
 def test_a_service_computes_in_what_its_processor_is_fast_at(stage, monkeypatch, fast: bool, dtype) -> None:
     monkeypatch.setattr(dtypes, "cpu_rates", lambda: dtypes.Rates(fast, 100.0, 200.0 if fast else 1.0))
-    engine = Engine(stage("llama", True, BF16).folder, [Link()], dtype=dtypes.AUTO)
-    engine.start()
+    server = GrowingServer(stage("llama", True, BF16).folder, [Link()], dtype=dtypes.AUTO)
+    server.start()
     try:
-        assert engine.wait_stage(3, 60)
-        assert engine._growth.skeleton.model.dtype == dtype
-        assert len(list(engine.submit([5, 6, 7], 3).events())) == 3
+        assert server.wait_stage(3, 60)
+        assert server._growth.skeleton.model.dtype == dtype
+        assert len(list(server.submit([5, 6, 7], 3).events())) == 3
     finally:
-        engine.close()
+        server.close()
 
 
 def test_the_served_weights_are_the_same_numbers_whatever_computes(make_model) -> None:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from firsttoken.engine.live import LiveExecutor
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.plan import coarse_first
 from firsttoken.progressive.loading.loader import Skeleton, StageLoad
-from firsttoken.progressive.loading.views import lowest_changed
-from firsttoken.progressive.recovery.contexts import Context
+from firsttoken.progressive.loading.views import changed
+from firsttoken.progressive.recovery.probe import Probe
 from firsttoken.progressive.recovery.transitions import (
     TRANSITIONS,
+    ChangedLayers,
     FromBoundary,
     Naive,
     PrefillAgain,
     RequestBoundary,
-    find_transition,
 )
-from firsttoken.study.errors import StageError
+from firsttoken.progressive.recovery.views import GrownView
+from firsttoken.study.errors import RequestError
 
 DEPTH, VOCABULARY = 6, 260
 EXACT = {"rtol": 0, "atol": 4e-5}  # fp32 logits of magnitude 10; a decode step adds up in another order than a prefill
@@ -45,164 +49,220 @@ def model(make_model):
     return make_model(layers=DEPTH)
 
 
-def begun(model, view, policy, prompt, more):
-    """A context of ``prompt`` and then single ``more`` tokens."""
-    context = Context(model, view, policy.keep(view))
-    context.feed(prompt)
-    for token in more:
-        context.feed([token])
-    return context
+class Bench:
+    """Requests by hand over one model; each has blocks of its own until so many others have begun."""
+
+    BLOCKS = 4
+
+    def __init__(self, model) -> None:
+        self.model = model
+        self.executor = LiveExecutor(model, 16 * self.BLOCKS)
+        self._begun = 0
+
+    def view(self, modules, policy) -> GrownView:
+        return GrownView(self.model, modules, policy)
+
+    def begun(self, modules, policy, prompt: Sequence[int], more: Sequence[int] = ()) -> Probe:
+        """A request of ``prompt`` and then single ``more`` tokens."""
+        first = self.BLOCKS * (self._begun % 16)
+        self._begun += 1
+        probe = Probe(self.executor, self.view(modules, policy), range(first, first + self.BLOCKS))
+        probe.feed(prompt)
+        for token in more:
+            probe.feed([token])
+        return probe
+
+    def carry(self, probe: Probe, modules, policy) -> None:
+        probe.carry(self.view(modules, policy), policy)
+
+    def fresh(self, modules, prompt: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
+        """Logits of ``steps`` after a prefill of ``prompt`` by ``modules`` alone."""
+        return decoded(self.begun(modules, Naive(), prompt), steps)
+
+    def keys(self, probe: Probe, layer: int) -> torch.Tensor:
+        """What the pool holds of a request at a layer."""
+        return self.executor.pool.rows[probe._blocks, layer].flatten(0, 2)
 
 
-def decoded(context, steps):
-    return torch.stack([context.feed([token]) for token in steps])
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    """Makes a bench of a model, whose own attention it has back at the end."""
+    made: dict[int, Bench] = {}
+
+    def make(model) -> Bench:
+        if id(model) not in made:
+            made[id(model)] = Bench(model)
+        return made[id(model)]
+
+    yield make
+    for one in made.values():
+        one.executor.close()
 
 
-def fresh(model, view, prompt, steps):
-    """Logits of ``steps`` after a prefill of ``prompt`` by ``view`` alone."""
-    return decoded(begun(model, view, Naive(), prompt, []), steps)
+def decoded(probe: Probe, steps: Sequence[int]) -> torch.Tensor:
+    return torch.stack([probe.feed([token]) for token in steps])
 
 
 @pytest.mark.parametrize("policy", CORRECT, ids=lambda policy: policy.name)
 @fast
 @given(missing=removed(), prompt=tokens, more=tokens, steps=tokens)
-def test_the_next_tokens_are_those_of_a_fresh_prefill(model, views, policy, missing, prompt, more, steps):
+def test_the_next_tokens_are_those_of_a_fresh_prefill(model, views, bench, policy, missing, prompt, more, steps):
     old, new, last = views(model, [*missing, ()])
-    context = begun(model, old, policy, prompt, more)
-    policy.carry(context, new)
-    assert context.view is new
-    assert context.ids == prompt + more
-    torch.testing.assert_close(decoded(context, steps), fresh(model, new, prompt + more, steps), **EXACT)
-    policy.carry(context, last)  # two in a row, with tokens of both stages in it
-    torch.testing.assert_close(decoded(context, steps), fresh(model, last, prompt + more + steps, steps), **EXACT)
-    assert context.cache.get_seq_length() == len(context.ids)
-    assert [layer.get_seq_length() for layer in context.cache.layers] == [len(context.ids)] * DEPTH
+    on = bench(model)
+    probe = on.begun(old, policy, prompt, more)
+    on.carry(probe, new, policy)
+    assert probe.view.modules is new and probe.ids == prompt + more
+    torch.testing.assert_close(decoded(probe, steps), on.fresh(new, prompt + more, steps), **EXACT)
+    on.carry(probe, last, policy)  # two in a row, with tokens of both stages in it
+    torch.testing.assert_close(decoded(probe, steps), on.fresh(last, prompt + more + steps, steps), **EXACT)
+    assert probe.ids == prompt + more + steps + steps
 
 
 @pytest.mark.parametrize("policy", CORRECT, ids=lambda policy: policy.name)
-def test_two_in_a_row_without_a_token_between(model, views, policy):
+def test_two_in_a_row_without_a_token_between(model, views, bench, policy):
     first, second, last = views(model, [(2, 3, 4), (3, 4), ()])
-    context = begun(model, first, policy, [5, 6, 7], [8])
-    policy.carry(context, second)
-    policy.carry(context, last)
-    torch.testing.assert_close(decoded(context, [9, 10]), fresh(model, last, [5, 6, 7, 8], [9, 10]), **EXACT)
+    on = bench(model)
+    probe = on.begun(first, policy, [5, 6, 7], [8])
+    on.carry(probe, second, policy)
+    on.carry(probe, last, policy)
+    torch.testing.assert_close(decoded(probe, [9, 10]), on.fresh(last, [5, 6, 7, 8], [9, 10]), **EXACT)
 
 
 @pytest.mark.parametrize("policy", CORRECT, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_layers_that_come_in_any_order(make_model, views, policy, kind):
+def test_layers_that_come_in_any_order(make_model, views, bench, policy, kind):
     """The upper layer first: the lowest missing one is kept, and what lies above is computed twice."""
     model = make_model(kind, layers=DEPTH)
-    old, middle, last = views(model, [(1, 2, 4), (1, 2), ()])
-    context = begun(model, old, policy, [5, 6, 7], [8])
-    for view in (middle, last):
-        policy.carry(context, view)
-        ids = list(context.ids)
-        torch.testing.assert_close(decoded(context, [9, 10]), fresh(model, view, ids, [9, 10]), **EXACT)
+    on, (old, middle, last) = bench(model), views(model, [(1, 2, 4), (1, 2), ()])
+    probe = on.begun(old, policy, [5, 6, 7], [8])
+    for modules in (middle, last):
+        on.carry(probe, modules, policy)
+        ids = list(probe.ids)
+        torch.testing.assert_close(decoded(probe, [9, 10]), on.fresh(modules, ids, [9, 10]), **EXACT)
 
 
 @fast
 @given(missing=removed(), prompt=tokens, more=tokens, steps=tokens)
-def test_a_request_boundary_changes_nothing_at_all(model, views, missing, prompt, more, steps):
+def test_a_request_boundary_changes_nothing_at_all(model, views, bench, missing, prompt, more, steps):
     old, new, _ = views(model, [*missing, ()])
-    plain, carried = (begun(model, old, RequestBoundary(), prompt, more) for _ in range(2))
-    RequestBoundary().carry(carried, new)
-    new.activate(model)  # as the other requests of the same engine do between any two tokens
-    for token in steps:
-        expected, found = plain.feed([token]), carried.feed([token])
-        new.activate(model)
-        assert torch.equal(found, expected)
+    on = bench(model)
+    plain, carried = (on.begun(old, RequestBoundary(), prompt, more) for _ in range(2))
+    on.carry(carried, new, RequestBoundary())
+    new.activate(model)  # as another view's making does between any two tokens
+    assert torch.equal(decoded(plain, steps), decoded(carried, steps))
 
 
-def test_naive_is_wrong(model, views):
+def test_naive_is_wrong(model, views, bench):
     """Also where the token happens to be the same: the logits are those of neither stage."""
-    worst = {}
+    worst, on = {}, bench(model)
     for missing in [(0,), (2, 3), (4, 5)]:
         old, new = views(model, [missing, ()])
         prompt, steps = list(range(20, 40)), [41, 42, 43]
-        context = begun(model, old, Naive(), prompt, [])
-        Naive().carry(context, new)
-        naive = decoded(context, steps)
+        probe = on.begun(old, Naive(), prompt)
+        on.carry(probe, new, Naive())
+        naive = decoded(probe, steps)
         for view in (old, new):
-            worst[missing, view.stage] = float((naive - fresh(model, view, prompt, steps)).abs().max())
+            worst[missing, view.stage] = float((naive - on.fresh(view, prompt, steps)).abs().max())
     assert min(worst.values()) > 0.05, worst
 
 
 @pytest.mark.parametrize("adapters", [(1,), (1, 2), (2,)], ids=str)
-def test_from_boundary_falls_back_where_the_adapter_changes(stage, views, adapters):
+@pytest.mark.parametrize("policy", [FromBoundary(), ChangedLayers()], ids=lambda policy: policy.name)
+def test_all_is_computed_again_where_the_adapter_changes(stage, views, bench, adapters, policy):
     staged = stage(adapters=adapters)
     model = staged.served.model
     folders = [staged.adapters.get(number) for number in (1, 2, 3)]
-    policy, made = FromBoundary(), views(staged.served.model, [(2, 3, 4), (4,), ()], folders)
-    context = begun(model, made[0], policy, [5, 6, 7], [8])
-    for view in made[1:]:
-        same = context.view.layers[0] is view.layers[0]
-        kept = context.cache.layers[0].keys.clone()
-        policy.carry(context, view)
-        assert torch.equal(context.cache.layers[0].keys, kept) == same
-        ids = list(context.ids)
-        torch.testing.assert_close(decoded(context, [9, 10]), fresh(model, view, ids, [9, 10]), **EXACT)
+    on, made = bench(model), views(staged.served.model, [(2, 3, 4), (4,), ()], folders)
+    probe = on.begun(made[0], policy, [5, 6, 7], [8])
+    exact = True
+    for modules in made[1:]:
+        same = probe.view.modules.layers[0] is modules.layers[0]
+        exact = exact and (not same or policy.name != "partial prefill")
+        kept = on.keys(probe, 0).clone()
+        on.carry(probe, modules, policy)
+        assert torch.equal(on.keys(probe, 0), kept) == same
+        ids = list(probe.ids)
+        if exact:
+            torch.testing.assert_close(decoded(probe, [9, 10]), on.fresh(modules, ids, [9, 10]), **EXACT)
 
 
-def test_from_boundary_runs_nothing_below_the_boundary(model, views):
+@pytest.mark.parametrize(
+    ("policy", "runs"), [(FromBoundary(), [3, 4, 5]), (ChangedLayers(), [3, 4])], ids=["boundary", "partial"]
+)
+def test_nothing_below_the_boundary_runs(model, views, bench, policy, runs):
     old, new = views(model, [(3, 4), ()])
-    context = begun(model, old, FromBoundary(), [5, 6, 7], [8, 9])
-    assert context.keep == 3 and context.kept_bytes == 5 * 32 * 4
-    ran, keys = [], [layer.keys for layer in context.cache.layers[:3]]
+    on = bench(model)
+    probe = on.begun(old, policy, [5, 6, 7], [8, 9])
+    assert probe.view.edges.layers == {3} and probe.kept_bytes >= 5 * 32 * 4
+    ran, keys = [], [on.keys(probe, layer).clone() for layer in range(3)]
     handles = [layer.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(new.layers)]
-    FromBoundary().carry(context, new)
+    on.carry(probe, new, policy)
     for handle in handles:
         handle.remove()
-    assert ran == [3, 4, 5]
-    assert all(layer.keys is before for layer, before in zip(context.cache.layers, keys, strict=False))
+    assert ran == runs
+    assert all(torch.equal(on.keys(probe, layer), before) for layer, before in enumerate(keys))
 
 
-def test_what_is_kept_is_what_will_be_needed(model, views):
-    whole, old = views(model, [(), (3, 4)])
-    assert FromBoundary().keep(whole) is None and FromBoundary().keep(old) == 3
-    assert PrefillAgain().keep(old) is None and Naive().keep(old) is None and RequestBoundary().keep(old) is None
-    assert begun(model, whole, FromBoundary(), [5, 6], [7]).kept_bytes == 0
-    context = begun(model, old, FromBoundary(), [5], [6])
-    old.activate(model)
-    with torch.no_grad():
-        model(torch.tensor([[1, 2, 3]]), use_cache=False)
-    assert context.kept_bytes == 2 * 32 * 4, "other sequences leave no trace in this one"
+def test_partial_prefill_loses_what_lies_above(model, views, bench):
+    """Exact where nothing does; else nearer to the better stage than to the pruned one, and right in the new layers."""
+    on, prompt, steps = bench(model), list(range(20, 60)), [61, 62]
+    for missing, exact in [((4, 5), True), ((2, 3), False)]:
+        old, new = views(model, [missing, ()])
+        probe = on.begun(old, ChangedLayers(), prompt)
+        on.carry(probe, new, ChangedLayers())
+        found = decoded(probe, steps)
+        off = float((found - on.fresh(new, prompt, steps)).abs().max())
+        assert (off <= EXACT["atol"]) == exact
+        if not exact:
+            assert off < float((on.fresh(old, prompt, steps) - on.fresh(new, prompt, steps)).abs().max())
 
 
-def test_from_boundary_begun_without_keeping(model, views):
-    """A context that was not asked to keep anything is prefilled again instead."""
+def test_what_is_kept_is_what_will_be_needed(model, views, bench):
+    whole, old, cut = views(model, [(), (3, 4), (1, 3, 4)])
+    assert FromBoundary().keep(whole) == () and FromBoundary().keep(old) == (3,)
+    assert ChangedLayers().keep(whole) == () and ChangedLayers().keep(cut) == (1, 3)
+    assert PrefillAgain().keep(old) == Naive().keep(old) == RequestBoundary().keep(old) == ()
+    on = bench(model)
+    assert on.begun(whole, FromBoundary(), [5, 6], [7]).kept_bytes == 0
+    probe = on.begun(old, FromBoundary(), [5], [6])
+    on.fresh(old, [1, 2, 3], [4])
+    assert probe.view.edges.of(0, 3).shape == (1, 2, 32), "other sequences leave no trace in this one"
+
+
+def test_from_boundary_begun_without_keeping(model, views, bench):
+    """A request of which nothing was kept cannot move so: it is told, and nothing has changed."""
     old, new = views(model, [(3, 4), ()])
-    context = Context(model, old)
-    context.feed([5, 6, 7])
-    FromBoundary().carry(context, new)
-    torch.testing.assert_close(decoded(context, [9]), fresh(model, new, [5, 6, 7], [9]), **EXACT)
+    on = bench(model)
+    probe = on.begun(old, PrefillAgain(), [5, 6, 7])
+    with pytest.raises(RequestError, match="no hidden states of request 0 are kept at layer 3"):
+        on.carry(probe, new, FromBoundary())
+    torch.testing.assert_close(decoded(probe, [9]), on.fresh(old, [5, 6, 7], [9]), **EXACT)
 
 
-def test_when_the_norm_or_nothing_changes(stage, ids):
+def test_when_the_norm_or_nothing_changes(stage, ids, bench):
     """Weights that are refined in place are other modules: from the boundary is then from the start."""
     staged = stage(plan=lambda names: coarse_first(names, 6))
     skeleton = Skeleton(staged.folder, staged.manifest)
     coarse = StageLoad(staged.folder, staged.manifest, [1], [Link()], skeleton, skeleton.empty_view()).wait()
     exact = StageLoad(staged.folder, staged.manifest, [2], [Link()], skeleton, coarse).wait()
     prompt = ids[0].tolist()
+    on = bench(skeleton.model)
     for policy in CORRECT:
-        context = begun(skeleton.model, coarse, policy, prompt, [])
-        policy.carry(context, exact)
-        torch.testing.assert_close(decoded(context, [9]), fresh(skeleton.model, exact, prompt, [9]), **EXACT)
-        policy.carry(context, exact)
-        expected = fresh(skeleton.model, exact, [*prompt, 9], [10])
-        torch.testing.assert_close(decoded(context, [10]), expected, **EXACT)
-    assert lowest_changed(exact, exact) == 6
+        probe = on.begun(coarse, policy, prompt)
+        on.carry(probe, exact, policy)
+        torch.testing.assert_close(decoded(probe, [9]), on.fresh(exact, prompt, [9]), **EXACT)
+        on.carry(probe, exact, policy)
+        torch.testing.assert_close(decoded(probe, [10]), on.fresh(exact, [*prompt, 9], [10]), **EXACT)
+    assert not changed(exact, exact)
 
 
-def test_contexts_take_turns(model, views):
-    """Three sequences under three stages, a token each in turn, are as each alone."""
-    made = views(model, [(2, 3, 4), (4,), ()])
-    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-    steps = [20, 21, 22]
-    alone = [fresh(model, view, prompt, steps) for view, prompt in zip(made, prompts, strict=True)]
-    contexts = [begun(model, view, FromBoundary(), prompt, []) for view, prompt in zip(made, prompts, strict=True)]
-    together = [torch.stack([context.feed([token]) for context in contexts]) for token in steps]
+def test_requests_take_turns(model, views, bench):
+    """Three requests under three stages, a token each in turn, are as each alone."""
+    on, made = bench(model), views(model, [(2, 3, 4), (4,), ()])
+    prompts, steps = [[5, 6, 7], [8, 9], [10, 11, 12, 13]], [20, 21, 22]
+    alone = [on.fresh(view, prompt, steps) for view, prompt in zip(made, prompts, strict=True)]
+    probes = [on.begun(view, FromBoundary(), prompt) for view, prompt in zip(made, prompts, strict=True)]
+    together = [torch.stack([probe.feed([token]) for probe in probes]) for token in steps]
     for found, expected in zip(torch.stack(together, 1), alone, strict=True):
         assert torch.equal(found, expected)
 
@@ -212,8 +272,6 @@ def test_policies_by_name():
         "request boundary": RequestBoundary,
         "prefill again": PrefillAgain,
         "from boundary states": FromBoundary,
+        "partial prefill": ChangedLayers,
         "naive": Naive,
     }
-    assert find_transition("naive").name == "naive"
-    with pytest.raises(StageError, match="no transition policy 'none'; known: request boundary, prefill again"):
-        find_transition("none")

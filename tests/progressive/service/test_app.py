@@ -1,4 +1,4 @@
-"""A replica's application with a real engine behind it, asked in this process: answers, refusals, failures."""
+"""A replica's application with a real server behind it, asked in this process: answers, refusals, failures."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("fastapi")
 
 from firsttoken.link import Link
-from firsttoken.progressive.recovery.engine import Engine, EngineConfig
+from firsttoken.progressive.recovery.server import GrowingServer, GrowthConfig
 from firsttoken.progressive.service.app import Replica, build_app
 from firsttoken.progressive.service.text import read_vocabulary
 
-LIMITS = EngineConfig(max_sessions=2, max_prompt_tokens=64, max_new_tokens=400, retry_s=0.05)
+LIMITS = GrowthConfig(max_sessions=2, max_prompt_tokens=64, max_new_tokens=400, retry_s=0.05)
 Ask = Callable[..., Any]
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[..., Engine]]:
-    """Starts engines, and closes them at the end."""
-    engines: list[Engine] = []
+def started() -> Iterator[Callable[..., GrowingServer]]:
+    """Starts servers, and closes them at the end."""
+    servers: list[GrowingServer] = []
 
-    def start(folder: Path, link: Link | None = None, stage: int = 3) -> Engine:
-        engines.append(Engine(folder, [link or Link()], LIMITS))
-        engines[-1].start()
-        assert not stage or engines[-1].wait_stage(stage, timeout_s=120)
-        return engines[-1]
+    def start(folder: Path, link: Link | None = None, stage: int = 3) -> GrowingServer:
+        servers.append(GrowingServer(folder, [link or Link()], LIMITS))
+        servers[-1].start()
+        assert not stage or servers[-1].wait_stage(stage, timeout_s=120)
+        return servers[-1]
 
     yield start
-    for engine in engines:
-        engine.close()
+    for server in servers:
+        server.close()
 
 
-def client_of(engine: Engine, folder: Path, stop_ids: tuple[int, ...] = ()) -> httpx.AsyncClient:
+def client_of(server: GrowingServer, folder: Path, stop_ids: tuple[int, ...] = ()) -> httpx.AsyncClient:
     vocabulary = read_vocabulary(folder, LIMITS.max_prompt_tokens)
     vocabulary.stop_ids = stop_ids
-    app = build_app(Replica(engine, vocabulary, "tiny", "the-replica"), engine)
+    app = build_app(Replica(server, vocabulary, "tiny", "the-replica"), server)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300)
 
@@ -53,11 +53,11 @@ def client_of(engine: Engine, folder: Path, stop_ids: tuple[int, ...] = ()) -> h
 @pytest.fixture
 def ask(started, tiny) -> Ask:
     """Sends one request to a replica whose stages have all arrived."""
-    engine = started(tiny)
+    server = started(tiny)
 
     def send(method: str, path: str, stop_ids: tuple[int, ...] = (), **request: Any) -> httpx.Response:
         async def once() -> httpx.Response:
-            async with client_of(engine, tiny, stop_ids) as client:
+            async with client_of(server, tiny, stop_ids) as client:
                 return await client.request(method, path, **request)
 
         return asyncio.run(once())
@@ -203,10 +203,10 @@ class TestLoading:
         return folder
 
     def test_that_fails_is_a_503_with_its_reason(self, started, broken):
-        engine = started(broken, stage=0)
+        server = started(broken, stage=0)
 
         async def send() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
-            async with client_of(engine, broken) as client:
+            async with client_of(server, broken) as client:
                 fields = {"prompt": "the", "stream": True}
                 answer = await client.post("/v1/completions", json=fields)
                 return answer, await client.get("/health"), await client.get("/stage")
@@ -218,10 +218,10 @@ class TestLoading:
         assert stage.status_code == 200 and stage.json()["replica"] == "the-replica"
 
     def test_that_dies_after_stage_1_leaves_a_healthy_degraded_service(self, started, tiny):
-        engine = started(tiny, Link(fail_after_bytes=120_000), stage=1)
+        server = started(tiny, Link(fail_after_bytes=120_000), stage=1)
 
         async def send() -> tuple[httpx.Response, httpx.Response]:
-            async with client_of(engine, tiny) as client:
+            async with client_of(server, tiny) as client:
                 while (health := await client.get("/health")).json()["state"] != "degraded":
                     await asyncio.sleep(0.02)
                 return health, await client.post("/v1/completions", json={"prompt": "the", "max_tokens": 4})

@@ -1,4 +1,4 @@
-"""What is refused before Ray is started."""
+"""What is refused before anything is started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from firsttoken.progressive.service import launch
+from firsttoken.progressive.service import cluster
 from firsttoken.progressive.service.config import ServiceConfig
 from firsttoken.progressive.service.launch import running
 from firsttoken.study.errors import FirstTokenError, ModelError, StageError
@@ -69,16 +69,25 @@ def test_a_port_that_is_taken(tiny, taken):
 
 
 def test_no_ray(tiny, port, monkeypatch):
-    for key in ("RAY_AUTH_TOKEN", *launch._ENVIRONMENT):
+    for key in ("RAY_AUTH_TOKEN", *cluster._ENVIRONMENT):
         monkeypatch.setenv(key, "")  # so that what is set meanwhile is taken back
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert str(refusal(ServiceConfig(tiny, port=port))) == 'serve needs ray: pip install "firsttoken[serve]"'
+    assert str(refusal(ServiceConfig(tiny, replicas=2, port=port))) == (
+        'serve needs ray for replicas: pip install "firsttoken[serve]"'
+    )
+
+
+def test_no_server(tiny, port, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert str(refusal(ServiceConfig(tiny, port=port))) == (
+        'serve needs uvicorn and fastapi: pip install "firsttoken[serve]"'
+    )
 
 
 def test_a_ray_that_would_listen_to_the_world(tiny, port, monkeypatch):
     monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
-    assert "every interface" in str(refusal(ServiceConfig(tiny, port=port)))
+    assert "every interface" in str(refusal(ServiceConfig(tiny, replicas=2, port=port)))
 
 
 class BusyMachine(types.SimpleNamespace):
@@ -98,7 +107,7 @@ class BusyMachine(types.SimpleNamespace):
 
 def test_a_node_that_is_late_is_started_again():
     ray = BusyMachine(late=3)
-    launch._start_node(ray, 2)
+    cluster._start_node(ray, 2)
     assert (ray.tried, ray.ended) == (3, 2)
     with pytest.raises(StageError, match=r"^Ray did not start in 3 tries: is this machine very busy\? Try again$"):
-        launch._start_node(BusyMachine(late=4), 2)
+        cluster._start_node(BusyMachine(late=4), 2)

@@ -33,4 +33,4 @@ class HybridOnly(Scheduler):
 
     def schedule(self) -> list[Work]:
         works, calm = self.ready()
-        return works + self.prefills() if calm and not self.swapped else works
+        return works + self.prefills(admit=calm and not self.swapped)

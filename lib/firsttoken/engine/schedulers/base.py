@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.bounds import Bounds
+from firsttoken.engine.brought import Bringing
 from firsttoken.engine.preemption.base import Action
 from firsttoken.engine.preemptor import Preemptor
 from firsttoken.engine.prefixes import PrefixSharing
+from firsttoken.engine.queues import Queues
 from firsttoken.engine.request import Phase, Request
+from firsttoken.engine.schedulers.victims import Victim
+from firsttoken.engine.views import View
 from firsttoken.engine.work import Work
 
-Victim = Callable[[list[Request]], Request]
 
-VICTIMS: dict[str, Victim] = {
-    "last_arrived": lambda running: max(running, key=lambda request: request.order),  # LIFO, CPS 2.2
-    "first_arrived": lambda running: min(running, key=lambda request: request.order),
-    "longest": lambda running: max(running, key=lambda request: (request.cached, request.order)),
-    "shortest": lambda running: min(running, key=lambda request: (request.cached, request.order)),
-}
-
-
-class Scheduler(ABC):
+class Scheduler(Queues, ABC):
     """Says what the coming step processes.
 
-    The queues: ``waiting`` (new, or to be recomputed; those go first), ``running`` and ``restoring`` (they have
-    blocks), ``swapped``. Only here does a request's phase change: it is the queue that it stands in. Blocks are counted
-    in ``pool``; ``block_tokens`` tokens fill one, and ``prefixes``, if given, shares them.
+    Blocks are counted in ``pool``; ``block_tokens`` tokens fill one, and ``prefixes``, if given, shares them.
     """
 
     name: ClassVar[str]
@@ -44,6 +36,7 @@ class Scheduler(ABC):
         victim: Victim,
         prefixes: PrefixSharing | None = None,
     ) -> None:
+        super().__init__()
         self.pool = pool
         self.block_tokens = block_tokens
         self.bounds = bounds
@@ -51,17 +44,9 @@ class Scheduler(ABC):
         self.victim = victim
         self.prefixes = prefixes
         self.planned: list[Work] = []  # for the coming step, by now
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self.restoring: list[Request] = []
-        self.swapped: list[Request] = []
         self.preempted = 0  # how often so far
-        self._queues: dict[Phase, deque[Request] | list[Request]] = {
-            Phase.WAITING: self.waiting,
-            Phase.RUNNING: self.running,
-            Phase.RESTORING: self.restoring,
-            Phase.SWAPPED: self.swapped,
-        }
+        self.brought: list[Request] = []  # they have blocks, and a prefix on its way into them
+        self._bringing = Bringing(preemptor.executor)
 
     @classmethod
     def check(cls, bounds: Bounds) -> None:
@@ -87,25 +72,35 @@ class Scheduler(ABC):
 
         ``reserve`` takes blocks for as many tokens as it may ever have.
         """
-        if not self.waiting or len(self.running) + len(self.restoring) >= self.bounds.requests:
+        if not self.waiting or self.full >= self.bounds.requests:
             return None
         request = self.waiting[0]
         tokens = request.most_cached if reserve else len(request.tokens)
-        shared = self._shared(request)
+        shared = [] if request.source is not None else self._shared(request)
         blocks = self.pool.take(self._missing(request, tokens) - len(shared), admission=True, shared=shared)
         if blocks is None:
             return None
         request.blocks = blocks
         if self.prefixes is not None:
             self.prefixes.admitted(request, len(shared))
-        self._move(request, Phase.RUNNING)
+        if request.source is not None:
+            self._await(request)
+            return self.admit(reserve=reserve)
+        self.stand(request, Phase.RUNNING)
         return request
 
-    def prefills(self, *, reserve: bool = False) -> list[Work]:
-        """Admit whole prompts until requests, blocks or the prefill budget run out; the first may exceed the budget."""
+    def prefills(self, *, reserve: bool = False, admit: bool = True) -> list[Work]:
+        """What has begun and, with ``admit``, whole prompts until requests, blocks or the prefill budget run out.
+
+        The first may exceed the budget.
+        """
         works: list[Work] = []
         left = self.bounds.prefill_tokens
-        while self.waiting and (not works or self._needs(self.waiting[0]) <= left):
+        for request in [request for request in self.running if not request.decoding]:
+            if not works or request.todo <= left:
+                works.append(self.work(request))
+                left -= works[-1].tokens
+        while admit and self.waiting and (not works or self._needs(self.waiting[0]) <= left):
             request = self.admit(reserve=reserve)
             if request is None:
                 break
@@ -144,25 +139,19 @@ class Scheduler(ABC):
             tokens -= works[-1].tokens
         return works
 
-    def arrange(self, turn: Callable[[Request], Any]) -> None:
-        """Whoever waits stands in the order of ``turn``, the least first."""
-        ordered = sorted(self.waiting, key=turn)
-        self.waiting.clear()
-        self.waiting.extend(ordered)
-
     def resume(self) -> None:
         """Give blocks back to swapped requests, the first come first, as long as there are enough.
 
         Where the first does not fit the others wait too, unless ``bounds.overtake`` lets any that fits go ahead.
         """
         for request in sorted(self.swapped, key=lambda request: request.order):
-            if len(self.running) + len(self.restoring) >= self.bounds.requests:
+            if self.full >= self.bounds.requests:
                 return
             blocks = self.pool.take(self._missing(request, request.cached + 1), admission=True)
             if blocks is not None:
                 request.blocks, request.published = blocks, 0
                 self.preemptor.restore(request)
-                self._move(request, Phase.RUNNING if self.preemptor.poll(request) else Phase.RESTORING)
+                self.stand(request, Phase.RUNNING if self.preemptor.poll(request) else Phase.RESTORING)
             elif not self.bounds.overtake:
                 return
 
@@ -181,24 +170,29 @@ class Scheduler(ABC):
 
     def arrive(self, request: Request) -> None:
         """A new request."""
-        self._move(request, Phase.WAITING)
+        self.stand(request, Phase.WAITING)
 
     def completed(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
         """A step took ``seconds``: ``prefills`` are its (cached, new) tokens, ``contexts`` those of its decodes."""
         return None  # most policies learn nothing from it
 
     def collect(self, *, wait: bool = False) -> None:
-        """Requests whose keys and values have come back run again; with ``wait``, wait for the first."""
-        for request in list(self.restoring):
+        """Requests whose keys and values have come run; with ``wait``, wait for the first that comes back."""
+        self.brought = [request for request in self.brought if request.source is not None]
+        for request in self.brought:
+            phase = Phase.RUNNING if self._bringing.look(request) else Phase.RESTORING
+            if phase is not request.phase:
+                self.stand(request, phase)
+        for request in [request for request in self.restoring if request.source is None]:
             if self.preemptor.poll(request, wait=wait):
-                self._move(request, Phase.RUNNING)
+                self.stand(request, Phase.RUNNING)
                 wait = False
 
     def end(self, request: Request) -> None:
         """The request is over, wherever it stands; its blocks are free again."""
         self.preemptor.forget(request)
         self._release(request)
-        self._move(request, Phase.FINISHED)
+        self.stand(request, Phase.FINISHED)
 
     def preempt(self, victim: Request) -> None:
         """Take the blocks of ``victim`` away; it waits, before all who never ran, or is swapped out."""
@@ -206,18 +200,42 @@ class Scheduler(ABC):
         action = self.preemptor.evict(victim)
         self._release(victim)
         if action is Action.SWAP:
-            self._move(victim, Phase.SWAPPED)
+            self.stand(victim, Phase.SWAPPED)
         else:
-            self._move(victim, Phase.WAITING)
-            self.waiting.rotate(1)
+            self.go_first(victim)
 
-    def _move(self, request: Request, phase: Phase) -> None:
-        """Out of the queue of its phase, if it had come there, and to the end of the next one's."""
-        if request in self._queues[request.phase]:
-            self._queues[request.phase].remove(request)
-        request.phase = phase
-        if phase is not Phase.FINISHED:
-            self._queues[phase].append(request)
+    def move(self, request: Request, view: View, layers: range) -> None:
+        """``request``, which has begun, computes with ``view`` from now on, and ``layers`` again under the budgets of
+        the coming steps. Raises RequestError where hidden states that this begins with were not kept."""
+        if request.source is not None:  # what was to come would be of another view
+            request.forget()
+            request.computed = 0
+        again = bool(layers) and (request.cached > 0 or request.redo is not None)
+        elsewhere = request.phase is Phase.SWAPPED or self.prefixes is not None  # or in blocks that others read too
+        redo = request.view.redo(request, layers) if again and not elsewhere else request.redo
+        view.take_over(request)
+        if not again:
+            if self.prefixes is not None:
+                self.prefixes.part(request)
+            if request.phase is Phase.RESTORING and request.host is None:
+                self.stand(request, Phase.RUNNING)
+        else:
+            self.preemptor.move(request)
+            if elsewhere:
+                self._release(request)
+                request.forget()
+                self.go_first(request)
+            else:
+                self.stand(request, Phase.RUNNING)
+        request.turn(view, None if again and elsewhere else redo)
+
+    def _await(self, request: Request) -> None:
+        """Its prefix comes from elsewhere; nobody else may share what is computed upon it."""
+        if self.prefixes is not None:
+            self.prefixes.part(request)
+        request.source.begin()
+        self.brought.append(request)
+        self.stand(request, Phase.RESTORING)
 
     def _grow(self, request: Request) -> bool:
         """Take the block that the next token of ``request`` may need; False when it had to give up its own."""

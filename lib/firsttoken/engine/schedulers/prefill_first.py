@@ -14,6 +14,6 @@ class PrefillFirst(Scheduler):
     name: ClassVar[str] = "prefill_first"
 
     def schedule(self) -> list[Work]:
-        if not self.swapped and (works := self.prefills()):
+        if works := self.prefills(admit=not self.swapped):
             return works
         return self.ready()[0]

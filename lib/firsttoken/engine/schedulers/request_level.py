@@ -14,6 +14,5 @@ class RequestLevel(Scheduler):
     name: ClassVar[str] = "request_level"
 
     def schedule(self) -> list[Work]:
-        if self.running:
-            return self.decodes()
-        return self.prefills(reserve=True)
+        decodes = self.decodes()
+        return decodes + self.prefills(reserve=True, admit=not self.running)

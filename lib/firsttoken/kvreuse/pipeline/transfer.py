@@ -116,6 +116,13 @@ class Transfer:
             torch.cuda.current_stream(self._buffers.device).wait_event(self._copied[name])
         return self._buffers.landed[name]
 
+    def ready(self, name: str) -> Tensor | None:
+        """As ``wait``, but None where it would wait."""
+        with self._changed:
+            if name not in self._arrived and self._error is None:
+                return None
+        return self.wait(name)
+
     def arrived_at(self, name: str) -> float:
         """When the last byte of a piece that has been waited for came over the link, on ``time.perf_counter``."""
         return self._arrived[name]

@@ -51,6 +51,11 @@ class Skeleton:
         ends = {"embed_tokens": inner.embed_tokens, "norm": inner.norm, "lm_head": self.model.lm_head}
         return make_view(0, [PassLayer() for _ in self.layers], ends)
 
+    def release(self) -> None:
+        """Let go of the layers: the views that there are keep theirs, and no other can be made."""
+        self.layers.clear()
+        self.model.model.layers = nn.ModuleList()
+
 
 class StageLoad:
     """One load of ``stages`` on top of ``previous``. :attr:`view` computes while it arrives, inside :meth:`streaming`.

@@ -49,12 +49,12 @@ def make_view(
     return StageView(stage, tuple(base), nn.ModuleList(layers), dict(ends))
 
 
-def lowest_changed(old: StageView, new: StageView) -> int:
-    """The first layer (0-based) that computes differently in ``new``: KV entries below it stay right.
+def changed(old: StageView, new: StageView) -> range:
+    """From the first layer (0-based) that computes differently in ``new`` to the last: those below stay right.
 
-    The depth of the model when only the norm or the head changed, or nothing.
+    All layers where the embedding changed; none where only the norm or the head did, or nothing.
     """
     if old.ends["embed_tokens"] is not new.ends["embed_tokens"]:
-        return 0
-    changed = (i for i, (a, b) in enumerate(zip(old.layers, new.layers, strict=True)) if a is not b)
-    return next(changed, len(old.layers))
+        return range(len(new.layers))
+    places = [i for i, (a, b) in enumerate(zip(old.layers, new.layers, strict=True)) if a is not b]
+    return range(places[0], places[-1] + 1) if places else range(0)

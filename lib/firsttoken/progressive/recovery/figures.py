@@ -30,6 +30,7 @@ POLICIES = {
     "request boundary": LOOKS["request boundary"],
     "prefill again": LOOKS["recompute"],
     "from boundary states": LOOKS["boundary states"],
+    "partial prefill": LOOKS["droidspeak"],
     "naive": LOOKS["naive"],
 }
 

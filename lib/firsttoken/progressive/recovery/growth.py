@@ -22,8 +22,9 @@ LONGEST_PAUSE_S = 60.0
 
 
 class Growth:
-    """What has arrived of a checkpoint and what went wrong on the way; written by the engine's two threads.
+    """What has arrived of a checkpoint and what went wrong on the way.
 
+    Written by the thread that brings it, and its ``events`` by the engine's too.
     A stage that fails is tried again after ``retry_s`` seconds, and after twice as long each further time.
     """
 
@@ -95,7 +96,7 @@ class Growth:
             self.note(stage, "loading")
             try:
                 view = attempt()
-                self.error = ""
+                self.error, self._loading = "", None  # the load holds its stage's layers
                 return view
             except Exception as error:
                 if self.closing.is_set():

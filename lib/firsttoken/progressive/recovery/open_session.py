@@ -13,12 +13,14 @@ from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, Held, Need, check, text_of
+from firsttoken.engine.live import LiveExecutor
 from firsttoken.link import Link
 from firsttoken.progressive.coldstart.materials import Checkpoint, bare_checkpoint, served_checkpoint
 from firsttoken.progressive.loading.loader import Skeleton, StageLoad
 from firsttoken.progressive.loading.views import StageView
-from firsttoken.progressive.recovery.contexts import Context
+from firsttoken.progressive.recovery.probe import Probe
 from firsttoken.progressive.recovery.transitions import TRANSITIONS, Transition
+from firsttoken.progressive.recovery.views import GrownView
 from firsttoken.progressive.served import ServedConfig, load_served
 from firsttoken.study.clock import synchronise
 from firsttoken.study.profile import Profile
@@ -53,23 +55,30 @@ class OpenSessionConfig:
 
 
 class Stages:
-    """A staged checkpoint with every stage in memory, each as a view of the same weights."""
+    """A staged checkpoint with every stage in memory, each as a view of the same weights, for requests of up to
+    ``tokens`` tokens."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype | None = None, *, tokens: int
+    ) -> None:
         manifest = checkpoint.manifest
+        self.device = device
         self._skeleton = Skeleton(checkpoint.staged, manifest, device, dtype)
-        self.model = self._skeleton.model
+        self._executor = LiveExecutor(self._skeleton.model, -(-tokens // 16), device=device)
         self.views: dict[int, StageView] = {0: self._skeleton.empty_view()}
         for stage in range(1, len(manifest.stages) + 1):
             load = StageLoad(checkpoint.staged, manifest, [stage], [Link()], self._skeleton, self.views[stage - 1])
             self.views[stage] = load.wait()
 
-    def context(self, stage: int, ids: Sequence[int], policy: Transition) -> Context:
-        """A sequence of ``ids`` under ``stage``, with what ``policy`` needs to be kept."""
-        view = self.views[stage]
-        context = Context(self.model, view, policy.keep(view))
-        context.feed(ids)
-        return context
+    def view(self, stage: int, policy: Transition) -> GrownView:
+        """``stage`` as the engine runs it, which keeps what ``policy`` needs."""
+        return GrownView(self._skeleton.model, self.views[stage], policy)
+
+    def begun(self, stage: int, ids: Sequence[int], policy: Transition) -> Probe:
+        """A request of ``ids`` under ``stage``."""
+        probe = Probe(self._executor, self.view(stage, policy), range(self._executor.blocks))
+        probe.feed(ids)
+        return probe
 
 
 def open_session(profile: Profile) -> Outcome:
@@ -87,7 +96,7 @@ def open_session(profile: Profile) -> Outcome:
     checkpoints = {"healed": served_checkpoint(profile, served), "bare": bare_checkpoint(served)}
     rows: Rows = []
     for kind, checkpoint in checkpoints.items():
-        stages = Stages(checkpoint, profile.torch_device(), profile.torch_dtype())
+        stages = Stages(checkpoint, profile.torch_device(), profile.torch_dtype(), tokens=max(longest, continued))
         jobs = [(n, move, policy) for n in config.contexts for move in MOVES for policy in TRANSITIONS.values()]
         for tokens, move, policy in tqdm(jobs, desc=f"transitions, {kind}", disable=None):
             label = {"kind": kind, "measure": "cost", "context_tokens": tokens}
@@ -102,17 +111,18 @@ def _costs(stages: Stages, ids: Sequence[int], move: tuple[int, int], policy: Tr
     """The stall of one transition, beside the decode step that follows it, and the error of that step's logits."""
     old, new = move
     *before, following = ids
-    device = stages.model.device
-    right = stages.context(new, before, TRANSITIONS["naive"]).feed([following])
+    device = stages.device
+    right = stages.begun(new, before, TRANSITIONS["naive"]).feed([following])
     rows: Rows = []
     for repeat in range(repeats):
-        context = stages.context(old, before, policy)
+        probe, better = stages.begun(old, before, policy), stages.view(new, policy)
+        kept = probe.kept_bytes
         synchronise(device)
         start = time.perf_counter()
-        policy.carry(context, stages.views[new])
+        probe.carry(better, policy)
         synchronise(device)
         carried = time.perf_counter()
-        logits = context.feed([following])
+        logits = probe.feed([following])
         synchronise(device)
         rows.append(
             {
@@ -124,7 +134,7 @@ def _costs(stages: Stages, ids: Sequence[int], move: tuple[int, int], policy: Tr
                 "decode_ms": 1000 * (time.perf_counter() - carried),
                 "logit_error": float((logits - right).abs().max()),
                 "same_token": bool(logits.argmax() == right.argmax()),
-                "kept_bytes": context.kept_bytes,
+                "kept_bytes": kept,
             }
         )
     return rows
@@ -135,9 +145,9 @@ def _continuations(stages: Stages, ids: Sequence[int], config: OpenSessionConfig
     cut, end = config.context_tokens, config.context_tokens + config.continue_tokens
     rows: Rows = []
     for policy in TRANSITIONS.values():
-        context = stages.context(1, ids[: cut - 1], policy)
-        policy.carry(context, stages.views[max(stages.views)])
-        losses = [float(_loss(context.feed([ids[i - 1]]), ids[i])) for i in range(cut, end)]
+        probe = stages.begun(1, ids[: cut - 1], policy)
+        probe.carry(stages.view(max(stages.views), policy), policy)
+        losses = [float(_loss(probe.feed([ids[i - 1]]), ids[i])) for i in range(cut, end)]
         rows.append({"policy": policy.name, "nll": sum(losses) / len(losses), "tokens": len(losses)})
     return rows
 

@@ -1,6 +1,6 @@
 """One timeline, in a process of its own: ``python -m firsttoken.progressive.recovery.timeline_trial < SPEC``.
 
-Prints one line of JSON: a list of rows, times in seconds from the moment the engine starts.
+Prints one line of JSON: a list of rows, times in seconds from the moment the server starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.device_memory import device_now, device_peak
-from firsttoken.progressive.recovery.engine import Engine
+from firsttoken.progressive.recovery.server import GrowingServer, GrowthConfig
 from firsttoken.study.system.footprint import Growth, resident
 
 
@@ -41,7 +41,7 @@ class TimelineSpec:
 
 
 def main(spec: TimelineSpec) -> list[dict[str, Any]]:
-    """Run the engine and its clients, and return what was seen."""
+    """Run the server and its clients, and return what was seen."""
     import transformers
 
     if spec.threads:
@@ -50,10 +50,12 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
     getattr(transformers, architecture)  # a worker has its libraries in memory before a request comes
     growth = Growth()
     rows: list[dict[str, Any]] = [{"row": "memory", "at_s": 0.0, "rss_bytes": growth.before}]
-    engine = Engine(Path(spec.folder), [Link(LinkConfig(spec.gbit_per_s))], device=spec.device, dtype=spec.dtype)
+    link = Link(LinkConfig(spec.gbit_per_s))
+    limits = GrowthConfig(max_sessions=spec.clients, max_prompt_tokens=len(spec.prompt), max_new_tokens=spec.new_tokens)
+    server = GrowingServer(Path(spec.folder), [link], limits, device=spec.device, dtype=spec.dtype)
     start = time.monotonic()
-    engine.start()
-    threads = [threading.Thread(target=_client, args=(engine, spec, i, start, rows)) for i in range(spec.clients)]
+    server.start()
+    threads = [threading.Thread(target=_client, args=(server, spec, i, start, rows)) for i in range(spec.clients)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
@@ -63,19 +65,19 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
     grown = growth.bytes()
     peak = {"row": "peak", "rss_bytes": None if grown is None else growth.before + grown}
     rows.append(peak | {"model_bytes": read_manifest(Path(spec.folder)).bytes} | device_peak(spec.device))
-    events = [{"row": "event", **event} for event in engine.status()["events"]]
-    engine.close()
+    events = [{"row": "event", **event} for event in server.status()["events"]]
+    server.close()
     return rows + events
 
 
-def _client(engine: Engine, spec: TimelineSpec, client: int, start: float, rows: list[dict[str, Any]]) -> None:
+def _client(server: GrowingServer, spec: TimelineSpec, client: int, start: float, rows: list[dict[str, Any]]) -> None:
     """One request after another; the last one that begins in time is finished."""
     for request in itertools.count():
         asked = time.monotonic() - start
         if asked > spec.duration_s:
             return
         tokens = 0
-        for event in engine.submit(spec.prompt, spec.new_tokens, spec.upgrade).events():
+        for event in server.submit(spec.prompt, spec.new_tokens, spec.upgrade).events():
             tokens += 1
             at = event.at_s - start
             rows.append({"row": "token", "client": client, "request": request, "at_s": at, "stage": event.stage})

@@ -1,32 +1,34 @@
 """What becomes of a generation that is running when layers appear (the report leaves it open; errata I9).
 
 Keys and values of earlier tokens were computed by the pruned model: new layers have none of them, and those of every
-layer above a new one, or under another adapter, are no longer what the better model would have computed.
+layer above a new one, or under another adapter, are no longer what the better model would have computed. A policy says
+which layers a request computes again; the engine does it, under the budgets of its steps, beside everybody else.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import pairwise
 from typing import ClassVar
 
-from firsttoken.progressive.loading.views import StageView, lowest_changed
+from firsttoken.progressive.loading.views import StageView, changed
 from firsttoken.progressive.passlayer import PassLayer
-from firsttoken.progressive.recovery.contexts import Context
-from firsttoken.study.errors import StageError
+
+NOTHING = range(0)
 
 
 class Transition(ABC):
-    """A policy: carries a context over to a better stage between two tokens."""
+    """A policy: what a request does again when a better stage arrives."""
 
     name: ClassVar[str]
 
-    def keep(self, view: StageView) -> int | None:
-        """The layer whose input a context under ``view`` must keep; None for nothing."""
-        return None
+    def keep(self, view: StageView) -> tuple[int, ...]:
+        """The layers whose input is kept of every request under ``view``."""
+        return ()
 
     @abstractmethod
-    def carry(self, context: Context, view: StageView) -> None:
-        """Change ``context`` so that its next token comes from ``view``, or leave it as it is."""
+    def redo(self, old: StageView, new: StageView) -> range | None:
+        """The layers whose keys and values are computed again by ``new``; None where a request stays with ``old``."""
 
 
 class RequestBoundary(Transition):
@@ -34,8 +36,8 @@ class RequestBoundary(Transition):
 
     name = "request boundary"
 
-    def carry(self, context: Context, view: StageView) -> None:
-        """Nothing changes, and nothing is stalled."""
+    def redo(self, old: StageView, new: StageView) -> None:
+        """It stays."""
 
 
 class PrefillAgain(Transition):
@@ -43,9 +45,9 @@ class PrefillAgain(Transition):
 
     name = "prefill again"
 
-    def carry(self, context: Context, view: StageView) -> None:
-        """One prefill of the whole context."""
-        context.prefill_again(view)
+    def redo(self, old: StageView, new: StageView) -> range:
+        """Every layer."""
+        return range(len(new.layers))
 
 
 class FromBoundary(Transition):
@@ -58,20 +60,40 @@ class FromBoundary(Transition):
 
     name = "from boundary states"
 
-    def keep(self, view: StageView) -> int | None:
+    def keep(self, view: StageView) -> tuple[int, ...]:
         """The lowest layer that is still passed."""
-        missing = (i for i, layer in enumerate(view.layers) if isinstance(layer, PassLayer))
-        return next(missing, None)
+        return _missing(view)[:1]
 
-    def carry(self, context: Context, view: StageView) -> None:
-        """Recompute from the kept boundary, or everything where something below it changed."""
-        lowest = lowest_changed(context.view, view)
-        if lowest >= len(view.layers):
-            context.view = view
-        elif context.keep is None or lowest < context.keep:
-            context.prefill_again(view)
-        else:
-            context.recompute_from(view, context.keep)
+    def redo(self, old: StageView, new: StageView) -> range:
+        """From the kept boundary on, or everything where something below it changed."""
+        different, depth = changed(old, new), len(new.layers)
+        if not different:
+            return NOTHING
+        kept = self.keep(old)
+        return range(kept[0] if kept and kept[0] <= different.start else 0, depth)
+
+
+class ChangedLayers(Transition):
+    """Partial prefill (DroidSpeak, 4): only the layers that changed are computed again, from the hidden states that the
+    pruned stage had there; those above keep the pruned stage's keys and values, which are not quite right.
+
+    The pruned stage is the sender, the better one the receiver. An adapter that changes with the stage touches every
+    layer, and then this is :class:`PrefillAgain`.
+    """
+
+    name = "partial prefill"
+
+    def keep(self, view: StageView) -> tuple[int, ...]:
+        """Where a run of missing layers begins."""
+        missing = _missing(view)
+        return missing[:1] + tuple(high for low, high in pairwise(missing) if high > low + 1)
+
+    def redo(self, old: StageView, new: StageView) -> range:
+        """From the first layer that changed to the last."""
+        different = changed(old, new)
+        if not different or different.start in self.keep(old):
+            return different
+        return range(0, different.stop)
 
 
 class Naive(Transition):
@@ -79,16 +101,15 @@ class Naive(Transition):
 
     name = "naive"
 
-    def carry(self, context: Context, view: StageView) -> None:
+    def redo(self, old: StageView, new: StageView) -> range:
         """Only the layers change."""
-        context.view = view
+        return NOTHING
 
 
-TRANSITIONS = {policy.name: policy for policy in (RequestBoundary(), PrefillAgain(), FromBoundary(), Naive())}
+TRANSITIONS = {
+    policy.name: policy for policy in (RequestBoundary(), PrefillAgain(), FromBoundary(), ChangedLayers(), Naive())
+}
 
 
-def find_transition(name: str) -> Transition:
-    """The policy called ``name``. Raises StageError when there is none."""
-    if name not in TRANSITIONS:
-        raise StageError(f"no transition policy {name!r}; known: {', '.join(TRANSITIONS)}")
-    return TRANSITIONS[name]
+def _missing(view: StageView) -> tuple[int, ...]:
+    return tuple(i for i, layer in enumerate(view.layers) if isinstance(layer, PassLayer))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -13,8 +12,8 @@ from firsttoken.progressive.service.schema import CompletionRequest
 from firsttoken.progressive.service.text import StopFilter, TextStream, Vocabulary
 
 if TYPE_CHECKING:
-    from firsttoken.progressive.recovery.engine import Engine
-    from firsttoken.progressive.recovery.sessions import Session, TokenEvent
+    from firsttoken.engine.serving import TokenEvent
+    from firsttoken.progressive.recovery.server import GrowingServer
 
 
 @dataclass(frozen=True)
@@ -31,51 +30,45 @@ class Piece:
 
 
 async def answer(
-    engine: Engine, vocabulary: Vocabulary, prompt_ids: list[int], asked: CompletionRequest
+    server: GrowingServer, vocabulary: Vocabulary, prompt_ids: list[int], asked: CompletionRequest
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of an answer as they come. Closing the generator cancels the session.
 
-    Raises, with the first piece, what :meth:`Engine.submit` raises, and at any time what generation meets.
+    Raises, with the first piece, what :meth:`GrowingServer.submit` raises, and at any time what generation meets.
     """
-    session = engine.submit(prompt_ids, asked.max_tokens, asked.upgrade, vocabulary.stop_ids)
+    inbox = _Inbox()
+    session = server.submit(prompt_ids, asked.max_tokens, asked.upgrade, vocabulary.stop_ids, events=inbox)
     text, stops = TextStream(vocabulary.tokenizer, prompt_ids), StopFilter(asked.stop)
     tokens, stage, ended = 0, 0, False
-    async with aclosing(_follow(session)) as events:
-        async for event in events:
+    try:
+        while (event := await inbox.get()) is not None:
             tokens, stage, ended = tokens + 1, event.stage, event.token_id in vocabulary.stop_ids
             if ended:
                 break
             yield Piece(stops.push(text.push(event.token_id)), stage, tokens)
             if stops.stopped:
                 break
+    finally:
+        session.cancel()
     rest = stops.push(text.finish()) + stops.finish()
     yield Piece(rest, stage, tokens, "stop" if ended or stops.stopped else "length")
 
 
-async def _follow(session: Session) -> AsyncGenerator[TokenEvent, None]:
-    """The events of a session; a thread waits for them, so that the event loop need not."""
-    loop = asyncio.get_running_loop()
-    inbox: asyncio.Queue[TokenEvent | Exception | None] = asyncio.Queue()
+class _Inbox:
+    """What a stream's tokens go into on the engine's thread, and come out of on the event loop."""
 
-    def hand_over(item: TokenEvent | Exception | None) -> None:
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[TokenEvent | Exception | None] = asyncio.Queue()
+
+    def put(self, item: TokenEvent | Exception | None) -> None:
+        """Hand over a token, an error, or the end."""
         with suppress(RuntimeError):  # the loop is closed: the replica ends, and nobody waits
-            loop.call_soon_threadsafe(inbox.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
-    def relay() -> None:
-        try:
-            for event in session.events():
-                hand_over(event)
-        except Exception as error:
-            hand_over(error)
-        else:
-            hand_over(None)
-
-    # a thread of its own: the loop's pool has few, and those that wait for slow answers would keep out all others
-    threading.Thread(target=relay, name="answer", daemon=True).start()
-    try:
-        while (item := await inbox.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
-            yield item
-    finally:
-        session.cancel()
+    async def get(self) -> TokenEvent | None:
+        """The next token; None at the end. Raises the error that ended the answer."""
+        item = await self._items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item

@@ -29,7 +29,7 @@ from firsttoken.study.dtypes import AUTO
 from firsttoken.study.errors import FirstTokenError
 
 if TYPE_CHECKING:
-    from firsttoken.progressive.recovery.engine import Engine
+    from firsttoken.progressive.recovery.server import GrowingServer
 
 MOST_BODY_BYTES = 1_000_000
 _PAGE = Path(__file__).with_name("page.html")
@@ -39,10 +39,10 @@ _ONLY_OURS = (
 
 
 class Replica:
-    """The requests that one engine answers. ``name`` tells replicas apart."""
+    """The requests that one server answers. ``name`` tells replicas apart."""
 
-    def __init__(self, engine: Engine, vocabulary: Vocabulary, model: str, name: str) -> None:
-        self._engine, self._vocabulary, self._model, self._name = engine, vocabulary, model, name
+    def __init__(self, server: GrowingServer, vocabulary: Vocabulary, model: str, name: str) -> None:
+        self._server, self._vocabulary, self._model, self._name = server, vocabulary, model, name
         self._created = int(time.time())
 
     async def completions(self, request: Request) -> Response:
@@ -50,7 +50,7 @@ class Replica:
         asked = schema.parse_request(await _body(request))
         self._check_model(asked.model)
         prompt_ids = await asyncio.to_thread(self._vocabulary.prompt_ids, asked.prompt)
-        pieces = answer(self._engine, self._vocabulary, prompt_ids, asked)
+        pieces = answer(self._server, self._vocabulary, prompt_ids, asked)
         replica = {"X-Replica": self._name}
         identity, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
 
@@ -85,13 +85,13 @@ class Replica:
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 when a prompt is answered now, 503 while it would wait for stage 1."""
-        status = self._engine.status()
+        status = self._server.status()
         body = {key: status[key] for key in ("state", "stage", "error")}
         return JSONResponse(body, 200 if status["stage"] else 503)
 
     async def stage(self, request: Request) -> Response:
-        """GET /stage: the engine of the replica that answers, which is named."""
-        return JSONResponse(self._engine.status() | {"replica": self._name})
+        """GET /stage: the state of the replica that answers, which is named."""
+        return JSONResponse(self._server.status() | {"replica": self._name})
 
     async def page(self, request: Request) -> Response:
         """GET /: a page to watch the stages by."""
@@ -103,13 +103,13 @@ class Replica:
             raise HTTPException(404, f"model: {model!r} is not served here; {self._model!r} is")
 
 
-def build_app(replica: Replica, engine: Engine) -> FastAPI:
-    """The application of one replica; when it shuts down, it closes ``engine``."""
+def build_app(replica: Replica, server: GrowingServer) -> FastAPI:
+    """The application of one replica; when it shuts down, it closes ``server``."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(server.close)
 
     return FastAPI(
         routes=[
@@ -125,23 +125,20 @@ def build_app(replica: Replica, engine: Engine) -> FastAPI:
     )
 
 
-def build_replica(config: ServiceConfig) -> FastAPI:
-    """What Ray Serve calls in the process of a replica. Loading begins, and goes on after the return."""
-    from ray import serve
+def build_replica(config: ServiceConfig, name: str) -> FastAPI:
+    """The replica ``name`` of the service. Loading begins, and goes on after the return."""
+    from firsttoken.progressive.recovery.server import GrowingServer, GrowthConfig
 
-    from firsttoken.progressive.recovery.engine import Engine, EngineConfig
-
-    limits = EngineConfig(
+    limits = GrowthConfig(
         threads=config.threads,
         max_sessions=config.max_sessions,
         max_prompt_tokens=config.max_prompt_tokens,
         max_new_tokens=config.max_new_tokens,
     )
-    engine = Engine(config.folder, [Link(LinkConfig(config.gbit_per_s))], limits, dtype=AUTO)
-    engine.start()
+    server = GrowingServer(config.folder, [Link(LinkConfig(config.gbit_per_s))], limits, dtype=AUTO)
+    server.start()
     vocabulary = read_vocabulary(config.folder, config.max_prompt_tokens)
-    name = serve.get_replica_context().replica_id.unique_id
-    return build_app(Replica(engine, vocabulary, config.model, name), engine)
+    return build_app(Replica(server, vocabulary, config.model, name), server)
 
 
 async def _body(request: Request) -> bytes:

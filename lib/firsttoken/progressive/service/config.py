@@ -22,7 +22,7 @@ class ServiceConfig:
     replicas: int = 1
     host: str = "127.0.0.1"
     port: int = 8000
-    max_sessions: int = 8
+    max_sessions: int = 64
     max_prompt_tokens: int = 2048
     max_new_tokens: int = 512
     threads: int = 8

@@ -1,41 +1,18 @@
-"""Ray Serve on this machine, from the first replica to the last: for the command line, for tests and notebooks."""
+"""The service, up for the time of a block or until it is told to end: for the command line, tests and notebooks."""
 
 from __future__ import annotations
 
-import logging
-import os
-import secrets
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import ModuleType
-from typing import Any
 
 from firsttoken.progressive.checkpoint.manifest import check_files, read_manifest
 from firsttoken.progressive.service.config import ServiceConfig
 from firsttoken.study.errors import StageError
-from firsttoken.study.system.allowance import cores
 
-_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_ENVIRONMENT = {
-    _LOOPBACK: "0",  # no cluster, so Ray's own servers bind to 127.0.0.1; by default it is every interface
-    # and the one port that Serve binds to every interface all the same, to unpickle what comes in, asks for a token
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # Ray's 15 puts a replica behind everything else on the machine
-    # patience, as a process of Ray's takes seconds to start on a quiet machine and ten times as long on a busy one
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_worker_register_timeout_seconds": "300",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
-}
-_LATE = "timed out during startup"  # Ray gives its helpers 15 s to report their ports, which nothing can change
-_STARTS = 3  # the next time they are in the page cache
-_OBJECTS_BYTES = 80 << 20  # nothing is kept in Ray's object store, which would take 30 % of the memory
 _EXAMPLE = (
     """curl -N {url}/v1/completions -d '{{"prompt": "The capital of France is", "max_tokens": 32, "stream": true}}'"""
 )
@@ -45,8 +22,9 @@ _EXAMPLE = (
 def running(config: ServiceConfig) -> Iterator[str]:
     """The service, up and answering /health while its weights arrive, for the time of the block; its URL.
 
-    Raises ModelError for a folder that cannot be served, and StageError when ray is missing or runs already, when the
-    port is taken, or when a replica or Ray itself does not start.
+    One replica is this process; several are processes of their own behind Ray Serve. Raises ModelError for a folder
+    that cannot be served, and StageError when what serves is not installed, when the port is taken, or when something
+    does not start.
     """
     from firsttoken.progressive.service.text import read_vocabulary
 
@@ -54,20 +32,12 @@ def running(config: ServiceConfig) -> Iterator[str]:
     check_files(config.folder, read_manifest(config.folder), stages=(1,))
     read_vocabulary(config.folder, config.max_prompt_tokens)
     _check_port(config)
-    ray, serve = _import_ray()
-    usable = cores()
-    _start_node(ray, max(usable, config.replicas))
-    try:
-        http = {"host": config.host, "port": config.port}
-        try:
-            serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
-            serve.run(_application(config, usable, serve), name="firsttoken")
-        except (RuntimeError, TimeoutError) as error:
-            raise StageError(f"the service did not start: {' '.join(str(error).split())}") from error
+    if config.replicas == 1:
+        from firsttoken.progressive.service.process import one_process as serving
+    else:
+        from firsttoken.progressive.service.cluster import replicas as serving
+    with serving(config):
         yield f"http://{config.host}:{config.port}"
-        serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
-    finally:
-        ray.shutdown()
 
 
 def serve_forever(config: ServiceConfig) -> None:
@@ -81,62 +51,6 @@ def serve_forever(config: ServiceConfig) -> None:
         print("shutting down", flush=True)
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def _start_node(ray: ModuleType, usable: int) -> None:
-    for tried in range(1, _STARTS + 1):
-        try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                num_cpus=usable,
-                object_store_memory=_OBJECTS_BYTES,
-            )
-            return
-        except Exception as error:  # Ray has no kind of its own for it
-            ray.shutdown()
-            if _LATE not in str(error):
-                raise
-            if tried == _STARTS:
-                raise StageError(f"Ray did not start in {tried} tries: is this machine very busy? Try again") from error
-
-
-def _application(config: ServiceConfig, usable: int, serve: ModuleType) -> Any:
-    def build() -> Any:  # called in the process of each replica
-        from firsttoken.progressive.service.app import build_replica
-
-        return build_replica(config)
-
-    deployment = serve.deployment(
-        serve.ingress(build)(),
-        name="replica",
-        num_replicas=config.replicas,
-        ray_actor_options={"num_cpus": max(1, usable // config.replicas)},  # also the threads that torch computes with
-        max_ongoing_requests=256,  # Serve would queue what is above; the engine refuses, so that a client can decide
-        max_constructor_retry_count=1,
-        graceful_shutdown_timeout_s=5,
-        graceful_shutdown_wait_loop_s=0.2,
-    )
-    return deployment.bind()
-
-
-def _import_ray() -> tuple[ModuleType, ModuleType]:
-    """ray and ray.serve, told to stay on loopback, behind a token, and to report nothing to anybody."""
-    if sys.modules.get("ray") and os.environ.get(_LOOPBACK) != "0":
-        raise StageError("ray was imported before and would listen on every interface: serve from a fresh process")
-    os.environ.update(_ENVIRONMENT)
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    try:
-        import ray
-        from ray import serve
-    except ImportError as error:
-        raise StageError('serve needs ray: pip install "firsttoken[serve]"') from error
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    if ray.is_initialized():
-        raise StageError("ray runs in this process already: end it with ray.shutdown() first")
-    return ray, serve
 
 
 def _check_port(config: ServiceConfig) -> None:

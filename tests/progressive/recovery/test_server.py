@@ -1,4 +1,4 @@
-"""The engine: it answers while the model grows, and goes on whatever happens to files, links and clients."""
+"""The server: it answers while the model grows, and goes on whatever happens to files, links and clients."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from plain_tokens import Plain, check_greedy, generated, judged
 from transformers import AutoModelForCausalLM
 
+from firsttoken.engine.serving import Stream, TokenEvent
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.manifest import MANIFEST
 from firsttoken.progressive.checkpoint.plan import coarse_first, whole
 from firsttoken.progressive.loading.blobs import adapter_blobs, part_blobs
 from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.recovery import growth
-from firsttoken.progressive.recovery.engine import Engine, EngineConfig
-from firsttoken.progressive.recovery.sessions import Session, TokenEvent
+from firsttoken.progressive.recovery.server import GrowingServer, GrowthConfig
 from firsttoken.progressive.recovery.transitions import FromBoundary, Naive, PrefillAgain, Transition
 from firsttoken.progressive.served import at_stage
 from firsttoken.study.errors import BusyError, LinkError, ModelError, RequestError
@@ -28,35 +28,35 @@ from firsttoken.study.errors import BusyError, LinkError, ModelError, RequestErr
 PROMPT = [20, 31, 42, 53, 64]
 MOVING = [PROMPT, PROMPT[:1], [7, 8, 9]]
 PATIENCE = 120.0  # s; nothing here takes one of them
-OURS = ("engine", "recovery", "placer", "reader-")
+OURS = ("firsttoken-engine", "growth", "placer", "reader-")
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    """Starts engines, and at the end holds them to having ended: none of their threads is left.
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., GrowingServer]]:
+    """Starts servers, and at the end holds them to having ended: none of their threads is left.
 
     What was mended is found soon, though a slow machine has failed many times by then: answers are open meanwhile.
     """
     monkeypatch.setattr(growth, "LONGEST_PAUSE_S", 0.05)
-    engines: list[Engine] = []
+    servers: list[GrowingServer] = []
 
-    def start(staged, link: Link | None = None, policy: Transition | None = None, **config) -> Engine:
-        options = EngineConfig(**({"retry_s": 0.02} | config))
-        engine = Engine(staged.folder, [link or Link()], options, upgrade_policy=policy)
-        engines.append(engine)
-        engine.start()
-        return engine
+    def start(staged, link: Link | None = None, policy: Transition | None = None, **config) -> GrowingServer:
+        options = GrowthConfig(**({"retry_s": 0.02} | config))
+        server = GrowingServer(staged.folder, [link or Link()], options, policy=policy)
+        servers.append(server)
+        server.start()
+        return server
 
     yield start
-    for engine in engines:
-        closing = threading.Thread(target=engine.close, daemon=True)
+    for server in servers:
+        closing = threading.Thread(target=server.close, daemon=True)
         closing.start()
         closing.join(PATIENCE)
         assert not closing.is_alive(), "close() does not end"
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(OURS)]
 
 
-def events_of(session: Session, stage: int = 0) -> list[TokenEvent]:
+def events_of(session: Stream, stage: int = 0) -> list[TokenEvent]:
     """All events, or what the session raises; one that never ends fails instead of hanging.
 
     With a ``stage``, until 20 tokens of it have come, when the client leaves: however long it took to arrive.
@@ -79,7 +79,7 @@ def events_of(session: Session, stage: int = 0) -> list[TokenEvent]:
             raise
 
 
-def tokens_of(session: Session) -> list[int]:
+def tokens_of(session: Stream) -> list[int]:
     return [event.token_id for event in events_of(session)]
 
 
@@ -123,7 +123,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
-def first_event(session: Session) -> TokenEvent:
+def first_event(session: Stream) -> TokenEvent:
     return next(session.events())
 
 
@@ -133,71 +133,71 @@ def first_event(session: Session) -> TokenEvent:
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen2", False)])
 def test_the_whole_model_answers_as_stock_transformers_does(stage, serve, kind, tied):
     staged = stage(kind, tied, adapters=(1, 2))
-    engine = serve(staged)
-    assert engine.wait_stage(3, PATIENCE)
-    status = engine.status()
+    server = serve(staged)
+    assert server.wait_stage(3, PATIENCE)
+    status = server.status()
     assert (status["stage"], status["stages"], status["state"], status["error"]) == (3, 3, "complete", None)
     assert status["bytes_loaded"] == status["bytes_total"] == bytes_until(staged, 3)
-    session = engine.submit(PROMPT, 24)
+    session = server.submit(PROMPT, 24)
     events = events_of(session)
     check_greedy([event.token_id for event in events], greedy(staged.folder, PROMPT, 24))
     assert {event.stage for event in events} == {3}
     assert [event.at_s for event in events] == sorted(event.at_s for event in events)
-    assert engine.status()["sessions"] == 0
+    assert server.status()["sessions"] == 0
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_an_early_stage_answers_as_peft_does(stage, serve, number):
     staged = stage(adapters=(1, 2))
     spoilt = Spoilt(part_path(staged, number + 1))
-    engine = serve(staged, retry_s=PATIENCE)
-    assert engine.wait_stage(number, PATIENCE)
-    check_stage(staged, number, PROMPT, tokens_of(engine.submit(PROMPT, 16)), 16)
-    until(lambda: spoilt.path.name in (engine.status()["error"] or ""), "the failure is told")
+    server = serve(staged, retry_s=PATIENCE)
+    assert server.wait_stage(number, PATIENCE)
+    check_stage(staged, number, PROMPT, tokens_of(server.submit(PROMPT, 16)), 16)
+    until(lambda: spoilt.path.name in (server.status()["error"] or ""), "the failure is told")
 
 
 def test_a_request_that_comes_before_the_first_byte(stage, serve):
     """It computes behind the layers as they arrive, from an embedding that is not there yet."""
     staged = stage(adapters=(1,))
     link = Link(LinkConfig(0.01))
-    engine = serve(staged, link, recover=False)
-    sessions = [engine.submit(PROMPT, 12), engine.submit(PROMPT[:2], 3, upgrade=True)]
-    assert engine.status()["state"] == "loading" and engine.status()["stage"] == 0
+    server = serve(staged, link, recover=False)
+    sessions = [server.submit(PROMPT, 12), server.submit(PROMPT[:2], 3, upgrade=True)]
+    assert server.status()["state"] == "loading" and server.status()["stage"] == 0
     check_stage(staged, 1, PROMPT, tokens_of(sessions[0]), 12)
     check_stage(staged, 1, PROMPT[:2], tokens_of(sessions[1]), 3)
-    assert engine.wait_stage(1, PATIENCE)
-    assert not engine.wait_stage(2, 0.05)
-    assert engine.status()["state"] == "complete", "it was asked to stay there"
+    assert server.wait_stage(1, PATIENCE)
+    assert not server.wait_stage(2, 0.05)
+    assert server.status()["state"] == "complete", "it was asked to stay there"
     assert link.bytes_moved == bytes_until(staged, 1)
 
 
 def test_stop_ids_end_an_answer_and_are_handed_over(stage, serve):
     staged = stage()
-    engine = serve(staged)
-    assert engine.wait_stage(3, PATIENCE)
+    server = serve(staged)
+    assert server.wait_stage(3, PATIENCE)
     expected = greedy(staged.folder, PROMPT, 24).exact()
     stop = expected[5]
-    assert tokens_of(engine.submit(PROMPT, 24, stop_ids=[stop, 999])) == expected[: expected.index(stop) + 1]
-    assert tokens_of(engine.submit(PROMPT, 1)) == expected[:1]
+    assert tokens_of(server.submit(PROMPT, 24, stop_ids=[stop, 999])) == expected[: expected.index(stop) + 1]
+    assert tokens_of(server.submit(PROMPT, 1)) == expected[:1]
 
 
-def across_both(staged, serve, policy: Transition) -> tuple[Engine, list[Session], list[list[TokenEvent]]]:
+def across_both(staged, serve, policy: Transition) -> tuple[GrowingServer, list[list[TokenEvent]]]:
     """A pinned session and three that move on, open while the wire is dead after stage 1 and stage 3 has a bad shard.
 
     Each fault is mended when all have seen the stage before, and they go on until the last stage has been seen.
     """
     link, spoilt = Link(fail_after_bytes=bytes_until(staged, 1)), Spoilt(part_path(staged, 3))
-    engine = serve(staged, link, policy, max_new_tokens=4000)
-    assert engine.wait_stage(1, PATIENCE)
-    sessions = [engine.submit(PROMPT, 4000)] + [engine.submit(prompt, 4000, upgrade=True) for prompt in MOVING]
+    server = serve(staged, link, policy, max_new_tokens=4000)
+    assert server.wait_stage(1, PATIENCE)
+    sessions = [server.submit(PROMPT, 4000)] + [server.submit(prompt, 4000, upgrade=True) for prompt in MOVING]
     heads = [first_event(session) for session in sessions]
     link.restore()
-    assert engine.wait_stage(2, PATIENCE)
+    assert server.wait_stage(2, PATIENCE)
     spoilt.mend()
-    assert engine.wait_stage(3, PATIENCE)
+    assert server.wait_stage(3, PATIENCE)
     answers = [[head, *events_of(session, 3)] for head, session in zip(heads[1:], sessions[1:], strict=True)]
     sessions[0].cancel()
-    return engine, sessions, [[heads[0], *events_of(sessions[0])], *answers]
+    return server, [[heads[0], *events_of(sessions[0])], *answers]
 
 
 def check_moved(staged, prompt: list[int], answer: list[TokenEvent]) -> None:
@@ -215,26 +215,25 @@ def check_moved(staged, prompt: list[int], answer: list[TokenEvent]) -> None:
 @pytest.mark.parametrize("adapters", [(), (1, 2)], ids=["bare", "healed"])
 def test_open_sessions_across_both_transitions(stage, serve, policy, adapters):
     staged = stage(adapters=adapters)
-    engine, sessions, (pinned, *moving) = across_both(staged, serve, policy)
+    server, (pinned, *moving) = across_both(staged, serve, policy)
     assert {event.stage for event in pinned} == {1}
-    assert {session.context.keep for session in sessions[1:]} == {2 if isinstance(policy, FromBoundary) else None}
     check_stage(staged, 1, PROMPT, [event.token_id for event in pinned], len(pinned))
     for prompt, answer in zip(MOVING, moving, strict=True):
         stages = [event.stage for event in answer]
         assert stages == sorted(stages) and set(stages) == {1, 2, 3}
         check_moved(staged, prompt, answer)
-    moved = [event for event in engine.status()["events"] if "moved over" in event["what"]]
+    moved = [event for event in server.status()["events"] if "moved over" in event["what"]]
     assert sorted(event["stage"] for event in moved) == [2, 2, 2, 3, 3, 3]
     assert all(event["took_s"] > 0 for event in moved)
-    assert not any("took_s" in event for event in engine.status()["events"] if event not in moved)
-    assert engine.status()["state"] == "complete" and engine.status()["error"] is None
-    check_greedy(tokens_of(engine.submit(PROMPT, 12)), greedy(staged.folder, PROMPT, 12))
+    assert not any("took_s" in event for event in server.status()["events"] if event not in moved)
+    assert server.status()["state"] == "complete" and server.status()["error"] is None
+    check_greedy(tokens_of(server.submit(PROMPT, 12)), greedy(staged.folder, PROMPT, 12))
 
 
 def test_a_transition_that_is_wrong_shows_in_the_tokens(stage, serve):
     """The control of the one above."""
     staged = stage()
-    _, _, (_, *moving) = across_both(staged, serve, Naive())
+    _, (_, *moving) = across_both(staged, serve, Naive())
     for prompt, answer in zip(MOVING, moving, strict=True):
         with pytest.raises(AssertionError, match="wins by"):
             check_moved(staged, prompt, answer)
@@ -243,49 +242,50 @@ def test_a_transition_that_is_wrong_shows_in_the_tokens(stage, serve):
 def test_the_story_of_a_start(stage, serve):
     staged = stage()
     begun = time.monotonic()
-    engine = serve(staged)
-    assert engine.wait_stage(3, PATIENCE)
+    server = serve(staged)
+    assert server.wait_stage(3, PATIENCE)
     lasted = time.monotonic() - begun
-    events = engine.status()["events"]
+    events = server.status()["events"]
     told = [(event["stage"], event["what"]) for event in events]
     assert told[:3] == [(0, "started"), (1, "loading"), (1, "serving")]
     assert set(told[3:]) <= {(k, what) for k in (2, 3) for what in ("loading", "arrived", "serving")}
     assert told[-1] == (3, "serving") and (2, "arrived") in told and (3, "arrived") in told
     times = [event["at_s"] for event in events]
     assert times == sorted(times) and times[0] >= 0 and times[-1] <= lasted
-    assert json.loads(json.dumps(engine.status())) == engine.status()
-    assert engine.status()["bytes_loaded"] == engine.status()["bytes_total"] == staged.manifest.bytes
+    assert json.loads(json.dumps(server.status())) == server.status()
+    assert server.status()["bytes_loaded"] == server.status()["bytes_total"] == staged.manifest.bytes
 
 
 def test_a_plan_of_one_stage(stage, serve):
     staged = stage(plan=lambda names: whole(names, 6))
-    engine = serve(staged)
-    session = engine.submit(PROMPT, 10, upgrade=True)
+    server = serve(staged)
+    session = server.submit(PROMPT, 10, upgrade=True)
     check_greedy(tokens_of(session), greedy(staged.folder, PROMPT, 10))
-    assert engine.wait_stage(1, PATIENCE) and not engine.wait_stage(2, 0.02)
-    assert (engine.status()["stages"], engine.status()["state"]) == (1, "complete")
+    assert server.wait_stage(1, PATIENCE) and not server.wait_stage(2, 0.02)
+    assert (server.status()["stages"], server.status()["state"]) == (1, "complete")
 
 
 def test_coarse_first(stage, serve):
     staged = stage(plan=lambda names: coarse_first(names, 6))
     link = Link(fail_after_bytes=bytes_until(staged, 1))
-    engine = serve(staged, link, max_new_tokens=4000)
-    assert engine.wait_stage(1, PATIENCE)
-    pinned, moving = engine.submit(PROMPT, 4000), engine.submit(PROMPT, 4000, upgrade=True)
+    server = serve(staged, link, max_new_tokens=4000)
+    assert server.wait_stage(1, PATIENCE)
+    pinned, moving = server.submit(PROMPT, 4000), server.submit(PROMPT, 4000, upgrade=True)
     assert first_event(pinned).stage == first_event(moving).stage == 1
     link.restore()
-    assert engine.wait_stage(2, PATIENCE)
+    assert server.wait_stage(2, PATIENCE)
     assert {event.stage for event in events_of(moving, 2)} == {1, 2}
     pinned.cancel()
     assert {event.stage for event in events_of(pinned)} == {1}
-    check_greedy(tokens_of(engine.submit(PROMPT, 12)), greedy(staged.folder, PROMPT, 12))
+    check_greedy(tokens_of(server.submit(PROMPT, 12)), greedy(staged.folder, PROMPT, 12))
 
 
 # limits
 
 
 def test_what_is_asked_for_has_limits(stage):
-    engine = Engine(stage().folder, [Link()], EngineConfig(max_prompt_tokens=4, max_new_tokens=9, max_sessions=2))
+    limits = GrowthConfig(max_prompt_tokens=4, max_new_tokens=9, max_sessions=2)
+    server = GrowingServer(stage().folder, [Link()], limits)
     for prompt, count, words in [
         ([], 3, "the prompt has 0 tokens; 1 to 4 are taken"),
         (PROMPT, 3, "the prompt has 5 tokens; 1 to 4 are taken"),
@@ -294,55 +294,55 @@ def test_what_is_asked_for_has_limits(stage):
         ([1], 10, "max_tokens is 10; 1 to 9"),
     ]:
         with pytest.raises(RequestError, match=words):
-            engine.submit(prompt, count)
-    sessions = [engine.submit([1, 2, 3, 4], 9), engine.submit([1], 1)]
+            server.submit(prompt, count)
+    sessions = [server.submit([1, 2, 3, 4], 9), server.submit([1], 1)]
     with pytest.raises(BusyError, match="2 requests are open, which is all that is served; try again later"):
-        engine.submit([1], 1)
-    engine.start()
+        server.submit([1], 1)
+    server.start()
     assert [len(tokens_of(session)) for session in sessions] == [9, 1]
-    until(lambda: engine.status()["sessions"] == 0, "both places are free")
-    assert len(tokens_of(engine.submit([1], 1))) == 1
-    engine.close()
+    until(lambda: server.status()["sessions"] == 0, "both places are free")
+    assert len(tokens_of(server.submit([1], 1))) == 1
+    server.close()
 
 
 def test_a_cancelled_session_gives_its_place_back(stage, serve):
-    engine = serve(stage(), max_sessions=1)
-    session = engine.submit(PROMPT, 1000)
+    server = serve(stage(), max_sessions=1)
+    session = server.submit(PROMPT, 1000)
     assert first_event(session)
     with pytest.raises(BusyError):
-        engine.submit(PROMPT, 1)
+        server.submit(PROMPT, 1)
     session.cancel()
     assert len(events_of(session)) < 999, "the iterator ends early, and without an error"
-    until(lambda: engine.status()["sessions"] == 0, "the place is free")
-    assert len(tokens_of(engine.submit(PROMPT, 2))) == 2
+    until(lambda: server.status()["sessions"] == 0, "the place is free")
+    assert len(tokens_of(server.submit(PROMPT, 2))) == 2
 
 
 def test_one_bad_request_is_its_own_affair(stage, serve):
-    engine = serve(stage())
-    good, bad = engine.submit(PROMPT, 30), engine.submit([10_000_000], 5)
-    long = engine.submit(PROMPT * 700, 900)
-    with pytest.raises(RequestError, match="token 10000000 is not in the vocabulary of 260"):
+    server = serve(stage())
+    good, bad = server.submit(PROMPT, 30), server.submit([10_000_000], 5)
+    long = server.submit(PROMPT * 700, 900)
+    with pytest.raises(RequestError, match="a token outside the vocabulary of 260"):
         events_of(bad)
-    with pytest.raises(RequestError, match="the model's context has 4096"):
+    with pytest.raises(RequestError, match="exceed the model's context of 4096 tokens"):
         events_of(long)
     assert len(events_of(good)) == 30
-    assert engine.wait_stage(3, PATIENCE) and len(tokens_of(engine.submit(PROMPT, 3))) == 3
+    assert server.wait_stage(3, PATIENCE) and len(tokens_of(server.submit(PROMPT, 3))) == 3
 
 
 def test_eight_clients_at_once(stage, serve):
     staged = stage()
-    engine = serve(staged, max_sessions=8)
-    assert engine.wait_stage(3, PATIENCE)
+    server = serve(staged, max_sessions=8)
+    assert server.wait_stage(3, PATIENCE)
 
     def client(number: int) -> list[list[int]]:
-        return [tokens_of(engine.submit([number + 1, *PROMPT], 5 + number + again)) for again in range(2)]
+        return [tokens_of(server.submit([number + 1, *PROMPT], 5 + number + again)) for again in range(2)]
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(client, range(8)))
     for number, (once, again) in enumerate(answers):
         expected = greedy(staged.folder, [number + 1, *PROMPT], 6 + number).exact()
         assert once == expected[:-1] and again == expected
-    assert engine.status()["sessions"] == 0
+    assert server.status()["sessions"] == 0
 
 
 # faults
@@ -359,32 +359,32 @@ def test_a_bad_shard_of_stage_2(stage, serve, fault):
         path.unlink()
     else:
         path.write_bytes(content[:-20])
-    engine = serve(staged)
-    until(lambda: engine.status()["state"] == "degraded", "the failure is told")
-    status = engine.status()
+    server = serve(staged)
+    until(lambda: server.status()["state"] == "degraded", "the failure is told")
+    status = server.status()
     assert status["stage"] == 1 and status["error"].startswith("stage 2: layer 02: 000-layer-02.safetensors")
     assert "\n" not in status["error"]
-    until(lambda: sum("failed" in e["what"] for e in engine.status()["events"]) > 1, "it is tried again")
-    check_stage(staged, 1, PROMPT, tokens_of(engine.submit(PROMPT, 8)), 8)
+    until(lambda: sum("failed" in e["what"] for e in server.status()["events"]) > 1, "it is tried again")
+    check_stage(staged, 1, PROMPT, tokens_of(server.submit(PROMPT, 8)), 8)
     path.write_bytes(content)
-    assert engine.wait_stage(3, PATIENCE)
-    assert engine.status()["state"] == "complete" and engine.status()["error"] is None
-    check_greedy(tokens_of(engine.submit(PROMPT, 8)), greedy(staged.folder, PROMPT, 8))
+    assert server.wait_stage(3, PATIENCE)
+    assert server.status()["state"] == "complete" and server.status()["error"] is None
+    check_greedy(tokens_of(server.submit(PROMPT, 8)), greedy(staged.folder, PROMPT, 8))
 
 
 def test_a_link_that_dies_in_the_middle_of_stage_2(stage, serve):
     staged = stage(adapters=(1, 2))
     middle = (bytes_until(staged, 1) + bytes_until(staged, 2)) // 2
     link = Link(fail_after_bytes=middle)
-    engine = serve(staged, link)
-    until(lambda: engine.status()["state"] == "degraded", "the failure is told")
-    assert engine.status()["stage"] == 1 and f"the link died after {middle} bytes" in engine.status()["error"]
-    error = engine.status()["error"]
+    server = serve(staged, link)
+    until(lambda: server.status()["state"] == "degraded", "the failure is told")
+    assert server.status()["stage"] == 1 and f"the link died after {middle} bytes" in server.status()["error"]
+    error = server.status()["error"]
     assert error.startswith("stage 2: ") and " cannot be read: the link died" in error
-    check_stage(staged, 1, PROMPT, tokens_of(engine.submit(PROMPT, 8)), 8)
+    check_stage(staged, 1, PROMPT, tokens_of(server.submit(PROMPT, 8)), 8)
     link.restore()
-    assert engine.wait_stage(3, PATIENCE)
-    check_greedy(tokens_of(engine.submit(PROMPT, 8)), greedy(staged.folder, PROMPT, 8))
+    assert server.wait_stage(3, PATIENCE)
+    check_greedy(tokens_of(server.submit(PROMPT, 8)), greedy(staged.folder, PROMPT, 8))
 
 
 @pytest.mark.parametrize("missing", ["shard", "manifest", "config", "adapter"])
@@ -395,37 +395,37 @@ def test_stage_1_is_not_there_yet(stage, serve, missing):
     path = names.get(missing) or part_path(staged, 1, 3)
     away = path.with_name("away")
     path.rename(away)
-    engine = serve(staged)
-    session = engine.submit(PROMPT, 4)
+    server = serve(staged)
+    session = server.submit(PROMPT, 4)
     with pytest.raises(ModelError, match=path.name.replace(".", r"\.")):
         events_of(session)
-    status = engine.status()
+    status = server.status()
     assert (status["stage"], status["state"]) == (0, "degraded") and path.name in status["error"]
     away.rename(path)
-    assert engine.wait_stage(1, PATIENCE)
-    assert tokens_of(engine.submit(PROMPT, 4, upgrade=False))
-    assert engine.wait_stage(3, PATIENCE) and engine.status()["error"] is None
+    assert server.wait_stage(1, PATIENCE)
+    assert tokens_of(server.submit(PROMPT, 4, upgrade=False))
+    assert server.wait_stage(3, PATIENCE) and server.status()["error"] is None
 
 
 def test_who_is_told_of_a_failure_finds_it_in_the_status(stage, serve, monkeypatch):
-    """However long the engine takes to hear of it itself."""
+    """However long the server takes to hear of it itself."""
     staged, wait = stage(), StageLoad.wait
     monkeypatch.setattr(StageLoad, "wait", lambda load: (time.sleep(0.3), wait(load))[1])
     Spoilt(part_path(staged, 1, 1))
-    engine = serve(staged)
+    server = serve(staged)
     with pytest.raises(ModelError, match="has a wrong sha256"):
-        events_of(engine.submit(PROMPT, 4))
-    assert "has a wrong sha256" in engine.status()["error"]
+        events_of(server.submit(PROMPT, 4))
+    assert "has a wrong sha256" in server.status()["error"]
 
 
 def test_a_link_that_is_dead_from_the_start(stage, serve):
     staged, link = stage(), Link(fail_after_bytes=0)
-    engine = serve(staged, link)
+    server = serve(staged, link)
     with pytest.raises(LinkError, match="the link died after 0 bytes"):
-        events_of(engine.submit(PROMPT, 4))
+        events_of(server.submit(PROMPT, 4))
     link.restore()
-    assert engine.wait_stage(3, PATIENCE)
-    check_greedy(tokens_of(engine.submit(PROMPT, 4)), greedy(staged.folder, PROMPT, 4))
+    assert server.wait_stage(3, PATIENCE)
+    check_greedy(tokens_of(server.submit(PROMPT, 4)), greedy(staged.folder, PROMPT, 4))
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -439,14 +439,14 @@ def test_a_failure_that_nobody_thought_of(stage, serve, number):
     entry = max(tensors.values(), key=lambda entry: entry["start"])
     entry["start"], entry["end"] = entry["start"] - 1, entry["end"] - 1
     path.write_text(json.dumps(broken))
-    engine = serve(staged)
-    until(lambda: engine.status()["state"] == "degraded", "the failure is told")
-    assert engine.status()["stage"] == number - 1
-    assert engine.status()["error"].startswith(f"stage {number}: ") and "\n" not in engine.status()["error"]
+    server = serve(staged)
+    until(lambda: server.status()["state"] == "degraded", "the failure is told")
+    assert server.status()["stage"] == number - 1
+    assert server.status()["error"].startswith(f"stage {number}: ") and "\n" not in server.status()["error"]
     if number == 1:
         path.write_text(content)
-        assert engine.wait_stage(3, PATIENCE)
-    assert len(tokens_of(engine.submit(PROMPT, 4))) == 4
+        assert server.wait_stage(3, PATIENCE)
+    assert len(tokens_of(server.submit(PROMPT, 4))) == 4
 
 
 class Failing(Naive):
@@ -454,47 +454,47 @@ class Failing(Naive):
 
     name = "failing"
 
-    def carry(self, context, view) -> None:
+    def redo(self, old, new) -> range:
         raise RuntimeError("out of memory")
 
 
 def test_a_transition_that_fails_ends_that_session_only(stage, serve):
     staged = stage()
     link = Link(fail_after_bytes=bytes_until(staged, 1))
-    engine = serve(staged, link, Failing())
-    assert engine.wait_stage(1, PATIENCE)
-    pinned, moving = engine.submit(PROMPT, 100), engine.submit(PROMPT, 1000, upgrade=True)
+    server = serve(staged, link, Failing())
+    assert server.wait_stage(1, PATIENCE)
+    pinned, moving = server.submit(PROMPT, 100), server.submit(PROMPT, 1000, upgrade=True)
     assert first_event(moving)
     link.restore()
     with pytest.raises(RuntimeError, match="out of memory"):
         events_of(moving)
     assert len(events_of(pinned)) == 100
-    assert engine.wait_stage(3, PATIENCE)
-    check_greedy(tokens_of(engine.submit(PROMPT, 4)), greedy(staged.folder, PROMPT, 4))
+    assert server.wait_stage(3, PATIENCE)
+    check_greedy(tokens_of(server.submit(PROMPT, 4)), greedy(staged.folder, PROMPT, 4))
 
 
 def test_a_failure_of_stage_3_is_not_forgotten_while_stage_2_takes_over(stage, serve):
     staged = stage()
     part_path(staged, 3).unlink()
     link = Link(fail_after_bytes=bytes_until(staged, 1))
-    engine = None
+    server = None
 
     class Slow(Naive):
         """Carries on when stage 3 has failed."""
 
-        def carry(self, context, view) -> None:
-            until(lambda: "stage 3" in (engine.status()["error"] or ""), "stage 3 fails")
-            super().carry(context, view)
+        def redo(self, old, new) -> range:
+            until(lambda: "stage 3" in (server.status()["error"] or ""), "stage 3 fails")
+            return super().redo(old, new)
 
-    engine = serve(staged, link, Slow(), retry_s=0.2)
-    assert engine.wait_stage(1, PATIENCE)
-    session = engine.submit(PROMPT, 1000, upgrade=True)
+    server = serve(staged, link, Slow(), retry_s=0.2)
+    assert server.wait_stage(1, PATIENCE)
+    session = server.submit(PROMPT, 1000, upgrade=True)
     assert first_event(session)
-    engine._growth._retry_s = PATIENCE  # of stage 3: one failure, and a long time until the next
+    server._growth._retry_s = PATIENCE  # of stage 3: one failure, and a long time until the next
     link.restore()
-    assert engine.wait_stage(2, PATIENCE)
+    assert server.wait_stage(2, PATIENCE)
     session.cancel()
-    assert engine.status()["state"] == "degraded" and "stage 3" in engine.status()["error"]
+    assert server.status()["state"] == "degraded" and "stage 3" in server.status()["error"]
 
 
 # the end
@@ -504,62 +504,62 @@ def test_a_failure_of_stage_3_is_not_forgotten_while_stage_2_takes_over(stage, s
 def test_closing_ends_everything(stage, serve, when):
     staged = stage()
     link = Link(LinkConfig({"stage 1": 0.0015, "stage 2": 0.003, "complete": 0.0}[when]))
-    engine = serve(staged, link, threads=1)
+    server = serve(staged, link, threads=1)
     if when != "stage 1":
-        assert engine.wait_stage(1 if when == "stage 2" else 3, PATIENCE)
-    sessions = [engine.submit(PROMPT, 1000), engine.submit(PROMPT, 1000, upgrade=True)]
+        assert server.wait_stage(1 if when == "stage 2" else 3, PATIENCE)
+    sessions = [server.submit(PROMPT, 1000), server.submit(PROMPT, 1000, upgrade=True)]
     if when != "stage 1":
         assert first_event(sessions[0])
     else:
         until(lambda: link.bytes_moved > 0, "it reads")
-    engine.close()
+    server.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(OURS)]
     for session in sessions:
         with pytest.raises(BusyError, match="the server was closed"):
             events_of(session)
     with pytest.raises(BusyError, match="the server is shutting down"):
-        engine.submit(PROMPT, 1)
+        server.submit(PROMPT, 1)
     moved = link.bytes_moved
     assert moved < bytes_until(staged, int(when[-1])) if when != "complete" else moved, "nothing more is waited for"
-    assert not any("failed" in event["what"] for event in engine.status()["events"]), "and is no failure"
-    engine.close()
+    assert not any("failed" in event["what"] for event in server.status()["events"]), "and is no failure"
+    server.close()
     assert link.bytes_moved == moved
 
 
 def test_closing_during_a_pause_between_two_tries(stage, serve):
     staged = stage()
     part_path(staged, 1).unlink()
-    engine = serve(staged, retry_s=1000)
-    until(lambda: engine.status()["state"] == "degraded", "the failure is told")
-    waiting = engine.submit(PROMPT, 3)
-    engine.close()
+    server = serve(staged, retry_s=1000)
+    until(lambda: server.status()["state"] == "degraded", "the failure is told")
+    waiting = server.submit(PROMPT, 3)
+    server.close()
     with pytest.raises(BusyError, match="the server was closed"):
         events_of(waiting)
 
 
 def test_closing_what_never_started(stage):
-    engine = Engine(stage().folder, [Link()])
-    engine.close()
+    server = GrowingServer(stage().folder, [Link()])
+    server.close()
     with pytest.raises(BusyError):
-        engine.submit(PROMPT, 1)
+        server.submit(PROMPT, 1)
 
 
 def test_clients_that_come_while_it_closes_are_not_forgotten(stage, serve):
     staged = stage()
-    engine = serve(staged, max_sessions=1000)
-    sessions: list[Session] = []
+    server = serve(staged, max_sessions=1000)
+    sessions: list[Stream] = []
 
     def client() -> None:
         try:
             while True:
-                sessions.append(engine.submit(PROMPT, 1000))
+                sessions.append(server.submit(PROMPT, 1000))
         except BusyError:
             pass
 
     threads = [threading.Thread(target=client) for _ in range(3)]
     for thread in threads:
         thread.start()
-    engine.close()
+    server.close()
     for thread in threads:
         thread.join(PATIENCE)
     for session in sessions:

@@ -1,0 +1,85 @@
+"""A cache from elsewhere: keys and values of how a request begins, computed by another model or at another time."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from firsttoken.engine.executor import Executor
+from firsttoken.engine.request import Request
+from firsttoken.engine.work import Redo
+from firsttoken.study.errors import FirstTokenError
+
+
+class PrefixSource(Protocol):
+    """What is stored of the first ``tokens`` tokens of a request; the layers in ``redo`` are computed again.
+
+    It brings the hidden states that enter the first of these, if they are not the embedding's, and then every other
+    layer's keys and values. The engine's thread asks it between two steps and never waits for it.
+    """
+
+    tokens: int
+    redo: range
+
+    def begin(self) -> None:
+        """Let it come."""
+
+    def edge(self) -> Tensor | None:
+        """The hidden states [1, tokens, hidden] that enter the first of ``redo``, once they are there.
+
+        Raises FirstTokenError when they will not come any more.
+        """
+
+    def arrived(self) -> list[tuple[int, Tensor]]:
+        """(layer, keys and values [2, 1, kv_heads, tokens, head_dim]) of what has come since this was asked last.
+
+        Raises FirstTokenError when no more will come, and not all has.
+        """
+
+    @property
+    def complete(self) -> bool:
+        """Whether ``arrived`` has told of every layer that is not computed again."""
+
+    def close(self) -> None:
+        """Nothing more is wanted of it; may be called twice."""
+
+
+class Bringing:
+    """Takes in what the sources of requests bring, and says when a request can run."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def look(self, request: Request) -> bool:
+        """Take in what has come for ``request``; whether it has something to compute now.
+
+        That is what it computes again, as soon as this can begin, and what follows its prefix, once that is whole.
+        Where the source fails everything is computed from the tokens.
+        """
+        source = request.source
+        try:
+            for layer, kv in source.arrived():
+                self._executor.fill(request, layer, kv[..., : source.tokens, :])
+            if request.computed < source.tokens:
+                return self._begun(request, source)
+            if request.redo is None and source.complete:
+                request.give_up_source()
+            return request.redo is not None or request.source is None
+        except FirstTokenError:
+            request.forget()
+            request.computed = 0
+            return True
+
+    def _begun(self, request: Request, source: PrefixSource) -> bool:
+        if not source.redo:
+            if source.complete:
+                request.advance(source.tokens)
+                request.give_up_source()
+            return request.source is None
+        edge = source.edge() if source.redo.start else None
+        if source.redo.start and edge is None:
+            return False
+        request.computed = source.tokens
+        request.redo = Redo(source.redo, source.tokens, edge)
+        return True

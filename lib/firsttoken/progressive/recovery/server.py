@@ -1,0 +1,250 @@
+"""Serving from the first stage on, while the later ones arrive (ProgressiveServe, 3.4.2).
+
+One thread brings the stages. The engine's own thread runs the requests, all that are open in each step; between two
+steps, and nowhere else, a stage that has arrived whole becomes the one that new requests begin with. What happens to
+open ones is their policy's affair (``transitions.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.preemptor import MOVED, Recovery
+from firsttoken.engine.request import Sampling
+from firsttoken.engine.serving import Inbox, Server, Stream
+from firsttoken.link import Link
+from firsttoken.progressive.loading.views import StageView
+from firsttoken.progressive.recovery.growth import Growth
+from firsttoken.progressive.recovery.transitions import PrefillAgain, Transition
+from firsttoken.progressive.recovery.views import GrownView, fused, moving
+from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
+
+POOL_TOKENS = 16_384  # 0.4 GB of keys and values of the default model in 16 bits
+
+
+@dataclass(frozen=True)
+class GrowthConfig:
+    """Limits and habits of a server that grows.
+
+    ``threads`` readers a link; ``verify`` sha256 sums as files arrive; a failed stage is tried again after ``retry_s``
+    seconds, and after twice as long each further time, up to a minute. ``recover`` False stays at stage 1. ``fuse``:
+    the last stage's layers are fused once they are there. The KV pool holds ``max_sessions`` of the longest requests,
+    but at most ``POOL_TOKENS`` tokens, or one such request.
+    """
+
+    threads: int = 8
+    verify: bool = True
+    recover: bool = True
+    retry_s: float = 1.0
+    max_sessions: int = 64
+    max_prompt_tokens: int = 4096
+    max_new_tokens: int = 1024
+    fuse: bool = True
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(scheduler="sarathi"))
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        longest = self.max_prompt_tokens + self.max_new_tokens
+        return max(longest, min(self.max_sessions * longest, POOL_TOKENS))
+
+
+class GrowingServer:
+    """Serves the staged checkpoint in ``folder``, fetched over ``links``, while it arrives; ``dtype`` as in
+    :func:`firsttoken.study.dtypes.serving`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        links: Sequence[Link],
+        config: GrowthConfig | None = None,
+        *,
+        device: str = "cpu",
+        dtype: str = "stored",
+        policy: Transition | None = None,
+    ) -> None:
+        self.config = config = config or GrowthConfig()
+        self._growth = Growth(
+            folder,
+            links,
+            device=device,
+            dtype=dtype,
+            threads=config.threads,
+            verify=config.verify,
+            retry_s=config.retry_s,
+        )
+        self._policy = policy or PrefillAgain()
+        self._change = threading.Condition()
+        self._sessions: dict[Stream, tuple[Sequence[int], Sampling, bool]] = {}  # open, with what each asked for
+        self._server: Server | None = None
+        self._told = threading.Event()  # the status says what the clients are about to hear
+        self._stage = 0
+        self._thread: threading.Thread | None = None
+
+    # the client's side
+
+    def start(self) -> None:
+        """Begin to load and to serve; returns at once."""
+        self._growth.note(0, "started")
+        self._thread = threading.Thread(target=self._grow, name="growth", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        upgrade: bool = False,
+        stop_ids: Sequence[int] = (),
+        events: Inbox | None = None,
+    ) -> Stream:
+        """Open a greedy generation. ``upgrade`` moves it to a better stage when one arrives; else it ends as it began.
+
+        Its tokens go to ``events`` if given, else the stream has them. Returns at once.
+        Raises RequestError for a prompt or a length outside the limits and BusyError when all places are taken; what
+        the model cannot take, and what goes wrong later, the stream raises.
+        """
+        limits = self.config
+        if not 1 <= len(prompt_ids) <= limits.max_prompt_tokens:
+            raise RequestError(f"the prompt has {len(prompt_ids)} tokens; 1 to {limits.max_prompt_tokens} are taken")
+        if not 1 <= max_new_tokens <= limits.max_new_tokens:
+            raise RequestError(f"max_tokens is {max_new_tokens}; 1 to {limits.max_new_tokens} can be asked for")
+        asked = prompt_ids, Sampling(max_new_tokens, stop=tuple(stop_ids)), upgrade
+        with self._change:
+            if self._growth.closing.is_set():
+                raise BusyError("the server is shutting down")
+            if len(self._sessions) >= limits.max_sessions:
+                raise BusyError(
+                    f"{limits.max_sessions} requests are open, which is all that is served; try again later"
+                )
+            session = Stream(self._leave, self._forget, events)
+            self._sessions[session] = asked
+            if self._server is not None:
+                self._server.add(session, *asked)
+        return session
+
+    def status(self) -> dict[str, Any]:
+        """Stage, state and what happened so far; times in seconds since the start."""
+        growth = self._growth
+        with self._change:
+            stage = self._stage
+            complete = bool(stage) and (stage == growth.stages or not self.config.recover)
+            state = "degraded" if growth.error else "complete" if complete else "recovering" if stage else "loading"
+            return {
+                "stage": stage,
+                "stages": growth.stages,
+                "state": state,
+                "error": growth.error or None,
+                "events": list(growth.events),
+                "sessions": len(self._sessions),
+                "bytes_loaded": growth.bytes_moved,
+                "bytes_total": growth.bytes_total,
+            }
+
+    def wait_stage(self, stage: int, timeout_s: float) -> bool:
+        """Wait until requests are served by ``stage`` or a later one; False when ``timeout_s`` is over first."""
+        with self._change:
+            return self._change.wait_for(lambda: self._stage >= stage, timeout_s)
+
+    def close(self) -> None:
+        """End every session, the load that is under way, and both threads."""
+        with self._change:
+            self._growth.closing.set()
+        self._growth.close()
+        if self._thread is not None:
+            self._thread.join()
+
+    # what the streams call
+
+    def _leave(self, session: Stream, wait: bool) -> None:
+        with self._change:
+            server = self._server
+        if server is not None:
+            server.leave(session, wait)
+        else:
+            session.end()
+
+    def _forget(self, session: Stream) -> None:
+        with self._change:
+            self._sessions.pop(session, None)
+
+    # the growing side
+
+    def _grow(self) -> None:
+        """Stage 1, with requests computing behind its layers as they arrive; then the others, one after another."""
+        if (view := self._growth.insist(1, self._begin, self._end_all)) is not None:
+            self._serving(view.stage)
+            for better in self._growth.later(view) if self.config.recover else ():
+                view = better
+                self._server.soon(partial(self._take_over, self._view(view)))
+            if self.config.fuse and view.stage == self._growth.stages:
+                last = fused(self._growth.skeleton, view)
+                self._server.soon(partial(self._server.publish, last, moving(self._policy)))
+            del view  # with the last request that began unfused the layers go
+            self._growth.closing.wait()
+        self._end_all(BusyError("the server was closed"))
+
+    def _begin(self) -> StageView:
+        """Load stage 1, and serve with what is there of it. Raises what the load raises."""
+        load = self._growth.first()
+        skeleton, engine = self._growth.skeleton, self.config.engine
+        blocks = int(self.config.pool_tokens / 16 / (1 - engine.watermark)) + 2
+        executor = LiveExecutor(skeleton.model, blocks, device=skeleton.device)
+        with ExitStack() as streaming:
+            streaming.enter_context(load.streaming())
+            executor.view = self._view(load.view)
+            server = Server(
+                Engine(executor, engine, recovered=self._recovered), self.config.max_sessions, self._explained
+            )
+            self._told.clear()
+            with self._change:
+                self._server = server
+                for session, asked in self._sessions.items():
+                    server.add(session, *asked)
+            view = load.wait()
+            server.between(streaming.close)  # the gates go while no step passes them
+        return view
+
+    def _view(self, modules: StageView) -> GrownView:
+        return GrownView(self._growth.skeleton.model, modules, self._policy)
+
+    def _take_over(self, view: GrownView) -> None:
+        self._server.publish(view, moving(self._policy))
+        self._serving(view.stage)
+
+    def _serving(self, stage: int) -> None:
+        with self._change:
+            self._stage = stage
+            self._growth.note(stage, "serving")
+            self._change.notify_all()
+
+    def _recovered(self, recovery: Recovery) -> None:
+        if recovery.reason == MOVED:
+            what = f"a session of {recovery.tokens} tokens moved over"
+            self._growth.note(self._stage, what, took_s=recovery.recompute_s)
+
+    def _explained(self, error: Exception) -> Exception:
+        """What clients are told when a step fails; when it was the load that did, once the status says so too."""
+        if self._growth.ended_by(error):
+            self._told.wait()
+            return BusyError("the server was closed") if self._growth.closing.is_set() else error
+        return error if isinstance(error, FirstTokenError) else RequestError(f"the engine failed: {error}")
+
+    def _end_all(self, error: Exception) -> None:
+        """Whoever is open ends with ``error``, in the engine or before it."""
+        self._told.set()
+        with self._change:
+            server, self._server = self._server, None
+            waiting = [session for session in self._sessions if session.request is None]
+        if server is not None:
+            server.close(error)
+        for session in waiting if server is None else []:
+            session.end(error)
