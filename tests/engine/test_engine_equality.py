@@ -16,7 +16,7 @@ from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.schedulers.base import VICTIMS
+from firsttoken.engine.schedulers.victims import VICTIMS
 from firsttoken.engine.swap import PATHS
 from firsttoken.engine.swap.path import Moved
 

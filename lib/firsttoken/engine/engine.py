@@ -15,7 +15,8 @@ from firsttoken.engine.preemptor import Preemptor
 from firsttoken.engine.prefixes import PrefixSharing
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.schedulers import scheduler_named
-from firsttoken.engine.schedulers.base import VICTIMS, Scheduler
+from firsttoken.engine.schedulers.base import Scheduler
+from firsttoken.engine.schedulers.victims import VICTIMS
 from firsttoken.engine.trace import Step, Trace
 from firsttoken.engine.work import Kind, Work, shapes
 from firsttoken.study.errors import RequestError
