@@ -18,7 +18,7 @@ from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.schedulers.victims import VICTIMS
 from firsttoken.engine.trace import Step, Trace
-from firsttoken.engine.work import Kind, Work, shapes
+from firsttoken.engine.work import Kind, Work, parted
 from firsttoken.study.errors import RequestError
 
 
@@ -103,12 +103,11 @@ class Engine:
         now = self.executor.now()
         self._account(works, start, now - start)
         produced = []
-        for work, token in zip(works, tokens, strict=True):
-            request = work.request
+        for (request, _, end, _), token in zip(works, tokens, strict=True):
             if request.begun_s is None:
                 request.begun_s = start
-            request.advance(work.end)
-            if work.completes:
+            request.advance(end)
+            if end == len(request.tokens):
                 produced.append((request, token))
                 if request.append(token, now):
                     self._end(request)
@@ -150,15 +149,17 @@ class Engine:
 
     def _account(self, works: Sequence[Work], at_s: float, seconds: float) -> None:
         """Book the step, and what its prefills say about the cost of recomputing."""
-        bookings = [booking for work in works for booking in work.bookings]
-        for booking in bookings:
+        others, contexts = parted(works)
+        for booking in [booking for work in others for booking in work.bookings]:
             self.books[booking.kind] += booking.end - booking.start
-        prefills, contexts = shapes(works)
+        if contexts:
+            self.books[Kind.DECODE] += len(contexts)
+        prefills = tuple((work.start, work.tokens) for work in others)
         self.scheduler.completed(prefills, contexts, seconds)
         if self.trace is not None:
-            self.trace.steps.append(Step(at_s, seconds, prefills, contexts, tuple(bookings)))
-        new = sum(work.tokens for work in works)
-        for work in works:
+            self.trace.steps.append(Step(at_s, seconds, prefills, contexts, tuple(works)))
+        new = sum(work.tokens for work in others) + len(contexts)
+        for work in works if self.preemptor.recovering else others:  # a decode says nothing of recomputing
             self.preemptor.processed(work, seconds * work.tokens / new)
 
     def _end(self, request: Request) -> None:
@@ -174,5 +175,5 @@ class Engine:
         if -(-request.most_cached // self.executor.block_tokens) > usable:
             room = usable * self.executor.block_tokens
             raise RequestError(f"{asked} exceed the KV pool of {room} tokens; ask for fewer or make the pool larger")
-        if not all(0 <= token < limits.vocabulary for token in request.tokens):
+        if min(request.tokens) < 0 or max(request.tokens) >= limits.vocabulary:
             raise RequestError(f"the prompt holds a token outside the vocabulary of {limits.vocabulary}")
