@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.config import USUAL, EngineConfig
 from firsttoken.engine.executor import Executor
+from firsttoken.engine.leap import leap
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor
@@ -59,6 +61,7 @@ class Engine:
         self._coming: list[tuple[tuple[float, int], Request]] = []
         self._open: dict[int, Request] = {}
         self._numbers = 0
+        self._all_decoded = False  # whether the last step decoded all who ran, and did nothing else
 
     @property
     def busy(self) -> bool:
@@ -114,9 +117,11 @@ class Engine:
         return produced
 
     def run(self) -> None:
-        """Step until no request is open."""
+        """Step until no request is open; a simulation takes steps that are alike at once."""
         while self.busy:
             self.step()
+            if self._all_decoded:
+                leap(self, self._coming[0][0][0] if self._coming else math.inf)
 
     def serve(self, items: Iterable[tuple[Sequence[int], Sampling, float]]) -> list[Request]:
         """Run (prompt, sampling, seconds from now) to the end; the requests in the order given."""
@@ -150,6 +155,7 @@ class Engine:
     def _account(self, works: Sequence[Work], at_s: float, seconds: float) -> None:
         """Book the step, and what its prefills say about the cost of recomputing."""
         others, contexts = parted(works)
+        self._all_decoded = len(contexts) == len(works) == len(self.scheduler.running)
         for booking in [booking for work in others for booking in work.bookings]:
             self.books[booking.kind] += booking.end - booking.start
         if contexts:

@@ -23,9 +23,12 @@ class Scheduler(ABC):
     The queues: ``waiting`` (new, or to be recomputed; those go first), ``running`` and ``restoring`` (they have
     blocks), ``swapped``. Only here does a request's phase change: it is the queue that it stands in. Blocks are counted
     in ``pool``; ``block_tokens`` tokens fill one, and ``prefixes``, if given, shares them.
+
+    A ``steady`` one, where nobody waits and its last step decoded all who run, does so until somebody comes or ends.
     """
 
     name: ClassVar[str]
+    steady: ClassVar[bool] = False
 
     def __init__(
         self,
