@@ -21,7 +21,8 @@ DEVICE, REQUESTS = 0, 1  # "processes" of the viewer: one has one row, the other
 
 def write_trace(path: Path, trace: Trace, requests: Sequence[Request]) -> None:
     """Write what ``trace_events`` gives to ``path``, whole or not at all. Raises OSError."""
-    write_text(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": list(trace_events(trace, requests))}))
+    content = {"displayTimeUnit": "ms", "traceEvents": list(trace_events(trace, requests))}
+    write_text(path, json.dumps(content, separators=(",", ":")))
 
 
 def trace_events(trace: Trace, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
