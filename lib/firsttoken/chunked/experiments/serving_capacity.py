@@ -12,11 +12,10 @@ from firsttoken.chunked.bench import Bench, CapacityConfig
 from firsttoken.chunked.capacity import STRICT
 from firsttoken.chunked.hardware import Hardware
 from firsttoken.chunked.policy import Policy
+from firsttoken.chunked.standing import BASE
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import Interval, bootstrap
-
-BASE = "prefill_first"
 
 
 def serving_capacity(profile: Profile) -> Outcome:
