@@ -132,7 +132,7 @@ def test_missing_results_are_listed(capsys) -> None:
     assert {"machine", "layer_distance", "stage_quality"} <= set(line.removeprefix("quick: ").split(", "))
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["measure"], ["claims"], ["fetch"], ["doctor"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["measure"], ["claims"], ["capacity"], ["fetch"], ["doctor"]])
 def test_every_command_explains_itself(command: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--help"])
