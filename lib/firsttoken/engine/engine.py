@@ -106,11 +106,12 @@ class Engine:
         now = self.executor.now()
         self._account(works, start, now - start)
         produced = []
-        for (request, _, end, _), token in zip(works, tokens, strict=True):
+        for work, token in zip(works, tokens, strict=True):
+            request = work.request
             if request.begun_s is None:
                 request.begun_s = start
-            request.advance(end)
-            if end == len(request.tokens):
+            request.advance(work.end)
+            if work.completes:
                 produced.append((request, token))
                 if request.append(token, now):
                     self._end(request)

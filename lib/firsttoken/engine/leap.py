@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from firsttoken.engine.schedulers.victims import FIRST_COME
 from firsttoken.engine.simulated import TOKEN, SimulatedExecutor
 from firsttoken.engine.trace import Step
 from firsttoken.engine.work import Kind, Work
@@ -26,7 +25,7 @@ def leap(engine: Engine, next_arrival_s: float) -> None:
     away = scheduler.waiting or scheduler.swapped or scheduler.restoring
     if not isinstance(executor, SimulatedExecutor) or not scheduler.steady or away or scheduler.prefixes is not None:
         return
-    running = sorted(scheduler.running, key=FIRST_COME)
+    running = sorted(scheduler.running, key=lambda request: request.order)
     most = _that_fit(scheduler, min((one.sampling.max_tokens - len(one.times_s) for one in running), default=0) - 1)
     if most < 2:
         return
@@ -38,7 +37,7 @@ def leap(engine: Engine, next_arrival_s: float) -> None:
         scheduler.completed((), contexts, now - start)
         following = tuple([tokens + 1 for tokens in contexts])
         if engine.trace is not None:
-            works = tuple(map(Work._make, zip(running, contexts, following, contexts, strict=True)))
+            works = tuple(map(Work, running, contexts, following, contexts))
             engine.trace.steps.append(Step(start, now - start, (), contexts, works))
         contexts = following
     for request in running:

@@ -114,8 +114,7 @@ class Request:
     def advance(self, end: int) -> None:
         """A step has left the keys and values of its first ``end`` tokens in the pool."""
         self.cached = end
-        if end > self.computed:
-            self.computed = end
+        self.computed = max(self.computed, end)
 
     def forget(self) -> None:
         """Its keys and values are gone; what was computed will be computed again."""

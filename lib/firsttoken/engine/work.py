@@ -70,9 +70,8 @@ def parted(works: Sequence[Work]) -> tuple[list[Work], tuple[int, ...]]:
     """Works that do more than decode, and the cached tokens of each that decodes."""
     others, contexts = [], []
     for work in works:
-        request, start, _, computed = work
-        if request.prompt_tokens <= start == computed:  # as ``decodes``, without a call: most works of a run come here
-            contexts.append(start)
+        if work.request.prompt_tokens <= work.start == work.computed:  # as ``decodes``, without a call: this is hot
+            contexts.append(work.start)
         else:
             others.append(work)
     return others, tuple(contexts)

@@ -13,7 +13,7 @@ from firsttoken.engine.preemption.base import Action
 from firsttoken.engine.preemptor import Preemptor
 from firsttoken.engine.prefixes import PrefixSharing
 from firsttoken.engine.request import Phase, Request
-from firsttoken.engine.schedulers.victims import FIRST_COME, Victim
+from firsttoken.engine.schedulers.victims import Victim
 from firsttoken.engine.work import Work
 
 
@@ -111,7 +111,7 @@ class Scheduler(ABC):
     def decodes(self) -> list[Work]:
         """One token of every decoding request, the first come first; who finds no block left preempts others."""
         works: list[Work] = []
-        for request in sorted(self.running, key=FIRST_COME):
+        for request in sorted(self.running, key=lambda request: request.order):
             if request.phase is Phase.RUNNING and request.decoding and self._grow(request):
                 works.append(self.work(request, 1))
         return works
@@ -151,7 +151,7 @@ class Scheduler(ABC):
 
         Where the first does not fit the others wait too, unless ``bounds.overtake`` lets any that fits go ahead.
         """
-        for request in sorted(self.swapped, key=FIRST_COME):
+        for request in sorted(self.swapped, key=lambda request: request.order):
             if len(self.running) + len(self.restoring) >= self.bounds.requests:
                 return
             blocks = self.pool.take(self._missing(request, request.cached + 1), admission=True)
