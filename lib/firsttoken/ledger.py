@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from firsttoken.chunked import standing
 from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import pages, paths
 from firsttoken.study.claims import Claim, load_claims
@@ -14,6 +15,7 @@ from firsttoken.study.profile import unknown
 from firsttoken.study.record import Result, all_results, known_machine, pick
 from firsttoken.study.verdicts import Verdict, judge, judge_all
 
+TABLES: pages.Tables = {standing.EXPERIMENT: standing.record_table}
 FOR_THE_RECORD = ("full", "gpu", "paper")  # quick results are whoever ran the notebooks last
 
 
@@ -70,13 +72,16 @@ def table(of: str | None = None, profile: str | None = None) -> str:
 
 
 def update_pages(of: str | None = None) -> None:
-    """Write README.md and data/CLAIMS.md from the record of ``of``. Raises ClaimsError and FirstTokenError."""
-    pages.update(claims(), recorded(), of or machine())
+    """Write README.md, the pages of data and what notebooks say from the record of ``of``.
+
+    Raises ClaimsError and FirstTokenError.
+    """
+    pages.update(claims(), recorded(), of or machine(), TABLES)
 
 
 def outdated_pages(of: str | None = None) -> Iterable[str]:
     """The names of the pages that do not show the record. Raises as ``update_pages``."""
-    return [page.name for page in pages.outdated(claims(), recorded(), of or machine())]
+    return [page.name for page in pages.outdated(claims(), recorded(), of or machine(), TABLES)]
 
 
 def _named(name: str, known: dict[str, Claim]) -> Claim:

@@ -61,11 +61,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
         Experiment(
-            "machine",
-            "What this machine can do at most",
-            "00",
-            "firsttoken.study.ceilings:experiment",
-            "ceilings_summary",
+            "machine", "What this machine reaches", "00", "firsttoken.study.ceilings:experiment", "ceilings_summary"
         ),
         Experiment(
             "sizes", "What a block and its adapters weigh", "11", "firsttoken.progressive.sizes:sizes", "sizes_summary"
@@ -155,11 +151,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "live_summary",
         ),
         Experiment(
-            "online_crosspoint",
-            "A threshold that learns",
-            "23",
-            f"{_ENGINE}.online:online_crosspoint",
-            "online_summary",
+            "online_crosspoint", "A learnt threshold", "23", f"{_ENGINE}.online:online_crosspoint", "online_summary"
         ),
         Experiment(
             "layer_profile", "Which layers to recompute", "30", f"{_KVREUSE}.profiling:layer_profile", "profile_summary"
@@ -220,6 +212,13 @@ EXPERIMENTS: dict[str, Experiment] = {
             "41",
             f"{_CHUNKED}.serving_capacity:serving_capacity",
             "capacity_summary",
+        ),
+        Experiment(
+            "pipeline_bubbles",
+            "What chunks leave idle on a pipeline",
+            "43",
+            f"{_CHUNKED}.pipeline_bubbles:pipeline_bubbles",
+            "pipeline_summary",
         ),
         Experiment(
             "simulator_error",

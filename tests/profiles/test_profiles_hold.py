@@ -24,7 +24,14 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Result
 
-ASKS_NOTHING = {"machine", "sizes", "environment", "serving_capacity", "simulator_error"}  # of a model or of data
+ASKS_NOTHING = {
+    "machine",
+    "sizes",
+    "environment",
+    "serving_capacity",
+    "pipeline_bubbles",
+    "simulator_error",
+}  # of a model or of data
 CASES = [
     (name, profile)
     for name, experiment in EXPERIMENTS.items()

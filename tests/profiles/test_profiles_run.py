@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from firsttoken.assets import corpora, models, needs, shapes
 from firsttoken.assets.qa_files import QAItem
-from firsttoken.chunked.experiments import serving_capacity, simulator_error
+from firsttoken.chunked import bench
+from firsttoken.chunked.experiments import pipeline_bubbles, simulator_error
 from firsttoken.chunked.hardware import Hardware
 from firsttoken.engine.costs.batches import BatchCosts
 from firsttoken.engine.experiments import online
@@ -58,7 +59,11 @@ AGAIN = {"rounds", "few_rounds", "repeats", "recomputes", "runs", "trials", "dra
 FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "preemptions": 10, "short": 4, "long": 4}
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
 LAYERS |= {"deferral": {"sizes"}, "transitions": {"layers", "transitions"}, "latency": {"layers"}}
-CHUNKED = {"capacity": {"requests": 6}, "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4}}
+CHUNKED = {
+    "capacity": {"requests": 6},
+    "pipeline": {"requests": 6},
+    "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4},
+}
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
 
 
@@ -261,8 +266,9 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for place in (sharegpt, online):
             patch.setattr(place, "conversations", few_conversations)
         patch.setattr(Hardware, "read", lambda hardware: BatchCosts())
-        patch.setattr(serving_capacity, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
-        patch.setattr(serving_capacity, "capacity", lambda serve, objective, *, start: (start, serve(start)))
+        for place in (bench, pipeline_bubbles):
+            patch.setattr(place, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
+        patch.setattr(bench, "capacity", lambda serve, objective, *, start: (start, serve(start)))
         patch.setattr(simulator_error, "brought", lambda name: folder)
         served = {"input_toks": 9, "output_toks": 3, "queued_ts": 5.0, "first_token_ts": 5.5, "last_token_ts": 6.5}
         (folder / "vllm_requests.jsonl").write_text(json.dumps(served), encoding="utf-8")

@@ -114,7 +114,7 @@ def test_an_error_is_one_line(arguments: list[str], message: str, capsys) -> Non
 
 def test_the_pages_are_updated_and_checked(root: Path, make_result, capsys) -> None:
     paths.TEMPLATES.mkdir()
-    for page in ("README.md", "CLAIMS.md"):
+    for page in ("README.md", "CLAIMS.md", "CAPACITY.md"):
         (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
     assert main(["claims", "--check"]) == 1
     write_result(make_result(profile="full", machine={"slug": "elsewhere-4c", "gpu": None}))
@@ -132,7 +132,7 @@ def test_missing_results_are_listed(capsys) -> None:
     assert {"machine", "layer_distance", "stage_quality"} <= set(line.removeprefix("quick: ").split(", "))
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["measure"], ["claims"], ["fetch"], ["doctor"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["measure"], ["claims"], ["capacity"], ["fetch"], ["doctor"]])
 def test_every_command_explains_itself(command: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--help"])

@@ -11,6 +11,8 @@ import numpy as np
 from firsttoken.engine.request import Request
 from firsttoken.study.errors import ProfileError
 
+STRICT, RELAXED = "strict", "relaxed"
+TIMES = {STRICT: 5, RELAXED: 25}  # a decode iteration (Table 3)
 SLOWEST, FASTEST = 100, 1000  # times the rate at which a search begins
 
 

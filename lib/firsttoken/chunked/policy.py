@@ -1,21 +1,68 @@
-"""A scheduler as a profile names it: "sarathi 512" is Sarathi with a budget of 512 tokens."""
+"""A scheduler as a profile or a reader names it: "sarathi 512" is Sarathi with a budget of 512 tokens, "mine.py 512"
+the scheduler of a file of one's own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
 from firsttoken.chunked.capacity import Objective
+from firsttoken.chunked.patience import Decisions, bounded
+from firsttoken.chunked.policy_file import blamed, read_scheduler
+from firsttoken.chunked.watched import watched
 from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.study.errors import ProfileError
 
 TTFT_S = 2.0  # of schedulers that have an objective for it: the delay that the paper allows
 
 
-def engine_config(text: str, objective: Objective, requests: int) -> EngineConfig:
-    """The engine of ``text``, for ``objective``, with up to ``requests`` at once; watermark as in vLLM.
+@dataclass(frozen=True)
+class Policy:
+    """``told`` is the text; ``kind`` a name of the registry, or a class of ``file`` whose ``decisions`` are watched."""
 
-    Raises ProfileError for an unknown scheduler, or a budget that is no number.
-    """
-    name, _, budget = text.partition(" ")
-    if budget and not budget.isdigit():
-        raise ProfileError(f"scheduler {text!r}: write the name and, where it has one, the token budget")
-    chosen = {"token_budget": int(budget)} if budget else {}
-    return EngineConfig(scheduler=name, requests=requests, tbt_s=objective.tbt_s, ttft_s=TTFT_S, **chosen)
+    told: str
+    kind: str | type[Scheduler]
+    budget: int | None
+    file: Path | None = None
+    decisions: Decisions = field(default_factory=Decisions)
+
+    @classmethod
+    def named(cls, text: str) -> Policy:
+        """Raises ProfileError for a budget that is no number, and for a file that holds no scheduler."""
+        name, _, last = text.rpartition(" ")
+        if not name or not last.isdigit():
+            name, last = text, ""
+        budget = int(last) if last else None
+        if name.endswith(".py"):
+            file = Path(name).expanduser()
+            decisions = Decisions()
+            return cls(text, watched(read_scheduler(file), file, decisions), budget, file, decisions)
+        if " " in name:
+            raise ProfileError(f"scheduler {text!r}: write the name and, where it has one, the token budget")
+        return cls(text, name, budget)
+
+    def config(self, objective: Objective, requests: int) -> EngineConfig:
+        """The engine's, for ``objective``, with up to ``requests`` at once; watermark as in vLLM.
+
+        Raises ProfileError for an unknown scheduler, and for a budget that it cannot keep.
+        """
+        chosen = {} if self.budget is None else {"token_budget": self.budget}
+        return EngineConfig(scheduler=self.kind, requests=requests, tbt_s=objective.tbt_s, ttft_s=TTFT_S, **chosen)
+
+    @contextmanager
+    def judged(self) -> Iterator[None]:
+        """Around all that runs it: raises ProfileError, one line that names the file, for what a file of one's own does
+        wrong, and where it never ends."""
+        if self.file is None:
+            yield
+            return
+        with bounded(self.decisions, self.file), blamed(self.file):
+            yield
+
+
+def engine_config(text: str, objective: Objective, requests: int) -> EngineConfig:
+    """The engine of the scheduler that ``text`` names. Raises as ``Policy.named`` and ``Policy.config``."""
+    return Policy.named(text).config(objective, requests)

@@ -47,7 +47,9 @@ class BlockPool:
             return None
         for block in idle:
             del self._kept[block]
-        taken = [*shared, *(self._blank.pop() if self._blank else self._evict() for _ in range(wanted))]
+        blank = self._blank[: -wanted - 1 : -1]
+        del self._blank[len(self._blank) - len(blank) :]
+        taken = [*shared, *blank, *(self._evict() for _ in range(wanted - len(blank)))]
         for block in taken:
             self._owners[block] += 1
         return taken

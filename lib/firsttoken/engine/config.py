@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from firsttoken.engine.bounds import Bounds
 from firsttoken.engine.schedulers import scheduler_named
+from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.schedulers.victims import VICTIMS
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import unknown
@@ -13,7 +14,7 @@ from firsttoken.study.profile import unknown
 
 @dataclass(frozen=True)
 class EngineConfig(Bounds):
-    """How requests share the pool.
+    """How requests share the pool. ``scheduler`` is a name, or a class of one's own.
 
     ``victim`` names who is preempted (LIFO in the paper, 2.2); ``watermark`` is the share of blocks that admission
     leaves free (vLLM: 0.01; CPS: 0, 3.1). ``share_prefixes``: requests that begin alike share blocks; off, as the
@@ -21,7 +22,7 @@ class EngineConfig(Bounds):
     unknown, and for bounds that the scheduler cannot keep.
     """
 
-    scheduler: str = "prefill_first"
+    scheduler: str | type[Scheduler] = "prefill_first"
     preemption: str = "recompute"
     victim: str = "last_arrived"
     watermark: float = 0.01

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,6 +11,7 @@ from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.brought import PrefixSource
 from firsttoken.engine.config import USUAL, EngineConfig
 from firsttoken.engine.executor import Executor
+from firsttoken.engine.leap import leap
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
@@ -20,7 +22,7 @@ from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.schedulers.victims import VICTIMS
 from firsttoken.engine.trace import Step, Trace
 from firsttoken.engine.views import Transition, View
-from firsttoken.engine.work import Kind, Work, shapes
+from firsttoken.engine.work import Kind, Work, parted
 from firsttoken.study.errors import RequestError
 
 LOOK_S = 0.001  # between two looks at what comes from elsewhere
@@ -63,6 +65,7 @@ class Engine:
         self._coming: list[tuple[tuple[float, int], Request]] = []
         self._open: dict[int, Request] = {}
         self._numbers = 0
+        self._all_decoded = False  # whether the last step decoded all who ran, and did nothing else
 
     @property
     def busy(self) -> bool:
@@ -158,9 +161,11 @@ class Engine:
         return produced
 
     def run(self) -> None:
-        """Step until no request is open."""
+        """Step until no request is open; a simulation takes steps that are alike at once."""
         while self.busy:
             self.step()
+            if self._all_decoded:
+                leap(self, self._coming[0][0][0] if self._coming else math.inf)
 
     def serve(self, items: Iterable[tuple[Sequence[int], Sampling, float]]) -> list[Request]:
         """Run (prompt, sampling, seconds from now) to the end; the requests in the order given."""
@@ -196,15 +201,18 @@ class Engine:
 
     def _account(self, works: Sequence[Work], at_s: float, seconds: float) -> None:
         """Book the step, and what its prefills say about the cost of recomputing."""
-        bookings = [booking for work in works for booking in work.bookings]
-        for booking in bookings:
+        others, contexts = parted(works)
+        self._all_decoded = len(contexts) == len(works) == len(self.scheduler.running)
+        for booking in [booking for work in others for booking in work.bookings]:
             self.books[booking.kind] += booking.end - booking.start
-        prefills, contexts = shapes(works)
+        if contexts:
+            self.books[Kind.DECODE] += len(contexts)
+        prefills = tuple((work.start, work.tokens) for work in others)
         self.scheduler.completed(prefills, contexts, seconds)
         if self.trace is not None:
-            self.trace.steps.append(Step(at_s, seconds, prefills, contexts, tuple(bookings)))
-        new = sum(work.tokens for work in works)
-        for work in works:
+            self.trace.steps.append(Step(at_s, seconds, prefills, contexts, tuple(works)))
+        new = sum(work.tokens for work in others) + len(contexts)
+        for work in works if self.preemptor.recovering else others:  # a decode says nothing of recomputing
             self.preemptor.processed(work, seconds * work.tokens / new)
 
     def _salt(self, request: Request) -> str:
@@ -224,5 +232,5 @@ class Engine:
         if -(-request.most_cached // self.executor.block_tokens) > usable:
             room = usable * self.executor.block_tokens
             raise RequestError(f"{asked} exceed the KV pool of {room} tokens; ask for fewer or make the pool larger")
-        if not all(0 <= token < limits.vocabulary for token in request.tokens):
+        if min(request.tokens) < 0 or max(request.tokens) >= limits.vocabulary:
             raise RequestError(f"the prompt holds a token outside the vocabulary of {limits.vocabulary}")

@@ -52,6 +52,11 @@ class Preemptor:
         self._open: dict[int, Recovery] = {}
         self._prefills: dict[int, tuple[int, float]] = {}  # tokens and seconds so far of prompts in pieces
 
+    @property
+    def recovering(self) -> bool:
+        """Whether anybody was preempted and has not all back."""
+        return bool(self._open)
+
     def evict(self, victim: Request) -> Action:
         """Save or forget what ``victim`` has cached, and say which; afterwards its blocks may be given away."""
         now = self.executor.now()

@@ -67,7 +67,7 @@ class Request:
         self, number: int, prompt: Sequence[int], sampling: Sampling, arrival_s: float, *, moves: bool = False
     ) -> None:
         try:
-            self.tokens = [index(token) for token in prompt]  # the output is appended
+            self.tokens = list(map(index, prompt))  # the output is appended
         except TypeError as error:
             raise RequestError(f"the prompt holds something that is no token id: {error}") from None
         if not self.tokens:
@@ -75,6 +75,7 @@ class Request:
         self.number = number
         self.sampling = sampling
         self.arrival_s = arrival_s
+        self.order = arrival_s, number  # first come, first served
         self.prompt_tokens = len(self.tokens)
         self.begun_s: float | None = None  # when it was in a step for the first time
         self.times_s: list[float] = []
@@ -151,11 +152,6 @@ class Request:
     def finished(self) -> bool:
         """Whether it is over."""
         return self.phase is Phase.FINISHED
-
-    @property
-    def order(self) -> tuple[float, int]:
-        """First come, first served."""
-        return self.arrival_s, self.number
 
     @property
     def generator(self) -> torch.Generator:

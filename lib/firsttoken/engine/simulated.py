@@ -59,8 +59,13 @@ class SimulatedExecutor:
 
     def execute(self, works: Sequence[Work]) -> list[int]:
         """Charge the step."""
-        self._now += self.costs_at(self._now).step_s(*shapes(works))
+        self.charge(*shapes(works))
         return [TOKEN] * len(works)
+
+    def charge(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        """Let the time of a step of these shapes pass; what the clock says then."""
+        self._now += self.costs_at(self._now).step_s(prefills, contexts)
+        return self._now
 
     def swap_out(self, request: Request) -> Charged | None:
         """Charge the way out, if the host pool has room."""

@@ -83,7 +83,18 @@ class Work(NamedTuple):
         ]
 
 
+def parted(works: Sequence[Work]) -> tuple[list[Work], tuple[int, ...]]:
+    """Works that do more than decode, and the cached tokens of each that decodes."""
+    others, contexts = [], []
+    for work in works:
+        if work.request.prompt_tokens <= work.start == work.computed:  # as ``decodes``, without a call: this is hot
+            contexts.append(work.start)
+        else:
+            others.append(work)
+    return others, tuple(contexts)
+
+
 def shapes(works: Sequence[Work]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
     """What the cost of a step hangs on: (cached, new) tokens of what it prefills, and cached tokens of each decode."""
-    prefills = tuple((work.start, work.tokens) for work in works if not work.decodes)
-    return prefills, tuple(work.start for work in works if work.decodes)
+    others, contexts = parted(works)
+    return tuple((work.start, work.tokens) for work in others), contexts

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from firsttoken.study.claims import NATURES, Claim
+from firsttoken.study.markdown import table
 from firsttoken.study.record import Result, pick
 from firsttoken.study.verdicts import Judgement, Verdict, judge, judge_all, show
 
@@ -38,7 +39,7 @@ def table_for(claims: Iterable[Claim], results: Iterable[Result], machine: str, 
         columns["yours says"] = [judgement.says for judgement in mine]
     columns["the record says" if own else "verdict"] = [judgement.says for judgement in recorded]
     yours = f" Yours: `{own.machine}`, profile {own.profile}, whose samples are smaller." if own else ""
-    return f"{_table(columns)}\n\nRecorded: `{machine}`, the largest profile that was run there.{yours}"
+    return f"{table(columns)}\n\nRecorded: `{machine}`, the largest profile that was run there.{yours}"
 
 
 def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
@@ -56,7 +57,7 @@ def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str)
         "human + compute min": [f"{show(claim.human_min)} + {show(claim.compute_min)}" for claim in claims],
         "verdict": [f"{judgement.says}: {judgement.why}" for judgement in recorded],
     }
-    return _table(columns)
+    return table(columns)
 
 
 def scoreboard(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
@@ -69,7 +70,7 @@ def scoreboard(claims: Sequence[Claim], results: Sequence[Result], machine: str)
         "conditions": [judgement.claim.conditions for judgement in recorded],
         "verdict": [f"**{judgement.says}** ({judgement.claim.notebook})" for judgement in recorded],
     }
-    return _table(columns)
+    return table(columns)
 
 
 def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
@@ -85,7 +86,7 @@ def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> 
         for verdict in Verdict:
             rows[str(verdict)].append(str(sum(judgement.verdict == verdict for judgement in judged)))
         rows["post hoc"].append(str(sum(judgement.post_hoc for judgement in judged)))
-    return _table(rows)
+    return table(rows)
 
 
 def _gpu(claims: Iterable[Claim], results: Iterable[Result], recorded: Iterable[Judgement]) -> dict[str, list[str]]:
@@ -116,12 +117,3 @@ def _tolerance(claim: Claim) -> str:
     if claim.kind == "exact":
         return f"± {show(claim.tolerance)} {claim.unit}".strip() if claim.tolerance else "exact"
     return claim.kind
-
-
-def _table(columns: Mapping[str, Sequence[str]]) -> str:
-    lines = [_row(columns), _row(["---"] * len(columns)), *map(_row, zip(*columns.values(), strict=True))]
-    return "\n".join(lines)
-
-
-def _row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(" ".join(str(cell).replace("|", "\\|").split()) for cell in cells) + " |"

@@ -3,13 +3,14 @@ in them is put there by the program.
 
 A template says ``{{ n("cold_start", "p95_reduction") }}`` for a value as text, ``{{ i(...) }}`` for one with its
 interval, ``{{ v(...) }}`` for the value to reckon with, ``{{ k(...) }}`` for how many observations it has,
-``{{ counts }}``, ``{{ scoreboard }}`` and ``{{ systems }}`` for tables.
+``{{ counts }}``, ``{{ scoreboard }}`` and ``{{ systems }}`` for tables, ``{{ table("serving_capacity") }}`` for the
+table that the system of an experiment makes of its result.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ from firsttoken.study.profile import unknown
 from firsttoken.study.record import Result, known_machine, pick
 from firsttoken.study.verdicts import show
 
+Tables = Mapping[str, Callable[[Result], str]]  # by experiment: systems make them, and ``study`` knows no system
+
 _CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)
 
 
 def pages() -> dict[Path, Path]:
     """Each page with its template. Raises NotebookError for a template without a notebook."""
     readme = {paths.ROOT / "README.md": paths.TEMPLATES / "README.md"}
-    return readme | {paths.CLAIMS_PAGE: paths.TEMPLATES / "CLAIMS.md"} | prose.templates()
+    data = {page: paths.TEMPLATES / page.name for page in (paths.CLAIMS_PAGE, paths.CAPACITY_PAGE)}
+    return readme | data | prose.templates()
 
 
 def recorded_machine() -> str | None:
@@ -38,7 +42,9 @@ def recorded_machine() -> str | None:
     return found.group(1) if found else None
 
 
-def render(template: Path, claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
+def render(
+    template: Path, claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables | None = None
+) -> str:
     """What ``template`` gives, with what was recorded on ``machine``.
 
     Raises ClaimsError for a result or a measure that a template names and nobody recorded, and for what is no template,
@@ -48,10 +54,14 @@ def render(template: Path, claims: Sequence[Claim], results: Sequence[Result], m
 
     known_machine(machine, results)
 
-    def entry(experiment: str, measure: str) -> dict[str, Any]:
+    def recorded(experiment: str) -> Result:
         result = pick(results, experiment, machine=machine)
         if result is None:
             raise ClaimsError(f"{template.name}: no result of {experiment!r} on {machine}")
+        return result
+
+    def entry(experiment: str, measure: str) -> dict[str, Any]:
+        result = recorded(experiment)
         if measure not in result.summary:
             raise ClaimsError(f"{template.name}: {experiment} has no {measure!r}; {unknown(measure, result.summary)}")
         return result.summary[measure]
@@ -61,6 +71,11 @@ def render(template: Path, claims: Sequence[Claim], results: Sequence[Result], m
 
     def observations(experiment: str, measure: str) -> int:
         return entry(experiment, measure)["n"]
+
+    def table(experiment: str) -> str:
+        if experiment not in (tables or {}):
+            raise ClaimsError(f"{template.name}: {experiment!r} has no table; {unknown(experiment, tables or {})}")
+        return tables[experiment](recorded(experiment))
 
     def number(experiment: str, measure: str, digits: int | None = None, scale: float = 1) -> str:
         found = value(experiment, measure)
@@ -80,6 +95,7 @@ def render(template: Path, claims: Sequence[Claim], results: Sequence[Result], m
             i=interval,
             v=value,
             k=observations,
+            table=table,
             machine=machine,
             counts=counts(claims, results, machine),
             scoreboard=scoreboard(claims, results, machine),
@@ -89,22 +105,25 @@ def render(template: Path, claims: Sequence[Claim], results: Sequence[Result], m
         raise ClaimsError(f"{template}: {error}") from error
 
 
-def _written(page: Path, template: Path, claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
-    text = render(template, claims, results, machine)
+def _written(page: Path, template: Path, *content: Any) -> str:
+    text = render(template, *content)
     return prose.filled(page, text) if page.suffix == ".ipynb" else text
 
 
-def outdated(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> list[Path]:
+def outdated(
+    claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables | None = None
+) -> list[Path]:
     """The pages that are not what their templates give. Raises as ``render`` does."""
     return [
         page
         for page, template in pages().items()
-        if not page.exists() or page.read_text(encoding="utf-8") != _written(page, template, claims, results, machine)
+        if not page.exists()
+        or page.read_text(encoding="utf-8") != _written(page, template, claims, results, machine, tables)
     ]
 
 
-def update(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> None:
+def update(claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables | None = None) -> None:
     """Write all pages, or none where one cannot be made. Raises as ``render`` does."""
-    made = {page: _written(page, template, claims, results, machine) for page, template in pages().items()}
+    made = {page: _written(page, template, claims, results, machine, tables) for page, template in pages().items()}
     for page, text in made.items():
         write_text(page, text)

@@ -20,6 +20,7 @@ PROFILES = ENV / "profiles"
 DATA = ROOT / "data"
 CLAIMS = DATA / "claims.yaml"
 CLAIMS_PAGE = DATA / "CLAIMS.md"
+CAPACITY_PAGE = DATA / "CAPACITY.md"
 TEMPLATES = DATA / "templates"  # of the pages that show results
 RECORDED = DATA / "results"  # committed with the code
 RESULTS = OUT / "data" / "results"  # of this reader, the same folder unless FIRSTTOKEN_OUT is set

@@ -13,7 +13,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +121,14 @@ class ProfiledCosts(Costs):
         return (tokens, prefix) if prefix >= 0 else (math.sqrt(2 * pairs), 0.0)
 
     def _lookup(self, *point: float) -> float:
-        corners = [_bracket(axis, value) for axis, value in zip(self.axes, point, strict=True)]
-        return sum(
-            float(self.grid[a, b, c, d]) * p * q * r * s
-            for (a, p), (b, q), (c, r), (d, s) in product(*corners)
-            if p and q and r and s
-        )
+        chunks, prefixes, decodes, contexts = map(_bracket, self.axes, point)
+        at, found = self.grid.item, 0.0
+        for a, p in chunks:
+            for b, q in prefixes:
+                for c, r in decodes:
+                    for d, s in contexts:
+                        found += at(a, b, c, d) * p * q * r * s
+        return found
 
 
 _NO_SWAP = "profiled costs: no profile holds the price of a swap; preempt by recompute, or give the link's own costs"

@@ -6,6 +6,7 @@ import math
 import re
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from firsttoken.engine.costs.tables import MEND, number, rows
@@ -45,10 +46,16 @@ class Unevenness:
 
     def share(self, chunk: float, prefix: float, decodes: int, longest: int, evenness: float) -> float:
         """The share for a batch; ``evenness`` is (mean - least) / (longest - least) of its contexts."""
-        near = min(self.ends[0], key=lambda at: abs(math.log2(1 + at) - math.log2(1 + chunk)))
+        near = _nearest(self.ends[0], chunk)
         rest = zip(self.ends[1:], (decodes, evenness, longest, prefix), strict=True)
         key = (near, *(ends[min(bisect_left(ends, value), len(ends) - 1)] for ends, value in rest))
         return self.shares.get(key, self.otherwise)
+
+
+@lru_cache(maxsize=4096)  # steps that prefill nothing, or a full budget, are most
+def _nearest(chunks: tuple[float, ...], chunk: float) -> float:
+    """Of ``chunks``, by their ratio."""
+    return min(chunks, key=lambda at: abs(math.log2(1 + at) - math.log2(1 + chunk)))
 
 
 def _end(path: Path, line: int, label: str) -> float:

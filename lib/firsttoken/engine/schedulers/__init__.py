@@ -25,8 +25,13 @@ REPORTED: dict[str, type[Scheduler]] = {  # as the report's registry calls them 
 SCHEDULERS: dict[str, type[Scheduler]] = {kind.name: kind for kind in (*_KINDS, *_RIVALS)}
 
 
-def scheduler_named(name: str) -> type[Scheduler]:
-    """The scheduler of this name, its own or the report's. Raises ProfileError when there is none."""
+def scheduler_named(name: str | type[Scheduler]) -> type[Scheduler]:
+    """The scheduler of this name, its own or the report's; a class of one's own is taken as it is.
+
+    Raises ProfileError when there is none of the name.
+    """
+    if isinstance(name, type):
+        return name
     if found := SCHEDULERS.get(name) or REPORTED.get(name):
         return found
     raise ProfileError(f"engine: no scheduler {name!r}; {unknown(name, [*SCHEDULERS, *REPORTED])}")

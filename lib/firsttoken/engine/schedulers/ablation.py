@@ -12,6 +12,7 @@ class ChunkedOnly(Scheduler):
     """Chunks and decodes take turns, each in batches of their own: a decode waits for one chunk, not for a prompt."""
 
     name: ClassVar[str] = "chunked_only"
+    steady: ClassVar[bool] = True
     _chunked = False  # in the last step
 
     def schedule(self) -> list[Work]:
@@ -30,6 +31,7 @@ class HybridOnly(Scheduler):
     """Decodes and whole prompts share a batch, however long a prompt is."""
 
     name: ClassVar[str] = "hybrid_only"
+    steady: ClassVar[bool] = True
 
     def schedule(self) -> list[Work]:
         works, calm = self.ready()

@@ -23,9 +23,12 @@ class Scheduler(Queues, ABC):
     """Says what the coming step processes.
 
     Blocks are counted in ``pool``; ``block_tokens`` tokens fill one, and ``prefixes``, if given, shares them.
+
+    A ``steady`` one, where nobody waits and its last step decoded all who run, does so until somebody comes or ends.
     """
 
     name: ClassVar[str]
+    steady: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -113,7 +116,7 @@ class Scheduler(Queues, ABC):
         works: list[Work] = []
         for request in sorted(self.running, key=lambda request: request.order):
             if request.phase is Phase.RUNNING and request.decoding and self._grow(request):
-                works.append(self.work(request))
+                works.append(self.work(request, 1))
         return works
 
     def ready(self) -> tuple[list[Work], bool]:
@@ -130,7 +133,8 @@ class Scheduler(Queues, ABC):
     def chunks(self, tokens: int, *, admit: bool) -> list[Work]:
         """Up to ``tokens`` tokens of prompts: of those that have begun, then, with ``admit``, of new ones."""
         works: list[Work] = []
-        begun = iter([request for request in self.running if not request.decoding])
+        idle = len(self.running) > len(self.planned)  # else everybody who runs has his part of the step
+        begun = iter([request for request in self.running if not request.decoding] if idle else [])
         while tokens > 0:
             request = next(begun, None) or (self.admit() if admit else None)
             if request is None:
@@ -239,10 +243,9 @@ class Scheduler(Queues, ABC):
 
     def _grow(self, request: Request) -> bool:
         """Take the block that the next token of ``request`` may need; False when it had to give up its own."""
-        missing = self._missing(request, request.cached + 1)
-        if not missing:
+        if request.cached < len(request.blocks) * self.block_tokens:
             return True
-        while (blocks := self.pool.take(missing)) is None:
+        while (blocks := self.pool.take(self._missing(request, request.cached + 1))) is None:
             fixed = {work.request.number for work in self.planned}
             victim = self.victim([other for other in self.running if other.number not in fixed])
             self.preempt(victim)

@@ -12,6 +12,7 @@ class IterationLevel(Scheduler):
     """Whole prompts share a step with decodes. Blocks are reserved at admission, so nobody is preempted."""
 
     name: ClassVar[str] = "iteration_level"
+    steady: ClassVar[bool] = True
 
     def schedule(self) -> list[Work]:
         works = self.decodes()

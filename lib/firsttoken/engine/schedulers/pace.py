@@ -46,9 +46,13 @@ class Pace:
         if self._prices is None:
             return None
         low, high = 0, min(most, int(GROWTH * self._largest))
+        parts = step_parts([], contexts)
         while low < high:
             middle = (low + high + 1) // 2
-            took = float(np.dot(step_parts([(cached, middle)], contexts), self._prices)) * self._margin
+            parts[1:3] = step_parts([(cached, middle)], [])[
+                1:3
+            ]  # the decodes, of which there are many, stay as they are
+            took = float(np.dot(parts, self._prices)) * self._margin
             low, high = (middle, high) if took <= seconds else (low, middle - 1)
         return low
 

@@ -12,6 +12,7 @@ class PrefillFirst(Scheduler):
     """Swapped requests come back before anyone new is admitted, and not in a step that had to preempt."""
 
     name: ClassVar[str] = "prefill_first"
+    steady: ClassVar[bool] = True
 
     def schedule(self) -> list[Work]:
         if works := self.prefills(admit=not self.swapped):

@@ -12,6 +12,7 @@ class RequestLevel(Scheduler):
     """Blocks are reserved for all tokens that a request may have, so nobody is preempted."""
 
     name: ClassVar[str] = "request_level"
+    steady: ClassVar[bool] = True
 
     def schedule(self) -> list[Work]:
         decodes = self.decodes()

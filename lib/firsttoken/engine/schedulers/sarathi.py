@@ -19,6 +19,7 @@ class Sarathi(Scheduler):
     """
 
     name: ClassVar[str] = "sarathi"
+    steady: ClassVar[bool] = True
 
     @classmethod
     def check(cls, bounds: Bounds) -> None:

@@ -1,0 +1,102 @@
+"""One cost table and one sample of lengths, on which every scheduler is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from firsttoken.chunked.capacity import TIMES, Objective, Served, capacity
+from firsttoken.chunked.hardware import Hardware
+from firsttoken.chunked.lengths import lengths, workload
+from firsttoken.chunked.policy import Policy
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.metrics import serve_items
+from firsttoken.engine.request import Request
+from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.trace import Trace
+from firsttoken.study.errors import ProfileError
+
+
+@dataclass(frozen=True)
+class CapacityConfig:
+    """``requests`` of ``lengths`` for each of ``seeds`` draws, at most ``batch`` at once.
+
+    The search starts at ``start`` requests a second. The ``ablation`` schedulers serve ``rate`` requests a second.
+    """
+
+    lengths: str
+    requests: int
+    seeds: int
+    batch: int
+    start: float
+    schedulers: tuple[str, ...]
+    objectives: tuple[str, ...]
+    ablation: tuple[str, ...]
+    rate: float
+
+    def __post_init__(self) -> None:
+        if min(self.requests, self.seeds, self.batch) < 1 or min(self.start, self.rate) <= 0:
+            raise ProfileError("capacity: requests, seeds and batch must be at least 1, start and rate above 0")
+        if odd := set(self.objectives) - TIMES.keys():
+            raise ProfileError(f"capacity: no objective {min(odd)!r}; known: {', '.join(TIMES)}")
+
+
+class Bench:
+    """Raises AssetError and CorpusError for costs or lengths that are not there, or cannot be read."""
+
+    def __init__(self, config: CapacityConfig, hardware: Hardware) -> None:
+        self.config, self.hardware = config, hardware
+        self.costs = hardware.read()
+        pairs = lengths(config.lengths)
+        self.pairs = pairs[pairs.sum(1) <= hardware.tokens]
+        self.iteration_s = hardware.iteration_s(self.costs)
+
+    def objective(self, name: str) -> Objective:
+        """The strict or the relaxed one."""
+        return Objective(TIMES[name] * self.iteration_s)
+
+    def run(self, policy: Policy, objective: Objective, seed: int, rate: float) -> tuple[list[Request], Trace]:
+        """Serve the requests of ``seed`` at ``rate`` requests a second; they, and every step.
+
+        Raises ProfileError for a policy of a file that does what it may not, or never ends.
+        """
+        trace = Trace()
+        with policy.judged():
+            engine = Engine(
+                SimulatedExecutor(self.costs, self.hardware.blocks),
+                policy.config(objective, self.config.batch),
+                trace=trace,
+            )
+            return serve_items(engine, workload(self.pairs, self.config.requests, seed, rate)), trace
+
+    def serve(self, policy: Policy, objective: Objective, seed: int, rate: float) -> tuple[Served, float]:
+        """What clients saw, and the longest step that also decoded, in s."""
+        requests, trace = self.run(policy, objective, seed, rate)
+        return Served.of(requests), max((step.seconds for step in trace.steps if step.contexts), default=0.0)
+
+    def search(
+        self, policy: Policy, objective: Objective, seed: int, tried: Callable[[float], object] = lambda rate: None
+    ) -> dict[str, Any]:
+        """The capacity, and what was served at it; ``tried`` is told each rate."""
+        longest_steps: dict[float, float] = {}
+
+        def serve(rate: float) -> Served:
+            served, longest_steps[rate] = self.serve(policy, objective, seed, rate)
+            tried(rate)
+            return served
+
+        rate, served = capacity(serve, objective, start=self.config.start)
+        row: dict[str, Any] = {"requests_per_s": rate, "trials": len(longest_steps)}
+        if served is not None:
+            row |= served.as_dict() | {"step_max_s": longest_steps[rate]}
+        if policy.kind == "sarathi" and policy.budget:
+            row["budget_step_s"] = self._budget_step_s(policy.budget)
+        return row
+
+    def _budget_step_s(self, budget: int) -> float:
+        """What a step of ``budget`` tokens takes at most: the last chunk of the longest prompt beside a full pool."""
+        longest = int(self.pairs.sum(1).max())
+        decodes = min(self.config.batch, self.hardware.tokens // longest, budget - 1)
+        chunk = budget - decodes
+        return self.costs.step_s([(max(0, longest - chunk), chunk)], [longest] * decodes)

