@@ -18,13 +18,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from firsttoken.link import Link
-from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile
+from firsttoken.progressive.checkpoint.completeness import check_complete, check_header
+from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, check_side
 from firsttoken.progressive.loading.blobs import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
 from firsttoken.progressive.loading.memory import BUFFERS, memory_for
-from firsttoken.progressive.loading.placement import build_on_meta, put, torch_dtype
+from firsttoken.progressive.loading.placement import build_on_meta, put, torch_dtype, untied_shapes
 from firsttoken.progressive.loading.reader import Blob, BlobReader
-from firsttoken.progressive.loading.views import StageView, make_view
+from firsttoken.progressive.loading.views import StageView, check_whole, make_view
 from firsttoken.progressive.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
 
@@ -32,18 +33,19 @@ from firsttoken.study.errors import ModelError
 class Skeleton:
     """The model of a staged checkpoint with no weights yet, and its layers by index whether they compute or not.
 
-    It computes in ``dtype``, or as it is stored; what arrives is converted as it is put in its place.
+    It computes in ``dtype``, or as it is stored; what arrives is converted as it is put in its place. Raises ModelError
+    for a config.json that is not the one that was staged, or describes another model than the manifest.
     """
 
     def __init__(
         self, folder: Path, manifest: Manifest, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> None:
+        check_side(folder, manifest)
         self.model: PreTrainedModel = build_on_meta(folder, dtype or torch_dtype(manifest.dtype))
         self.device = torch.device(device)
         self.model.model.rotary_emb.to(self.device)
         self.layers: list[nn.Module] = list(self.model.model.layers)
-        if len(self.layers) != manifest.depth:
-            raise ModelError(f"{folder} stages {manifest.depth} layers, its config has {len(self.layers)}: stage again")
+        check_complete(folder, manifest, untied_shapes(self.model))
 
     def empty_view(self) -> StageView:
         """No layer has arrived."""
@@ -124,6 +126,7 @@ class StageLoad:
             for index, part in enumerate(self._parts):
                 self._copied[index] = self._place(index, part)
                 self._ready[index].set()
+            check_whole(self.view)
             self.arrived_s = time.monotonic()
         except Exception as error:
             self._error = error
@@ -132,9 +135,10 @@ class StageLoad:
                 event.set()
 
     def _place(self, index: int, part: PartFile) -> torch.cuda.Event | None:
-        data, copied = self._memory.settle(self._reader.wait(self._first_part + index))
+        file, first = self._reader.wait(self._first_part + index), part.data_start
+        check_header(part, bytes(file[:first]))
+        data, copied = self._memory.settle(file[first:])
         begin = time.perf_counter()
-        first = min((entry.start for entry in part.tensors.values()), default=0)
         for name, entry in part.tensors.items():
             module, leaf = self._target(part, name)
             raw = data[entry.start - first : entry.end - first]
