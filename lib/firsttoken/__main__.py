@@ -6,19 +6,16 @@ import argparse
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
-import yaml
-
-from firsttoken import __version__, ledger, running
+from firsttoken import __version__, ledger, option_values, running
 from firsttoken.experiments import run_experiment
-from firsttoken.registry import EXPERIMENTS
+from firsttoken.registry import EXPERIMENTS, find_experiment
 from firsttoken.study import dtypes, paths, storage
-from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.errors import AssetError, FirstTokenError
+from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, notebook_title
-from firsttoken.study.profile import load_profile, profile_names
+from firsttoken.study.profile import check_used, load_profile, profile_names
 from firsttoken.study.record import result_path
 from firsttoken.study.verdicts import show
 
@@ -61,12 +58,16 @@ def run(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace) -> int:
     """Run experiments without notebooks."""
-    profile = load_profile(options.profile, **dict(options.set))
+    profile, used = load_profile(options.profile, **dict(options.set)), set[str]()
+    for name in options.experiments:
+        find_experiment(name)
     for name in options.experiments:
         result = run_experiment(name, profile)
         print(f"{name}: {result.duration_s:.1f} s, {len(result.rows)} rows in {result.path}", flush=True)
         for measure, entry in result.summary.items():
             print(f"  {measure}: {show(entry['value'])} {entry.get('unit', '')}".rstrip())
+        used |= profile.used.keys()
+    check_used(dict(options.set), used)
     return OK
 
 
@@ -89,8 +90,11 @@ def fetch(options: argparse.Namespace) -> int:
     from firsttoken.assets.brought import bring
     from firsttoken.assets.fetch import fetch, load_lock
 
+    lock = {asset.name: asset for asset in load_lock()}
+    if odd := next((name for name in options.names if name not in lock), ""):
+        raise AssetError(f"no asset is called {odd!r}; {unknown(odd, lock)}")
     if options.list:
-        for asset in load_lock():
+        for asset in [lock[name] for name in options.names or lock]:
             missing = asset.missing()
             state = f"missing {len(missing)} of {len(asset.members)} files" if missing else "present"
             print(f"{asset.name}: {asset.pin}, {asset.bytes / 1e6:.0f} MB to download, {asset.licence}; {state}")
@@ -105,7 +109,9 @@ def stage(options: argparse.Namespace) -> int:
     """Write a staged checkpoint of the profile's model."""
     from firsttoken.progressive.staging import stage_model
 
-    manifest = stage_model(load_profile(options.profile, **dict(options.set)), options.folder, options.adapters)
+    profile = load_profile(options.profile, **dict(options.set))
+    manifest = stage_model(profile, options.folder, options.adapters)
+    check_used(dict(options.set), profile.used)
     for number, brought in enumerate(manifest.stages, start=1):
         healed = f", adapter {_size(brought.adapter.bytes)}" if brought.adapter else ""
         print(f"stage {number} ({brought.name}): {len(brought.parts)} files, {_size(brought.bytes)}{healed}")
@@ -156,17 +162,6 @@ def _size(value: int | None) -> str:
     return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    """``key=value`` with the value read as YAML."""
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
-    try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a YAML value") from error
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="firsttoken", description="Attacks on the time to the first token, compared.")
     parser.add_argument("--version", action="version", version=f"firsttoken {__version__}")
@@ -184,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     def setting_option(added: argparse.ArgumentParser) -> None:
         added.add_argument(
             "--set",
-            type=_setting,
+            type=option_values.setting,
             action="append",
             default=[],
             metavar="KEY=VALUE",
@@ -214,24 +209,32 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument(
         "--from",
         dest="from_dir",
-        type=Path,
+        type=option_values.folder,
         metavar="DIR",
         help="take the wheels from a folder, and the files of env/brought.yaml that it has",
     )
     added.add_argument("--list", action="store_true", help="list the assets, their sizes and what is missing")
 
     added = command("stage", stage, "Write a model in stages: served from the first one, whole after the last.")
-    added.add_argument("folder", type=Path, help="the folder to write")
+    added.add_argument("folder", type=option_values.folder, help="the folder to write")
     profile_option(added)
     setting_option(added)
     added.add_argument("--adapters", default="", help="ours, report or none (default: the profile's best)")
 
     added = command("serve", serve, "Serve a staged checkpoint over HTTP while it arrives (needs firsttoken[serve]).")
-    added.add_argument("folder", type=Path, help="what `firsttoken stage` wrote")
-    added.add_argument("--gbit-per-s", type=float, default=0.0, help="rate of the link to the weights (default: all)")
-    added.add_argument("--replicas", type=int, default=1, help="how many replicas serve (default: 1)")
-    added.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    added.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    added.add_argument("folder", type=option_values.folder, help="what `firsttoken stage` wrote")
+    added.add_argument(
+        "--gbit-per-s", type=option_values.rate, default=0.0, help="rate of the link to the weights (default: all)"
+    )
+    added.add_argument(
+        "--replicas", type=option_values.whole(1, 64), default=1, help="how many replicas serve (default: 1)"
+    )
+    added.add_argument(
+        "--host", type=option_values.host, default="127.0.0.1", help="address to listen on (default: this machine only)"
+    )
+    added.add_argument(
+        "--port", type=option_values.whole(0, 65535), default=8000, help="port to listen on (default: 8000)"
+    )
 
     added = command("doctor", doctor, "Print this machine, its versions, its assets and its free disk.")
     added.add_argument("--missing", action="store_true", help="list the experiments without a result on this machine")
