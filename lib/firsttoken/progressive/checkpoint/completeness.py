@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,6 @@ from firsttoken.progressive.checkpoint.layout import CONFIG
 from firsttoken.progressive.checkpoint.manifest import MANIFEST, MEND, Manifest, PartFile
 from firsttoken.study.errors import ModelError, StageError
 from firsttoken.study.foreign.faults import Damaged, blaming
-from firsttoken.study.foreign.json_text import parse_json
 from firsttoken.study.foreign.tensors import METADATA, header_table
 
 
@@ -35,8 +35,8 @@ def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[
 def check_header(part: PartFile, header: bytes) -> None:
     """Raise ModelError unless a file that begins with ``header`` says of its tensors what the manifest says."""
     with blaming(part.file, ModelError, MEND):
-        table = parse_json(header[8:])
-        table.pop(METADATA, None)
         length = int.from_bytes(header[:8], "little") + 8
-        if length != part.data_start or table != header_table(part.tensors, length):
+        table = json.loads(header[8:])  # without limits, and in a tenth of the time: it must equal what is known
+        said = {name: entry for name, entry in table.items() if name != METADATA} if isinstance(table, dict) else table
+        if length != part.data_start or said != header_table(part.tensors, length):
             raise Damaged(f"its header and {MANIFEST} say different things of its tensors")

@@ -185,10 +185,10 @@ def verify(folder: Path, manifest: Manifest) -> None:
         _check_hash(folder / file, what, entry)
 
 
-def check_side(folder: Path, manifest: Manifest) -> None:
-    """Compare config.json and what else lies beside the weights with their hashes. Raises ModelError."""
-    for name, entry in manifest.side.items():
-        _check_hash(folder / name, "beside the weights", entry)
+def check_side(folder: Path, manifest: Manifest, *names: str) -> None:
+    """Compare ``names`` of what lies beside the weights (all by default) with their hashes. Raises ModelError."""
+    for name in names or manifest.side:
+        _check_hash(folder / name, "beside the weights", manifest.side[name])
 
 
 def _check_hash(path: Path, what: str, entry: PartFile | FileEntry) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.completeness import check_complete, check_header
+from firsttoken.progressive.checkpoint.layout import CONFIG
 from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, check_side
 from firsttoken.progressive.loading.blobs import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
@@ -40,9 +41,9 @@ class Skeleton:
     def __init__(
         self, folder: Path, manifest: Manifest, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> None:
-        check_side(folder, manifest)
+        check_side(folder, manifest, CONFIG)
         self.model: PreTrainedModel = build_on_meta(folder, dtype or torch_dtype(manifest.dtype))
-        self.device = torch.device(device)
+        self.folder, self.device = folder, torch.device(device)
         self.model.model.rotary_emb.to(self.device)
         self.layers: list[nn.Module] = list(self.model.model.layers)
         check_complete(folder, manifest, untied_shapes(self.model))
@@ -58,7 +59,8 @@ class StageLoad:
     """One load of ``stages`` on top of ``previous``. :attr:`view` computes while it arrives, inside :meth:`streaming`.
 
     ``reader`` is one that :func:`open_reader` started for the same stages, before this process could import torch.
-    Making the object waits for the adapter, if there is one, and for nothing else. Raises what the reader raises.
+    Making the object waits for the adapter, if there is one, and for nothing else. ``verify`` holds every file against
+    its sha256, those beside the weights with the first stage. Raises what the reader raises, and ModelError.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class StageLoad:
         self.placing_s = 0.0  # that the placer spent on parameters, not on waiting for bytes
         self.arrived_s = 0.0  # time.monotonic when the last parameter was in its place
         try:
+            if verify and not previous.stage:
+                check_side(skeleton.folder, manifest)
             adapter = self._adapter(adapters, manifest.stages[max(stages) - 1].name)
             self.view = self._assemble(previous, max(stages), adapter)
         except BaseException:

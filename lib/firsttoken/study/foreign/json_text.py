@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ from firsttoken.study.foreign.faults import MOST_BYTES, Damaged, read_bytes, sho
 
 DEEPEST = 64
 _DIGITS = 20  # of a whole number: 64 bits and a sign
+_EXTREME = re.compile(r"\d{21}|[eE]\+?\d{3}")  # what only a look at each number tells, which takes ten times as long
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
@@ -27,10 +29,9 @@ def parse_json(text: bytes | str) -> Any:
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
+    numbers = {"parse_int": _whole, "parse_float": _finite} if _EXTREME.search(text) else {}
     try:
-        value = json.loads(
-            text, object_pairs_hook=_object, parse_int=_whole, parse_float=_finite, parse_constant=_constant
-        )
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, **numbers)
     except json.JSONDecodeError as error:
         raise Damaged(f"it is truncated or no JSON (line {error.lineno}: {error.msg})") from error
     except RecursionError:

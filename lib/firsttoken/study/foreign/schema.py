@@ -12,10 +12,11 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
+from itertools import repeat
 from typing import Any, Literal, TypeVar
 
 from firsttoken.study.foreign.faults import Damaged, shown
@@ -58,7 +59,11 @@ def shaped(kind: type[Kind], value: Any, place: str = "", *, others: bool = Fals
     passed over, as in a file of another project, of which a part is used. Raises Damaged, naming the place, for an
     unknown key, a missing one, and a value of another type or out of its range.
     """
-    return _shaped(kind, value, place, others)
+    try:
+        return _reader(kind, others)(value)
+    except _Fault as fault:
+        where = (place + "".join(reversed(fault.path))).lstrip(".")
+        raise Damaged(f"{where}: {fault}" if where else str(fault)) from fault
 
 
 def unknown(name: Any, known: Iterable[str]) -> str:
@@ -68,79 +73,163 @@ def unknown(name: Any, known: Iterable[str]) -> str:
     return f"known: {', '.join(names) or 'none'}" + (f" (did you mean {nearest[0]!r}?)" if nearest else "")
 
 
-def _shaped(hint: Any, value: Any, place: str, others: bool) -> Any:
-    if type(value) is hint and hint is not float:  # exactly: True is no number
-        return value
-    if hint is Any:
-        return value
-    origin = typing.get_origin(hint)
-    if origin is None:
-        if is_dataclass(hint) and isinstance(value, Mapping):
-            return _built(hint, value, place, others)
-        if hint is float and type(value) in (int, float) and math.isfinite(value):
-            return float(value)
-        raise _expected(hint, value, place)
-    inner = typing.get_args(hint)
-    if origin is typing.Annotated:
-        made = _shaped(inner[0], value, place, others)
-        if fault := next((fault for check in inner[1:] if (fault := check(made))), ""):
-            raise Damaged(f"{_of(place)}{fault}, not {shown(value)}")
-        return made
-    if origin in (typing.Union, types.UnionType):
-        if value is None and types.NoneType in inner:
-            return None
-        options = [option for option in inner if option is not types.NoneType]
-        if len(options) == 1:
-            return _shaped(options[0], value, place, others)
-        for option in sorted(options, key=lambda option: type(value) is not option):
-            with suppress(Damaged):
-                return _shaped(option, value, place, others)
-    elif origin is Literal:
-        if any(type(value) is type(known) and value == known for known in inner):
-            return value
-        raise Damaged(f"{_of(place)}{shown(value)} is not known; {unknown(value, map(str, inner))}")
-    elif origin is tuple and isinstance(value, list | tuple):
-        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
-        if len(kinds) == len(value):
-            pairs = enumerate(zip(value, kinds, strict=True))
-            return tuple(_shaped(item_kind, item, f"{place}[{i}]", others) for i, (item, item_kind) in pairs)
-    elif origin is list and isinstance(value, list):
-        return [_shaped(inner[0], item, f"{place}[{i}]", others) for i, item in enumerate(value)]
-    elif origin is dict and isinstance(value, dict):
-        return {key: _shaped(inner[1], item, f"{place}[{shown(key)}]", others) for key, item in value.items()}
-    raise _expected(hint, value, place)
+class _Fault(ValueError):
+    """What is wrong; the place is put together on the way out, so that what is right costs none."""
 
-
-def _built(kind: type, values: Mapping[str, Any], place: str, others: bool) -> Any:
-    fields, required = _fields(kind)
-    made = {}
-    for key, value in values.items():
-        if key in fields:
-            made[key] = _shaped(fields[key], value, f"{place}.{key}" if place else key, others)
-        elif not others:
-            raise Damaged(f"{_of(place)}unknown key {shown(key)}; {unknown(key, fields)}")
-    if absent := next((key for key in required if key not in made), ""):
-        raise Damaged(f"{_of(place)}missing key {absent!r}")
-    try:
-        return kind(**made)
-    except Damaged as error:
-        raise Damaged(f"{_of(place)}{error}") from error
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.path: list[str] = []
 
 
 @cache
-def _fields(kind: type) -> tuple[dict[str, Any], list[str]]:
-    """The types of a dataclass's fields, and the names of those that have no default."""
+def _reader(hint: Any, others: bool) -> Callable[[Any], Any]:
+    """What makes a value of the type ``hint``, or raises _Fault."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: value
+    if is_dataclass(hint):
+        return _dataclass_reader(hint, others)
+    if origin is typing.Annotated:
+        return _checked_reader(_reader(inner[0], others), inner[1:])
+    if origin in (typing.Union, types.UnionType):
+        return _union_reader(hint, inner, others)
+    if origin is Literal:
+        return _literal_reader(inner)
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return _row_reader(hint, [_reader(kind, others) for kind in inner])
+    if origin in (tuple, list):
+        return _sequence_reader(hint, origin, _reader(inner[0], others))
+    if origin is dict:
+        return _mapping_reader(hint, _reader(inner[1], others))
+    return _float_reader if hint is float else _plain_reader(hint)
+
+
+def _plain_reader(kind: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if type(value) is kind:  # exactly: True is no number
+            return value
+        raise _unlike(kind, value)
+
+    return read
+
+
+def _float_reader(value: Any) -> float:
+    if type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    raise _unlike(float, value)
+
+
+def _checked_reader(read: Callable[[Any], Any], checks: Iterable[Fault]) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        made = read(value)
+        for check in checks:
+            if fault := check(made):
+                raise _Fault(f"{fault}, not {shown(value)}")
+        return made
+
+    return checked
+
+
+def _union_reader(hint: Any, inner: tuple[Any, ...], others: bool) -> Callable[[Any], Any]:
+    readers = {option: _reader(option, others) for option in inner if option is not types.NoneType}
+    optional, only = types.NoneType in inner, next(iter(readers.values()))
+
+    def read(value: Any) -> Any:
+        if value is None and optional:
+            return None
+        if len(readers) == 1:
+            return only(value)
+        for option in sorted(readers, key=lambda option: type(value) is not option):
+            with suppress(_Fault):
+                return readers[option](value)
+        raise _unlike(hint, value)
+
+    return read
+
+
+def _literal_reader(known: tuple[Any, ...]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if any(type(value) is type(one) and value == one for one in known):
+            return value
+        raise _Fault(f"{shown(value)} is not known; {unknown(value, map(str, known))}")
+
+    return read
+
+
+def _row_reader(hint: Any, readers: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not isinstance(value, list | tuple) or len(value) != len(readers):
+            raise _unlike(hint, value)
+        return tuple(_each(readers, value))
+
+    return read
+
+
+def _sequence_reader(hint: Any, kind: type, read_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not (isinstance(value, list) or (kind is tuple and isinstance(value, tuple))):
+            raise _unlike(hint, value)
+        return kind(_each(repeat(read_one), value))
+
+    return read
+
+
+def _each(readers: Iterable[Callable[[Any], Any]], values: Iterable[Any]) -> Iterator[Any]:
+    for index, (read, value) in enumerate(zip(readers, values, strict=False)):
+        try:
+            yield read(value)
+        except _Fault as fault:
+            fault.path.append(f"[{index}]")
+            raise
+
+
+def _mapping_reader(hint: Any, read_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _unlike(hint, value)
+        made = {}
+        for key, item in value.items():
+            try:
+                made[key] = read_one(item)
+            except _Fault as fault:
+                fault.path.append(f"[{shown(key)}]")
+                raise
+        return made
+
+    return read
+
+
+def _dataclass_reader(kind: type, others: bool) -> Callable[[Any], Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
     fields = [entry for entry in dataclasses.fields(kind) if entry.init]
+    readers = {entry.name: _reader(hints[entry.name], others) for entry in fields}
     missing = dataclasses.MISSING
     required = [entry.name for entry in fields if entry.default is missing and entry.default_factory is missing]
-    return {entry.name: hints[entry.name] for entry in fields}, required
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _Fault(f"expected a mapping, not {shown(value)}")
+        made = {}
+        for key, item in value.items():
+            if (read_one := readers.get(key)) is not None:
+                try:
+                    made[key] = read_one(item)
+                except _Fault as fault:
+                    fault.path.append(f".{key}")
+                    raise
+            elif not others:
+                raise _Fault(f"unknown key {shown(key)}; {unknown(key, readers)}")
+        for key in required:
+            if key not in made:
+                raise _Fault(f"missing key {key!r}")
+        try:
+            return kind(**made)
+        except Damaged as error:
+            raise _Fault(str(error)) from error
+
+    return read
 
 
-def _of(place: str) -> str:
-    return f"{place}: " if place else ""
-
-
-def _expected(hint: Any, value: Any, place: str) -> Damaged:
-    name = "a mapping" if is_dataclass(hint) else getattr(hint, "__name__", None) if isinstance(hint, type) else None
-    return Damaged(f"{_of(place)}expected {name or str(hint).replace('typing.', '')}, not {shown(value)}")
+def _unlike(hint: Any, value: Any) -> _Fault:
+    name = hint.__name__ if type(hint) is type else str(hint).replace("typing.", "")
+    return _Fault(f"expected {name}, not {shown(value)}")
