@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from firsttoken import __main__ as main_module
 from firsttoken import ledger
 from firsttoken.__main__ import main
+from firsttoken.progressive.served import ServedConfig
 from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import paths
 from firsttoken.study.claims import load_claims
@@ -23,6 +27,8 @@ from firsttoken.study.profile import profile_names
 README = paths.ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 NOTEBOOKS = notebook_paths()
+RESULT = SimpleNamespace(duration_s=0.0, rows=[], path="x", summary={})
+STAGED = SimpleNamespace(stages=())
 
 
 def code_cells(path):
@@ -60,6 +66,40 @@ def test_every_command_in_the_readme_exists(capsys):
     for line in re.findall(r"firsttoken measure ([a-z_ ]+)", TEXT):
         assert set(line.split()) <= set(EXPERIMENTS)
     assert set(re.findall(r"--profile ([a-z]+)", TEXT)) <= set(profile_names())
+
+
+def commands(*pages: str) -> list[list[str]]:
+    """Every `firsttoken ...` line of the pages, as a shell hands it on."""
+    texts = [(paths.ROOT / page).read_text(encoding="utf-8") for page in pages]
+    blocks = [block for text in texts for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    inline = [line for text in texts for line in re.findall(r"`(firsttoken (?!COMMAND)[^`]+)`", text)]
+    asked = (" ".join(line.split()) for line in [*lines, *inline])
+    return [shlex.split(line, comments=True)[1:] for line in asked if line.startswith("firsttoken ")]
+
+
+def test_the_commands_of_the_pages_run_as_they_stand(monkeypatch):
+    """Their options are taken, their experiments exist, and every section of their profile that they set is read."""
+    pages = (
+        "README.md",
+        "env/README.md",
+        "CONTRIBUTING.md",
+        *(str(p) for p in (paths.ROOT / "lib").rglob("README.md")),
+    )
+    found = [words for words in commands(*pages) if "EXPERIMENT" not in words]
+    assert {"stage", "serve", "measure", "claims", "fetch", "doctor"} <= {words[0] for words in found}
+    asked = []
+    monkeypatch.setattr(main_module, "run_experiment", lambda name, profile: asked.append((name, profile)) or RESULT)
+    monkeypatch.setattr(main_module, "check_used", lambda settings, used: None)
+    monkeypatch.setattr("firsttoken.progressive.staging.stage_model", lambda *a: asked.append((a[0], a)) or STAGED)
+    for words in found:
+        options = main_module._parser().parse_args(words)
+        if words[0] in ("measure", "stage"):
+            assert options.command(options) == 0, words
+    staged = [given for _, given in asked if isinstance(given, tuple)]
+    assert all(profile.section("served", ServedConfig) for profile, *_ in staged)
+    assert any(profile.section("served", ServedConfig).task_adapter == "" for profile, *_ in staged)
+    assert {name for name, given in asked if not isinstance(given, tuple)} <= set(EXPERIMENTS)
 
 
 def test_the_pages_show_the_record():

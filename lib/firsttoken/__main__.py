@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from firsttoken import ledger, running
 from firsttoken.experiments import run_experiment
 from firsttoken.options import parser
-from firsttoken.registry import EXPERIMENTS
+from firsttoken.registry import EXPERIMENTS, find_experiment
 from firsttoken.study import dtypes, paths, storage
-from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.errors import AssetError, FirstTokenError
+from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, notebook_title
-from firsttoken.study.profile import load_profile, profile_names
+from firsttoken.study.profile import check_used, load_profile, profile_names
 from firsttoken.study.record import pick, result_path
 from firsttoken.study.verdicts import show
 
@@ -58,12 +59,16 @@ def run(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace) -> int:
     """Run experiments without notebooks."""
-    profile = load_profile(options.profile, **dict(options.set))
+    profile, used = load_profile(options.profile, **dict(options.set)), set[str]()
+    for name in options.experiments:
+        find_experiment(name)
     for name in options.experiments:
         result = run_experiment(name, profile)
         print(f"{name}: {result.duration_s:.1f} s, {len(result.rows)} rows in {result.path}", flush=True)
         for measure, entry in result.summary.items():
             print(f"  {measure}: {show(entry['value'])} {entry.get('unit', '')}".rstrip())
+        used |= profile.used.keys()
+    check_used(dict(options.set), used)
     return OK
 
 
@@ -100,8 +105,11 @@ def fetch(options: argparse.Namespace) -> int:
     from firsttoken.assets.brought import bring
     from firsttoken.assets.fetch import fetch, load_lock
 
+    lock = {asset.name: asset for asset in load_lock()}
+    if odd := next((name for name in options.names if name not in lock), ""):
+        raise AssetError(f"no asset is called {odd!r}; {unknown(odd, lock)}")
     if options.list:
-        for asset in load_lock():
+        for asset in [lock[name] for name in options.names or lock]:
             missing = asset.missing()
             state = f"missing {len(missing)} of {len(asset.members)} files" if missing else "present"
             print(f"{asset.name}: {asset.pin}, {asset.bytes / 1e6:.0f} MB to download, {asset.licence}; {state}")
@@ -116,7 +124,9 @@ def stage(options: argparse.Namespace) -> int:
     """Write a staged checkpoint of the profile's model."""
     from firsttoken.progressive.staging import stage_model
 
-    manifest = stage_model(load_profile(options.profile, **dict(options.set)), options.folder, options.adapters)
+    profile = load_profile(options.profile, **dict(options.set))
+    manifest = stage_model(profile, options.folder, options.adapters)
+    check_used(dict(options.set), profile.used)
     for number, brought in enumerate(manifest.stages, start=1):
         healed = f", adapter {_size(brought.adapter.bytes)}" if brought.adapter else ""
         print(f"stage {number} ({brought.name}): {len(brought.parts)} files, {_size(brought.bytes)}{healed}")

@@ -10,8 +10,8 @@ from firsttoken.study import pages, paths
 from firsttoken.study.claims import Claim, load_claims
 from firsttoken.study.claims_table import Own, table_for
 from firsttoken.study.errors import ClaimsError
+from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.profile import unknown
 from firsttoken.study.record import Result, all_results, known_machine, pick
 from firsttoken.study.verdicts import Verdict, judge, judge_all
 
@@ -74,9 +74,17 @@ def table(of: str | None = None, profile: str | None = None) -> str:
 def update_pages(of: str | None = None) -> None:
     """Write README.md, the pages of data and what notebooks say from the record of ``of``.
 
-    Raises ClaimsError and FirstTokenError.
+    Raises ClaimsError where the pages would lose verdicts that they show, and ClaimsError and FirstTokenError as
+    ``pages.update``.
     """
-    pages.update(claims(), recorded(), of or machine(), TABLES)
+    results, shown = recorded(), machine()
+    new = known_machine(of, results) if of else shown
+    told = {
+        slug: sum(j.verdict != Verdict.NOT_RUN for j in judge_all(claims(), results, slug)) for slug in (shown, new)
+    }
+    if told[new] < told[shown]:
+        raise ClaimsError(f"{new} has {told[new]} verdicts, the pages show {told[shown]} of {shown}; measure the rest")
+    pages.update(claims(), results, new, TABLES)
 
 
 def outdated_pages(of: str | None = None) -> Iterable[str]:

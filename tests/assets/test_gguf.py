@@ -65,7 +65,7 @@ def pinned_gguf(lock_with) -> dict[str, np.ndarray]:
     content = path.read_bytes()
     member = {"path": "tiny.gguf", "saved_as": "tiny.gguf", "bytes": len(content)}
     member["sha256"] = hashlib.sha256(content).hexdigest()
-    texts = dict.fromkeys(("package", "version", "file", "sha256", "licence"), "-")
+    texts = dict.fromkeys(("package", "version", "file", "licence"), "-") | {"sha256": "0" * 64}
     lock_with({"name": "tiny", "bytes": 1, "members": [member], **texts})
     return tensors
 

@@ -40,24 +40,50 @@ def test_triviaqa_puts_the_canonical_answer_first(tmp_path):
 
 @pytest.mark.parametrize("read", [read_squad, read_triviaqa, read_qa])
 def test_missing_and_truncated_files_are_named(read, tmp_path):
-    with pytest.raises(CorpusError, match=r"cannot read .*nowhere.json: No such file"):
+    with pytest.raises(CorpusError, match=r"nowhere.json cannot be read: No such file"):
         read(tmp_path / "nowhere.json")
     path = tmp_path / "cut.json"
     path.write_text(json.dumps(SQUAD)[:-5])
-    with pytest.raises(CorpusError, match=r"cut.json is truncated or no JSON"):
+    with pytest.raises(CorpusError, match=r"cut.json: it is truncated or no JSON .*; (give|download)"):
         read(path)
 
 
 @pytest.mark.parametrize("content", [[], {}, {"data": [{"text": "x"}]}, {"data": 3}, "text", 7])
 def test_another_format_is_no_squad(content, tmp_path):
-    with pytest.raises(CorpusError, match=r"other.json is no SQuAD file"):
+    with pytest.raises(CorpusError, match=r"other.json: .*; give a SQuAD file"):
         read_qa(write(tmp_path / "other.json", content))
 
 
 def test_a_triviaqa_test_file_has_no_answers(tmp_path):
     content = {"Data": [{"QuestionId": "t", "Question": "Which?"}]}
-    with pytest.raises(CorpusError, match=r"is no TriviaQA file .*at fault: 'Answer'"):
+    with pytest.raises(CorpusError, match=r"Data\[0\]: missing key 'Answer'; give a TriviaQA file"):
         read_qa(write(tmp_path / "test.json", content))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p, q: p.update(context=5), r"data\[0\].paragraphs\[0\].context: expected str, not 5"),
+        (lambda p, q: q.update(is_impossible="false"), "is_impossible: expected bool, not 'false'"),
+        (lambda p, q: q.update(answers="Ada"), "answers: expected .*, not 'Ada'"),
+        (lambda p, q: q.update(answers=[{"text": None}]), "text: expected str, not None"),
+        (lambda p, q: q.update(id=7), "id: expected str, not 7"),
+    ],
+)
+def test_a_squad_file_of_other_types(change, words, tmp_path):
+    content = json.loads(json.dumps(SQUAD))
+    paragraph = content["data"][0]["paragraphs"][0]
+    change(paragraph, paragraph["qas"][0])
+    with pytest.raises(CorpusError, match=words):
+        read_squad(write(tmp_path / "other.json", content))
+
+
+@pytest.mark.parametrize(("key", "value"), [("Aliases", "Paris"), ("Aliases", [["Paris"]]), ("Value", 3)])
+def test_a_text_is_no_list_of_its_letters(key, value, tmp_path):
+    content = json.loads(json.dumps(TRIVIA))
+    content["Data"][0]["Answer"][key] = value
+    with pytest.raises(CorpusError, match=rf"Answer.{key}.*: expected"):
+        read_triviaqa(write(tmp_path / "other.json", content))
 
 
 def test_a_file_without_answerable_questions(tmp_path):

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from firsttoken.__main__ import main
+from firsttoken.option_values import setting
+from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import paths
+from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.notebooks import notebook_paths
 from firsttoken.study.record import write_result
@@ -104,12 +107,78 @@ def test_measure_changes_settings_and_prints_the_summary(capsys) -> None:
         (["run", "--profile", "huge"], "firsttoken: no profile 'huge'"),
         (["measure", "machine", "--set", "machine.repeat=1"], "unknown key 'repeat'"),
         (["claims", "--update"], "templates/README.md: [Errno 2] No such file"),
+        (["claims", "--update", "--machine", "typo"], "no results of a machine 'typo'"),
+        (["measure", "machine", "sizes", "nosuch"], "no experiment 'nosuch'"),
+        (["measure", "machine", "--set", "seed=-1"], "seed: expected 0 to 4,294,967,295, not -1"),
+        (["measure", "machine", "--set", "threads=3000000000"], "threads: expected 0 to 1,024"),
+        (["measure", "machine", "--set", "name=x"], "unknown key 'name'"),
+        (["measure", "machine", "--set", "device=tpu"], "device: 'tpu' is not known; known: auto, cpu, cuda"),
+        (["measure", "stage_quality", "--set", "quality.recipes=[]"], "recipes: expected at least one, not []"),
+        (["stage", "x", "--set", "served.block_size=1000000000000"], "block_size: expected 0 to 1,000"),
+        (["stage", "x", "--set", "model=~nosuch/x", "--set", "served.task_adapter="], "no model folder ~nosuch/x"),
+        (["run", "--only", ""], "no notebook ''"),
     ],
 )
 def test_an_error_is_one_line(arguments: list[str], message: str, capsys) -> None:
     assert main(arguments) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "x", "--gbit-per-s", "nan"], "'nan' is no rate"),
+        (["serve", "x", "--gbit-per-s", "-1"], "'-1' is no rate"),
+        (["serve", "x", "--gbit-per-s", "inf"], "'inf' is no rate"),
+        (["serve", "x", "--port", "70000"], "no number from 0 to 65535"),
+        (["serve", "x", "--replicas", "0"], "no number from 1 to 64"),
+        (["serve", "x", "--host", ""], "name an address"),
+        (["stage", ""], "name a folder"),
+        (["measure", "machine", "--set", "machine.repeats=["], "is not a YAML value"),
+        (["measure", "machine", "--set", "machine.repeats=.nan"], "is not a YAML value"),
+        (["measure", "machine", "--set", "=1"], "is not key=value"),
+    ],
+)
+def test_an_option_is_checked_before_anything_starts(arguments: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", [".", "/"])
+def test_a_folder_that_is_no_name_for_a_checkpoint(folder: str, tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "mine.txt").write_text("keep me", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    options = ["--set", "model=random:tiny", "--set", "served.block_start=1", "--set", "served.block_size=2"]
+    assert main(["stage", folder, *options, "--adapters", "none"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and (tmp_path / "mine.txt").read_text() == "keep me"
+
+
+def test_a_setting_that_nothing_reads_is_an_error(capsys) -> None:
+    assert main(["measure", "sizes", "--set", "served.nosuch=1"]) == 2
+    assert "--set served.nosuch: nothing that ran reads this section" in capsys.readouterr().err
+
+
+def test_the_empty_text_is_a_value() -> None:
+    assert setting("served.task_adapter=") == ("served.task_adapter", "")
+    assert setting("a.limit=null") == ("a.limit", None) and setting("a.rate=1e-4") == ("a.rate", 1e-4)
+
+
+def test_the_pages_keep_their_verdicts(root: Path, make_result, capsys) -> None:
+    paths.TEMPLATES.mkdir()
+    for page in ("README.md", "CLAIMS.md"):
+        (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
+    claim = load_claims(paths.CLAIMS, EXPERIMENTS)[0]
+    measure = {measure: {"value": 25.0} for measure in claim.measures}
+    for slug, summary in (("a-4c", measure), ("b-4c", {"x": {"value": 1}})):
+        machine = {"slug": slug, "gpu": None}
+        write_result(make_result(experiment=claim.experiment, profile="full", machine=machine, summary=summary))
+    assert main(["claims", "--update", "--machine", "a-4c"]) == 0
+    before = (root / "README.md").read_text(encoding="utf-8")
+    assert main(["claims", "--update", "--machine", "b-4c"]) == 2
+    assert "b-4c has 0 verdicts, the pages show 1 of a-4c; measure the rest" in capsys.readouterr().err
+    assert (root / "README.md").read_text(encoding="utf-8") == before
 
 
 def test_the_pages_are_updated_and_checked(root: Path, make_result, capsys) -> None:

@@ -47,9 +47,16 @@ def test_a_value_that_json_cannot_hold_is_refused(make_result) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 99}, "schema 99, this version reads 2"),
+        ({"schema": 99}, "schema 99, this version reads 2; measure it again"),
         ({"extra": 1}, "unknown key 'extra'"),
         ({"rows": None}, "missing key 'rows'"),
+        ({"machine": {}}, "machine: does not say on which machine"),
+        ({"machine": {"slug": "x", "gpu": 3}}, "machine: does not say on which machine"),
+        ({"summary": {"x": {}}}, r"summary\['x'\]: expected a value"),
+        ({"summary": {"x": {"value": 1, "low": 0}}}, "low and high as numbers or not at all"),
+        ({"summary": {"x": {"value": [1]}}}, "expected a number, yes or no, or text"),
+        ({"duration_s": -1}, "duration_s: expected 0 or more"),
+        ({"seeds": ["0"]}, "expected int, not '0'"),
     ],
 )
 def test_a_file_of_another_shape_is_refused(make_result, change: dict, message: str) -> None:
@@ -64,7 +71,7 @@ def test_a_file_of_another_shape_is_refused(make_result, change: dict, message: 
 def test_a_truncated_file_is_refused(make_result) -> None:
     path = write_result(make_result())
     path.write_text(path.read_text(encoding="utf-8")[:50], encoding="utf-8")
-    with pytest.raises(FirstTokenError, match="cannot be read"):
+    with pytest.raises(FirstTokenError, match="truncated or no JSON"):
         all_results()
 
 

@@ -13,10 +13,10 @@ from firsttoken.study.errors import FirstTokenError
 CHUNK = 1000
 
 
-def make_blob(path: Path, size: int, data_start: int = 0) -> Blob:
+def make_blob(path: Path, size: int) -> Blob:
     content = random.Random(size).randbytes(size)
     path.write_bytes(content)
-    return Blob(path, f"layer {path.stem}", size, hashlib.sha256(content).hexdigest(), data_start)
+    return Blob(path, f"layer {path.stem}", size, hashlib.sha256(content).hexdigest())
 
 
 def outcome(reader: BlobReader, index: int) -> bytes | Exception:
@@ -39,4 +39,4 @@ def outcomes(reader: BlobReader) -> list[bytes | Exception]:
 
 
 def content(blob: Blob) -> bytes:
-    return blob.path.read_bytes()[blob.data_start :]
+    return blob.path.read_bytes()

@@ -15,10 +15,10 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from firsttoken.study.errors import StageError
+from firsttoken.assets.adapter_files import CONFIG, RECIPE, WEIGHTS, read_recipe
 from firsttoken.study.files import write_text
 
-WEIGHTS = "adapter_model.safetensors"
+__all__ = ["WEIGHTS", "export_adapter", "read_recipe"]
 
 
 def export_adapter(peft: PeftModel, folder: Path, recipe: dict[str, Any]) -> Path:
@@ -28,11 +28,11 @@ def export_adapter(peft: PeftModel, folder: Path, recipe: dict[str, Any]) -> Pat
         draft = Path(made) / folder.name
         peft.save_pretrained(draft)
         (draft / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
-        _portable(draft / "adapter_config.json")
+        _portable(draft / CONFIG)
         halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in load_file(draft / WEIGHTS).items()}
         save_file(halves, draft / WEIGHTS, metadata={"format": "pt"})
         (draft / WEIGHTS).chmod(0o644)  # PEFT and safetensors keep the umask of a temporary file
-        write_text(draft / "recipe.json", _dump(recipe))
+        write_text(draft / RECIPE, _dump(recipe))
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
     return folder
@@ -51,11 +51,3 @@ def _dump(recipe: dict[str, Any]) -> str:
     head = json.dumps({k: v for k, v in recipe.items() if k != "curve"}, indent=1, sort_keys=True)
     steps = ",\n".join("  " + json.dumps(row) for row in recipe["curve"])
     return f'{head[:-2]},\n "curve": [\n{steps}\n ]\n}}\n'
-
-
-def read_recipe(folder: Path) -> dict[str, Any]:
-    """The recipe.json of an adapter. Raises StageError when the folder is no adapter of this project."""
-    try:
-        return json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StageError(f"no adapter in {folder}: recipe.json cannot be read; train it or check it out") from error

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import yaml
-
-from firsttoken.assets.lock import file_sha256, first_line
+from firsttoken.assets.lock import file_sha256
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 from firsttoken.study.files import replacing
+from firsttoken.study.foreign.faults import blaming
+from firsttoken.study.foreign.schema import at_least, digits, plain_name, shaped, some
+from firsttoken.study.foreign.yaml_text import read_yaml
 
 
 def bring(folder: str | Path) -> list[str]:
@@ -25,18 +27,16 @@ def bring(folder: str | Path) -> list[str]:
     """
     whole = []
     for name, entry in _lock().items():
-        found = {file["name"]: _found(Path(folder), name, file["name"]) for file in entry["files"]}
+        found = {file.name: _found(Path(folder), name, file.name) for file in entry.files}
         if not any(found.values()):
             continue
-        for file in entry["files"]:
-            source = found[file["name"]]
+        for file in entry.files:
+            source = found[file.name]
             if source is None:
-                raise AssetError(
-                    f"{folder} has a part of {name} and no {file['name']}; take all of it: {_where(entry)}"
-                )
-            if file_sha256(source) != file["sha256"]:
+                raise AssetError(f"{folder} has a part of {name} and no {file.name}; take all of it: {_where(entry)}")
+            if file_sha256(source) != file.sha256:
                 raise AssetError(f"{source} is not the pinned file of {name}; take it from {_where(entry)}")
-            with replacing(_target(name) / file["name"]) as partial:
+            with replacing(_target(name) / file.name) as partial:
                 shutil.copyfile(source, partial)
         whole.append(name)
     return whole
@@ -48,27 +48,40 @@ def brought(name: str) -> Path:
     Raises AssetError when it is neither, or a pinned file is absent or altered.
     """
     if (entry := _lock().get(name)) is None:
-        if (path := Path(name).expanduser()).exists():
+        if (path := paths.expanded(name)).exists():
             return path
         raise AssetError(f"there is no {name}, and no such files are pinned; known: {', '.join(_lock())}")
-    for file in entry["files"]:
-        path = _target(name) / file["name"]
+    for file in entry.files:
+        path = _target(name) / file.name
         if not path.is_file():
             raise AssetError(
                 f"{name} is not in the cache: put its files into a folder DIR, from {_where(entry)}, and run "
                 "`firsttoken fetch --from DIR`"
             )
-        if file_sha256(path) != file["sha256"]:
+        if file_sha256(path) != file.sha256:
             raise AssetError(f"{path} was altered; bring it again with `firsttoken fetch --from DIR`")
     return _target(name)
 
 
-def _lock() -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class _File:
+    name: Annotated[str, plain_name]
+    sha256: Annotated[str, digits(64)]
+    bytes: Annotated[int, at_least(0)]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: Annotated[str, plain_name]
+    source: str
+    licence: str
+    files: Annotated[tuple[_File, ...], some]
+
+
+def _lock() -> dict[str, _Entry]:
     path = paths.ENV / "brought.yaml"
-    try:
-        return {entry["name"]: entry for entry in yaml.safe_load(path.read_text(encoding="utf-8"))}
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise AssetError(f"cannot read the lock {path}: {first_line(error)}; restore it from git") from error
+    with blaming(f"the lock {path}", AssetError, "restore it from git"):
+        return {entry.name: entry for entry in shaped(tuple[_Entry, ...], read_yaml(path))}
 
 
 def _found(folder: Path, name: str, file: str) -> Path | None:
@@ -79,5 +92,5 @@ def _target(name: str) -> Path:
     return paths.CACHE / "assets" / name
 
 
-def _where(entry: dict[str, Any]) -> str:
-    return f"{entry['source']} ({entry['licence']})"
+def _where(entry: _Entry) -> str:
+    return f"{entry.source} ({entry.licence})"

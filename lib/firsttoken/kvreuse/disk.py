@@ -33,7 +33,7 @@ class DiskTier:
         self._files: dict[str, KVFile] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for path in sorted(folder.glob(file_name("*")), key=lambda path: path.stat().st_mtime_ns):
+            for path in sorted(folder.glob(file_name("*")), key=lambda path: path.lstat().st_mtime_ns):
                 if re.fullmatch(file_name("[0-9a-f]{32}"), path.name):
                     self._adopt(path)
         except OSError as error:
@@ -100,7 +100,8 @@ class DiskTier:
         try:
             file = read_header(path)
         except CacheError:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder of that name, or a file that is not this user's: left alone
+                path.unlink()
             return
         if file.nbytes > self.limit:
             path.unlink()

@@ -8,26 +8,38 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from firsttoken.assets.checkpoint import check_shard
 from firsttoken.kvreuse.entry import Entry
 from firsttoken.kvreuse.identity import ModelIdentity
 from firsttoken.kvreuse.tensors import bytes_of
 from firsttoken.link import Link
-from firsttoken.study.errors import CacheError, LinkError, ModelError
+from firsttoken.study.errors import CacheError, LinkError
 from firsttoken.study.files import replacing
+from firsttoken.study.foreign import tensors
+from firsttoken.study.foreign.faults import Damaged, blaming
+from firsttoken.study.foreign.json_text import parse_json
+from firsttoken.study.foreign.schema import digits, shaped
+from firsttoken.study.foreign.tensors import TensorEntry
 
 _FORMAT = "firsttoken-kv-1"
 _TOKENS = "tokens"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # torch's name: that of safetensors
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The metadata beside the format, each as JSON."""
+
+    model: ModelIdentity
+    edges: tuple[int, ...]
+    sha256: dict[str, Annotated[str, digits(64)]]
 
 
 class Span(NamedTuple):
@@ -78,39 +90,37 @@ def draft(path: Path, entry: Entry, pieces: Mapping[str, Tensor]) -> Draft:
         "edges": json.dumps(entry.edges),
         "sha256": json.dumps(sums),
     }
-    table: dict[str, Any] = {"__metadata__": metadata}
-    start = 0
+    stored, start = {}, 0
     for name, part in data.items():
         dtype, shape = ("I64", [entry.length]) if name == _TOKENS else (_DTYPES[entry.model.dtype], pieces[name].shape)
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + part.nbytes]}
+        stored[name] = TensorEntry(dtype, tuple(shape), start, start + part.nbytes)
         start += part.nbytes
+    table = {tensors.METADATA: metadata} | tensors.header_table(stored, 0)
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     header = len(text).to_bytes(8, "little") + text
-    file = KVFile(path, entry, _spans(entry, table, sums, len(header)), len(header) + start)
+    placed = {name: replace(at, start=at.start + len(header), end=at.end + len(header)) for name, at in stored.items()}
+    file = KVFile(path, entry, _spans(entry, placed, sums), len(header) + start)
     return Draft(file, header, tuple(data.values()))
 
 
 def read_header(path: Path) -> KVFile:
     """What the file at ``path`` holds; of its data only the tokens are read. Raises CacheError when it is torn."""
-    try:
-        check_shard(path)
+    with blaming(path, CacheError, "remove it"):
+        header = tensors.read_header(path)
+        if header.metadata.pop("format", None) != _FORMAT:
+            raise Damaged(f"it is not of the format {_FORMAT}")
+        kept = shaped(_Kept, {name: parse_json(text) for name, text in header.metadata.items()})
+        # before a name is made for each layer that it says the model has
+        if len(header.tensors) != 1 + kept.model.layers + len(kept.edges):
+            raise Damaged(f"it has {len(header.tensors)} tensors, not one a layer and an edge of its model")
         with path.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            table = json.loads(opened.read(length))
-            metadata = table["__metadata__"]
-            sums = json.loads(metadata["sha256"])
-            tokens = opened.read(table[_TOKENS]["data_offsets"][1])  # they come first
-        edges = tuple(json.loads(metadata["edges"]))
-        entry = Entry(ModelIdentity(**json.loads(metadata["model"])), tokens, edges)
-        spans = _spans(entry, table, sums, 8 + length)
-        sound = metadata["format"] == _FORMAT and path.name == file_name(entry.key)
-        sound = sound and all(span.nbytes == math.prod(span.shape) * span.dtype.itemsize for span in spans.values())
-    except (ModelError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CacheError(f"{path} is torn or no KV cache; remove it") from error
-    if not sound:
-        raise CacheError(f"{path} holds another KV cache than its name says; remove it")
-    return KVFile(path, entry, spans, path.stat().st_size)
+            stored = header.tensors[_TOKENS]
+            opened.seek(stored.start)
+            entry = Entry(kept.model, opened.read(stored.end - stored.start), kept.edges)
+        if path.name != file_name(entry.key):
+            raise Damaged("it holds another KV cache than its name says")
+        return KVFile(path, entry, _spans(entry, header.tensors, kept.sha256), path.stat().st_size)
 
 
 def read_piece(handle: int, span: Span) -> Tensor:
@@ -132,11 +142,15 @@ def file_name(key: str) -> str:
     return f"{key}.kv.safetensors"
 
 
-def _spans(entry: Entry, table: Mapping[str, Any], sums: Mapping[str, str], data_start: int) -> dict[str, Span]:
-    """The spans of the pieces that the entry must have; a KeyError names one that is not there."""
-    dtype = getattr(torch, entry.model.dtype)
-    found = {}
-    for name, shape in entry.shapes.items():
-        start, end = table[name]["data_offsets"]
-        found[name] = Span(data_start + start, end - start, shape, dtype, sums[name])
-    return found
+def _spans(entry: Entry, stored: Mapping[str, TensorEntry], sums: Mapping[str, str]) -> dict[str, Span]:
+    """The spans of the pieces that the entry must have. Raises Damaged for one of another dtype or shape."""
+    dtype = _DTYPES.get(entry.model.dtype)
+    wanted = {_TOKENS: ("I64", (entry.length,))} | {name: (dtype, shape) for name, shape in entry.shapes.items()}
+    for name, what in wanted.items():
+        if (stored[name].dtype, stored[name].shape) != what:
+            raise Damaged(f"{name} is {stored[name].dtype} {list(stored[name].shape)}, its model makes {what}")
+    torch_dtype = getattr(torch, entry.model.dtype)
+    return {
+        name: Span(stored[name].start, stored[name].end - stored[name].start, shape, torch_dtype, sums[name])
+        for name, shape in entry.shapes.items()
+    }

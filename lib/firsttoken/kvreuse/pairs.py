@@ -17,7 +17,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firsttoken.assets.adapters import WEIGHTS, read_recipe
+from firsttoken.assets.adapter_files import WEIGHTS, TunedFrom, made_from
 from firsttoken.assets.lock import file_sha256
 from firsttoken.assets.models import PINNED, as_stored, layers_of, load_model
 from firsttoken.kvreuse.identity import ModelIdentity, check_compatible, identify
@@ -115,10 +115,10 @@ class Models:
     def _merged(self, name: str, folder: Path) -> Variant:
         """The base with an adapter merged, in fp32 before it is rounded: in 16 bits small changes would be lost."""
         base = load_model(self._profile.model, dtype=torch.float32)
-        recipe, provenance = read_recipe(folder), base.provenance
-        if recipe["base_sha256"] != provenance.sha256:
+        recipe, provenance = made_from(folder, TunedFrom), base.provenance
+        if recipe.base_sha256 != provenance.sha256:
             raise ModelError(
-                f"adapter {name} belongs to the base {str(recipe['base_sha256'])[:12]}, not "
+                f"adapter {name} belongs to the base {recipe.base_sha256[:12]}, not "
                 f"{str(provenance.sha256)[:12]}: train it for this one (firsttoken measure reuse_training)"
             )
         model = half_the_layers(base.model) if name.startswith(HALF) else base.model
@@ -126,7 +126,7 @@ class Models:
         model = as_stored(model, self._profile.stored_dtype(), self._profile.torch_dtype())
         model = model.to(self._profile.torch_device())
         adapter = file_sha256(folder / WEIGHTS)
-        note = f"adapter {name} merged ({adapter[:12]}), tuned to {', '.join(recipe['tasks'])}"
+        note = f"adapter {name} merged ({adapter[:12]}), tuned to {', '.join(recipe.tasks)}"
         kept = provenance.as_dict() | {"dtype": self._profile.dtype_name}
         kept["note"] = f"{kept['note']}; {note}"
         return Variant(name, model.eval().requires_grad_(False), base.tokenizer, provenance.sha256 or "", adapter, kept)

@@ -6,16 +6,16 @@ layers, which base and which data they were made for, so that a wrong pairing is
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from peft import PeftModel
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from firsttoken.assets.adapters import WEIGHTS, read_recipe
+from firsttoken.assets.adapter_files import WEIGHTS, read_adapter
+from firsttoken.progressive.loading.lora import slices
 from firsttoken.study.errors import StageError
+from firsttoken.study.foreign.faults import blaming, read_bytes
 
 
 def check_fit(folder: Path, layers: Sequence[int], base_sha256: str | None) -> None:
@@ -23,27 +23,18 @@ def check_fit(folder: Path, layers: Sequence[int], base_sha256: str | None) -> N
 
     PEFT itself attaches what matches and drops the rest without a word, which would serve a half-healed model.
     """
-    recipe = read_recipe(folder)
-    if not {"layers", "base_sha256"} <= recipe.keys():
-        raise StageError(f"adapter {folder.name} has a recipe of another tool")
-    if recipe["layers"] != list(layers):
+    made, config = read_adapter(folder)
+    if made.layers != tuple(layers):
         raise StageError(
-            f"adapter {folder.name} was trained with layers {_spans(recipe['layers'])} present, this stage has "
+            f"adapter {folder.name} was trained with layers {_spans(made.layers)} present, this stage has "
             f"{_spans(layers)}: train one for this plan or choose the plan of its recipe.json"
         )
-    if base_sha256 != recipe["base_sha256"]:
+    if base_sha256 != made.base_sha256:
         raise StageError(
-            f"adapter {folder.name} belongs to the base {str(recipe['base_sha256'])[:12]}, not {str(base_sha256)[:12]}"
+            f"adapter {folder.name} belongs to the base {made.base_sha256[:12]}, not {str(base_sha256)[:12]}"
         )
-    try:
-        rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"]
-        with safe_open(folder / WEIGHTS, "pt") as weights:
-            shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118, no mapping
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise StageError(f"adapter {folder.name} is not whole ({error}): copy it again") from error
-    if any(rank not in shape for shape in shapes.values()):
-        raise StageError(f"adapter {folder.name}: its weights are not of rank {rank}: copy it again")
-    found = {int(name.split(".layers.")[1].split(".")[0]) for name in shapes}
+    with blaming(folder / WEIGHTS, StageError, "copy it again"):
+        found = set(slices(config, read_bytes(folder / WEIGHTS)))
     if found != set(layers):
         raise StageError(f"adapter {folder.name} holds weights for layers {_spans(sorted(found))} only: copy it again")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,7 +15,8 @@ from firsttoken.assets.needs import CONTEXT, Need, questions_of, text_of
 from firsttoken.progressive.gates import CLOSED_BOOK, EXTRACTIVE
 from firsttoken.progressive.quality import AnswerConfig, answer_scores, text_scores
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.profile import build_config, unknown
+from firsttoken.study.foreign.schema import some, unknown
+from firsttoken.study.profile import build_config
 from firsttoken.study.record import Rows
 
 
@@ -34,7 +35,7 @@ class QualityConfig:
     windows: int
     window_tokens: int
     batch: int
-    recipes: tuple[str, ...]
+    recipes: Annotated[tuple[str, ...], some]
     judged: str = EXTRACTIVE
     max_prompt_tokens: int = AnswerConfig.max_prompt_tokens
 

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firsttoken.assets.adapters import WEIGHTS
+from firsttoken.assets.adapter_files import WEIGHTS
+from firsttoken.assets.model_config import MOST_LAYERS
 from firsttoken.assets.models import as_stored, layers_of, load_model
 from firsttoken.assets.needs import LAYERS, Need
 from firsttoken.progressive.adapters import check_fit, load_adapter
@@ -25,6 +26,7 @@ from firsttoken.progressive.passlayer import pass_layers, restore_layers
 from firsttoken.progressive.stages import StagePlan
 from firsttoken.study import paths
 from firsttoken.study.errors import StageError
+from firsttoken.study.foreign.schema import between
 from firsttoken.study.profile import Profile
 
 
@@ -36,8 +38,8 @@ class ServedConfig:
     ``data/adapters`` or a path; ``task_adapter`` is the one merged at load, "" for none (the report's case).
     """
 
-    block_start: int
-    block_size: int
+    block_start: Annotated[int, between(0, MOST_LAYERS)]
+    block_size: Annotated[int, between(0, MOST_LAYERS)]
     adapters: str
     task_adapter: str = ""
 

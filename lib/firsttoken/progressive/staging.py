@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from firsttoken.progressive.checkpoint.manifest import Manifest
@@ -11,6 +12,7 @@ from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.examination import QualityConfig
 from firsttoken.progressive.recipe import RECIPES
 from firsttoken.progressive.served import Served, ServedConfig, load_served
+from firsttoken.study import paths
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
 
@@ -54,7 +56,7 @@ def served_source(served: Served) -> ModelSource:
 def _source(profile: Profile, config: ServedConfig) -> TensorSource:
     if profile.model.startswith(RANDOM):
         return RandomSource(profile.model.removeprefix(RANDOM), profile.stored_dtype(), profile.seed)
-    folder = Path(profile.model).expanduser()
-    if folder.is_dir() and not config.task_adapter:
+    folder = paths.expanded(profile.model)
+    if os.path.isdir(folder) and not config.task_adapter:
         return FolderSource(folder)
     return served_source(load_served(profile))

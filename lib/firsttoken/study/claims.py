@@ -9,23 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import yaml
+from firsttoken.study.errors import ClaimsError
+from firsttoken.study.foreign.faults import Damaged, blaming, shown
+from firsttoken.study.foreign.schema import at_least, shaped, unknown
+from firsttoken.study.foreign.yaml_text import read_entries
 
-from firsttoken.study.errors import ClaimsError, ProfileError
-from firsttoken.study.profile import build_config, unknown
-
-KINDS = ("exact", "ratio", "bound", "ordering")
 NATURES = ("measured", "arithmetic", "configuration")
-OWNERS = ("report", "project")
 _DECIDES = (  # what a verdict hangs on: a change to any of it makes a result *post hoc*
     *("kind", "value", "unit", "op", "tolerance", "no_effect"),
     *("measure", "experiment", "profiles", "whose", "nature"),
 )
+
+
+def _two_digits(number: str) -> str:
+    return "" if re.fullmatch(r"\d\d", number) else "expected the number of a notebook, two digits"
 
 
 @dataclass(frozen=True)
@@ -45,28 +48,25 @@ class Claim:
     report: str
     place: str
     says: str
-    kind: str
+    kind: Literal["exact", "ratio", "bound", "ordering"]
     measure: str | tuple[str, ...]
     experiment: str
-    notebook: str
-    human_min: float
-    compute_min: float
+    notebook: Annotated[str, _two_digits]
+    human_min: Annotated[float, at_least(0)]
+    compute_min: Annotated[float, at_least(0)]
     conditions: str = ""
     value: float | bool | str | None = None
     unit: str = ""
-    op: str | None = None
-    tolerance: float = 0.0
+    op: Literal["<=", ">="] | None = None
+    tolerance: Annotated[float, at_least(0)] = 0.0
     no_effect: float | None = None
-    profiles: tuple[str, ...] = ()
-    whose: str = "report"
-    nature: str = "measured"
+    profiles: tuple[Literal["quick", "full", "gpu", "paper"], ...] = ()
+    whose: Literal["report", "project"] = "report"
+    nature: Literal[NATURES] = "measured"
     told: str = ""
     headline: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("kind", KINDS), ("nature", NATURES), ("whose", OWNERS)):
-            if (said := getattr(self, name)) not in known:
-                raise ClaimsError(f"unknown {name} {said!r}; {unknown(said, known)}")
         if not self.place.strip():
             raise ClaimsError("no source: place must say where the report has it, or that it is this project's goal")
         if isinstance(self.measure, tuple) != (self.kind == "ordering") or len(self.measures) < 1:
@@ -77,10 +77,10 @@ class Claim:
             raise ClaimsError(f"value must be {'absent' if self.kind == 'ordering' else 'given'} for kind {self.kind}")
         if self.kind in ("ratio", "bound") and not is_number(self.value):
             raise ClaimsError(f"value must be a number for kind {self.kind}, not {self.value!r}")
-        if (self.op in ("<=", ">=")) != (self.kind == "bound"):
+        if bool(self.op) != (self.kind == "bound"):
             raise ClaimsError('op must be "<=" or ">=" for a bound, and absent otherwise')
-        if not 0 <= self.tolerance < math.inf or (self.kind == "ratio" and self.tolerance == 0):
-            raise ClaimsError(f"tolerance must be positive for a ratio and never negative, not {self.tolerance}")
+        if self.kind == "ratio" and self.tolerance == 0:
+            raise ClaimsError("tolerance must be positive for a ratio")
         if self.kind == "ratio" and self.no_effect is None:
             raise ClaimsError("no_effect must say what would be measured if there were no effect (1 for a factor)")
         if self.no_effect is not None and self.no_effect == self.value:
@@ -113,21 +113,15 @@ def load_claims(path: Path, experiments: Iterable[str]) -> list[Claim]:
     a value of the wrong type, or keys that do not fit the kind.
     """
     known = set(experiments)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        node, entries = yaml.compose(text), yaml.safe_load(text)
-    except (OSError, yaml.YAMLError) as error:
-        raise ClaimsError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ClaimsError(f"{path}: expected a list of claims, each a mapping")
+    with blaming(path, ClaimsError, "mend it, or restore it from git"):
+        entries = read_entries(Path(path))
     claims: dict[str, Claim] = {}
-    for entry, mark in zip(entries, node.value, strict=True):
-        where = f"{Path(path).name}:{mark.start_mark.line + 1}: claim {entry.get('id', 'without an id')}"
+    for line, entry in entries:
+        name = entry.get("id", "without an id") if isinstance(entry, dict) else "that is no mapping"
+        where = f"{Path(path).name}:{line}: claim {shown(name).strip(chr(39))}"
         try:
-            claim = build_config(Claim, entry, where)
-        except ProfileError as error:
-            raise ClaimsError(str(error)) from error
-        except ClaimsError as error:
+            claim = shaped(Claim, entry)
+        except (Damaged, ClaimsError) as error:
             raise ClaimsError(f"{where}: {error}") from error
         if claim.id in claims:
             raise ClaimsError(f"{where}: this id is used twice")

@@ -30,7 +30,7 @@ def notebook_paths(only: Iterable[str] | None = None) -> list[Path]:
     found = {path.name[:2]: path for path in sorted(paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))}
     if only is None:
         return list(found.values())
-    wanted = {number.zfill(2) for number in only}
+    wanted = {number.zfill(2) if number.isdecimal() else repr(number) for number in only}
     for number in sorted(wanted - found.keys()):
         raise NotebookError(f"no notebook {number}; there are: {', '.join(found) or 'none'}")
     return [found[number] for number in sorted(wanted)]

@@ -19,7 +19,7 @@ from firsttoken.study.claims import Claim
 from firsttoken.study.claims_table import counts, page_table, scoreboard
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.files import write_text
-from firsttoken.study.profile import unknown
+from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.record import Result, known_machine, pick
 from firsttoken.study.verdicts import show
 

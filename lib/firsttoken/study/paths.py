@@ -26,3 +26,8 @@ RECORDED = DATA / "results"  # committed with the code
 RESULTS = OUT / "data" / "results"  # of this reader, the same folder unless FIRSTTOKEN_OUT is set
 ADAPTERS = DATA / "adapters"
 FIGURES = OUT / "figures"
+
+
+def expanded(path: str | Path) -> Path:
+    """``path`` with "~" as the reader's home; that of a user who does not exist is a folder that does not."""
+    return Path(os.path.expanduser(path))

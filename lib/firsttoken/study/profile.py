@@ -8,31 +8,41 @@ key that no configuration has is an error instead of a setting that silently doe
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import types
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-import yaml
 
 from firsttoken.study import dtypes, paths
 from firsttoken.study.dtypes import AUTO, DTYPES
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.foreign.faults import Damaged, blaming
+from firsttoken.study.foreign.schema import between, shaped, unknown
+from firsttoken.study.foreign.yaml_text import read_yaml
+
+__all__ = ["Profile", "Settings", "build_config", "check_used", "load_profile", "profile_names", "unknown"]
 
 Config = TypeVar("Config")
 
-DEVICES = ("cpu", "cuda", "auto")
-SETTINGS = {"about": str, "model": str, "device": str, "dtype": str, "seed": int, "threads": int}
+
+@dataclass(frozen=True)
+class Settings:
+    """What every profile says; ``threads`` counts CPU threads, 0 for all usable cores."""
+
+    about: str
+    model: str
+    device: Literal["cpu", "cuda", "auto"]
+    dtype: Literal[(*DTYPES, AUTO)]
+    seed: Annotated[int, between(0, (1 << 32) - 1)]  # what numpy takes
+    threads: Annotated[int, between(0, 1024)]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One size of the study.
+    """One size of the study, with the fields of :class:`Settings`.
 
-    ``threads`` counts CPU threads, 0 for all usable cores. ``sections`` holds the raw mapping of each experiment
+    ``sections`` holds the raw mapping of each experiment
     configuration; ``used`` collects the configurations that were built from it, as a result must record them.
     """
 
@@ -59,7 +69,8 @@ class Profile:
 
     def parameters(self) -> dict[str, Any]:
         """The settings, ``dtype`` as it computes, and every configuration that was asked for, defaults filled in."""
-        settings = {key: getattr(self, key) for key in SETTINGS if key != "about"}
+        settings = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(Settings)}
+        del settings["about"]
         return settings | {"dtype": self.dtype_name} | self.used
 
     def torch_device(self) -> torch.device:
@@ -89,7 +100,7 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in paths.PROFILES.glob("*.yaml"))
 
 
-def load_profile(name: str, **overrides: Any) -> Profile:
+def load_profile(name: str, /, **overrides: Any) -> Profile:
     """Read a profile; overrides are settings (``seed=1``) or dotted keys (``**{"distance.passages": 8}``).
 
     Raises ProfileError for an unknown profile, setting or section, a missing setting, or a value of the wrong type.
@@ -97,12 +108,10 @@ def load_profile(name: str, **overrides: Any) -> Profile:
     if name not in profile_names():
         raise ProfileError(f"no profile {name!r}; {unknown(name, profile_names())}")
     path = paths.PROFILES / f"{name}.yaml"
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ProfileError(f"{path.name}: not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ProfileError(f"{path.name}: expected a mapping of settings and sections")
+    with blaming(path.name, ProfileError, "mend it, or restore it from git"):
+        content = read_yaml(path)
+        if not isinstance(content, dict):
+            raise Damaged("expected a mapping of settings and sections")
     settings = {key: value for key, value in content.items() if not isinstance(value, dict)}
     sections = {key: dict(value) for key, value in content.items() if isinstance(value, dict)}
     for key, value in overrides.items():
@@ -110,62 +119,20 @@ def load_profile(name: str, **overrides: Any) -> Profile:
         if dot and section not in sections:
             raise ProfileError(f"profile {name}: no section {section!r} to override; {unknown(section, sections)}")
         (sections[section] if dot else settings)[option or section] = value
-    for key in settings:
-        if key not in SETTINGS:
-            raise ProfileError(f"profile {name}: unknown key {key!r}; {unknown(key, [*SETTINGS, *sections])}")
-    for key, kind in SETTINGS.items():
-        if key not in settings:
-            raise ProfileError(f"profile {name}: missing key {key!r}")
-        settings[key] = _coerce(settings[key], kind, f"profile {name}, key {key}")
-    for key, allowed in (("device", DEVICES), ("dtype", (*DTYPES, AUTO))):
-        if settings[key] not in allowed:
-            raise ProfileError(f"profile {name}: unknown {key} {settings[key]!r}; {unknown(settings[key], allowed)}")
-    if settings["threads"] < 0:
-        raise ProfileError(f"profile {name}: threads must be 0 (all cores) or more, not {settings['threads']}")
-    return Profile(name=name, sections=sections, **settings)
+    built = build_config(Settings, settings, f"profile {name}")
+    return Profile(name=name, sections=sections, **vars(built))
+
+
+def check_used(overrides: Iterable[str], used: Collection[str]) -> None:
+    """Raise ProfileError for one of ``overrides`` in a section that is not among those that were ``used``."""
+    for key in overrides:
+        if "." in key and key.partition(".")[0] not in used:
+            raise ProfileError(f"--set {key}: nothing that ran reads this section; leave it out")
 
 
 def build_config(config: type[Config], values: Mapping[str, Any], where: str) -> Config:
     """A frozen dataclass from a mapping; lists become tuples. Raises ProfileError, beginning with ``where``."""
-    hints = typing.get_type_hints(config)
-    fields = {entry.name: entry for entry in dataclasses.fields(config)}
-    for key in values:
-        if key not in fields:
-            raise ProfileError(f"{where}: unknown key {key!r}; {unknown(str(key), fields)}")
-    for key, entry in fields.items():
-        required = entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
-        if required and key not in values:
-            raise ProfileError(f"{where}: missing key {key!r}")
-    return config(**{key: _coerce(value, hints[key], f"{where}, key {key}") for key, value in values.items()})
-
-
-def _coerce(value: Any, hint: Any, where: str) -> Any:
-    """``value`` as the type ``hint``: int, float, bool, str, tuples of these, unions; anything else passes as it is."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for option in inner:
-            try:
-                return _coerce(value, option, where)
-            except ProfileError:
-                continue
-    elif origin is tuple and isinstance(value, list | tuple):
-        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
-        if len(kinds) == len(value):
-            return tuple(_coerce(item, kind, where) for item, kind in zip(value, kinds, strict=True))
-    elif hint is float and not isinstance(value, bool):
-        try:  # YAML reads 1e-4, without a dot, as text
-            return float(value)
-        except (TypeError, ValueError):
-            pass
-    elif hint is int and isinstance(value, bool):
-        pass
-    elif not isinstance(hint, type) or isinstance(value, hint):
-        return value
-    raise ProfileError(f"{where}: expected {getattr(hint, '__name__', hint)}, not {value!r}")
-
-
-def unknown(name: str, known: Iterable[str]) -> str:
-    """The tail of an error about an unknown name: what exists, and what was probably meant."""
-    names = sorted(known)
-    nearest = difflib.get_close_matches(name, names, n=1)
-    return f"known: {', '.join(names) or 'none'}" + (f" (did you mean {nearest[0]!r}?)" if nearest else "")
+    try:
+        return shaped(config, values)
+    except Damaged as error:
+        raise ProfileError(f"{where}: {error}") from error

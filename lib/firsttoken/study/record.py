@@ -8,19 +8,20 @@ sha256 of all that, so that what was edited by hand is refused.
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from firsttoken.study import paths
 from firsttoken.study.content import dump, not_finite, sha256_of
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import write_text
+from firsttoken.study.foreign.faults import Damaged, blaming, shown
+from firsttoken.study.foreign.json_text import read_json
+from firsttoken.study.foreign.schema import at_least, shaped, unknown
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.profile import unknown
 from firsttoken.study.storage import storing
 
 if TYPE_CHECKING:
@@ -47,6 +48,20 @@ class Outcome:
     provenance: dict[str, Any] = field(default_factory=dict)
 
 
+def _named(machine: dict[str, Any]) -> str:
+    slug, gpu = machine.get("slug"), machine.get("gpu", 0)
+    said = isinstance(slug, str) and slug and (gpu is None or isinstance(gpu, str))
+    return "" if said else "does not say on which machine it was measured (slug, gpu)"
+
+
+def _measured(entry: dict[str, Any]) -> str:
+    """A value, and an interval with both its ends or with none."""
+    ends = [entry[name] for name in ("low", "high") if name in entry]
+    if "value" not in entry or len(ends) == 1 or not all(type(end) in (int, float) for end in ends):
+        return "expected a value, and low and high as numbers or not at all"
+    return "" if type(entry["value"]) in (int, float, bool, str) else "expected a number, yes or no, or text as value"
+
+
 @dataclass(frozen=True)
 class Result:
     """An outcome with the circumstances under which it was measured."""
@@ -54,16 +69,18 @@ class Result:
     experiment: str
     profile: str
     parameters: dict[str, Any]
-    machine: dict[str, Any]
+    machine: Annotated[dict[str, Any], _named]
     provenance: dict[str, Any]
     git_revision: str  # of the code; ends in "-dirty" when it differed from that commit
     seeds: list[int]
     started: str  # ISO 8601, UTC
-    duration_s: float  # with what was kept of interrupted runs
+    duration_s: Annotated[float, at_least(0)]  # with what was kept of interrupted runs
     entries: dict[str, str]  # id of a claim -> its digest (``claims.digests``) when the run began
     rows: Rows
     floors: dict[str, dict[str, Any]]
-    summary: dict[str, dict[str, Any]]  # of a measure: value, and where they exist low, high, n, unit, range
+    summary: dict[
+        str, Annotated[dict[str, Any], _measured]
+    ]  # of a measure: value, and where they exist low, high, n, unit, range
 
     def frame(self) -> pandas.DataFrame:
         """The rows as a table, one observation a row."""
@@ -109,24 +126,14 @@ def read_result(path: Path) -> Result:
     Raises FirstTokenError for an unreadable file, another schema, a missing or unknown key, and for content that is not
     what the program wrote.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FirstTokenError(f"result {path}: cannot be read ({error}); measure it again") from error
-    schema = content.pop("schema", None) if isinstance(content, dict) else None
-    if schema != SCHEMA:
-        raise FirstTokenError(f"result {path}: schema {schema}, this version reads {SCHEMA}; measure it again")
-    kept = content.pop("sha256", None)
-    if kept != sha256_of({"schema": schema} | content):
-        raise FirstTokenError(f"result {path}: does not fit its own sha256, so it was edited; measure it again")
-    expected = {entry.name for entry in dataclasses.fields(Result)}
-    if odd := expected ^ content.keys():
-        key = min(odd)
-        raise FirstTokenError(f"result {path}: {'missing' if key in expected else 'unknown'} key {key!r}")
-    machine = content["machine"]
-    if not (isinstance(machine, dict) and isinstance(machine.get("slug"), str) and machine["slug"]):
-        raise FirstTokenError(f"result {path}: does not say on which machine it was measured; measure it again")
-    return Result(**content)
+    with blaming(f"result {path}", FirstTokenError, "measure it again"):
+        content = read_json(Path(path))
+        schema = content.pop("schema", None) if isinstance(content, dict) else None
+        if schema != SCHEMA:
+            raise Damaged(f"schema {shown(schema)}, this version reads {SCHEMA}")
+        if content.pop("sha256", None) != sha256_of({"schema": schema} | content):
+            raise Damaged("does not fit its own sha256, so it was edited")
+        return shaped(Result, content)
 
 
 def all_results(profiles: Iterable[str] = ("*",)) -> list[Result]:

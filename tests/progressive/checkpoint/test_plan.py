@@ -37,6 +37,10 @@ def refused(names, groups, words) -> None:
     assert "\n" not in str(caught.value)
 
 
+def in_two(part: Part) -> tuple[Part, Part]:
+    return replace(part, tensors=part.tensors[:1]), replace(part, tensors=part.tensors[1:])
+
+
 @st.composite
 def partitions(draw) -> list[list[int]]:
     """The layers of a model dealt to groups, in any order within a group."""
@@ -118,6 +122,18 @@ def test_another_architecture():
         (lambda a, b: [a, Stage("B", ())], "stage B or a part of it is empty"),
         (lambda a, b: [a, Stage("B", (Part("nothing", ()),))], "stage B or a part of it is empty"),
         (lambda a, b: [a, Stage("B", (Part("x", ("model.x",)),))], "stage B brings model.x, which the model does not"),
+        (
+            lambda a, b: [Stage("A", a.parts[:-1]), Stage("B", (*b.parts, a.parts[-1]))],
+            r"model\.norm\.weight comes in stage B, and is needed as of stage A; bring them together",
+        ),
+        (
+            lambda a, b: [a, Stage("B", in_two(b.parts[0])[:1]), Stage("C", in_two(b.parts[0])[1:])],
+            r"layer 1 \(.*\) comes in stage C, and is needed as of stage B; bring them together",
+        ),
+        (
+            lambda a, b: [a, Stage("B", tuple(replace(p, layer=0) for p in b.parts))],
+            r"part layer 01 of stage B brings model\.layers\.1\.[\w.]*: not of its layer",
+        ),
         (
             lambda a, b: [a, Stage("B", tuple(replace(p, action="refine") for p in b.parts))],
             r"stage B refines layer 1 .* before a stage has brought it",

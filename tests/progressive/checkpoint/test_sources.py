@@ -86,7 +86,7 @@ NAME = "model.layers.2.mlp.up_proj.weight"
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "is truncated"),
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
-        (lambda f: (f / "config.json").write_text("{"), "unusable config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json: it is truncated or no JSON"),
         (lambda f: configure(f, model_type="nonsense"), "unusable config.json"),
         (lambda f: configure(f, intermediate_size=65), r"has the shape \[32, 64\], by config.json it has \[32, 65\]"),
         (lambda f: configure(f, num_hidden_layers=5), "lacks model.layers.4.self_attn.q_proj.weight; copy the whole"),

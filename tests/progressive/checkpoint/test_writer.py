@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,14 +18,14 @@ from transformers import AutoModelForCausalLM
 
 from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.models import load_model
-from firsttoken.progressive.checkpoint.manifest import read_manifest, verify
+from firsttoken.progressive.checkpoint.manifest import MANIFEST, read_manifest, verify
 from firsttoken.progressive.checkpoint.plan import HEAD, by_layers, coarse_first, staged, whole
 from firsttoken.progressive.checkpoint.sources import FolderSource, ModelSource, Origin, RandomSource
 from firsttoken.progressive.checkpoint.unfinished import LOG
 from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.passlayer import pass_layers
 from firsttoken.progressive.stages import StagePlan
-from firsttoken.study.errors import StageError
+from firsttoken.study.errors import ModelError, StageError
 
 BASE = "ba5e" * 16
 GROUPS = [(0, 3), (1,), (2,)]
@@ -175,6 +176,30 @@ def test_a_damaged_folder_is_mended(source, staged_folder, assert_same, saved, h
     assert_same(saved()[0], folder)
     after = times(folder)
     assert {name for name in after if after[name] != before.get(name)} <= {"2-B/000-layer-01.safetensors"}
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_what_lies_beside_the_weights_is_mended_too(source, staged_folder, name):
+    folder, manifest = staged_folder
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:-5] + b"     ")
+    with pytest.raises(ModelError, match=f"{name} .* is altered: wrong sha256"):
+        verify(folder, manifest)
+    assert write_staged(source, by_layers(source.names, GROUPS), folder) == manifest
+    assert (folder / name).read_bytes() == content
+
+
+def test_a_folder_of_the_format_before_is_brought_up_to_date_and_keeps_its_shards(source, staged_folder):
+    folder, manifest = staged_folder
+    content, before = json.loads((folder / MANIFEST).read_text()), times(folder)
+    old = {key: content[key] for key in ("source", "source_sha256", "kind", "plan_sha256", "stages")}
+    old |= {"format": "firsttoken-staged-1", "depth": 4, "dtype": "float32", "tied": True}
+    (folder / MANIFEST).write_text(json.dumps(old))
+    with pytest.raises(ModelError, match=r"of the format 'firsttoken-staged-1', not .*; stage it again"):
+        read_manifest(folder)
+    refused("holds another plan, model or adapter", source, whole(source.names, 4), folder)
+    assert write_staged(source, by_layers(source.names, GROUPS), folder) == manifest == read_manifest(folder)
+    assert times(folder) == before
 
 
 class Interrupted(FolderSource):

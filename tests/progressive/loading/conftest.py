@@ -32,4 +32,4 @@ def _quiet_threads() -> Iterator[None]:
 @pytest.fixture
 def blobs(tmp_path: Path) -> list[Blob]:
     """Six files of two and a half chunks each."""
-    return [make_blob(tmp_path / f"{i:02}.bin", 2500 + i, data_start=8 * i) for i in range(6)]
+    return [make_blob(tmp_path / f"{i:02}.bin", 2500 + i) for i in range(6)]

@@ -101,7 +101,7 @@ OUT = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     [
         (lambda tensors: tensors.pop(Q), "lacks one half of a pair"),
         (lambda tensors: tensors.pop(OUT), "lacks one half of a pair"),
-        (rename(Q, "base_model.model.lm_head.lora_A.weight"), "holds base_model.model.lm_head.lora_A.weight"),
+        (rename(Q, "base_model.model.lm_head.lora_A.weight"), "holds 'base_model.model.lm_head.lora_A.weight'"),
         (rename(Q, Q.replace("lora_A.weight", "lora_magnitude_vector")), "which no layer takes"),
         (rename(Q, Q.replace("lora_A", "lora_embedding_A")), "which no layer takes"),
         (lambda tensors: tensors.update({Q: torch.zeros(3, 32)}), r"holds .*\[3, 32\], which no layer takes at rank 4"),
@@ -113,7 +113,7 @@ OUT = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     ],
 )
 def test_files_that_hold_something_else(files, change, words):
-    with pytest.raises(StageError, match=f"^adapter A .*{words}") as caught:
+    with pytest.raises(StageError, match=f"^adapter A: .*{words}") as caught:
         parse_adapter("A", *with_tensors(files, change), "cpu")
     assert "\n" not in str(caught.value)
 
@@ -134,19 +134,19 @@ def test_files_that_hold_something_else(files, change, words):
     ids=str,
 )
 def test_variants_that_are_not_served(files, options):
-    with pytest.raises(StageError, match="adapter A is not plain LoRA") as caught:
+    with pytest.raises(StageError, match="adapter A: it is not plain LoRA") as caught:
         parse_adapter("A", *with_options(files, **options), "cpu")
     assert "train a plain one" in str(caught.value)
 
 
 @pytest.mark.parametrize("config", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe\x00", b"{}", b'{"r": 4}'])
 def test_a_config_that_is_not_whole(files, config):
-    with pytest.raises(StageError, match=r"adapter A is not whole .*: copy it again") as caught:
+    with pytest.raises(StageError, match=r"^adapter A: .*; copy it again") as caught:
         parse_adapter("A", config, files[1], "cpu")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("rank", [0, "4", None, [4], 4.5, -4])
+@pytest.mark.parametrize("rank", [0, "4", None, [4], 4.5, -4, 1 << 20])
 def test_a_rank_that_is_none(files, rank):
     with pytest.raises(StageError):
         parse_adapter("A", *with_options(files, r=rank), "cpu")
@@ -154,7 +154,7 @@ def test_a_rank_that_is_none(files, rank):
 
 @pytest.mark.parametrize("cut", [0, 3, 8, 200, -1])
 def test_weights_that_are_not_whole(files, cut):
-    with pytest.raises(StageError, match="adapter A is not whole"):
+    with pytest.raises(StageError, match="adapter A: its weights are not whole"):
         parse_adapter("A", files[0], files[1][:cut], "cpu")
 
 

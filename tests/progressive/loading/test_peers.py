@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from firsttoken.progressive.loading import chunked
 from firsttoken.progressive.loading.chunked import read_whole
 from firsttoken.progressive.loading.peers import PEERS, load_with
-from firsttoken.study.errors import LinkError, ModelError, StageError
+from firsttoken.study.errors import ModelError, StageError
 
 PACKAGES = {"runai": "runai_model_streamer", "fastsafetensors": "fastsafetensors"}
 FOLDERS = {
@@ -124,14 +124,14 @@ def test_chunked_takes_a_header_of_odd_length(folder: Path) -> None:
 
 def test_chunked_names_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "weights.safetensors").mkdir()
-    with pytest.raises(LinkError, match=r"weights\.safetensors: Is a directory"):
+    with pytest.raises(ModelError, match=r"the shard weights\.safetensors is missing"):
         read_whole([tmp_path / "weights.safetensors"], torch.device("cpu"))
 
 
 def test_a_folder_that_is_not_whole_is_refused(peer: str, folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ModelError, match=r"model\.safetensors is truncated"):
+    with pytest.raises(ModelError, match=r"model\.safetensors: it is truncated"):
         load_with(peer, folder, torch.bfloat16)
     file.unlink()
     with pytest.raises(ModelError, match=r"has no model\.safetensors"):

@@ -118,7 +118,7 @@ def test_an_untied_head_that_never_came(stage):
 def test_a_config_that_names_no_model(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ModelError, match=r"has no config\.json of a model that transformers knows") as caught:
+    with pytest.raises(ModelError, match=r"config\.json") as caught:
         build_on_meta(tmp_path, torch.float32)
     assert "\n" not in str(caught.value)
 
@@ -139,7 +139,7 @@ def test_a_config_that_no_model_can_be_built_from(stage, key, value):
     folder = stage().folder
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(ModelError, match=r"has no config\.json of a model that transformers knows") as caught:
+    with pytest.raises(ModelError, match=r"config\.json") as caught:
         build_on_meta(folder, torch.float32)
     assert "\n" not in str(caught.value)
 

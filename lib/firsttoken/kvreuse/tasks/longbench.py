@@ -8,18 +8,21 @@ rounded to whole per cents, and the indentation of code does not count, because 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from firsttoken.assets.corpora import SPLITS
 from firsttoken.kvreuse.tasks.items import Task, TaskItem
 from firsttoken.scoring import edit_similarity, rouge_l, token_f1
+from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
+from firsttoken.study.foreign.faults import Damaged, blaming, read_bytes, shown
+from firsttoken.study.foreign.json_text import json_lines
+from firsttoken.study.foreign.schema import shaped, some
 
 _EDGES = {"train": (0.0, 0.25), "validation": (0.25, 0.30), "test": (0.30, 1.0)}  # of 200 items, 50 to profile on
 _COMMENT = ("`", "#", "//")
@@ -71,15 +74,12 @@ def read(path: str | Path) -> list[Row]:
 
     Raises CorpusError naming line and field where a line is torn, lacks a field, or is of a set that is not used here.
     """
-    path = Path(path).expanduser()
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise CorpusError(f"cannot read {path}: {error.strerror}; give the path of a LongBench .jsonl file") from error
-    rows = [_row(line, f"{path.name}, line {number}") for number, line in enumerate(lines, 1)]
-    if not rows:
-        raise CorpusError(f"{path} is empty; download it again")
-    return rows
+    path = paths.expanded(path)
+    with blaming(path, CorpusError, "give a LongBench .jsonl file, or download it again"):
+        rows = [_row(fields, f"line {number}") for number, fields in json_lines(read_bytes(path))]
+        if not rows:
+            raise Damaged("it is empty")
+        return rows
 
 
 def items(
@@ -131,28 +131,21 @@ def _without_middle(ids: list[int], kept: int, tokenizer: PreTrainedTokenizerBas
     return tokenizer.decode(ids[: kept // 2]) + tokenizer.decode(ids[-(kept // 2) :])
 
 
-def _row(line: bytes, place: str) -> Row:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise CorpusError(f"{place} is torn or no JSON; download the file again") from error
-    if not isinstance(fields, dict):
-        raise CorpusError(f"{place} is no JSON object; give a LongBench .jsonl file")
-    dataset = _text(fields, "dataset", place).removesuffix("_e")
+@dataclass(frozen=True)
+class _Line:
+    _id: str
+    dataset: str
+    input: str
+    context: str
+    answers: Annotated[tuple[str, ...], some]
+
+
+def _row(fields: Any, place: str) -> Row:
+    line = shaped(_Line, fields, place, others=True)
+    dataset = line.dataset.removesuffix("_e")
     if dataset not in _SETS:
-        raise CorpusError(f"{place}: no set called {dataset!r} is used here; known: {', '.join(_SETS)}")
-    answers = fields.get("answers")
-    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-        raise CorpusError(f"{place}: the field answers is missing or no list of texts; give a LongBench .jsonl file")
-    texts = (_text(fields, name, place) for name in ("input", "context"))
-    return Row(_text(fields, "_id", place), dataset, *texts, tuple(answers))
-
-
-def _text(fields: dict[str, Any], name: str, place: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str):
-        raise CorpusError(f"{place}: the field {name} is missing or no text; give a LongBench .jsonl file")
-    return value
+        raise Damaged(f"{place}: no set called {shown(dataset)} is used here; known: {', '.join(_SETS)}")
+    return Row(line._id, dataset, line.input, line.context, line.answers)
 
 
 def _unit(text: str) -> float:

@@ -1,48 +1,36 @@
 """What a staged checkpoint holds: every file, its size and hash, and where each tensor lies in it.
 
 A worker reads this, and starts to move bytes, before it has spent the seconds of ``import torch``: nothing but the
-standard library is imported.
+standard library is imported. What follows from the tensors (depth, dtype, tied embeddings) is not written down, so
+that it cannot say otherwise; ``completeness`` holds it against the model.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import types
-import typing
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, is_dataclass
-from functools import cache
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
 
+from firsttoken.progressive.checkpoint.layout import ADAPTER_WEIGHTS, check_layout
+from firsttoken.progressive.checkpoint.names import COARSE, DTYPES, EMBEDDING, HEAD
+from firsttoken.progressive.checkpoint.plan import LoadPlan, Part, Stage
+from firsttoken.study.content import sha256_of
 from firsttoken.study.errors import ModelError
+from firsttoken.study.foreign.faults import Damaged, blaming, regular_size
+from firsttoken.study.foreign.json_text import read_json
+from firsttoken.study.foreign.schema import at_least, digits, shaped
+from firsttoken.study.foreign.tensors import TensorEntry
 
 MANIFEST = "manifest.json"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FORMAT = "firsttoken-staged-2"
+MEND = "stage it again"
 
-DTYPES = {
-    "F32": ("float32", 4),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "F8_E5M2": ("float8_e5m2", 1),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-}
-"""What safetensors calls a dtype: its name in torch, and the bytes of one number."""
-
-_FORMAT = "firsttoken-staged-1"
-_MEND = "stage it again"
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor: ``dtype`` in safetensors' words ("BF16"), ``start`` and ``end`` in bytes from the file's first."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
+Bytes = Annotated[int, at_least(0)]
+Sha256 = Annotated[str, digits(64)]
 
 
 @dataclass(frozen=True)
@@ -50,24 +38,29 @@ class PartFile:
     """One safetensors file, read as a whole. A "refine" part overwrites tensors that an "add" part has brought.
 
     ``name`` is "embedding", "layer 07" or "head", ``layer`` the 0-based index where it is a layer; ``file`` is
-    relative to the folder.
+    relative to the folder (``layout``).
     """
 
     name: str
     file: str
-    bytes: int
-    sha256: str
+    bytes: Bytes
+    sha256: Sha256
     action: Literal["add", "refine"]
     layer: int | None
     tensors: dict[str, TensorEntry]
+
+    @property
+    def data_start(self) -> int:
+        """Bytes of the header, which ends where the data begin."""
+        return min(entry.start for entry in self.tensors.values())
 
 
 @dataclass(frozen=True)
 class FileEntry:
     """Size and hash of a file that is copied as it is."""
 
-    bytes: int
-    sha256: str
+    bytes: Bytes
+    sha256: Sha256
 
 
 @dataclass(frozen=True)
@@ -99,20 +92,17 @@ class StageFiles:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A staged checkpoint of a model of ``depth`` layers.
+    """A staged checkpoint of a model.
 
-    ``dtype`` is torch's name of the one that the tensors have in the end ("bfloat16"). With ``tied`` embeddings no
-    file holds lm_head.weight. ``source_sha256`` is None for random weights; ``plan_sha256`` stands for plan, source
-    and adapters together, and is the same for the same staging.
+    ``source_sha256`` is None for random weights; ``plan_sha256`` stands for plan, source and adapters together, and is
+    the same for the same staging. ``side`` are the files beside the weights: config.json, the tokenizer's.
     """
 
-    depth: int
-    dtype: str
-    tied: bool
     source: str
     source_sha256: str | None
     kind: Literal["real", "random"]
-    plan_sha256: str
+    plan_sha256: Sha256
+    side: dict[str, FileEntry]
     stages: tuple[StageFiles, ...]
 
     @property
@@ -120,115 +110,106 @@ class Manifest:
         """Bytes of all "add" parts: the model once, without refinements and adapters."""
         return sum(part.bytes for stage in self.stages for part in stage.parts if part.action == "add")
 
+    @cached_property
+    def plan(self) -> LoadPlan:
+        """What is brought when, without the files."""
+        return LoadPlan(tuple(Stage(stage.name, tuple(map(_planned, stage.parts))) for stage in self.stages))
+
+    @cached_property
+    def depth(self) -> int:
+        """How many layers are brought."""
+        return len(self.plan.layers(len(self.stages)))
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether the head is the embedding: no file holds it."""
+        return not any(HEAD in part.tensors for stage in self.stages for part in stage.parts)
+
+    @cached_property
+    def dtype(self) -> str:
+        """Torch's name of the dtype that the embedding has in the end ("bfloat16")."""
+        last = [part for stage in self.stages for part in stage.parts if EMBEDDING in part.tensors]
+        if not last:
+            raise ModelError(f"a staged checkpoint without {EMBEDDING} is of no Llama-like model; {MEND}")
+        return DTYPES[last[-1].tensors[EMBEDDING].dtype][0]
+
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a staged checkpoint.
 
-    Raises ModelError when it is missing, no JSON, of another format, has an unknown or missing key or a value of the
-    wrong type, names a path outside ``folder``, or when a tensor's byte range does not fit its shape or its file.
+    Raises ModelError when it is missing, no JSON, of another format, was edited, has an unknown or missing key or a
+    value of the wrong type, names a file otherwise than staging does, or when a tensor's byte range does not fit its
+    shape or its file. Whether the tensors are those of a model, its config.json knows (``completeness``).
     """
     path = folder / MANIFEST
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"no staged checkpoint in {folder}: {MANIFEST} cannot be read; {_MEND}") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is truncated or no JSON; {_MEND}") from error
-    found = content.pop("format", None) if isinstance(content, dict) else None
-    if found != _FORMAT:
-        raise ModelError(f"{path} is of the format {found!r}, not {_FORMAT!r}; {_MEND}")
-    try:
-        manifest = parse(Manifest, content)
-        for file, _, _ in _files(manifest, None):
-            if (inside := PurePosixPath(file)).is_absolute() or ".." in inside.parts:
-                raise ValueError(f"the path {file!r} leaves the folder")
-        for stage in manifest.stages:
-            _check_stage(stage, manifest.depth)
-    except ValueError as error:
-        raise ModelError(f"{path}: {error}; {_MEND}") from error
-    return manifest
+    if not path.exists():
+        raise ModelError(f"no staged checkpoint in {folder}: it has no {MANIFEST}; {MEND}")
+    with blaming(path, ModelError, MEND):
+        content = read_json(path)
+        found = content.pop("format", None) if isinstance(content, dict) else None
+        if found != FORMAT:
+            raise Damaged(f"it is of the format {found!r}, not {FORMAT!r}")
+        if content.pop("sha256", None) != sha256_of(content):
+            raise Damaged("it does not fit its own sha256, so it was altered")
+        manifest = shaped(Manifest, content)
+        check_layout(manifest)
+        return manifest
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest`` to ``folder``, atomically."""
     from firsttoken.study.files import write_text  # a worker only reads
 
-    content = {"format": _FORMAT} | asdict(manifest)
-    write_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+    content = asdict(manifest)
+    sealed = {"format": FORMAT, "sha256": sha256_of(content)} | content
+    write_text(folder / MANIFEST, json.dumps(sealed, indent=1) + "\n")
 
 
 def check_files(folder: Path, manifest: Manifest, stages: Collection[int] | None = None) -> None:
-    """Look at the sizes of the files of ``stages`` (1-based; all by default) and of nothing inside them.
+    """Look at the sizes of the files of ``stages`` (1-based; all by default) and beside them, and of nothing inside.
 
     Raises ModelError for a file that is missing or truncated.
     """
     for file, what, entry in _files(manifest, stages):
         path = folder / file
         if not path.is_file():
-            raise ModelError(f"{file} ({what}) is missing in {folder}; {_MEND}")
+            raise ModelError(f"{file} ({what}) is missing in {folder}; {MEND}")
         if (size := path.stat().st_size) != entry.bytes:
-            raise ModelError(f"{path} ({what}) is truncated or altered ({size:,} of {entry.bytes:,} bytes); {_MEND}")
+            raise ModelError(f"{path} ({what}) is truncated or altered ({size:,} of {entry.bytes:,} bytes); {MEND}")
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
     """Read everything and compare the sha256 sums. Raises ModelError for the first file that is not as it was."""
     check_files(folder, manifest)
     for file, what, entry in _files(manifest, None):
-        with (folder / file).open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        if digest != entry.sha256:
-            raise ModelError(f"{folder / file} ({what}) is altered: wrong sha256; delete it and {_MEND}")
+        _check_hash(folder / file, what, entry)
 
 
-def parse(hint: Any, value: Any, where: str = "") -> Any:
-    """``value``, as JSON gives it, as the type ``hint``: dataclasses, tuples and dicts of them, plain types.
-
-    Raises ValueError naming the place for an unknown key, a missing one or a value of another type.
-    """
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
-        return None if value is None else parse(inner[0], value, where)
-    if origin is Literal and value in inner:
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(parse(inner[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        return {key: parse(inner[1], item, f"{where}[{key}]") for key, item in value.items()}
-    if is_dataclass(hint) and isinstance(value, dict):
-        hints = _hints(hint)
-        if odd := sorted(value.keys() ^ hints.keys()):
-            raise ValueError(f"{where or 'the top level'} lacks or adds {', '.join(odd)}")
-        return hint(**{key: parse(hints[key], item, f"{where}.{key}".lstrip(".")) for key, item in value.items()})
-    if type(value) is hint:  # exactly: True is no number of bytes
-        return value
-    raise ValueError(f"{where or 'the top level'} is {str(value)[:40]!r}")
+def check_side(folder: Path, manifest: Manifest, *names: str) -> None:
+    """Compare ``names`` of what lies beside the weights (all by default) with their hashes. Raises ModelError."""
+    for name in names or manifest.side:
+        _check_hash(folder / name, "beside the weights", manifest.side[name])
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's fields; looked up anew for each tensor they were most of a manifest's 30 ms."""
-    return typing.get_type_hints(kind)
+def _check_hash(path: Path, what: str, entry: PartFile | FileEntry) -> None:
+    with blaming(path, ModelError, MEND):
+        if regular_size(path) != entry.bytes or _sha256(path) != entry.sha256:
+            raise ModelError(f"{path} ({what}) is altered: wrong sha256; delete it and {MEND}")
 
 
-def _check_stage(stage: StageFiles, depth: int) -> None:
-    for part in stage.parts:
-        if part.layer is not None and not 0 <= part.layer < depth:
-            raise ValueError(f"{part.file} is for layer {part.layer} of {depth}")
-        for name, entry in part.tensors.items():
-            if entry.dtype not in DTYPES:
-                raise ValueError(f"{name} is of the dtype {entry.dtype!r}")
-            size = math.prod(entry.shape) * DTYPES[entry.dtype][1]
-            if entry.end - entry.start != size or not 8 <= entry.start <= entry.end <= part.bytes:
-                raise ValueError(
-                    f"{name} in {part.file} ({part.name}) has {size:,} bytes by its shape {list(entry.shape)}, "
-                    f"and the range {entry.start:,} to {entry.end:,} of {part.bytes:,}"
-                )
-    if stage.adapter and ADAPTER_WEIGHTS not in stage.adapter.files:
-        raise ValueError(f"{stage.adapter.folder} has no {ADAPTER_WEIGHTS}")
+def _sha256(path: Path) -> str:
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _planned(part: PartFile) -> Part:
+    coarse = next((entry.dtype for entry in part.tensors.values() if entry.dtype in COARSE), None)
+    return Part(part.name, tuple(part.tensors), part.layer, part.action, coarse)
 
 
 def _files(manifest: Manifest, stages: Collection[int] | None) -> Iterator[tuple[str, str, PartFile | FileEntry]]:
     """Relative path, what it is, and the entry with its size and hash."""
+    yield from ((name, "beside the weights", entry) for name, entry in manifest.side.items())
     for number, stage in enumerate(manifest.stages, start=1):
         if stages is None or number in stages:
             yield from ((part.file, part.name, part) for part in stage.parts)

@@ -6,16 +6,12 @@ coarsely first and exactly later. Indices are 0-based; stages count from 1.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from firsttoken.progressive.checkpoint.manifest import DTYPES
+from firsttoken.progressive.checkpoint.names import DTYPES, EMBEDDING, HEAD, NORM, layer_of
 from firsttoken.progressive.stages import StagePlan
 from firsttoken.study.errors import StageError
-
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,16 @@ class LoadPlan:
         return tuple(sorted({part.layer for part in parts if part.layer is not None}))
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise StageError unless the plan brings every one of ``names``, each once, and exactly in the end."""
+        """Raise StageError unless the plan brings every one of ``names``, each once, and exactly in the end.
+
+        A layer must come within one stage, and what is of no layer with the first: a stage computes with them.
+        """
         wanted = set(names)
         if not self.stages:
             raise StageError("the plan has no stages: give it one group of layers or more")
         brought: dict[str, tuple[str, Part]] = {}
-        for stage in self.stages:
+        since: dict[int | None, int] = {None: 1}
+        for number, stage in enumerate(self.stages, start=1):
             if not stage.parts or not all(part.tensors for part in stage.parts):
                 raise StageError(f"stage {stage.name} or a part of it is empty: leave it out, or give it layers")
             for part in stage.parts:
@@ -70,10 +70,17 @@ class LoadPlan:
                 for tensor in part.tensors:
                     if tensor not in wanted:
                         raise StageError(f"stage {stage.name} brings {tensor}, which the model does not have")
+                    if layer_of(tensor) != part.layer:
+                        raise StageError(f"part {part.name} of stage {stage.name} brings {tensor}: not of its layer")
                     if part.action == "add" and tensor in brought:
                         raise StageError(
                             f"overlap: {_what(tensor)} is brought in stage {brought[tensor][0]} and again in stage "
                             f"{stage.name}; name it once"
+                        )
+                    if part.action == "add" and since.setdefault(part.layer, number) != number:
+                        raise StageError(
+                            f"{_what(tensor)} comes in stage {stage.name}, and is needed as of stage "
+                            f"{self.stages[since[part.layer] - 1].name}; bring them together"
                         )
                     if part.action == "refine" and tensor not in brought:
                         raise StageError(
@@ -94,8 +101,8 @@ def by_layers(names: Sequence[str], groups: Sequence[Sequence[int]]) -> LoadPlan
     """
     layers: dict[int, list[str]] = {}
     for name in names:
-        if found := _LAYER.match(name):
-            layers.setdefault(int(found[1]), []).append(name)
+        if (layer := layer_of(name)) is not None:
+            layers.setdefault(layer, []).append(name)
         elif name not in (EMBEDDING, NORM, HEAD):
             raise StageError(f"{name} is no tensor of a Llama-like model: use one (Llama, Qwen2, ...)")
     digits = max(2, len(str(max(layers, default=0))))
@@ -137,5 +144,5 @@ def coarse_first(names: Sequence[str], depth: int, dtype: str = "F8_E5M2") -> Lo
 
 
 def _what(tensor: str) -> str:
-    found = _LAYER.match(tensor)
-    return f"layer {found[1]} ({tensor})" if found else tensor
+    layer = layer_of(tensor)
+    return tensor if layer is None else f"layer {layer} ({tensor})"

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from firsttoken.assets.checkpoint import combined_sha256, weight_files
+from firsttoken.assets.checkpoint import check_shard, combined_sha256, weight_files
 from firsttoken.assets.lock import first_line
+from firsttoken.assets.model_config import read_config
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.shapes import shape_config
-from firsttoken.progressive.checkpoint.manifest import DTYPES
-from firsttoken.progressive.checkpoint.plan import EMBEDDING, HEAD
+from firsttoken.progressive.checkpoint.names import DTYPES, EMBEDDING, HEAD, SERVED
 from firsttoken.study.errors import ModelError
 
 _SIDE_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -60,28 +60,27 @@ class FolderSource:
     def __init__(self, folder: Path) -> None:
         """Raises ModelError for a shard missing or truncated, a tensor missing, of another shape, or of no float."""
         self._folder, self._files = folder, weight_files(folder)
+        read_config(folder)
         try:
             self.config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
             self.shapes = parameter_shapes(self.config)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # of many kinds: the file names the class, and its values may be anything
             raise ModelError(f"{folder}: unusable config.json ({first_line(error)}); copy it again") from error
         self.names = list(self.shapes)
         self._stored: dict[str, tuple[Path, str]] = {}
         for file in self._files:
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118, no mapping
-                    view = opened.get_slice(name)
-                    self._stored[name] = file, view.get_dtype()
-                    if view.get_shape() != list(self.shapes.get(name, view.get_shape())):
-                        raise ModelError(
-                            f"{name} in {file} has the shape {view.get_shape()}, by config.json it has "
-                            f"{list(self.shapes[name])}; copy config.json and weights of one model"
-                        )
+            for name, entry in check_shard(file).tensors.items():
+                self._stored[name] = file, entry.dtype
+                if entry.shape != self.shapes.get(name, entry.shape):
+                    raise ModelError(
+                        f"{name} in {file} has the shape {list(entry.shape)}, by config.json it has "
+                        f"{list(self.shapes[name])}; copy config.json and weights of one model"
+                    )
         for name in self.names:
             if name not in self._stored:
                 raise ModelError(f"{folder} lacks {name}; copy the whole checkpoint")
-            if (stored := self._stored[name][1]) not in DTYPES:
-                raise ModelError(f"{name} in {folder} is stored as {stored}; convert it to one of {', '.join(DTYPES)}")
+            if (stored := self._stored[name][1]) not in SERVED:
+                raise ModelError(f"{name} in {folder} is stored as {stored}; convert it to one of {', '.join(SERVED)}")
         # transformers unties such a head and warns; what it serves would not be what is staged
         if HEAD in self._stored and HEAD not in self.names and not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
             raise ModelError(

@@ -8,39 +8,55 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from firsttoken.assets.lock import file_sha256
-from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, check_files, parse, read_manifest
+from firsttoken.progressive.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    PartFile,
+    StageFiles,
+    check_files,
+    check_side,
+    read_manifest,
+)
 from firsttoken.study.errors import ModelError, StageError
 from firsttoken.study.files import write_text
+from firsttoken.study.foreign.json_text import parse_json, read_json
+from firsttoken.study.foreign.schema import shaped
 
 LOG = "staging.jsonl"
 INDEX = "model.safetensors.index.json"
+_BEFORE = "firsttoken-staged-1"
 
 
 def already_there(folder: Path, partial: Path, identity: str) -> Manifest | None:
     """The manifest of a finished staging, None where there is none; a damaged one becomes ``partial`` again.
 
-    Raises StageError when ``folder`` holds anything but this staging.
+    So does one of the format before this, which had no hash of config.json: its shards are the same. Raises StageError
+    when ``folder`` holds anything but this staging.
     """
     if not folder.exists() or not any(folder.iterdir()):
         return None
     try:
         manifest = read_manifest(folder)
+        of, stages = manifest.plan_sha256, manifest.stages
     except ModelError as error:
-        raise StageError(f"{folder} is no staged checkpoint: remove it or choose another folder ({error})") from error
-    if manifest.plan_sha256 != identity:
+        manifest, (of, stages) = None, _before(folder, error)
+    if of != identity:
         raise StageError(f"{folder} holds another plan, model or adapter: remove it or choose another folder")
     try:
-        check_files(folder, manifest)
-        if (folder / INDEX).is_file() and (folder / "config.json").is_file():
-            (folder / LOG).unlink(missing_ok=True)  # left by a kill between the rename and its removal
-            return manifest
+        if manifest:
+            check_files(folder, manifest)
+            check_side(folder, manifest)
+            if (folder / INDEX).is_file():
+                (folder / LOG).unlink(missing_ok=True)  # left by a kill between the rename and its removal
+                return manifest
     except ModelError:
         pass
-    _write_log(folder, identity, [part for stage in manifest.stages for part in stage.parts])
+    _write_log(folder, identity, [part for stage in stages for part in stage.parts])
     shutil.rmtree(partial, ignore_errors=True)
     folder.rename(partial)
     return None
@@ -62,7 +78,7 @@ def resume(partial: Path, identity: str) -> dict[str, PartFile]:
     finished: dict[str, PartFile] = {}
     for line in lines:
         try:
-            part = parse(PartFile, json.loads(line))
+            part = shaped(PartFile, parse_json(line))
         except ValueError:  # the line that was being written when the process was killed
             break
         if (partial / part.file).is_file() and file_sha256(partial / part.file) == part.sha256:
@@ -77,6 +93,22 @@ def resume(partial: Path, identity: str) -> dict[str, PartFile]:
 def log_line(part: PartFile) -> str:
     """What the log says of a finished shard."""
     return json.dumps(asdict(part)) + "\n"
+
+
+def _before(folder: Path, reason: ModelError) -> tuple[str, tuple[StageFiles, ...]]:
+    """plan_sha256 and stages of a manifest of the format before this one. Raises StageError for any other."""
+    with suppress(OSError, ValueError):
+        content = read_json(folder / MANIFEST)
+        if isinstance(content, dict) and content.get("format") == _BEFORE:
+            old = shaped(_Before, content, others=True)
+            return old.plan_sha256, old.stages
+    raise StageError(f"{folder} is no staged checkpoint: remove it or choose another folder ({reason})") from reason
+
+
+@dataclass(frozen=True)
+class _Before:
+    plan_sha256: str
+    stages: tuple[StageFiles, ...]
 
 
 def _head(identity: str) -> str:

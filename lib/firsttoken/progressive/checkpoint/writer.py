@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -25,21 +24,23 @@ from tqdm import tqdm
 
 from firsttoken.assets.lock import file_sha256, first_line
 from firsttoken.progressive.adapters import check_fit
+from firsttoken.progressive.checkpoint.layout import adapter_folder, part_file
 from firsttoken.progressive.checkpoint.manifest import (
-    DTYPES,
+    MANIFEST,
     AdapterFiles,
     FileEntry,
     Manifest,
     PartFile,
     StageFiles,
-    TensorEntry,
     write_manifest,
 )
-from firsttoken.progressive.checkpoint.plan import HEAD, LoadPlan, Part
+from firsttoken.progressive.checkpoint.names import DTYPES
+from firsttoken.progressive.checkpoint.plan import LoadPlan, Part
 from firsttoken.progressive.checkpoint.sources import TensorSource
 from firsttoken.progressive.checkpoint.unfinished import INDEX, LOG, already_there, log_line, resume
 from firsttoken.study.errors import StageError
 from firsttoken.study.files import replacing, write_text
+from firsttoken.study.foreign.tensors import read_header
 
 
 def write_staged(
@@ -58,6 +59,9 @@ def write_staged(
     when ``folder`` holds something else, and when it cannot be written, above all on a full disk.
     """
     plan.check(source.names)
+    if not folder.absolute().name:
+        raise StageError(f"{folder} cannot be a staged checkpoint: name a folder to write")
+    folder = folder.absolute()
     adapters = adapters or {}
     for number, adapter in adapters.items():
         if not 1 <= number <= len(plan.stages):
@@ -65,7 +69,7 @@ def write_staged(
         check_fit(adapter, plan.layers(number), base_sha256 or source.provenance.sha256)
     partial = folder.with_name(f"{folder.name}.partial")
     parts = {
-        f"{number}-{_plain(stage.name)}/{index:03}-{_plain(part.name)}.safetensors": part
+        part_file(number, stage.name, index, part.name): part
         for number, stage in enumerate(plan.stages, start=1)
         for index, part in enumerate(stage.parts)
     }
@@ -112,13 +116,8 @@ def _write_part(source: TensorSource, part: Part, folder: Path, file: str) -> Pa
     with replacing(path) as temporary:
         tensors = {name: source.get(name).to("cpu", stored).contiguous() for name in part.tensors}
         save_file(tensors, temporary, metadata={"format": "pt"})
-    with path.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
-    entries = {}
-    for name in part.tensors:
-        start, end = (8 + length + offset for offset in header[name]["data_offsets"])
-        entries[name] = TensorEntry(header[name]["dtype"], tuple(header[name]["shape"]), start, end)
+    written = read_header(path).tensors
+    entries = {name: written[name] for name in part.tensors}
     return PartFile(part.name, file, path.stat().st_size, file_sha256(path), part.action, part.layer, entries)
 
 
@@ -132,18 +131,17 @@ def _complete(
 ) -> Manifest:
     """Everything beside the shards: side files, adapters, the manifest, and the index of each tensor's last file."""
     source.write_side_files(folder)
+    side = {file.name: _entry(file) for file in _files_of(folder) if file.name not in (LOG, MANIFEST)}
     stages = []
     for number, stage in enumerate(plan.stages, start=1):
         adapter = _copy_adapter(adapters[number], folder, stage.name) if number in adapters else None
         stages.append(StageFiles(stage.name, tuple(islice(files, len(stage.parts))), adapter))
     manifest = Manifest(
-        depth=len(plan.layers(len(plan.stages))),
-        dtype=str(source.dtype(source.names[0])).removeprefix("torch."),
-        tied=HEAD not in source.names,
         source=source.provenance.source,
         source_sha256=source.provenance.sha256,
         kind=source.provenance.kind,
         plan_sha256=identity,
+        side=side,
         stages=tuple(stages),
     )
     index = {
@@ -156,13 +154,17 @@ def _complete(
 
 
 def _copy_adapter(adapter: Path, folder: Path, stage: str) -> AdapterFiles:
-    target = f"adapters/{_plain(stage)}"
+    target = adapter_folder(stage)
     (folder / target).mkdir(parents=True, exist_ok=True)
     files = {}
     for file in _files_of(adapter):
         shutil.copyfile(file, folder / target / file.name)
-        files[file.name] = FileEntry(file.stat().st_size, file_sha256(file))
+        files[file.name] = _entry(file)
     return AdapterFiles(target, files)
+
+
+def _entry(file: Path) -> FileEntry:
+    return FileEntry(file.stat().st_size, file_sha256(file))
 
 
 def _files_of(adapter: Path) -> list[Path]:
@@ -173,10 +175,6 @@ def _payload(part: Part, source: TensorSource) -> int:
     """Bytes of the tensors of a part, as it stores them."""
     rounded = DTYPES[part.dtype][1] if part.dtype else None
     return sum((rounded or source.dtype(name).itemsize) * math.prod(source.shapes[name]) for name in part.tensors)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", name)
 
 
 def _unwritten(error: Exception, folder: Path, missing: int) -> StageError:

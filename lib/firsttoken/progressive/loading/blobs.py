@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from firsttoken.link import Link
-from firsttoken.progressive.checkpoint.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Manifest, PartFile
+from firsttoken.progressive.checkpoint.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile
 from firsttoken.progressive.loading.reader import Allocate, Blob, BlobReader, host_memory
 
 if TYPE_CHECKING:  # it imports http.client, which takes 30 ms that most starts have no use for
@@ -38,10 +39,7 @@ def _depth(part: PartFile) -> float:
 
 def part_blobs(folder: Folder, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:
     """The files of :func:`parts_of`."""
-    return [
-        Blob(folder / part.file, part.name, part.bytes, part.sha256, min(e.start for e in part.tensors.values()))
-        for part in parts_of(manifest, stages)
-    ]
+    return [Blob(folder / part.file, part.name, part.bytes, part.sha256) for part in parts_of(manifest, stages)]
 
 
 def adapter_blobs(folder: Folder, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:

@@ -8,7 +8,6 @@ of a daemon that outlives it.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from firsttoken.assets.checkpoint import check_shard
 from firsttoken.progressive.loading.placement import torch_dtype
 from firsttoken.progressive.loading.reader import host_memory
 from firsttoken.study.errors import LinkError
+from firsttoken.study.foreign.tensors import Header
 from firsttoken.study.system.reading import open_uncached, read_at
 
 CHUNK_BYTES, THREADS = 32 << 20, 4  # what `sllm-store start`, their own server, takes without options
@@ -30,9 +31,10 @@ _PAGE = 4096  # direct I/O wants offsets, lengths and addresses in multiples of 
 def read_whole(files: Sequence[Path], device: torch.device, threads: int = THREADS) -> dict[str, Tensor]:
     """Every tensor of the safetensors ``files``, by name, on ``device``; all are views of one pool of bytes.
 
-    With a GPU each chunk is copied there while the next ones are read. Raises LinkError for a file that cannot be read
-    or ends early.
+    With a GPU each chunk is copied there while the next ones are read. Raises ModelError for a file that is not whole,
+    and LinkError for one that cannot be read.
     """
+    headers = [check_shard(file) for file in files]
     sizes = [file.stat().st_size for file in files]
     starts = [0]
     for size in sizes:
@@ -58,7 +60,8 @@ def read_whole(files: Sequence[Path], device: torch.device, threads: int = THREA
             chunk.result()
     if pool is not host:
         torch.cuda.synchronize(device)  # the pinned memory must outlive the copies from it
-    return {name: tensor for start in starts[:-1] for name, tensor in _views(memory[start:], pool[start:]).items()}
+    found = zip(headers, starts[:-1], strict=True)
+    return {name: tensor for header, start in found for name, tensor in _views(header, pool[start:]).items()}
 
 
 def _page_aligned(size: int, pinned: bool) -> Tensor:
@@ -91,16 +94,12 @@ def _fill(handle: int, memory: memoryview, offset: int, wanted: int, file: Path)
         done += got
 
 
-def _views(memory: memoryview, pool: Tensor) -> dict[str, Tensor]:
-    """The tensors of the safetensors file that lies at the start of both: header in ``memory``, data in ``pool``."""
-    length = int.from_bytes(memory[:8], "little")
+def _views(header: Header, pool: Tensor) -> dict[str, Tensor]:
+    """The tensors of the safetensors file that lies at the start of ``pool``."""
     tensors = {}
-    for name, entry in json.loads(bytes(memory[8 : 8 + length])).items():
-        if name == "__metadata__":
-            continue
-        begin, end = (8 + length + at for at in entry["data_offsets"])
-        dtype, piece = torch_dtype(entry["dtype"]), pool[begin:end]
+    for name, entry in header.tensors.items():
+        dtype, piece = torch_dtype(entry.dtype), pool[entry.start : entry.end]
         if piece.storage_offset() % dtype.itemsize:
             piece = piece.clone()  # a header of odd length is legal, though safetensors itself pads its own to 8
-        tensors[name] = piece.view(dtype).view(entry["shape"])
+        tensors[name] = piece.view(dtype).view(entry.shape)
     return tensors

@@ -18,13 +18,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from firsttoken.link import Link
-from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile
+from firsttoken.progressive.checkpoint.completeness import check_complete, check_header
+from firsttoken.progressive.checkpoint.layout import CONFIG
+from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, check_side
 from firsttoken.progressive.loading.blobs import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
 from firsttoken.progressive.loading.memory import BUFFERS, memory_for
-from firsttoken.progressive.loading.placement import build_on_meta, put, torch_dtype
+from firsttoken.progressive.loading.placement import build_on_meta, put, torch_dtype, untied_shapes
 from firsttoken.progressive.loading.reader import Blob, BlobReader
-from firsttoken.progressive.loading.views import StageView, make_view
+from firsttoken.progressive.loading.views import StageView, check_whole, make_view
 from firsttoken.progressive.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
 
@@ -32,18 +34,19 @@ from firsttoken.study.errors import ModelError
 class Skeleton:
     """The model of a staged checkpoint with no weights yet, and its layers by index whether they compute or not.
 
-    It computes in ``dtype``, or as it is stored; what arrives is converted as it is put in its place.
+    It computes in ``dtype``, or as it is stored; what arrives is converted as it is put in its place. Raises ModelError
+    for a config.json that is not the one that was staged, or describes another model than the manifest.
     """
 
     def __init__(
         self, folder: Path, manifest: Manifest, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> None:
+        check_side(folder, manifest, CONFIG)
         self.model: PreTrainedModel = build_on_meta(folder, dtype or torch_dtype(manifest.dtype))
-        self.device = torch.device(device)
+        self.folder, self.device = folder, torch.device(device)
         self.model.model.rotary_emb.to(self.device)
         self.layers: list[nn.Module] = list(self.model.model.layers)
-        if len(self.layers) != manifest.depth:
-            raise ModelError(f"{folder} stages {manifest.depth} layers, its config has {len(self.layers)}: stage again")
+        check_complete(folder, manifest, untied_shapes(self.model))
 
     def empty_view(self) -> StageView:
         """No layer has arrived."""
@@ -61,7 +64,8 @@ class StageLoad:
     """One load of ``stages`` on top of ``previous``. :attr:`view` computes while it arrives, inside :meth:`streaming`.
 
     ``reader`` is one that :func:`open_reader` started for the same stages, before this process could import torch.
-    Making the object waits for the adapter, if there is one, and for nothing else. Raises what the reader raises.
+    Making the object waits for the adapter, if there is one, and for nothing else. ``verify`` holds every file against
+    its sha256, those beside the weights with the first stage. Raises what the reader raises, and ModelError.
     """
 
     def __init__(
@@ -96,6 +100,8 @@ class StageLoad:
         self.placing_s = 0.0  # that the placer spent on parameters, not on waiting for bytes
         self.arrived_s = 0.0  # time.monotonic when the last parameter was in its place
         try:
+            if verify and not previous.stage:
+                check_side(skeleton.folder, manifest)
             adapter = self._adapter(adapters, manifest.stages[max(stages) - 1].name)
             self.view = self._assemble(previous, max(stages), adapter)
         except BaseException:
@@ -129,6 +135,7 @@ class StageLoad:
             for index, part in enumerate(self._parts):
                 self._copied[index] = self._place(index, part)
                 self._ready[index].set()
+            check_whole(self.view)
             self.arrived_s = time.monotonic()
         except Exception as error:
             self._error = error
@@ -137,9 +144,10 @@ class StageLoad:
                 event.set()
 
     def _place(self, index: int, part: PartFile) -> torch.cuda.Event | None:
-        data, copied = self._memory.settle(self._reader.wait(self._first_part + index))
+        file, first = self._reader.wait(self._first_part + index), part.data_start
+        check_header(part, bytes(file[:first]))
+        data, copied = self._memory.settle(file[first:])
         begin = time.perf_counter()
-        first = min((entry.start for entry in part.tensors.values()), default=0)
         for name, entry in part.tensors.items():
             module, leaf = self._target(part, name)
             raw = data[entry.start - first : entry.end - first]

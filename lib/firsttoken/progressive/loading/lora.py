@@ -9,7 +9,6 @@ model does not notice and which rounding to bf16 would pay for with 0.1 % of per
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,11 +20,13 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn import functional
 
+from firsttoken.assets.adapter_files import CONFIG, WEIGHTS, LoraConfig, lora_config
 from firsttoken.study.errors import StageError
+from firsttoken.study.foreign.faults import Damaged, blaming, shown
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NAME = re.compile(r"^base_model\.model\.model\.layers\.(\d+)\.(.+)\.lora_([AB])\.weight$")
-_UNSUPPORTED = ("use_dora", "use_rslora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
+__all__ = ["CONFIG", "WEIGHTS", "Adapter", "LoraLinear", "parse_adapter", "shared_copy", "slices", "with_adapter"]
+
+_NAME = re.compile(r"^base_model\.model\.model\.layers\.(0|[1-9]\d{0,5})\.(.+)\.lora_([AB])\.weight$")
 
 Slices = Mapping[str, tuple[Tensor, Tensor]]
 """Module path inside a layer ("self_attn.q_proj") -> A [rank, in] and B [out, rank] in fp32, B already scaled."""
@@ -44,29 +45,36 @@ def parse_adapter(name: str, config: bytes, weights: bytes, device: str | torch.
 
     Raises StageError for a file that is not whole, and for variants of LoRA that are not served here.
     """
+    with blaming(f"adapter {name}", StageError, "copy it again"):
+        return Adapter(name, slices(lora_config(config), weights, device))
+
+
+def slices(config: LoraConfig, weights: bytes, device: str | torch.device = "cpu") -> dict[int, Slices]:
+    """The halves in a safetensors file, named as PEFT names them, by layer (0-based) and module, in fp32 on ``device``.
+
+    Raises Damaged for a file that is not whole, a name or a rank that no layer takes, a half that is missing, and
+    numbers that are not finite.
+    """
     try:
-        options, tensors = json.loads(config), load(weights)
-        rank, scale = options["r"], options["lora_alpha"] / options["r"]
-    except (ValueError, KeyError, TypeError, ArithmeticError, SafetensorError) as error:
-        raise StageError(f"adapter {name} is not whole ({error}): copy it again") from error
-    odd = [key for key in _UNSUPPORTED if options.get(key)]
-    if odd or options.get("peft_type") != "LORA" or options.get("bias", "none") != "none":
-        raise StageError(f"adapter {name} is not plain LoRA ({', '.join(odd) or 'type or bias'}): train a plain one")
+        tensors = load(weights)
+    except SafetensorError as error:
+        raise Damaged(f"its weights are not whole ({error})") from error
     halves: dict[int, dict[str, dict[str, Tensor]]] = {}
     for key, tensor in tensors.items():
         found = _NAME.match(key)
-        if not found or tensor.dim() != 2 or tensor.shape["AB".index(found[3])] != rank:
-            raise StageError(f"adapter {name} holds {key} {list(tensor.shape)}, which no layer takes at rank {rank}")
+        if not found or tensor.dim() != 2 or tensor.shape["AB".index(found[3])] != config.r:
+            raise Damaged(f"holds {shown(key, 100)} {list(tensor.shape)}, which no layer takes at rank {config.r}")
         layer, module, half = int(found[1]), found[2], found[3]
         halves.setdefault(layer, {}).setdefault(module, {})[half] = tensor.to(device, torch.float32)
-    try:
-        layers = {
-            layer: {path: (pair["A"], pair["B"] * scale) for path, pair in modules.items()}
-            for layer, modules in halves.items()
-        }
-    except KeyError:
-        raise StageError(f"adapter {name} lacks one half of a pair: copy it again") from None
-    return Adapter(name, layers)
+    layers: dict[int, Slices] = {}
+    for layer, modules in halves.items():
+        for path, pair in modules.items():
+            if pair.keys() != {"A", "B"}:
+                raise Damaged(f"{path} of layer {layer} lacks one half of a pair")
+            if not all(half.isfinite().all() for half in pair.values()):
+                raise Damaged(f"{path} of layer {layer} holds numbers that are not finite")
+        layers[layer] = {path: (pair["A"], pair["B"] * config.scale) for path, pair in modules.items()}
+    return layers
 
 
 class LoraLinear(nn.Module):

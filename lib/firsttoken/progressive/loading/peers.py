@@ -9,7 +9,6 @@ one.) ``runai``, ``fastsafetensors`` and ``chunked`` read past the page cache wh
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from firsttoken.assets.checkpoint import weight_files
+from firsttoken.assets.model_config import read_config
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.progressive.loading.chunked import read_whole
 from firsttoken.progressive.loading.placement import build_on_meta, finish, put, torch_dtype
@@ -137,9 +137,7 @@ def _filled(folder: Path, dtype: torch.dtype, device: torch.device, tensors: Ten
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    name = config.get("dtype") or config.get("torch_dtype")  # the second is what transformers wrote before version 5
-    if name is None:
+    if (name := read_config(folder).stored) is None:
         raise ModelError(f"{folder}/config.json names no dtype; give one")
     return torch_dtype(name)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from firsttoken.assets.lock import first_line
-from firsttoken.progressive.checkpoint.manifest import DTYPES
+from firsttoken.assets.model_config import read_config
+from firsttoken.progressive.checkpoint.names import DTYPES, HEAD
 from firsttoken.study.errors import ModelError
 
 
@@ -29,14 +29,20 @@ def build_on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """
     import transformers
 
+    sizes = read_config(folder)
     try:
-        name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
-        kind = getattr(transformers, name)
+        kind = getattr(transformers, sizes.architecture)
         config = kind.config_class.from_pretrained(folder, local_files_only=True)
         return empty_model(kind, config, dtype)
     except Exception as error:  # of many kinds: the file names the class, and its sizes may be anything
         reason = first_line(error)
         raise ModelError(f"{folder} has no config.json of a model that transformers knows ({reason})") from error
+
+
+def untied_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The parameters of ``model`` by name, each once: without a head that is the embedding."""
+    tied = model.config.tie_word_embeddings
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if not (tied and name == HEAD)}
 
 
 def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> PreTrainedModel:

@@ -45,13 +45,12 @@ class Elsewhere(Protocol):
 
 @dataclass(frozen=True)
 class Blob:
-    """A file to read: where it lies, how long it must be, its sha256, and where its tensor data begin."""
+    """A file to read: where it lies, how long it must be, and its sha256."""
 
     path: Path | Elsewhere
     what: str  # "layer 07", for messages
     bytes: int
     sha256: str
-    data_start: int = 0
 
 
 Allocate = Callable[[int], memoryview]
@@ -111,7 +110,7 @@ class BlobReader:
             thread.start()
 
     def wait(self, index: int) -> memoryview:
-        """The data of blob ``index``, from ``data_start`` on, in memory of its own.
+        """The bytes of blob ``index``, in memory of its own.
 
         Raises LinkError when the transfer broke off and ModelError for a file that is missing, of another length, or
         (with ``verify``) of another sha256.
@@ -119,8 +118,7 @@ class BlobReader:
         self._done[index].wait()
         if index not in self._buffers or self._left[index]:
             raise self._error or LinkError(f"reading of {self.blobs[index].what} was stopped")
-        blob = self.blobs[index]
-        return self._buffers.pop(index)[blob.data_start : blob.bytes]
+        return self._buffers.pop(index)[: self.blobs[index].bytes]
 
     def close(self) -> None:
         """Stop reading and wait for the readers to end."""

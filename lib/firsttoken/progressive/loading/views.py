@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from firsttoken.progressive.loading.lora import Adapter, with_adapter
 from firsttoken.progressive.passlayer import PassLayer
-from firsttoken.study.errors import StageError
+from firsttoken.study.errors import ModelError, StageError
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,15 @@ def make_view(
             raise StageError(f"adapter {adapter.name} is for layer {i} too, which stage {stage} does not have")
     layers = [with_adapter(layer, slices[i]) if i in slices else layer for i, layer in enumerate(base)]
     return StageView(stage, tuple(base), nn.ModuleList(layers), dict(ends))
+
+
+def check_whole(view: StageView) -> None:
+    """Raise ModelError where a parameter that ``view`` computes with has never been written: it may not serve."""
+    modules = {f"layer {i}": layer for i, layer in enumerate(view.layers)} | dict(view.ends)
+    for where, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:
+                raise ModelError(f"stage {view.stage}: {name} of {where} was never brought; stage it again")
 
 
 def changed(old: StageView, new: StageView) -> range:

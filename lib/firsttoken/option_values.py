@@ -1,0 +1,54 @@
+"""What may stand behind an option of the command line, checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from firsttoken.study.foreign.yaml_text import parse_yaml
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """``key=value`` with the value read as YAML; nothing is the empty text, as a shell hands it on."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
+    try:
+        return key, parse_yaml(value) if value else ""
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{value[:80]!r} is not a YAML value: {error}") from error
+
+
+def folder(text: str) -> Path:
+    """A folder that has a name; whether it is there, who uses it asks."""
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError("name a folder")
+    return Path(text)
+
+
+def rate(text: str) -> float:
+    """A rate in Gbit/s: 0 or more, and finite."""
+    if not 0 <= (rate := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate; 0 is as fast as the link goes")
+    return rate
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A whole number within both ends."""
+
+    def number(text: str) -> int:
+        if not (text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} to {most}")
+        return int(text)
+
+    return number
+
+
+def host(text: str) -> str:
+    """An address to listen on."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("name an address; 0.0.0.0 is all that this machine has")
+    return text

@@ -1,0 +1,63 @@
+"""What is wrong with a file, as the one line that a user can act on (standard library only)."""
+
+from __future__ import annotations
+
+import stat
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from firsttoken.study.errors import FirstTokenError
+
+MOST_BYTES = 1 << 28  # of a text that is read as a whole, unless its reader says otherwise
+
+FAULTS = (
+    *(ValueError, LookupError, ArithmeticError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile),
+    *(RuntimeError, NotImplementedError),  # RecursionError; and what zipfile says of ciphers and of unknown methods
+)
+"""What the readers of Python's own library raise for a damaged file, beside OSError."""
+
+
+class Damaged(ValueError):
+    """The place in a file and what is wrong there; who knows the file and the mend adds them (``blaming``)."""
+
+
+@contextmanager
+def blaming(path: object, kind: type[FirstTokenError], mend: str) -> Iterator[None]:
+    """Whatever a reader finds wrong inside the block is raised as ``kind``: "PATH: FAULT; MEND", on one line."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{_short(path, 300)} cannot be read: {error.strerror or error}; {mend}") from error
+    except UnicodeError as error:
+        raise kind(f"{_short(path, 300)}: it is no UTF-8 text; {mend}") from error
+    except FAULTS as error:
+        fault = str(error) if isinstance(error, Damaged) else f"{type(error).__name__}, {error}"
+        raise kind(f"{_short(path, 300)}: {_short(fault, 400)}; {mend}") from error
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """All of a regular file. Raises OSError, and Damaged for a file that is none or longer than ``most`` bytes."""
+    if (size := regular_size(path)) > most:
+        raise Damaged(f"it has {size:,} bytes, and at most {most:,} are read")
+    return path.read_bytes()
+
+
+def regular_size(path: Path) -> int:
+    """Bytes of a file. Raises OSError, and Damaged for a pipe or a device, which to open may never end."""
+    found = path.stat()
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):  # to open a folder says what it is
+        raise Damaged("it is no regular file")
+    return found.st_size
+
+
+def shown(value: object, most: int = 40) -> str:
+    """A value as a message shows it: a line of at most ``most`` characters that any terminal takes."""
+    return _short(ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value), most)
+
+
+def _short(text: object, most: int) -> str:
+    line = " ".join(str(text).split()).encode("utf-8", "backslashreplace").decode()
+    return line if len(line) <= most else line[: most - 3] + "..."

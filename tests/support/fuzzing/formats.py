@@ -1,0 +1,8 @@
+"""Every format that is read, with the rule by which an edit of it is legal."""
+
+from __future__ import annotations
+
+from fuzzing import models, studies, texts
+from fuzzing.property import Format
+
+FORMATS: tuple[Format, ...] = (*models.FORMATS, *studies.FORMATS, *texts.FORMATS)
