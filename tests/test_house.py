@@ -16,6 +16,7 @@ import pytest
 from firsttoken import __main__ as main_module
 from firsttoken import ledger
 from firsttoken.__main__ import main
+from firsttoken.options import parser
 from firsttoken.progressive.served import ServedConfig
 from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import paths
@@ -93,7 +94,7 @@ def test_the_commands_of_the_pages_run_as_they_stand(monkeypatch):
     monkeypatch.setattr(main_module, "check_used", lambda settings, used: None)
     monkeypatch.setattr("firsttoken.progressive.staging.stage_model", lambda *a: asked.append((a[0], a)) or STAGED)
     for words in found:
-        options = main_module._parser().parse_args(words)
+        options = parser(main_module.COMMANDS).parse_args(words)
         if words[0] in ("measure", "stage"):
             assert options.command(options) == 0, words
     staged = [given for _, given in asked if isinstance(given, tuple)]

@@ -112,7 +112,7 @@ def test_a_prefix_that_the_context_leaves_half_way(pair, engine) -> None:
         assert request.output != judged(pair.plain, prompt, request.output).logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.004], ids=["unshaped", "4 Mbit/s"])
+@pytest.mark.parametrize("rate", [0.0, 0.0005], ids=["unshaped", "0.5 Mbit/s"])
 def test_over_a_link_beside_others(on_disk, engine, rate: float) -> None:
     """Those that run go on while it is under way; they say what they say alone."""
     at, group = engine(on_disk, scheduler="sarathi"), Group(2, 4)
@@ -123,7 +123,7 @@ def test_over_a_link_beside_others(on_disk, engine, rate: float) -> None:
     while at.busy:
         at.step()
         went_on += request.phase == "restoring" and bool(at.scheduler.running)
-    assert rate == 0.0 or went_on >= 3
+    assert rate == 0.0 or went_on >= 2
     assert check_greedy(request.output, on_disk.said(group, len(CONTEXT), request.output)) == 8
     for other in others:
         assert check_greedy(other.output, judged(on_disk.plain, other.tokens[:9], other.output)) == 40
