@@ -45,8 +45,8 @@ def bounded(decisions: Decisions, whose: object) -> Iterator[None]:
         while not over.wait(LONGEST_S / 10):
             since_s = decisions.since_s
             if since_s is not None and time.monotonic() - since_s > LONGEST_S:
+                # again with each look: where it meets a callback of the collector, Python drops it
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(here, ctypes.py_object(_TooLong))
-                return
 
     thread = threading.Thread(target=watch, name="patience", daemon=True)
     thread.start()

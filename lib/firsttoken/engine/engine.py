@@ -157,15 +157,15 @@ class Engine:
             if work.completes:
                 produced.append((request, token))
                 if request.append(token, now):
-                    self._end(request)
+                    self.end(request)
         return produced
 
     def run(self) -> None:
         """Step until no request is open; a simulation takes steps that are alike at once."""
         while self.busy:
             self.step()
-            if self._all_decoded:
-                leap(self, self._coming[0][0][0] if self._coming else math.inf)
+            while self._all_decoded and leap(self, self._coming[0][0][0] if self._coming else math.inf):
+                pass
 
     def serve(self, items: Iterable[tuple[Sequence[int], Sampling, float]]) -> list[Request]:
         """Run (prompt, sampling, seconds from now) to the end; the requests in the order given."""
@@ -219,7 +219,8 @@ class Engine:
         view = request.view or self.executor.view
         return self.executor.salt if view is None else f"{self.executor.salt} {view.key}"
 
-    def _end(self, request: Request) -> None:
+    def end(self, request: Request) -> None:
+        """The open ``request`` has its last token."""
         del self._open[request.number]
         self.scheduler.end(request)
 

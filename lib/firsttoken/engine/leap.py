@@ -11,26 +11,23 @@ from firsttoken.engine.work import Kind, Work
 
 if TYPE_CHECKING:
     from firsttoken.engine.engine import Engine
-    from firsttoken.engine.request import Request
     from firsttoken.engine.schedulers.base import Scheduler
 
 
-def leap(engine: Engine, next_arrival_s: float) -> None:
+def leap(engine: Engine, next_arrival_s: float) -> bool:
     """Take the coming steps of ``engine`` up to the one in which a request ends, or that begins after the next arrival.
 
-    To be called after a step that decoded all who run. It does nothing where steps may differ: on a device, under a
-    scheduler that is not ``steady``, while anybody waits or is away, and where blocks are shared.
+    To be called after a step, or a leap, that decoded all who ran; whether it took any. It takes none where steps may
+    differ: on a device, under a scheduler that is not ``steady``, while anybody waits or is away, and where blocks are
+    shared.
     """
     scheduler, executor = engine.scheduler, engine.executor
     away = scheduler.waiting or scheduler.swapped or scheduler.restoring
     if not isinstance(executor, SimulatedExecutor) or not scheduler.steady or away or scheduler.prefixes is not None:
-        return
+        return False
     running = sorted(scheduler.running, key=lambda request: request.order)
-    most = _that_fit(scheduler, min((one.sampling.max_tokens - len(one.times_s) for one in running), default=0) - 1)
-    if most < 2:
-        return
-    cached = tuple(request.cached for request in running)
-    contexts, now, times = cached, executor.now(), []
+    most = _that_fit(scheduler, min([one.sampling.max_tokens - len(one.times_s) for one in running], default=0))
+    contexts, now, times = tuple([request.cached for request in running]), executor.now(), []
     while len(times) < most and now < next_arrival_s:
         start, now = now, executor.charge((), contexts)
         times.append(now)
@@ -40,23 +37,27 @@ def leap(engine: Engine, next_arrival_s: float) -> None:
             works = tuple(map(Work, running, contexts, following, contexts))
             engine.trace.steps.append(Step(start, now - start, (), contexts, works))
         contexts = following
-    for request in running:
-        if missing := _missing(scheduler, request, len(times)):
-            request.blocks += scheduler.pool.take(missing)
-        request.tokens += [TOKEN] * len(times)
+    if not times:
+        return False
+    engine.books[Kind.DECODE] += len(times) * len(running)
+    said, size = [TOKEN] * len(times), scheduler.block_tokens
+    for request, end in zip(running, contexts, strict=True):
+        if end > len(request.blocks) * size:
+            request.blocks += scheduler.pool.take(-(-end // size) - len(request.blocks))
+        request.tokens += said
         request.times_s += times
-        request.advance(request.cached + len(times))
-    if times:
-        engine.books[Kind.DECODE] += len(times) * len(running)
-
-
-def _missing(scheduler: Scheduler, request: Request, steps: int) -> int:
-    """Blocks for so many tokens more."""
-    return max(0, -(-(request.cached + steps) // scheduler.block_tokens) - len(request.blocks))
+        request.advance(end)
+    for request in running:
+        if len(request.times_s) >= request.sampling.max_tokens:
+            engine.end(request)
+    return True
 
 
 def _that_fit(scheduler: Scheduler, steps: int) -> int:
     """So many of ``steps``, by halves, that the blocks which are free are enough: nobody is preempted in them."""
-    while steps > 1 and sum(_missing(scheduler, request, steps) for request in scheduler.running) > scheduler.pool.free:
+    size, running, free = scheduler.block_tokens, scheduler.running, scheduler.pool.free
+    while steps > 0 and len(running) * (steps // size + 1) > free:  # else they are enough wherever blocks end
+        if sum([max(0, -(-(one.cached + steps) // size) - len(one.blocks)) for one in running]) <= free:
+            break
         steps //= 2
     return steps
