@@ -6,8 +6,9 @@ import os
 import time
 
 import pytest
+from fuzzing import mutators, property
 from fuzzing.formats import FORMATS
-from fuzzing.property import Report, fuzz, told
+from fuzzing.property import Format, fuzz, told
 
 MINUTES = float(os.environ.get("FUZZ_MINUTES", 0))
 COUNT = 120  # of each format within the suite, the same every time; `tests/fuzz.sh MINUTES` draws others for longer
@@ -16,15 +17,27 @@ FAULTS = ("raw", "wrong", "hang", "memory", "message")
 
 @pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
 def test_what_is_damaged_is_refused_or_read_as_it_was(one):
-    seed, share_s = (time.time_ns(), 60 * MINUTES / len(FORMATS)) if MINUTES else (0, 600)
-    found = fuzz(one, 10**9 if MINUTES else COUNT, seed, time.monotonic() + share_s)
+    longer = (10**9, time.time_ns(), 60 * MINUTES / len(FORMATS))
+    found = fuzz(one, *longer) if MINUTES else fuzz(one, COUNT)
     table = told({one.name: found})
     print(f"\n{table}" if MINUTES else "")
     assert found.counts["read"] and not any(found.counts[fault] for fault in FAULTS), table
 
 
-def test_the_property_finds_what_it_is_for():
-    """A reader that believes everything, one that raises its own, and one that never ends."""
-    report = Report()
-    report.fault("raw", "x: KeyError")
-    assert report.counts["raw"] == 1 and "KeyError" in told({"x": report})
+def stubborn(path):
+    """A reader that believes one byte, raises its own error for another, and never ends for a third."""
+    first = (path / "file").read_bytes()[:1]
+    while first in (b"h", b""):
+        time.sleep(0.01)
+    if first == b"r":
+        raise KeyError("raw")
+    return first
+
+
+@pytest.mark.parametrize(("byte", "kind"), [(b"w", "wrong"), (b"r", "raw"), (b"h", "hang")])
+def test_the_property_finds_what_it_is_for(byte, kind, monkeypatch):
+    monkeypatch.setattr(property, "SECONDS", 1)
+    one = Format("stubborn", lambda path: (path / "file").write_bytes(b"i"), ("file",), stubborn, (lambda *_: byte,))
+    monkeypatch.setattr(mutators, "place", lambda path, dice: path.write_bytes(byte))
+    found = fuzz(one, 2)
+    assert found.counts[kind] == found.counts["read"] == 2 and kind in told({"stubborn": found})

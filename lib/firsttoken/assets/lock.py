@@ -109,5 +109,5 @@ def _sha256(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its type where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """The first line of an error's text, as much of it as fits a message, or its type where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -18,6 +18,8 @@ from typing import Any
 
 from firsttoken.study import dtypes, paths
 from firsttoken.study.files import write_text
+from firsttoken.study.foreign.json_text import read_json
+from firsttoken.study.foreign.schema import shaped
 from firsttoken.study.machine import cores, describe, identity, machine_slug
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, git_revision, load_result, write_result
@@ -130,13 +132,21 @@ def record(profile: Profile, seconds: Mapping[str, float], started: datetime) ->
     )
 
 
+@dataclass(frozen=True)
+class _Stamp:
+    fingerprint: str
+    seconds: float
+    at: str
+
+
 def _stamp_file(profile: str) -> Path:
     return paths.EXECUTED / profile / "kept.json"
 
 
 def _stamps(profile: str) -> dict[str, dict[str, Any]]:
     with suppress(OSError, ValueError):
-        return json.loads(_stamp_file(profile).read_text(encoding="utf-8"))
+        kept = shaped(dict[str, _Stamp], read_json(_stamp_file(profile)))
+        return {stem: vars(stamp) for stem, stamp in kept.items()}
     return {}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuzzing import models, studies, texts
+from fuzzing import models, studies, texts, workloads
 from fuzzing.property import Format
 
-FORMATS: tuple[Format, ...] = (*models.FORMATS, *studies.FORMATS, *texts.FORMATS)
+FORMATS: tuple[Format, ...] = (*models.FORMATS, *studies.FORMATS, *texts.FORMATS, *workloads.FORMATS)

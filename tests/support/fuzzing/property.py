@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import resource
 import shutil
@@ -61,16 +62,17 @@ class Hang(BaseException):
     """A reading that takes too long; no reader's own handler catches it."""
 
 
-def fuzz(one: Format, count: int, seed: int = 0, until: float | None = None) -> Report:
-    """Read ``count`` damaged files, or as many as ``until`` (time.monotonic) allows."""
+def fuzz(one: Format, count: int, seed: int = 0, seconds: float = math.inf) -> Report:
+    """Read ``count`` damaged files, or as many as ``seconds`` allow, once the intact one is made."""
     report = Report()
     with tempfile.TemporaryDirectory() as scratch:
         intact = Path(scratch) / "intact"
         intact.mkdir()
         one.make(intact)
         expected = one.read(_copied(intact, Path(scratch) / "first"))
+        until = time.monotonic() + seconds
         for number in range(count):
-            if until is not None and time.monotonic() > until:
+            if time.monotonic() > until:
                 break
             dice = random.Random(f"{one.name} {seed} {number}")
             folder = _copied(intact, Path(scratch) / "damaged")

@@ -7,7 +7,6 @@ kept of it (15 MB) loads in 0.06 s.
 from __future__ import annotations
 
 import hashlib
-import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from firsttoken.engine.workload.sharegpt_file import first_pairs
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError, ModelError
 from firsttoken.study.files import replacing
+from firsttoken.study.foreign.faults import FAULTS, regular_size
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -122,10 +122,17 @@ def _save(made: Conversations, kept: Path) -> None:
 def _load(kept: Path) -> Conversations | None:
     """What was kept, None when there is none or it is damaged: it is then made again."""
     try:
+        regular_size(kept)
         with np.load(kept, allow_pickle=False) as arrays:
-            return Conversations(arrays["ids"], arrays["starts"], arrays["output_tokens"])
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+            made = Conversations(arrays["ids"], arrays["starts"], arrays["output_tokens"])
+    except (OSError, *FAULTS):
         return None
+    whole = all(part.ndim == 1 and part.dtype.kind == "i" for part in (made.ids, made.starts, made.output_tokens))
+    fits = whole and len(made.starts) == len(made.output_tokens) + 1 and made.starts[0] == 0
+    fits = (
+        fits and len(made.ids) in (0, made.starts[-1]) and min(made.prompt_tokens.min(), made.output_tokens.min()) > 0
+    )
+    return made if fits else None
 
 
 def _tokenised(tokenizer: Tokenizer, path: Path) -> Conversations:

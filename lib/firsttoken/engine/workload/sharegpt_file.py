@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.study.errors import CorpusError
+from firsttoken.study.foreign.faults import Damaged, regular_size
 
 _CHUNK = 1 << 22  # bytes; the longest conversation of the pinned file has 437,874
-_GAP = re.compile(r"[\s,]*")
+_SPACE = re.compile(r"\s*")
 _ROLES = ("human", "gpt")
 
 
@@ -30,6 +31,8 @@ def first_pairs(path: Path) -> list[tuple[str, str]]:
     for number, record in enumerate(read_records(path), 1):
         try:
             turns = [(turn["from"], turn["value"]) for turn in record["conversations"]]
+            if not all(isinstance(part, str) for turn in turns for part in turn):
+                raise TypeError
             answered = ((a, b) for (asker, a), (teller, b) in pairwise(turns) if (asker, teller) == _ROLES)
             pairs += [(_encodable(a), _encodable(b)) for a, b in islice(answered, 1)]
         except (TypeError, KeyError, AttributeError) as error:
@@ -47,25 +50,34 @@ def read_records(path: Path) -> Iterator[Any]:
     Raises CorpusError for a file that cannot be read, and for what is no JSON list, other than that it ends early.
     """
     decode = json.JSONDecoder().raw_decode
-    text, opened, number = "", False, 0
+    text, opened, closed, between, number = "", False, False, False, 0
     for more in _chunks(path):
         text, at = text + more, 0
         if not opened and (text := text.lstrip()):
             if text[0] != "[":
                 raise CorpusError(f"{path} is no JSON list of conversations; use a ShareGPT .json file")
             opened, at = True, 1
-        while (at := _GAP.match(text, at).end()) < len(text):
-            if text[at] == "]":
-                return
+        while (at := _SPACE.match(text, at).end()) < len(text):
+            if closed or (between and text[at] not in ",]"):
+                what = "text after the end of the list" if closed else f"no comma after record {number}"
+                raise CorpusError(f"{path}: there is {what}; download the file again")
+            if text[at] == "]" and (between or not number):
+                closed, at = True, at + 1
+                continue
+            if between:
+                between, at = False, at + 1
+                continue
             try:
                 record, at = decode(text, at)
+            except RecursionError as error:
+                raise CorpusError(f"{path}: record {number + 1} is too deep; use a ShareGPT file") from error
             except json.JSONDecodeError as error:
                 if _ends_early(error, text):
                     break
                 raise CorpusError(
                     f"{path}: there is no JSON after record {number} ({error.msg}); download the file again"
                 ) from error
-            number += 1
+            number, between = number + 1, True
             yield record
         text = text[at:]
 
@@ -74,13 +86,15 @@ def _chunks(path: Path) -> Iterator[str]:
     """The text of a file; a letter that the file's end cuts in two is left out."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     try:
+        regular_size(path)
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 yield decoder.decode(chunk)
     except UnicodeDecodeError as error:
         raise CorpusError(f"{path} is not UTF-8 text; unpack it if it is compressed, or download it again") from error
-    except OSError as error:
-        raise CorpusError(f"cannot read {path}: {error.strerror}; check the path") from error
+    except (OSError, Damaged) as error:
+        reason = error if isinstance(error, Damaged) else error.strerror
+        raise CorpusError(f"cannot read {path}: {reason}; check the path") from error
 
 
 def _ends_early(error: json.JSONDecodeError, text: str) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
-import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,6 +16,12 @@ from tqdm import tqdm
 
 from firsttoken.engine.workload.items import Item
 from firsttoken.study.errors import CorpusError
+from firsttoken.study.foreign.faults import Damaged, regular_size, shown
+from firsttoken.study.foreign.json_text import parse_json
+
+_PLAIN = re.compile(r"\s*-?\d+(\.\d*)?([eE][-+]?\d{1,2})?\s*")
+_MOST = 1e15  # a time in ms; tokens have a limit of their own
+_MOST_TOKENS = 10**8
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,17 @@ class _Format:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not math.isfinite(number := float(value)):
+    """A number as a trace writes it: Python's own spellings (1_0, inf) are none."""
+    if isinstance(value, bool) or not (isinstance(value, int | float) or _PLAIN.fullmatch(value)):
+        raise ValueError
+    if not abs(number := float(value)) <= _MOST:
+        raise ValueError
+    return number
+
+
+def _seconds(value: Any) -> float:
+    """Seconds since a service began."""
+    if (number := _number(value)) < 0:
         raise ValueError
     return number
 
@@ -57,8 +72,8 @@ def _clock(value: Any) -> float:
 
 _AZURE = _Format("Azure LLM inference", "TIMESTAMP", "ContextTokens", "GeneratedTokens", _clock)
 # release 2.0 has two more columns (Session ID, Elapsed time): columns are found by name
-_BURSTGPT = _Format("BurstGPT", "Timestamp", "Request tokens", "Response tokens", _number)
-_MOONCAKE = _Format("Mooncake", "timestamp", "input_length", "output_length", lambda value: _number(value) / 1000)
+_BURSTGPT = _Format("BurstGPT", "Timestamp", "Request tokens", "Response tokens", _seconds)
+_MOONCAKE = _Format("Mooncake", "timestamp", "input_length", "output_length", lambda value: _seconds(value) / 1000)
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> tuple[Item, ...]:
@@ -99,6 +114,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines with something on them, numbered from 1; a progress bar where reading takes more than five seconds."""
     number = 0
     try:
+        regular_size(path)
         label = {"desc": path.name, "unit": "B", "unit_scale": True, "delay": 5, "disable": None}
         with path.open("rb") as file, tqdm(total=path.stat().st_size, **label) as bar:
             for number, raw in enumerate(file, 1):
@@ -109,8 +125,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise CorpusError(
             f"{path}, line {number}: this is not UTF-8 text; unpack the file if it is compressed, or save it as UTF-8"
         ) from error
-    except OSError as error:
-        raise CorpusError(f"cannot read the trace {path}: {error.strerror}; check the path") from error
+    except (OSError, Damaged) as error:
+        reason = error if isinstance(error, Damaged) else error.strerror
+        raise CorpusError(f"cannot read the trace {path}: {reason}; check the path") from error
 
 
 def _opened(path: Path, lines: Iterator[tuple[int, str]]) -> tuple[_Format, Iterator[tuple[int, list[Any]]]]:
@@ -123,6 +140,8 @@ def _opened(path: Path, lines: Iterator[tuple[int, str]]) -> tuple[_Format, Iter
     number, header = first
     names = [name.strip() for name in _fields(path, number, header)]
     shape = max((_AZURE, _BURSTGPT), key=lambda known: len({*known.columns} & {*names}))
+    if len(set(names)) < len(names):
+        raise CorpusError(f"{path}, line {number}: a column of the header is there twice; name each once")
     missing = [name for name in shape.columns if name not in names]
     if len(missing) == len(shape.columns):
         raise CorpusError(
@@ -151,7 +170,7 @@ def _csv_rows(
 def _json_rows(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, list[Any]]]:
     for number, line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise _torn(path, number, "is no complete JSON") from error
         missing = [name for name in _MOONCAKE.columns if not isinstance(row, dict) or name not in row]
@@ -182,9 +201,9 @@ def _parsed(path: Path, number: int, shape: _Format, row: list[Any]) -> tuple[fl
             numbers.append(convert(value))
         except (ValueError, TypeError, OverflowError) as error:
             kind = "time" if convert is _clock else "number"
-            raise CorpusError(f"{path}, line {number}: {name} is {value!r}, no {kind}; mend the line") from error
+            raise CorpusError(f"{path}, line {number}: {name} is {shown(value)}, no {kind}; mend the line") from error
     for name, tokens in zip(shape.columns[1:], numbers[1:], strict=True):
-        if tokens < 0 or tokens != int(tokens):
+        if not 0 <= tokens <= _MOST_TOKENS or tokens != int(tokens):
             raise CorpusError(
                 f"{path}, line {number}: {name} is {tokens:g}, it must be a whole number from 0 on; mend the line"
             )

@@ -9,6 +9,9 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,8 @@ from firsttoken.kvreuse.profile.pareto import Profiled, critical_layers, smalles
 from firsttoken.kvreuse.tasks.items import Encoded
 from firsttoken.study import clock, paths
 from firsttoken.study.files import write_text
+from firsttoken.study.foreign.json_text import read_json
+from firsttoken.study.foreign.schema import shaped
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -79,6 +84,20 @@ def _widest_layer(of: Rows) -> int:
     return max(spread, key=spread.__getitem__)
 
 
+@dataclass(frozen=True)
+class _Done:
+    seconds: float
+    prefix_layers: float
+    scores: list[tuple[str, int, int, list[float], list[float]]]
+
+
+def _done(kept: Path) -> dict[str, Any] | None:
+    """A batch that was kept; None where there is none, or it is damaged: it is then made again."""
+    with suppress(OSError, ValueError):
+        return vars(shaped(_Done, read_json(kept)))
+    return None
+
+
 def run_profile(
     setting: Setting, run: Run, receiver: Variant, sender: Variant, items: Sequence[Encoded]
 ) -> list[dict[str, Any]]:
@@ -89,8 +108,7 @@ def run_profile(
     passes = seconds = 0.0
     for index, part in enumerate(tqdm(parts, desc=f"profile {run.name}", unit="batch", disable=None)):
         kept = folder / f"{index}.json"
-        if kept.is_file():
-            done = json.loads(kept.read_text(encoding="utf-8"))
+        if (done := _done(kept)) is not None:
             clock.kept(done["seconds"])
         else:
             done = _batch(run, receiver, sender, part)
