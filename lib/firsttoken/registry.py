@@ -217,7 +217,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             "pipeline_bubbles",
             "What chunks leave idle on a pipeline",
-            "43",
+            "41",
             f"{_CHUNKED}.pipeline_bubbles:pipeline_bubbles",
             "pipeline_summary",
         ),

@@ -178,3 +178,18 @@ def error_rows(result: Result) -> Rows:
 
 def _of(result: Result, run: str, scheduler: str, measure: str) -> dict | None:
     return result.summary.get(f"{run}_{scheduler.replace(' ', '_')}_{measure}")
+
+
+def bubble_rows(result: Result) -> Rows:
+    """What two stages leave idle (Figure 13), by what fills their steps."""
+    kinds = {"whole": "whole prompts", "equal_size": "chunks of equal size", "equal_time": "chunks of equal time"}
+    found = result.summary
+    return [
+        {
+            "prompts": told_as,
+            "idle, % of the devices' time": interval(found[f"{kind}_bubbles_pct"], 1),
+            "variation of the steps": interval(found[f"{kind}_step_cv"], 2),
+            "time in all / that of equal size": interval(found.get(f"{kind}_makespan_over_equal_size_x"), 2) or "1",
+        }
+        for kind, told_as in kinds.items()
+    ]
