@@ -26,7 +26,7 @@ class LocalSegment:
     """``modules`` in this process, the first of them layer ``lo``: stock decoder layers, adapted ones, or fused."""
 
     def __init__(self, modules: Sequence[nn.Module], lo: int = 0) -> None:
-        self.modules = tuple(modules)
+        self.modules = list(modules)  # one may be put in the place of another that computes the same, at any time
         self.layers = range(lo, lo + len(self.modules))
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:

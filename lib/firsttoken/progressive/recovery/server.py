@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,10 @@ from firsttoken.link import Link
 from firsttoken.progressive.loading.views import StageView
 from firsttoken.progressive.recovery.growth import Growth
 from firsttoken.progressive.recovery.transitions import PrefillAgain, Transition
-from firsttoken.progressive.recovery.views import GrownView, fused, moving
+from firsttoken.progressive.recovery.views import GrownView, moving
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
 
+PAUSE_S = 0.05  # between two layers that are fused, which takes 10 ms each
 POOL_TOKENS = 16_384  # 0.4 GB of keys and values of the default model in 16 bits
 
 
@@ -182,13 +183,10 @@ class GrowingServer:
         """Stage 1, with requests computing behind its layers as they arrive; then the others, one after another."""
         if (view := self._growth.insist(1, self._begin, self._end_all)) is not None:
             self._serving(view.stage)
-            for better in self._growth.later(view) if self.config.recover else ():
-                view = better
-                self._server.soon(partial(self._take_over, self._view(view)))
-            if self.config.fuse and view.stage == self._growth.stages:
-                last = fused(self._growth.skeleton, view)
-                self._server.soon(partial(self._server.publish, last, moving(self._policy)))
-            del view  # with the last request that began unfused the layers go
+            self._bring_the_others(view)
+            del view  # so that its layers go one by one as they are fused
+            if self.config.fuse and self._last.stage == self._growth.stages:
+                self._fuse()
             self._growth.closing.wait()
         self._end_all(BusyError("the server was closed"))
 
@@ -200,7 +198,7 @@ class GrowingServer:
         executor = LiveExecutor(skeleton.model, blocks, device=skeleton.device)
         with ExitStack() as streaming:
             streaming.enter_context(load.streaming())
-            executor.view = self._view(load.view)
+            executor.view = self._last = self._view(load.view)
             server = Server(
                 Engine(executor, engine, recovered=self._recovered), self.config.max_sessions, self._explained
             )
@@ -212,6 +210,19 @@ class GrowingServer:
             view = load.wait()
             server.between(streaming.close)  # the gates go while no step passes them
         return view
+
+    def _bring_the_others(self, view: StageView) -> None:
+        for better in self._growth.later(view) if self.config.recover else ():
+            self._last = self._view(better)
+            self._server.soon(partial(self._take_over, self._last))
+
+    def _fuse(self) -> None:
+        """The last stage's layers one after another, with pauses in which steps have all cores to themselves."""
+        with suppress(FirstTokenError):  # the server is being closed
+            self._server.between(self._growth.skeleton.release)  # once the last stage has taken over
+            for _ in self._last.fuse():
+                if self._growth.closing.wait(PAUSE_S):
+                    return
 
     def _view(self, modules: StageView) -> GrownView:
         return GrownView(self._growth.skeleton.model, modules, self._policy)

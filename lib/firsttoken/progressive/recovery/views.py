@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from transformers import PreTrainedModel
 
 from firsttoken.engine.decoder import Decoder
@@ -10,9 +12,8 @@ from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.segments import LocalSegment
 from firsttoken.engine.views import Transition as Redo
 from firsttoken.engine.views import View
-from firsttoken.progressive.loading.loader import Skeleton
 from firsttoken.progressive.loading.views import StageView
-from firsttoken.progressive.recovery.transitions import NOTHING, Transition
+from firsttoken.progressive.recovery.transitions import Transition
 
 
 class GrownView(View):
@@ -21,26 +22,22 @@ class GrownView(View):
     def __init__(self, model: PreTrainedModel, modules: StageView, policy: Transition) -> None:
         modules.activate(model)
         kept = policy.keep(modules)
-        super().__init__(Decoder(model), Edges(kept) if kept else None, modules.stage)
+        self._segment = LocalSegment(modules.layers)
+        super().__init__(Decoder(model, [self._segment]), Edges(kept) if kept else None, modules.stage)
         self.modules = modules
 
+    def fuse(self) -> Iterator[None]:
+        """Put fewer and larger operations in the place of each layer, one a time, while requests run.
 
-def fused(skeleton: Skeleton, modules: StageView) -> View:
-    """``modules``, the last of ``skeleton``, in fewer and larger operations; no other view can be made of it later.
-
-    The weights are there twice until the views of the unfused layers have no request left.
-    """
-    modules.activate(skeleton.model)
-    view = View(Decoder(skeleton.model, [LocalSegment([fuse_layer(layer) for layer in modules.layers])]))
-    view.stage = modules.stage
-    skeleton.release()
-    return view
+        The weights of a layer are there twice for that long, and where another view has it until its last request ends.
+        This view is then the last of its model: nothing can be compared with it.
+        """
+        del self.modules
+        for i, layer in enumerate(self._segment.modules):
+            self._segment.modules[i] = fuse_layer(layer)
+            yield
 
 
 def moving(policy: Transition) -> Redo:
-    """``policy`` as the engine asks it. One stage under another view changes no key and no value."""
-
-    def redo(old: GrownView, new: GrownView) -> range | None:
-        return NOTHING if old.stage == new.stage else policy.redo(old.modules, new.modules)
-
-    return redo
+    """``policy`` as the engine asks it."""
+    return lambda old, new: policy.redo(old.modules, new.modules)
