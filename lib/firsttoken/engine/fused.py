@@ -28,7 +28,7 @@ class FusedLayer(nn.Module):
         self.out = PackedLinear(attention.o_proj)
         self.gate_up = PackedLinear(_stacked([mlp.gate_proj, mlp.up_proj]))
         self.down = PackedLinear(mlp.down_proj)
-        self.before_attention, self.before_mlp = stock.input_layernorm, stock.post_attention_layernorm
+        self.before_attention, self.before_mlp = _own(stock.input_layernorm), _own(stock.post_attention_layernorm)
         self.attention = copy.copy(attention)  # what attention functions ask for the layer's number and the like
         self.attention._modules = {}
 
@@ -112,6 +112,13 @@ def _fuses(layer: nn.Module) -> bool:
 
 def _normed(states: Tensor, norm: nn.Module) -> Tensor:
     return kernels().rms_norm(states.contiguous(), norm.weight, norm.variance_epsilon)
+
+
+def _own(norm: nn.Module) -> nn.Module:
+    """``norm`` with memory of its own: where a whole layer lies in one buffer, a part of it would keep all of it."""
+    own = copy.copy(norm)
+    own._parameters = {"weight": nn.Parameter(norm.weight.detach().clone(), requires_grad=False)}
+    return own
 
 
 def _stacked(linears: Sequence[nn.Linear]) -> nn.Linear:
