@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -47,6 +46,7 @@ from firsttoken.progressive.recovery import timeline_trial
 from firsttoken.registry import EVERY_PROFILE, EXPERIMENTS
 from firsttoken.study import paths, stats
 from firsttoken.study.claims import load_claims
+from firsttoken.study.foreign.yaml_text import parse_yaml
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Result
 
@@ -106,7 +106,7 @@ def scaled(section: str, key: str, value: Any) -> Any:
 
 def tiny_profile(name: str, folder: Path) -> Profile:
     """The profile ``name`` by the rule, on a CPU, with adapters below ``folder``."""
-    content = yaml.safe_load((paths.PROFILES / f"{name}.yaml").read_text(encoding="utf-8"))
+    content = parse_yaml((paths.PROFILES / f"{name}.yaml").read_text(encoding="utf-8"))
     sections = {key: value for key, value in content.items() if isinstance(value, dict)}
     sections["quality"].setdefault("max_prompt_tokens", examination.QualityConfig.max_prompt_tokens)
     overrides: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}

@@ -167,7 +167,7 @@ def test_the_empty_text_is_a_value() -> None:
 
 def test_the_pages_keep_their_verdicts(root: Path, make_result, capsys) -> None:
     paths.TEMPLATES.mkdir()
-    for page in ("README.md", "CLAIMS.md"):
+    for page in ("README.md", "CLAIMS.md", "CAPACITY.md"):
         (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
     claim = load_claims(paths.CLAIMS, EXPERIMENTS)[0]
     measure = {measure: {"value": 25.0} for measure in claim.measures}

@@ -50,7 +50,7 @@ def test_what_is_asked_for_is_done_and_a_slow_one_named_with_the_factor(root, mo
 
 
 def test_an_unknown_dtype_is_refused(root) -> None:
-    with pytest.raises(ProfileError, match="unknown dtype 'bf16'; known: auto, bfloat16, float16, float32"):
+    with pytest.raises(ProfileError, match="dtype: 'bf16' is not known; known: auto, bfloat16, float16, float32"):
         load_profile("quick", dtype="bf16")
 
 

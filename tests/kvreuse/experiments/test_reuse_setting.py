@@ -56,7 +56,7 @@ def test_what_is_no_run_is_refused_before_a_model_is_loaded(study, text):
     ("key", "value", "message"),
     [
         ("reuse.bogus", 1, "unknown key 'bogus'"),
-        ("reuse.items", "many", "key items: expected int"),
+        ("reuse.items", "many", "items: expected int"),
     ],
 )
 def test_a_bad_profile_is_refused(study, key, value, message):
