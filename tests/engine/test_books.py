@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.schedulers.victims import VICTIMS
+from firsttoken.engine.victims import VICTIMS
 from firsttoken.engine.work import Kind
 
 PREFILL, DECODE, RECOMPUTE = Kind.PREFILL, Kind.DECODE, Kind.RECOMPUTE

@@ -16,9 +16,9 @@ from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.schedulers.victims import VICTIMS
 from firsttoken.engine.swap import PATHS
 from firsttoken.engine.swap.path import Moved
+from firsttoken.engine.victims import VICTIMS
 
 pytestmark = pytest.mark.long(seconds=100)
 ANSWER = 24

@@ -20,7 +20,7 @@ from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemption.base import Action, PreemptionPolicy
 from firsttoken.engine.request import Phase, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.schedulers.victims import VICTIMS
+from firsttoken.engine.victims import VICTIMS
 from firsttoken.engine.work import Kind, Work
 
 pytestmark = pytest.mark.long(seconds=20)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from firsttoken.engine.preemption.base import Action, PreemptionPolicy
 from firsttoken.engine.request import Phase, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.schedulers.victims import VICTIMS
+from firsttoken.engine.victims import VICTIMS
 
 Asked = tuple[int, int, float]  # prompt tokens, new tokens, arrival in s
 

@@ -14,7 +14,7 @@ from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.schedulers.victims import VICTIMS
+from firsttoken.engine.victims import VICTIMS
 
 WORKLOADS = st.lists(
     st.tuples(st.integers(1, 60), st.integers(1, 30), st.just(0.0) | st.floats(0, 40)), min_size=1, max_size=15

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from firsttoken.engine.bounds import Bounds
 from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.base import Scheduler
-from firsttoken.engine.schedulers.victims import VICTIMS
+from firsttoken.engine.victims import VICTIMS
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import unknown
 

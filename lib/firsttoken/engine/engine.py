@@ -19,8 +19,8 @@ from firsttoken.engine.prefixes import PrefixSharing
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.base import Scheduler
-from firsttoken.engine.schedulers.victims import VICTIMS
 from firsttoken.engine.trace import Step, Trace
+from firsttoken.engine.victims import VICTIMS
 from firsttoken.engine.views import Transition, View
 from firsttoken.engine.work import Kind, Work, parted
 from firsttoken.study.errors import RequestError

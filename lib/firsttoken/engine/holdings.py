@@ -9,7 +9,7 @@ from firsttoken.engine.preemptor import Preemptor
 from firsttoken.engine.prefixes import PrefixSharing
 from firsttoken.engine.queues import Queues
 from firsttoken.engine.request import Phase, Request
-from firsttoken.engine.schedulers.victims import Victim
+from firsttoken.engine.victims import Victim
 from firsttoken.engine.views import View
 from firsttoken.engine.work import Work
 

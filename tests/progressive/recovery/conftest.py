@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from growing import OURS, PATIENCE
 from torch import nn
 from transformers import PreTrainedModel
 
+from firsttoken.link import Link
 from firsttoken.progressive.loading.lora import CONFIG, WEIGHTS, parse_adapter
 from firsttoken.progressive.loading.views import StageView, make_view
 from firsttoken.progressive.passlayer import PassLayer
+from firsttoken.progressive.recovery import growth
+from firsttoken.progressive.recovery.limits import GrowthConfig
+from firsttoken.progressive.recovery.server import GrowingServer
+from firsttoken.progressive.recovery.transitions import Transition
 
 Views = Callable[..., list[StageView]]
 
@@ -35,3 +42,28 @@ def views() -> Views:
         return made
 
     return make
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., GrowingServer]]:
+    """Starts servers, and at the end holds them to having ended: none of their threads is left.
+
+    What was mended is found soon, though a slow machine has failed many times by then: answers are open meanwhile.
+    """
+    monkeypatch.setattr(growth, "LONGEST_PAUSE_S", 0.05)
+    servers: list[GrowingServer] = []
+
+    def start(staged, link: Link | None = None, policy: Transition | None = None, **config) -> GrowingServer:
+        options = GrowthConfig(**({"retry_s": 0.02} | config))
+        server = GrowingServer(staged.folder, [link or Link()], options, policy=policy)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in servers:
+        closing = threading.Thread(target=server.close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE)
+        assert not closing.is_alive(), "close() does not end"
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(OURS)]

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("fastapi")
 
 from firsttoken.link import Link
-from firsttoken.progressive.recovery.server import GrowingServer, GrowthConfig
+from firsttoken.progressive.recovery.limits import GrowthConfig
+from firsttoken.progressive.recovery.server import GrowingServer
 from firsttoken.progressive.service.app import Replica, build_app
 from firsttoken.progressive.service.text import read_vocabulary
 

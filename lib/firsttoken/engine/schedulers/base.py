@@ -12,7 +12,7 @@ from firsttoken.engine.holdings import Holdings
 from firsttoken.engine.preemptor import Preemptor
 from firsttoken.engine.prefixes import PrefixSharing
 from firsttoken.engine.request import Phase, Request
-from firsttoken.engine.schedulers.victims import Victim
+from firsttoken.engine.victims import Victim
 from firsttoken.engine.work import Work
 
 

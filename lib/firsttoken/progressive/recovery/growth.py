@@ -36,14 +36,13 @@ class Growth:
         device: str,
         dtype: str,
         threads: int,
-        verify: bool,
         retry_s: float,
     ) -> None:
         self.stages, self.bytes_total, self.error = 0, 0, ""
         self.events: list[dict[str, Any]] = []
         self.closing = threading.Event()
         self._folder, self._links, self._device, self._dtype = folder, list(links), device, dtype
-        self._options = {"threads": threads, "verify": verify}
+        self._threads = threads
         self._retry_s = retry_s
         self._started_s = time.monotonic()
         self._lock = threading.Lock()
@@ -124,7 +123,9 @@ class Growth:
         return self._load(stage, previous).wait()
 
     def _load(self, stage: int, previous: StageView) -> StageLoad:
-        load = StageLoad(self._folder, self._manifest, [stage], self._links, self.skeleton, previous, **self._options)
+        load = StageLoad(
+            self._folder, self._manifest, [stage], self._links, self.skeleton, previous, threads=self._threads
+        )
         with self._lock:
             self._loading = load
         if self.closing.is_set():

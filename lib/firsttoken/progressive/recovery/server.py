@@ -10,12 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemptor import MOVED, Recovery
@@ -24,39 +22,12 @@ from firsttoken.engine.serving import Inbox, Server, Stream
 from firsttoken.link import Link
 from firsttoken.progressive.loading.views import StageView
 from firsttoken.progressive.recovery.growth import Growth
+from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, STALL_FREE, GrowthConfig
 from firsttoken.progressive.recovery.transitions import PrefillAgain, Transition
 from firsttoken.progressive.recovery.views import GrownView, moving
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
 
 PAUSE_S = 0.05  # between two layers that are fused, which takes 10 ms each
-POOL_TOKENS = 16_384  # 0.4 GB of keys and values of the default model in 16 bits
-
-
-@dataclass(frozen=True)
-class GrowthConfig:
-    """Limits and habits of a server that grows.
-
-    ``threads`` readers a link; ``verify`` sha256 sums as files arrive; a failed stage is tried again after ``retry_s``
-    seconds, and after twice as long each further time, up to a minute. ``recover`` False stays at stage 1. ``fuse``:
-    the last stage's layers are fused once they are there. The KV pool holds ``max_sessions`` of the longest requests,
-    but at most ``POOL_TOKENS`` tokens, or one such request.
-    """
-
-    threads: int = 8
-    verify: bool = True
-    recover: bool = True
-    retry_s: float = 1.0
-    max_sessions: int = 64
-    max_prompt_tokens: int = 4096
-    max_new_tokens: int = 1024
-    fuse: bool = True
-    engine: EngineConfig = field(default_factory=lambda: EngineConfig(scheduler="sarathi"))
-
-    @property
-    def pool_tokens(self) -> int:
-        """Tokens that the KV pool holds."""
-        longest = self.max_prompt_tokens + self.max_new_tokens
-        return max(longest, min(self.max_sessions * longest, POOL_TOKENS))
 
 
 class GrowingServer:
@@ -80,15 +51,16 @@ class GrowingServer:
             device=device,
             dtype=dtype,
             threads=config.threads,
-            verify=config.verify,
             retry_s=config.retry_s,
         )
         self._policy = policy or PrefillAgain()
         self._change = threading.Condition()
         self._sessions: dict[Stream, tuple[Sequence[int], Sampling, bool]] = {}  # open, with what each asked for
         self._server: Server | None = None
+        self._gates = ExitStack()  # at layers that have not arrived
         self._told = threading.Event()  # the status says what the clients are about to hear
         self._stage = 0
+        self._last: GrownView  # that was made; stage 1 makes the first
         self._thread: threading.Thread | None = None
 
     # the client's side
@@ -185,7 +157,7 @@ class GrowingServer:
             self._serving(view.stage)
             self._bring_the_others(view)
             del view  # so that its layers go one by one as they are fused
-            if self.config.fuse and self._last.stage == self._growth.stages:
+            if self._last.stage == self._growth.stages:
                 self._fuse()
             self._growth.closing.wait()
         self._end_all(BusyError("the server was closed"))
@@ -193,22 +165,19 @@ class GrowingServer:
     def _begin(self) -> StageView:
         """Load stage 1, and serve with what is there of it. Raises what the load raises."""
         load = self._growth.first()
-        skeleton, engine = self._growth.skeleton, self.config.engine
-        blocks = int(self.config.pool_tokens / 16 / (1 - engine.watermark)) + 2
-        executor = LiveExecutor(skeleton.model, blocks, device=skeleton.device)
-        with ExitStack() as streaming:
-            streaming.enter_context(load.streaming())
-            executor.view = self._last = self._view(load.view)
-            server = Server(
-                Engine(executor, engine, recovered=self._recovered), self.config.max_sessions, self._explained
-            )
-            self._told.clear()
-            with self._change:
-                self._server = server
-                for session, asked in self._sessions.items():
-                    server.add(session, *asked)
-            view = load.wait()
-            server.between(streaming.close)  # the gates go while no step passes them
+        skeleton = self._growth.skeleton
+        executor = LiveExecutor(skeleton.model, self.config.blocks, block_tokens=BLOCK_TOKENS, device=skeleton.device)
+        self._gates.enter_context(load.streaming())
+        executor.view = self._last = self._view(load.view)
+        engine = Engine(executor, STALL_FREE, recovered=self._recovered)
+        server = Server(engine, self.config.max_sessions, self._explained)
+        self._told.clear()
+        with self._change:
+            self._server = server
+            for session, asked in self._sessions.items():
+                server.add(session, *asked)
+        view = load.wait()
+        server.between(self._gates.close)  # the gates go while no step passes them
         return view
 
     def _bring_the_others(self, view: StageView) -> None:
@@ -257,5 +226,6 @@ class GrowingServer:
             waiting = [session for session in self._sessions if session.request is None]
         if server is not None:
             server.close(error)
+        self._gates.close()  # not before: a step would compute with what is not there
         for session in waiting if server is None else []:
             session.end(error)

@@ -19,7 +19,8 @@ import torch
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.device_memory import device_now, device_peak
-from firsttoken.progressive.recovery.server import GrowingServer, GrowthConfig
+from firsttoken.progressive.recovery.limits import GrowthConfig
+from firsttoken.progressive.recovery.server import GrowingServer
 from firsttoken.study.system.footprint import Growth, resident
 
 

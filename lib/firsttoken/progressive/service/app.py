@@ -111,7 +111,7 @@ def build_app(replica: Replica, server: GrowingServer) -> FastAPI:
         yield
         await asyncio.to_thread(server.close)
 
-    return FastAPI(
+    app = FastAPI(
         routes=[
             Route("/v1/completions", replica.completions, methods=["POST"]),
             Route("/v1/models", replica.models),
@@ -123,11 +123,14 @@ def build_app(replica: Replica, server: GrowingServer) -> FastAPI:
         lifespan=lifespan,
         openapi_url=None,  # its pages would come from elsewhere
     )
+    app.state.close = server.close  # for who ends the process, before connections are waited for
+    return app
 
 
 def build_replica(config: ServiceConfig, name: str) -> FastAPI:
     """The replica ``name`` of the service. Loading begins, and goes on after the return."""
-    from firsttoken.progressive.recovery.server import GrowingServer, GrowthConfig
+    from firsttoken.progressive.recovery.limits import GrowthConfig
+    from firsttoken.progressive.recovery.server import GrowingServer
 
     limits = GrowthConfig(
         threads=config.threads,

@@ -34,5 +34,6 @@ def one_process(config: ServiceConfig) -> Iterator[None]:
             time.sleep(0.005)
         yield
     finally:
+        app.state.close()  # whoever is open is told, and no connection has to be waited for
         server.should_exit = True
         thread.join()

@@ -1,0 +1,35 @@
+"""What a server that grows is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from firsttoken.engine.config import EngineConfig
+
+BLOCK_TOKENS = 16
+POOL_TOKENS = 16_384  # 0.4 GB of keys and values of the default model in 16 bits
+STALL_FREE = EngineConfig(scheduler="sarathi", watermark=0.0)
+
+
+@dataclass(frozen=True)
+class GrowthConfig:
+    """Limits and habits of a server that grows.
+
+    ``threads`` readers a link; a failed stage is tried again after ``retry_s`` seconds, and after twice as long each
+    further time, up to a minute. ``recover`` False stays at stage 1. The KV pool holds ``max_sessions`` of the longest
+    requests, but at most ``POOL_TOKENS`` tokens, or one such request.
+    """
+
+    threads: int = 8
+    recover: bool = True
+    retry_s: float = 1.0
+    max_sessions: int = 64
+    max_prompt_tokens: int = 4096
+    max_new_tokens: int = 1024
+
+    @property
+    def blocks(self) -> int:
+        """Of the KV pool."""
+        longest = self.max_prompt_tokens + self.max_new_tokens
+        tokens = max(longest, min(self.max_sessions * longest, POOL_TOKENS))
+        return -(-tokens // BLOCK_TOKENS)
