@@ -93,6 +93,10 @@ def across_both(staged, serve, policy: Transition) -> tuple[GrowingServer, list[
     heads = [first_event(session) for session in sessions]
     link.restore()
     assert server.wait_stage(2, PATIENCE)
+    moved = [session.request for session in sessions[1:]]  # each computes its context again, a part in every step
+    until(lambda: all(one.view.stage == 2 and one.redo is None for one in moved), "they have moved")
+    said = [len(one.times_s) for one in moved]
+    until(lambda: all(len(one.times_s) > n for one, n in zip(moved, said, strict=True)), "stage 2 has spoken")
     spoilt.mend()
     assert server.wait_stage(3, PATIENCE)
     answers = [[head, *events_of(session, 3)] for head, session in zip(heads[1:], sessions[1:], strict=True)]
