@@ -66,3 +66,12 @@ def test_a_block_is_one_row_of_the_pool_and_the_views_share_its_memory() -> None
     assert pool.token_rows.shape == (7 * 3 * 2 * 5, 2 * 4)
     assert pool.block_rows.any(1).nonzero().tolist() == [[(block * 3 + layer) * 2 + 1]]
     assert pool.token_rows.any(1).nonzero().tolist() == [[((block * 3 + layer) * 2 + 1) * 5 + offset]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_pool_that_is_not_touched_is_the_same(dtype: torch.dtype) -> None:
+    shape = KVShape(2, 3, 8, dtype, 4)
+    lazy, usual = (KVPool(shape, 5, touched=touched) for touched in (False, True))
+    assert torch.equal(lazy.rows, usual.rows) and lazy.rows.dtype == dtype and lazy.rows.shape == usual.rows.shape
+    lazy.token_rows[7] = 1.5
+    assert float(lazy.rows.sum()) == 1.5 * 3 * 8

@@ -37,7 +37,7 @@ class LiveExecutor:
     The model's attention is switched to the paged one, and back by ``close``; ``attend`` names the way it is computed,
     by default the fastest for this model here. ``segments`` run in the place of its layers, and ``edges`` keep hidden
     states; this is the ``view`` that requests begin with until another is set. ``device`` is where the weights will be
-    (where they are, unless given).
+    (where they are, unless given), and ``touched`` as of ``KVPool``.
 
     Raises ModelError for a model whose layers do not all see the whole context, whose attention cannot be replaced,
     that PEFT learned a prompt for, or that runs in an engine already, and for other layers in ``segments``;
@@ -56,6 +56,7 @@ class LiveExecutor:
         segments: Sequence[Segment] | None = None,
         edges: Edges | None = None,
         device: torch.device | None = None,
+        touched: bool = True,
     ) -> None:
         config = model.config
         kinds = getattr(config, "layer_types", None)
@@ -75,7 +76,8 @@ class LiveExecutor:
         self.model = model
         self.limits = Limits(config.max_position_embeddings, config.vocab_size)
         self.block_tokens = block_tokens
-        self.pool = KVPool(KVShape.of(config, parameter.dtype, block_tokens), blocks, device or parameter.device)
+        shape = KVShape.of(config, parameter.dtype, block_tokens)
+        self.pool = KVPool(shape, blocks, device or parameter.device, touched=touched)
         self.arena: HostArena | None = None
         self.path: SwapPath | None = None
         if host_blocks:

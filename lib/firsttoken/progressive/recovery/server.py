@@ -166,7 +166,9 @@ class GrowingServer:
         """Load stage 1, and serve with what is there of it. Raises what the load raises."""
         load = self._growth.first()
         skeleton = self._growth.skeleton
-        executor = LiveExecutor(skeleton.model, self.config.blocks, block_tokens=BLOCK_TOKENS, device=skeleton.device)
+        executor = LiveExecutor(
+            skeleton.model, self.config.blocks, block_tokens=BLOCK_TOKENS, device=skeleton.device, touched=False
+        )
         self._gates.enter_context(load.streaming())
         executor.view = self._last = self._view(load.view)
         engine = Engine(executor, STALL_FREE, recovered=self._recovered)
