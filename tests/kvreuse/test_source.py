@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -147,6 +148,7 @@ def test_a_link_that_dies_costs_time_only(on_disk, engine, when: str) -> None:
     prompt = [*CONTEXT, *SUFFIX]
     assert check_greedy(request.output, judged(on_disk.plain, prompt, request.output)) == 8
     assert check_greedy(other.output, judged(on_disk.plain, [9] * 9, other.output)) == 20
+    assert "the link died" in request.fell_back
 
 
 def test_a_store_that_vanishes_in_the_transfer(on_disk, engine, tmp_path) -> None:
@@ -159,16 +161,37 @@ def test_a_store_that_vanishes_in_the_transfer(on_disk, engine, tmp_path) -> Non
     assert check_greedy(request.output, judged(on_disk.plain, [*CONTEXT, *SUFFIX], request.output)) == 8
 
 
-def test_a_torn_file_is_noticed(on_disk, engine, tmp_path) -> None:
+@pytest.mark.parametrize("piece", ["edge.2", "layer.0", "layer.5"])
+def test_a_torn_file_is_noticed(on_disk, engine, piece: str) -> None:
     at = engine(on_disk)
+    located = on_disk.store.locate(CONTEXT, on_disk.sender, 2)
     source = on_disk.source(Group(2, 4), Link())
-    (file,) = [file for file in (tmp_path / "store").iterdir() if file.stat().st_size > 10_000]
-    content = bytearray(file.read_bytes())
-    content[-100] ^= 1
-    file.write_bytes(content)
+    content = bytearray(located.path.read_bytes())
+    content[located.spans[piece].offset + 5] ^= 1
+    located.path.write_bytes(content)
     request = submit(at, source)
     at.run()
-    assert len(request.output) == 8
+    assert check_greedy(request.output, judged(on_disk.plain, [*CONTEXT, *SUFFIX], request.output)) == 8
+    assert "its sha256 is not that of what was stored" in request.fell_back
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda edge: edge[:, :10], r"hidden states \[1, 10, 32\]"),
+        (lambda edge: edge[..., :16], r"hidden states \[1, 48, 16\]"),
+        (lambda edge: edge.bfloat16(), "of torch.bfloat16 do not fit"),
+    ],
+)
+def test_an_edge_that_does_not_fit_hurts_nobody_else(pair, engine, monkeypatch, spoil: Callable, why: str) -> None:
+    edge = StoredPrefix.edge
+    monkeypatch.setattr(StoredPrefix, "edge", lambda source: spoil(edge(source)))
+    at = engine(pair, scheduler="sarathi")
+    other, request = at.submit([9] * 9, Sampling(20)), submit(at, pair.source(Group(2, 4)))
+    at.run()
+    assert re.search(why, request.fell_back), request.fell_back
+    assert check_greedy(request.output, judged(pair.plain, [*CONTEXT, *SUFFIX], request.output)) == 8
+    assert check_greedy(other.output, judged(pair.plain, [9] * 9, other.output)) == 20
 
 
 def test_cancelled_in_every_phase(on_disk, engine) -> None:

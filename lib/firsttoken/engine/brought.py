@@ -26,13 +26,13 @@ class PrefixSource(Protocol):
         """Let it come."""
 
     def edge(self) -> Tensor | None:
-        """The hidden states [1, tokens, hidden] that enter the first of ``redo``, once they are there.
+        """The hidden states [1, tokens or more, hidden] that enter the first of ``redo``, once they are there.
 
         Raises FirstTokenError when they will not come any more.
         """
 
     def arrived(self) -> list[tuple[int, Tensor]]:
-        """(layer, keys and values [2, 1, kv_heads, tokens, head_dim]) of what has come since this was asked last.
+        """(layer, keys and values [2, 1, kv_heads, tokens or more, head_dim]) that have come since this was last asked.
 
         Raises FirstTokenError when no more will come, and not all has.
         """
@@ -55,7 +55,8 @@ class Bringing:
         """Take in what has come for ``request``; whether it has something to compute now.
 
         That is what it computes again, as soon as this can begin, and what follows its prefix, once that is whole.
-        Where the source fails everything is computed from the tokens.
+        Where the source fails, or brings what does not fit, everything is computed from the tokens, and
+        ``request.fell_back`` says why.
         """
         source = request.source
         try:
@@ -66,9 +67,9 @@ class Bringing:
             if request.redo is None and source.complete:
                 request.give_up_source()
             return request.redo is not None or request.source is None
-        except FirstTokenError:
+        except FirstTokenError as error:
             request.forget()
-            request.computed = 0
+            request.computed, request.fell_back = 0, str(error)
             return True
 
     def _begun(self, request: Request, source: PrefixSource) -> bool:
@@ -80,6 +81,7 @@ class Bringing:
         edge = source.edge() if source.redo.start else None
         if source.redo.start and edge is None:
             return False
+        hidden = None if edge is None else self._executor.edge_of(edge, source.tokens)
         request.computed = source.tokens
-        request.redo = Redo(source.redo, source.tokens, edge)
+        request.redo = Redo(source.redo, source.tokens, hidden)
         return True

@@ -75,6 +75,9 @@ class Executor(Protocol):
     def fill(self, request: Request, layer: int, kv: Tensor) -> None:
         """Write keys and values [2, 1, kv_heads, tokens, head_dim] of its first tokens into its blocks at ``layer``."""
 
+    def edge_of(self, hidden: Tensor, tokens: int) -> Tensor:
+        """The first ``tokens`` of ``hidden`` [1, tokens or more, hidden], where they are computed with."""
+
     def forget(self, request: Request) -> None:
         """The request is over: drop what is kept of it beside blocks and copies."""
 

@@ -158,6 +158,20 @@ class LiveExecutor:
         offsets = (places % shape.block_tokens).to(self.pool.device)
         self.pool.rows[blocks, layer, :, offsets] = kv[:, 0].permute(2, 0, 1, 3).to(self.pool.device)
 
+    def edge_of(self, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The first ``tokens`` of ``hidden`` [1, tokens or more, hidden] on this device.
+
+        Raises CacheError for those of another width, dtype or length.
+        """
+        width, dtype = self._base.config.hidden_size, self.pool.shape.dtype
+        fits = hidden.dim() == 3 and hidden.shape[0] == 1 and hidden.shape[1] >= tokens and hidden.shape[2] == width
+        if not fits or hidden.dtype != dtype:
+            raise CacheError(
+                f"hidden states {list(hidden.shape)} of {hidden.dtype} do not fit: "
+                f"{tokens} tokens of {width} numbers in {dtype} are wanted"
+            )
+        return hidden[:, :tokens].to(self.pool.device)
+
     def forget(self, request: Request) -> None:
         """Drop the hidden states that are kept of it."""
         (request.view or self.view).forget(request)

@@ -86,6 +86,7 @@ class Request:
         self.view: View | None = None  # since its first step
         self.redo: Redo | None = None  # before it goes on
         self.source: PrefixSource | None = None  # of its first tokens, until all that is wanted has come
+        self.fell_back = ""  # or why its source's tokens were computed after all
         self.blocks: list[int] = []
         self.keys: list[bytes] = []  # a salt, and the keys of the full blocks, where prefixes are shared
         self.published = 0  # of its blocks

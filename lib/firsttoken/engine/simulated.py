@@ -93,6 +93,10 @@ class SimulatedExecutor:
     def fill(self, request: Request, layer: int, kv: object) -> None:
         """Nothing is computed with it."""
 
+    def edge_of(self, hidden: object, tokens: int) -> object:
+        """Nothing is computed with it."""
+        return hidden
+
     def forget(self, request: Request) -> None:
         """Nothing is kept."""
 

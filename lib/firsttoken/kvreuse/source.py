@@ -68,14 +68,13 @@ class StoredPrefix:
             self._begun.enter_context(self._transfer)
 
     def edge(self) -> Tensor | None:
-        """The E-cache [1, tokens, hidden] at the lower edge of the group, once it is there. Raises as ``arrived``."""
+        """The E-cache [1, tokens or more, hidden] at the group's lower edge, or None yet. Raises as ``arrived``."""
         if self._transfer is None:
-            return self._store.fetch_edge(self._context, self._sender, self._edge)[:, : self.tokens]
-        found = self._transfer.ready(edge_name(self._edge))
-        return None if found is None else found[:, : self.tokens]
+            return self._store.fetch_edge(self._context, self._sender, self._edge)
+        return self._transfer.ready(edge_name(self._edge))
 
     def arrived(self) -> list[tuple[int, Tensor]]:
-        """(layer, keys and values [2, 1, kv_heads, tokens, head_dim]) that have come since this was asked last.
+        """(layer, keys and values [2, 1, kv_heads, tokens or more, head_dim]) that have come since this was asked last.
 
         Raises LinkError when the link died, and CacheError when the file is torn or gone.
         """
@@ -87,7 +86,7 @@ class StoredPrefix:
                 kv = self._transfer.ready(layer_name(self._left[0]))
             if kv is None:
                 break
-            came.append((self._left.pop(0), kv[..., : self.tokens, :]))
+            came.append((self._left.pop(0), kv))
         return came
 
     def close(self) -> None:
