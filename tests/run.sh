@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that must pass before a change is kept: style, unit tests (minutes), then every notebook at the quick
 # profile, its outputs held against the committed ones. `tests/run.sh --unit` leaves the notebooks out.
-# `tests/run.sh --vllm` runs only what needs vLLM, in an environment of its own, which it makes (env/vllm/setup.sh).
+# `tests/run.sh --vllm` runs only what needs vLLM, in an environment of its own, which it makes (env/vllm/setup.sh);
+# `tests/run.sh --clients` asks the service with other people's clients (env/clients/setup.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,17 +14,22 @@ case "${1:-}" in
         export OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR
         exec .venv-vllm/bin/python -m pytest -q --disable-warnings -o addopts=--import-mode=importlib tests/vllm
         ;;
-    *) echo "usage: tests/run.sh [--unit | --vllm]" >&2 && exit 2 ;;
+    --clients)
+        source env/setup.sh
+        env/clients/setup.sh
+        exec .venv-clients/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/clients
+        ;;
+    *) echo "usage: tests/run.sh [--unit | --vllm | --clients]" >&2 && exit 2 ;;
 esac
 
 source env/setup.sh
 "$FIRSTTOKEN_PYTHON" -m firsttoken fetch
 "$FIRSTTOKEN_PYTHON" -m ruff check .
 "$FIRSTTOKEN_PYTHON" -m ruff format --check .
-echo "firsttoken: unit tests, 5 minutes on two quiet cores, 8 without bf16"
+echo "firsttoken: unit tests, 6 to 11 minutes on two quiet cores"
 # two processes that compute on one thread each; the files go to them in the order of tests/conftest.py
 "$FIRSTTOKEN_PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 [[ "${1:-}" != --unit ]] || exit 0
-echo "firsttoken: the notebooks, 7 minutes on two quiet cores, 16 without bf16"
+echo "firsttoken: the notebooks, 7 to 11 minutes on two quiet cores, 16 without bf16"
 # each kernel is a copy of one process that has imported what they need
 "$FIRSTTOKEN_PYTHON" -m firsttoken.study.warm pytest -q --nbval notebooks

@@ -1,14 +1,27 @@
-"""No circle: every module can be imported first, whatever has been imported before it."""
+"""The house: no circle, arrows that point one way, no class name twice.
+
+Every module can be imported first, whatever has been imported before it."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 LIB = Path(__file__).parents[1] / "lib"
+FLOORS = (  # who lives on one may use all below it, and none beside it: a system never imports another
+    {"study"},
+    {"assets", "link", "link_kernel", "scoring"},
+    {"data_server", "lean"},
+    {"engine"},
+    {"progressive", "crosspoint", "chunked", "kvreuse", "swarm"},
+    {"service"},
+    {"together"},
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
 def module_of(path: Path) -> str:
@@ -40,9 +53,9 @@ def graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def test_nothing_imports_in_a_circle() -> None:
-    sources = {module_of(path): path.read_text(encoding="utf-8") for path in (LIB / "firsttoken").rglob("*.py")}
-    assert len(sources) > 200
-    TopologicalSorter(graph(sources)).prepare()
+    there = sources()
+    assert len(there) > 200
+    TopologicalSorter(graph(there)).prepare()
 
 
 @pytest.mark.parametrize(
@@ -56,3 +69,69 @@ def test_a_circle_is_found(sources: dict[str, str]) -> None:
     """Through a package, too, that imports what needs one of its modules."""
     with pytest.raises(CycleError):
         TopologicalSorter(graph(sources)).prepare()
+
+
+def sources() -> dict[str, str]:
+    """The text of every module by its name."""
+    return {module_of(path): path.read_text(encoding="utf-8") for path in (LIB / "firsttoken").rglob("*.py")}
+
+
+def named(source: str) -> set[str]:
+    """All that is imported anywhere in ``source``: in functions and for type checkers, too."""
+    nodes = list(ast.walk(ast.parse(source)))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def against_the_arrows(sources: dict[str, str]) -> list[str]:
+    """What imports the room of another on its own floor, or one above it; the top of the house may import all."""
+    wrong = []
+    for module, source in sources.items():
+        mine = module.split(".")[1:2]
+        for other in named(source):
+            theirs = other.split(".")[1:2] if other.startswith("firsttoken.") else mine
+            if mine and mine != theirs and FLOOR.get(theirs[0], len(FLOORS)) >= FLOOR.get(mine[0], len(FLOORS) + 1):
+                wrong.append(f"{module} -> {other}")
+    return wrong
+
+
+def test_arrows_point_one_way() -> None:
+    """A folder that nobody has given a floor is at the top, which no room may import, so it is asked for one."""
+    there = sources()
+    assert against_the_arrows(there) == []
+    assert {path.name for path in (LIB / "firsttoken").iterdir() if path.is_dir() and path.name[0] != "_"} <= set(FLOOR)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("firsttoken.kvreuse.store", "def f():\n    from firsttoken.progressive.stages import x"),
+        (
+            "firsttoken.engine.engine",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import firsttoken.chunked.a",
+        ),
+        ("firsttoken.study.runs", "from firsttoken import registry"),
+        ("firsttoken.assets.models", "from firsttoken.link import Link"),
+    ],
+)
+def test_an_arrow_the_wrong_way_is_found(module: str, source: str) -> None:
+    assert len(against_the_arrows({module: source})) == 1
+    assert against_the_arrows({"firsttoken.running": source, module: "from firsttoken.study import paths"}) == []
+
+
+def twice(sources: dict[str, str]) -> dict[str, list[str]]:
+    """By name, without its underscore, the modules of classes that are called the same."""
+    found = defaultdict(list)
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    assert twice(sources()) == {}
+    assert twice({"a": "class Span: pass", "b": "def f():\n    class _Span: pass"}) == {"Span": ["a", "b"]}

@@ -125,7 +125,7 @@ def stage(options: argparse.Namespace) -> int:
     from firsttoken.progressive.staging import stage_model
 
     profile = load_profile(options.profile, **dict(options.set))
-    manifest = stage_model(profile, options.folder, options.adapters)
+    manifest = stage_model(profile, options.folder, options.adapters, options.planes)
     check_used(dict(options.set), profile.used)
     for number, brought in enumerate(manifest.stages, start=1):
         healed = f", adapter {_size(brought.adapter.bytes)}" if brought.adapter else ""
@@ -134,13 +134,36 @@ def stage(options: argparse.Namespace) -> int:
     return OK
 
 
-def serve(options: argparse.Namespace) -> int:
-    """Serve a staged checkpoint until Ctrl-C."""
-    from firsttoken.progressive.service.config import ServiceConfig
-    from firsttoken.progressive.service.launch import serve_forever
+def assemble(options: argparse.Namespace) -> int:
+    """Write the ordinary checkpoint that was staged."""
+    from firsttoken.progressive.planes.assemble import assemble as write
 
-    names = ("folder", "gbit_per_s", "replicas", "host", "port")
-    serve_forever(ServiceConfig(**{name: getattr(options, name) for name in names}))
+    print(f"{write(options.folder, options.target)}: as stock from_pretrained reads it")
+    return OK
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serve a model until Ctrl-C."""
+    from firsttoken.service.config import ServiceConfig, read_key
+    from firsttoken.service.launch import serve_forever
+
+    if options.folder is None:
+        from firsttoken.assets.gguf import converted
+        from firsttoken.assets.models import PINNED
+
+        options.folder = converted(PINNED)
+    names = ("folder", "gbit_per_s", "replicas", "host", "port", "device", "scheduler", "preemption", "share_prefixes")
+    names += ("kv_blocks", "max_running", "max_waiting")
+    settings = {name: getattr(options, name) for name in names}
+    serve_forever(ServiceConfig(**settings, api_key=read_key(options.api_key_file)))
+    return OK
+
+
+def swarm(options: argparse.Namespace) -> int:
+    """Serve blocks of a model, or use and list the servers that do."""
+    from firsttoken.swarm.actions import run as act
+
+    act(options)
     return OK
 
 
@@ -177,7 +200,7 @@ def _size(value: int | None) -> str:
     return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
-COMMANDS = (run, measure, capacity, claims, fetch, stage, serve, doctor)
+COMMANDS = (run, measure, capacity, claims, fetch, stage, assemble, serve, swarm, doctor)
 
 
 if __name__ == "__main__":

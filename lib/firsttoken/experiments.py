@@ -9,11 +9,12 @@ from datetime import UTC, datetime
 import numpy as np
 import torch
 
-from firsttoken.registry import EVERY_PROFILE, EXPERIMENTS, LONG, find_experiment
+from firsttoken.registry import EXPERIMENTS, find_experiment
 from firsttoken.study import paths, storage
 from firsttoken.study.claims import digests, load_claims
 from firsttoken.study.clock import counting_kept
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.experiment import EVERY_PROFILE, LONG
 from firsttoken.study.machine import cores, describe
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, git_revision, is_clean, write_result

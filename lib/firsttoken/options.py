@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from firsttoken import __version__, option_values
+from firsttoken import __version__, option_values, swarm_options
+from firsttoken.progressive.planes.layouts import SPLITS
 from firsttoken.registry import EXPERIMENTS
 from firsttoken.study.profile import profile_names
 
@@ -86,9 +87,21 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     profile_option(added)
     setting_option(added)
     added.add_argument("--adapters", default="", help="ours, report or none (default: the profile's best)")
+    added.add_argument(
+        "--planes", default="", choices=SPLITS, help="all layers in every stage, the first bits of their weights first"
+    )
 
-    added = command("serve", "Serve a staged checkpoint over HTTP while it arrives (needs firsttoken[serve]).")
+    added = command("assemble", "Write the ordinary checkpoint that was staged, bit by bit.")
     added.add_argument("folder", type=option_values.folder, help="what `firsttoken stage` wrote")
+    added.add_argument("target", type=option_values.folder, help="the folder to write")
+
+    added = command("serve", "Serve a model over HTTP, OpenAI's interface, while it arrives (needs firsttoken[serve]).")
+    added.add_argument(
+        "folder",
+        type=option_values.folder,
+        nargs="?",
+        help="what `firsttoken stage` wrote, or any Llama-like Hugging Face folder (default: the pinned model)",
+    )
     added.add_argument(
         "--gbit-per-s", type=option_values.rate, default=0.0, help="rate of the link to the weights (default: all)"
     )
@@ -104,6 +117,44 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     added.add_argument(
         "--port", type=option_values.whole(0, 65535), default=8000, help="port to listen on (default: 8000)"
     )
+    added.add_argument("--device", default="cpu", help="where the model computes: cpu, cuda, cuda:1 (default: cpu)")
+    added.add_argument(
+        "--scheduler", default="sarathi", help="who runs in a step (default: sarathi, which stalls nobody)"
+    )
+    added.add_argument(
+        "--preemption",
+        default="recompute",
+        help="how a preempted request comes back: recompute, swap, cross_point or online (default: recompute)",
+    )
+    added.add_argument("--share-prefixes", action="store_true", help="prompts that begin alike share KV blocks")
+    added.add_argument(
+        "--kv-blocks",
+        type=option_values.whole(1, 10**8),
+        metavar="N",
+        help="KV blocks of 16 tokens (default: what the limits ask for)",
+    )
+    added.add_argument(
+        "--max-running",
+        type=option_values.whole(1, 4096),
+        default=64,
+        metavar="N",
+        help="requests in a step at once (default: 64)",
+    )
+    added.add_argument(
+        "--max-waiting",
+        type=option_values.whole(0, 10**6),
+        default=64,
+        metavar="N",
+        help="requests that may wait for that; one more is refused (default: 64)",
+    )
+    added.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="holds the key that clients must send (default: that of FIRSTTOKEN_API_KEY, or none)",
+    )
+
+    swarm_options.add_options(command("swarm", "Run a model over servers of its blocks (needs firsttoken[swarm])."))
 
     added = command("doctor", "Print this machine, its versions, its assets and its free disk.")
     added.add_argument("--missing", action="store_true", help="list the experiments without a result on this machine")

@@ -6,57 +6,18 @@ the summary of its rows; naming both as text keeps the systems apart and the sta
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.experiment import LONG, Experiment
 from firsttoken.study.foreign.schema import unknown
-from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
-
-EVERY_PROFILE = ("quick", "full", "gpu", "paper")
-LONG = ("full", "gpu", "paper")  # training runs: half an hour and more on a CPU
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """``target`` is "module:function"; ``notebook`` the number of the notebook that shows the result.
-
-    ``summary`` names the function, in the same module unless it says which, that makes the summary of rows and
-    parameters, and of nothing else: so anybody can make it again (``tests/study/test_recorded.py`` does). ``reads`` are
-    experiments of other systems whose results this one is handed: no system imports another.
-    """
-
-    name: str
-    title: str
-    notebook: str
-    target: str
-    summary: str
-    profiles: tuple[str, ...] = EVERY_PROFILE
-    reads: tuple[str, ...] = ()
-
-    def __call__(self, profile: Profile, *read: Result) -> Outcome:
-        return _named(self.target)(profile, *read)
-
-    def summarise(self, rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The summary of ``rows`` that were measured with ``parameters`` (``Result.parameters``)."""
-        module = self.target.partition(":")[0]
-        return _named(self.summary if ":" in self.summary else f"{module}:{self.summary}")(rows, parameters)
-
-
-def _named(target: str) -> Callable[..., Any]:
-    module, _, function = target.partition(":")
-    return getattr(importlib.import_module(module), function)
-
 
 _PROGRESSIVE = "firsttoken.progressive.experiments"
 _COLDSTART = "firsttoken.progressive.coldstart"
 _RECOVERY = "firsttoken.progressive.recovery"
 _ENGINE = "firsttoken.engine.experiments"
+_CROSSPOINT = "firsttoken.crosspoint.experiments"
 _KVREUSE = "firsttoken.kvreuse.experiments"
 _CHUNKED = "firsttoken.chunked.experiments"
+_SWARM = "firsttoken.swarm.experiments"
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
@@ -125,7 +86,25 @@ EXPERIMENTS: dict[str, Experiment] = {
             "session_summary",
         ),
         Experiment(
-            "environment", "What the engine runs on", "20", f"{_ENGINE}.environment:environment", "environment_summary"
+            "precision_frontier",
+            "Which bits may wait",
+            "17",
+            "firsttoken.progressive.planes.frontier:precision_frontier",
+            "precision_summary",
+        ),
+        Experiment(
+            "precision_start",
+            "The first token from the first bits",
+            "17",
+            f"{_COLDSTART}.precision:precision_start",
+            "precision_start_summary",
+        ),
+        Experiment(
+            "environment",
+            "What the engine runs on",
+            "20",
+            f"{_CROSSPOINT}.environment:environment",
+            "environment_summary",
         ),
         Experiment(
             "throughput", "The engine beside others", "20", f"{_ENGINE}.throughput:throughput", "throughput_summary"
@@ -134,25 +113,25 @@ EXPERIMENTS: dict[str, Experiment] = {
             "recovery_latency",
             "Swap or recompute",
             "21",
-            f"{_ENGINE}.recovery_latency:recovery_latency",
+            f"{_CROSSPOINT}.recovery_latency:recovery_latency",
             "recovery_latency_summary",
         ),
         Experiment(
             "crosspoint_replayed",
             "The cross-point policy on the paper's costs",
             "22",
-            f"{_ENGINE}.policies_replayed:crosspoint_replayed",
+            f"{_CROSSPOINT}.policies_replayed:crosspoint_replayed",
             "replayed_summary",
         ),
         Experiment(
             "crosspoint_live",
             "The policies live, and the simulator's error",
             "22",
-            f"{_ENGINE}.policies_live:crosspoint_live",
+            f"{_CROSSPOINT}.policies_live:crosspoint_live",
             "live_summary",
         ),
         Experiment(
-            "online_crosspoint", "A learnt threshold", "23", f"{_ENGINE}.online:online_crosspoint", "online_summary"
+            "online_crosspoint", "A learnt threshold", "23", f"{_CROSSPOINT}.online:online_crosspoint", "online_summary"
         ),
         Experiment(
             "layer_profile", "Which layers to recompute", "30", f"{_KVREUSE}.profiling:layer_profile", "profile_summary"
@@ -179,7 +158,11 @@ EXPERIMENTS: dict[str, Experiment] = {
             "latency_summary",
         ),
         Experiment(
-            "reuse_methods", "What each method answers", "33", f"{_KVREUSE}.methods:reuse_methods", "methods_summary"
+            "reuse_methods",
+            "What each method answers",
+            "33",
+            f"{_KVREUSE}.methods:reuse_methods",
+            f"{_KVREUSE}.method_summary:methods_summary",
         ),
         Experiment(
             "reuse_throughput",
@@ -228,6 +211,27 @@ EXPERIMENTS: dict[str, Experiment] = {
             f"{_CHUNKED}.simulator_error:simulator_error",
             "error_summary",
             LONG,
+        ),
+        Experiment(
+            "eight_bits",
+            "Weights and hidden states in 8 bits",
+            "51",
+            f"{_SWARM}.eight_bits:eight_bits",
+            "eight_bits_summary",
+        ),
+        Experiment(
+            "swarm_chains",
+            "A chain of servers beside offloading",
+            "52",
+            f"{_SWARM}.swarm_chains:swarm_chains",
+            "chains_summary",
+        ),
+        Experiment(
+            "swarm_churn",
+            "A swarm whose servers come and go",
+            "52",
+            f"{_SWARM}.swarm_churn:swarm_churn",
+            "churn_summary",
         ),
         Experiment(
             "reuse_training",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.chunked.capacity import Objective, Served, capacity
+from firsttoken.chunked.capacity import ClientTimes, Objective, capacity
 from firsttoken.chunked.policy import engine_config
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.study.errors import ProfileError
@@ -17,9 +17,9 @@ OBJECTIVE = Objective(tbt_s=0.1)
 def server(limit: float, seen: list[float]):
     """Within the objective up to ``limit`` requests a second."""
 
-    def serve(rate: float) -> Served:
+    def serve(rate: float) -> ClientTimes:
         seen.append(rate)
-        return Served(0.05 if rate <= limit else 0.2, 0.3, 0.5, 1.0)
+        return ClientTimes(0.05 if rate <= limit else 0.2, 0.3, 0.5, 1.0)
 
     return serve
 
@@ -43,9 +43,9 @@ def test_a_workload_too_small_to_tell_is_refused() -> None:
 
 
 def test_both_bounds_count() -> None:
-    assert Served(0.1, 1.0, 0.5, 2.0).within(OBJECTIVE)
-    assert not Served(0.101, 1.0, 0.5, 0.1).within(OBJECTIVE)
-    assert not Served(0.05, 1.0, 0.5, 2.1).within(OBJECTIVE)
+    assert ClientTimes(0.1, 1.0, 0.5, 2.0).within(OBJECTIVE)
+    assert not ClientTimes(0.101, 1.0, 0.5, 0.1).within(OBJECTIVE)
+    assert not ClientTimes(0.05, 1.0, 0.5, 2.1).within(OBJECTIVE)
 
 
 def test_what_clients_saw() -> None:
@@ -54,7 +54,7 @@ def test_what_clients_saw() -> None:
     for request, times in ((first, (1.0, 2.0, 4.0)), (second, (4.0,))):
         for at in times:
             request.append(7, at)
-    served = Served.of([first, second])
+    served = ClientTimes.of([first, second])
     assert served.tbt_max_s == 2.0 and served.tbt_p99_s == pytest.approx(1.99)
     assert (served.ttft_p50_s, served.delay_p50_s) == (2.0, 1.25)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.chunked.equal_time import equal_time
-from firsttoken.chunked.pipeline import StagedExecutor, Stages, serve_staged
+from firsttoken.chunked.pipeline import PipelineStages, StagedExecutor, serve_staged
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.batches import BatchCosts
 from firsttoken.engine.engine import Engine
@@ -25,7 +25,7 @@ def items(*asked: tuple[int, int]) -> list[Item]:
 
 def test_a_short_batch_waits_for_a_long_one() -> None:
     """Two stages: 4 s, then 2 s that are ready at once, then 4 s that are ready when the first is back."""
-    stages = Stages(2)
+    stages = PipelineStages(2)
     assert stages.send(0.0, 4.0) == 4.0
     assert stages.send(0.0, 2.0) == 5.0, "1 s in the first stage from 2 s on, and in the second from 4 s on"
     assert stages.send(4.0, 4.0) == 8.0
@@ -33,7 +33,7 @@ def test_a_short_batch_waits_for_a_long_one() -> None:
 
 
 def test_one_stage_and_one_batch_is_the_engine_alone() -> None:
-    stages, trace = Stages(1), Trace()
+    stages, trace = PipelineStages(1), Trace()
     engine = Engine(StagedExecutor(COSTS, 200, stages), EngineConfig(scheduler="sarathi", requests=4), trace=trace)
     serve_staged([engine], items((900, 4), (30, 6)))
     assert stages.bubbles == pytest.approx(0.0) and stages.busy_s == pytest.approx(sum(s.seconds for s in trace.steps))
@@ -51,7 +51,7 @@ def test_who_comes_later_is_refused() -> None:
     scheduler=st.sampled_from(sorted(SCHEDULERS)),
 )
 def test_everybody_gets_all_tokens_and_stages_are_never_twice_busy(asked: list, count: int, scheduler: str) -> None:
-    stages = Stages(count)
+    stages = PipelineStages(count)
     settings = EngineConfig(scheduler=scheduler, requests=4, token_budget=64, tbt_s=0.5, ttft_s=2.0)
     engines = [Engine(StagedExecutor(COSTS, 60, stages), settings) for _ in range(count)]
     requests = serve_staged(engines, items(*asked))
@@ -63,7 +63,7 @@ def test_chunks_of_equal_time_get_shorter() -> None:
     """A prompt of 6,000 tokens in steps of what its first 1,024 take."""
     target, trace = COSTS.step_s([(0, 1024)], []), Trace()
     config = EngineConfig(scheduler=equal_time(COSTS, target), requests=4, prefill_tokens=4096)
-    engine = Engine(StagedExecutor(COSTS, 500, Stages(1)), config, trace=trace)
+    engine = Engine(StagedExecutor(COSTS, 500, PipelineStages(1)), config, trace=trace)
     serve_staged([engine], items((6000, 1)))
     chunks = [step.prefills[0][1] for step in trace.steps]
     assert chunks[0] == 1024 and sum(chunks) == 6000 and min(chunks[:-1]) < 900

@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, MistralConfig, Qwen2Config
 
+from firsttoken.crosspoint.policies import make_policy
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.preemption.base import Action
 from firsttoken.engine.request import Phase, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.swap.path import Moved, Transfer
+from firsttoken.engine.swap.path import Moved, Movement
 from firsttoken.study.errors import ModelError, ProfileError, RequestError
 
 ANSWER = Sampling(24)
@@ -33,12 +33,12 @@ ANSWER = Sampling(24)
 # -- cancelling
 
 
-class Late(Transfer):
+class Late(Movement):
     """A transfer that nobody knows to have arrived until they wait for it."""
 
     done: ClassVar[bool] = False
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Movement) -> None:
         self._transfer = transfer
 
     def wait(self) -> Moved:
@@ -48,7 +48,7 @@ class Late(Transfer):
 class SlowLink(LiveExecutor):
     """Every way back is still under way when the next step is planned."""
 
-    def swap_in(self, request: Request) -> Transfer:
+    def swap_in(self, request: Request) -> Movement:
         return Late(super().swap_in(request))
 
 
@@ -154,7 +154,7 @@ def test_when_all_are_cancelled_nothing_is_left_to_do(lab, llama) -> None:
 class BrokenLink(SlowLink):
     """A way back that fails when somebody waits for it."""
 
-    def swap_in(self, request: Request) -> Transfer:
+    def swap_in(self, request: Request) -> Movement:
         transfer = super().swap_in(request)
         transfer.wait()
 

@@ -11,9 +11,9 @@ import pytest
 from chunked import Chunked
 from plain_tokens import generated
 
+from firsttoken.crosspoint.policies import make_policy
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.swap import PATHS

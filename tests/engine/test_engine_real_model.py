@@ -9,11 +9,11 @@ import torch
 from plain_tokens import check_greedy, generated
 
 from firsttoken.assets.models import load_model
+from firsttoken.crosspoint.policies import make_policy
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.preemption import make_policy
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.trace import Trace
 from firsttoken.engine.workload.sharegpt import threshold_mix

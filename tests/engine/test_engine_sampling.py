@@ -148,3 +148,36 @@ def test_a_token_that_was_drawn_can_end_a_request(lab, llama, alone) -> None:
         Sampling(24, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed, stop=(stop,)),
     )
     assert run.finish() == [alone[0][: alone[0].index(stop) + 1]]
+
+
+# -- how likely it was
+
+
+def judged(model, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """Logarithms of shares [tokens - 1, vocabulary] of the token behind each place, by the model alone."""
+    with torch.inference_mode():
+        return model(torch.tensor([prompt + output])).logits[0, :-1].log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "blocks", "share"),
+    [("sarathi", 200, False), ("sarathi", 200, True), ("prefill_first", 26, False)],
+)
+def test_chances_are_the_models_however_a_prompt_is_cut(lab, llama, scheduler, blocks, share) -> None:
+    """In chunks, beside others, preempted, and where another has computed the same prompt before."""
+    bounds = {"token_budget": 8, "requests": 8} if scheduler == "sarathi" else {}
+    run = lab.live(llama.model, blocks, scheduler=scheduler, share_prefixes=share, **bounds)
+    asked = Sampling(24, temperature=0.7, seed=3, logprobs=4, prompt_logprobs=True)
+    requests = [run.submit(one.prompt, sampling) for one in llama.known[-5:] for sampling in (Sampling(24), asked)]
+    outputs = run.finish()
+    assert bool(run.trace.recoveries) == (blocks == 26)
+    lab.close()  # the model computes by itself from here on
+    for request, output in zip(requests[1::2], outputs[1::2], strict=True):
+        shares = judged(llama.model, request.tokens[: request.prompt_tokens], output)
+        chances = [*request.prompt_chances, *request.chances]
+        assert len(chances) == len(shares)
+        for chance, row, token in zip(chances, shares, request.tokens[1:], strict=True):
+            assert chance.logprob == pytest.approx(float(row[token]), abs=1e-3)  # fp32, batched and alone
+            values = row.topk(4).values.tolist()
+            assert [logprob for _, logprob in chance.likeliest] == pytest.approx(values, abs=1e-3)
+    assert not any(request.chances or request.prompt_chances for request in requests[::2])

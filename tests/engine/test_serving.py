@@ -13,7 +13,7 @@ import pytest
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.serving import Server, Stream
-from firsttoken.engine.swap.path import Moved, Transfer
+from firsttoken.engine.swap.path import Moved, Movement
 from firsttoken.engine.work import Work
 from firsttoken.study.errors import BusyError, RequestError
 
@@ -306,7 +306,7 @@ class LinkFailsOnce(Gated):
 
     broken = False
 
-    def swap_in(self, request: Request) -> Transfer:
+    def swap_in(self, request: Request) -> Movement:
         transfer = super().swap_in(request)
         if self.broken:
             return transfer
@@ -314,7 +314,7 @@ class LinkFailsOnce(Gated):
         return Broken()
 
 
-class Broken(Transfer):
+class Broken(Movement):
     done = True
 
     def wait(self) -> Moved:

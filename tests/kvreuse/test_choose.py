@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firsttoken.kvreuse.choose import Choice, Conditions, GroupCosts, LinkEstimate, Scored, choose_group, slo_rule
-from firsttoken.kvreuse.pipeline.schedule import Job, Schedule, simulate
+from firsttoken.kvreuse.pipeline.schedule import ReuseRequest, Schedule, simulate
 from firsttoken.kvreuse.prefill import Group
 from firsttoken.study.errors import RequestError
 
@@ -30,7 +30,7 @@ FULL = Group(0, DEPTH)
 def test_one_request_alone_costs_what_the_simulator_says(group: Group, units: tuple, schedule: Schedule) -> None:
     kv, edge, compute = units
     costs = GroupCosts(DEPTH, compute, 0, 0, kv, edge)
-    timeline = simulate([Job("A", 0, DEPTH, group, kv, edge, compute)], schedule)
+    timeline = simulate([ReuseRequest("A", 0, DEPTH, group, kv, edge, compute)], schedule)
     assert costs.ttft_s(group, Conditions(1, 1.0), schedule) == timeline.ttft["A"]
 
 

@@ -244,6 +244,19 @@ def test_random_schedules(on_disk, engine) -> None:
     assert own >= 30
 
 
+def test_what_came_from_elsewhere_is_shared_with_nobody(pair, engine) -> None:
+    """Not after a swap either, when it lies in other blocks."""
+    at = engine(pair, blocks=17, host_blocks=40, scheduler="sarathi", preemption="swap", share_prefixes=True)
+    first, request = at.submit([9] * 9, Sampling(40)), submit(at, pair.source(Group(0, 0)))
+    while not request.finished:
+        at.step()
+    assert first.preemptions == 0 < request.preemptions, "nobody was swapped"
+    after = submit(at, None)
+    at.run()
+    assert check_greedy(request.output, pair.said(Group(0, 0), len(CONTEXT), request.output)) == 8
+    assert check_greedy(after.output, judged(pair.plain, [*CONTEXT, *SUFFIX], after.output)) == 8
+
+
 def other(identity: ModelIdentity, **changes) -> ModelIdentity:
     return replace(identity, **changes)
 
@@ -251,6 +264,8 @@ def other(identity: ModelIdentity, **changes) -> ModelIdentity:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"architecture": "Qwen2ForCausalLM"}, "another architecture"),
+        ({"rope": "{}"}, "does not fit"),
         ({"layers": 5}, "does not fit"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"tokenizer": "another"}, "tokenizer"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from firsttoken.assets import models, needs
-from firsttoken.engine.experiments import online, policies_replayed
+from firsttoken.crosspoint.experiments import online, policies_replayed
 from firsttoken.kvreuse.experiments import setting
 from firsttoken.kvreuse.experiments.setting import HELD_OUT, ReuseConfig, Run
 from firsttoken.progressive.coldstart import experiments as coldstart
@@ -31,6 +31,7 @@ ASKS_NOTHING = {
     "serving_capacity",
     "pipeline_bubbles",
     "simulator_error",
+    "swarm_churn",
 }  # of a model or of data
 CASES = [
     (name, profile)
@@ -54,14 +55,14 @@ def true_world(truth: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     def stop(*_: Any, **__: Any) -> None:
         raise Reached
 
-    def held(self: needs.Held, of: str) -> int | None:
+    def held(self: needs.ModelFacts, of: str) -> int | None:
         config = truth.config(self._model)
         facts = {needs.LAYERS: config.num_hidden_layers, needs.CONTEXT: config.max_position_embeddings}
         return (facts | truth.held | self._more).get(of)
 
     for place in (setting, timeline):
         monkeypatch.setattr(place, "weight_bytes", weighed)
-    monkeypatch.setattr(needs.Held, "get", held)
+    monkeypatch.setattr(needs.ModelFacts, "get", held)
     monkeypatch.setattr(needs, "model_config", truth.config)
     monkeypatch.setattr(setting, "held_out", lambda task: {HELD_OUT: truth.longbench} if "." in task else {})
     for name in ("_random", "_from_folder"):

@@ -29,39 +29,46 @@ from firsttoken.assets.qa_files import QAItem
 from firsttoken.chunked import bench
 from firsttoken.chunked.experiments import pipeline_bubbles, simulator_error
 from firsttoken.chunked.hardware import Hardware
+from firsttoken.crosspoint.experiments import online
 from firsttoken.engine.costs.batches import BatchCosts
-from firsttoken.engine.experiments import online
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.workload import sharegpt
 from firsttoken.engine.workload.conversations import Conversations
 from firsttoken.kvreuse.experiments import gating, methods, profiling, setting, transfer
 from firsttoken.kvreuse.experiments import training as reuse_training
+from firsttoken.kvreuse.experiments.speedups import TimeShares
 from firsttoken.kvreuse.profile.pareto import Profiled
 from firsttoken.kvreuse.tasks.items import TaskItem
 from firsttoken.progressive import examination, training
-from firsttoken.progressive.coldstart import deferral, harness, materials, trial
+from firsttoken.progressive.coldstart import deferral, harness, materials, precision, trial
 from firsttoken.progressive.coldstart import experiments as coldstart
+from firsttoken.progressive.planes import frontier
 from firsttoken.progressive.recipe import RECIPES
 from firsttoken.progressive.recovery import timeline_trial
-from firsttoken.registry import EVERY_PROFILE, EXPERIMENTS
+from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import paths, stats
 from firsttoken.study.claims import load_claims
+from firsttoken.study.experiment import EVERY_PROFILE
 from firsttoken.study.foreign.yaml_text import parse_yaml
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Result
 
 SHORTER, FEWER = 32, 4
-LENGTHS = {"tokens", "window_tokens", "max_tokens", "max_prompt_tokens", "prompt_tokens", "new_tokens"}
+LENGTHS = {"story_tokens", "tokens", "window_tokens", "max_tokens", "max_prompt_tokens", "prompt_tokens", "new_tokens"}
 LENGTHS |= {"contexts", "context_tokens", "continue_tokens", "sweep_tokens"}
 COUNTS = {"passages", "items", "eval_items", "windows", "prompts", "closed_book", "calibration", "calibration_passages"}
-COUNTS |= {"watch_questions", "watch_windows", "search_windows", "steps", "clients", "readers", "frontier"}
+COUNTS |= {"stories", "watch_questions", "watch_windows", "search_windows", "steps", "clients", "readers"}
 AGAIN = {"rounds", "few_rounds", "repeats", "recomputes", "runs", "trials", "draws", "seeds", "copy_mib", "disk_mib"}
+AGAIN |= {"starts", "disk_starts"}
 FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "preemptions": 10, "short": 4, "long": 4}
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
 LAYERS |= {"deferral": {"sizes"}, "transitions": {"layers", "transitions"}, "latency": {"layers"}}
-CHUNKED = {
+SMALL = {
     "capacity": {"requests": 6},
     "pipeline": {"requests": 6},
+    "eight_bits": {"batches": [1, 2], "context": 4},
+    "chains": {"forwards": [1, 2], "forward_tokens": 4, "disk_repeats": 1, "clients": 8},
+    "churn": {"servers": 12, "depth": 12, "events": 2},
     "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4},
 }
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
@@ -84,8 +91,8 @@ def fewer(value: Any, section: str = "") -> Any:
 
 def scaled(section: str, key: str, value: Any) -> Any:
     """One entry of a profile by the rule."""
-    if key in CHUNKED.get(section, {}):
-        return CHUNKED[section][key]
+    if key in SMALL.get(section, {}):
+        return SMALL[section][key]
     if key == "runs" and isinstance(value, list):
         value = [re.sub(r"(\d+) tokens", lambda found: f"{shorter(int(found[1]))} tokens", run) for run in value]
         return [re.sub(r"groups of (\d+)", lambda found: f"groups of {fewer(int(found[1]))}", run) for run in value]
@@ -154,6 +161,18 @@ def plausible(rows: list[dict[str, Any]]) -> list[Profiled]:
 
 
 profiled_groups = profiling.profiled_groups
+
+
+def timed() -> Result:
+    """What prefill_latency would have recorded: times in proportion to what is computed."""
+    shares = {"full prefill": [1.0], "DroidSpeak": [0.0, 0.5], "CacheBlend": [0.2], "smaller model": [0.5]}
+    rows = [
+        {"method": name, "tokens": 64, "compute": share, "round": step, "first_token_s": 0.1 + share}
+        for name, each in shares.items()
+        for share in each
+        for step in range(2)
+    ]
+    return Result("prefill_latency", "quick", {}, {"slug": "x"}, {}, "", [0], "2026-01-01", 0.0, {}, rows, {}, {})
 
 
 def few_conversations(tokenizer: Any, *_: Any) -> Conversations:
@@ -249,7 +268,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(stats, "_resampled", lambda sample, stat, _, rng: resampled(sample, stat, 20, rng))
         patch.setattr(harness, "available", lambda folder: None)
         patch.setattr(harness, "KernelLimit", NoLimit)
-        for place in (coldstart, deferral):
+        for place in (coldstart, deferral, precision):
             patch.setattr(place, "disk_speed", lambda read: 100.0)
         for place in ("converted", "_from_hub"):
             patch.setattr(models, place, made.model)
@@ -259,9 +278,11 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
             patch.setattr(place, "boolq_prompts", passages)
         for place in (setting, reuse_training):
             patch.setattr(place, "load_items", items)
+        patch.setattr(frontier, "story_model", lambda: AutoModelForCausalLM.from_config(shapes.shape_config("tiny")))
         patch.setattr(setting, "held_out", lambda task: {})
         for place in (profiling, methods, gating, transfer):
             patch.setattr(place, "profiled_groups", plausible)
+        patch.setattr(methods, "times_here", lambda: TimeShares(timed(), 64))
         patch.setattr(gating, "TOKENS", shorter(gating.TOKENS))
         for place in (sharegpt, online):
             patch.setattr(place, "conversations", few_conversations)

@@ -24,7 +24,7 @@ from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.healing import attach
 from firsttoken.progressive.recipe import Recipe
-from firsttoken.progressive.served import Served
+from firsttoken.progressive.served import ServedModel
 from firsttoken.progressive.stages import StagePlan
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile, load_profile
@@ -82,9 +82,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def served(make_model: MakeModel, tokenizer: PreTrainedTokenizerFast) -> Served:
+def served(make_model: MakeModel, tokenizer: PreTrainedTokenizerFast) -> ServedModel:
     """A model of six layers, of which 2 and 3 wait for stage 2 and 4 for stage 3."""
-    return Served(
+    return ServedModel(
         make_model(layers=6), tokenizer, StagePlan.from_block(6, range(2, 5)), "5e12" * 16, {"source": "tiny"}
     )
 
@@ -109,7 +109,7 @@ def randomised() -> Callable[..., Any]:
 class Staged:
     """A tiny model in memory and its staged checkpoint; ``adapters`` are the PEFT folders by stage."""
 
-    served: Served
+    served: ServedModel
     folder: Path
     manifest: Manifest
     adapters: dict[int, Path]
@@ -121,8 +121,8 @@ def stage(
 ) -> Callable[..., Staged]:
     """Stages a model of six layers, of which by default 2 and 3 wait for stage 2 and 4 for stage 3.
 
-    ``plan`` makes another LoadPlan from the tensors' names. Norms and biases are random too, so that each of them
-    shows in the answers, and no token ends an answer.
+    ``plan`` makes another LoadPlan from the tensors' shapes by name. Norms and biases are random too, so that each of
+    them shows in the answers, and no token ends an answer.
     """
 
     def make(
@@ -131,7 +131,7 @@ def stage(
         dtype: torch.dtype = torch.float32,
         block: Sequence[int] = (2, 3, 4),
         adapters: Sequence[int] = (),
-        plan: Callable[[list[str]], LoadPlan] | None = None,
+        plan: Callable[[dict[str, tuple[int, ...]]], LoadPlan] | None = None,
     ) -> Staged:
         folder = tmp_path / f"staged-{kind}"
         model = make_model(kind, layers=6)
@@ -144,7 +144,7 @@ def stage(
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=draw) * (parameter.dim() == 1)
             parameter.data = parameter.data.to(dtype)  # the module's own .to() rounds the rotary tables too
         stages = StagePlan.from_block(6, block)
-        served = Served(model.requires_grad_(False), tokenizer, stages, "5e12" * 16, {"source": "tiny"})
+        served = ServedModel(model.requires_grad_(False), tokenizer, stages, "5e12" * 16, {"source": "tiny"})
         made = {}
         for number in adapters:
             layers = list(stages.present(number))
@@ -152,7 +152,7 @@ def stage(
             peft = randomised(make_model(kind, layers=6), layers, seed=number)
             made[number] = export_adapter(peft, tmp_path / f"adapter-{number}", recipe)
         source = ModelSource(model, tokenizer, Origin("tiny", served.sha256, "real"))
-        chosen = plan(source.names) if plan else staged(source.names, stages)
+        chosen = plan(source.shapes) if plan else staged(source.names, stages)
         return Staged(served, folder, write_staged(source, chosen, folder, made), made)
 
     return make

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from firsttoken.assets.models import layers_of
+from firsttoken.assets.layers import layers_of
 from firsttoken.progressive.distance import (
     Distances,
     angular_distances,

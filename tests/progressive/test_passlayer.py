@@ -11,8 +11,9 @@ from plain_tokens import Plain, check_greedy, generated
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from firsttoken.assets.models import layers_of
-from firsttoken.progressive.passlayer import GapCache, PassLayer, pass_layers, restore_layers
+from firsttoken.assets.layers import layers_of
+from firsttoken.progressive.gap_cache import GapCache
+from firsttoken.progressive.passlayer import PassLayer, pass_layers, restore_layers
 from firsttoken.study.errors import StageError
 
 DEPTH = 4

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from firsttoken.assets.corpora import QAItem
-from firsttoken.progressive.passlayer import GapCache, pass_layers
+from firsttoken.progressive.gap_cache import GapCache
+from firsttoken.progressive.passlayer import pass_layers
 from firsttoken.progressive.quality import AnswerConfig, _decode, answer_scores, perplexity, text_scores
 from firsttoken.progressive.samples import qa_prompt
 from firsttoken.scoring import exact_match, token_f1

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 
 from firsttoken.assets.adapters import export_adapter
-from firsttoken.assets.models import layers_of
+from firsttoken.assets.layers import layers_of
 from firsttoken.progressive.passlayer import PassLayer
 from firsttoken.progressive.served import ServedConfig, at_stage, load_base, load_served, passing
 from firsttoken.study import paths

@@ -54,6 +54,6 @@ def test_the_command_line_says_what_each_stage_weighs(tmp_path, capsys):
     assert "no shape is called 'huge'" in capsys.readouterr().err
 
 
-def test_serving_what_is_no_staged_checkpoint_is_refused(tmp_path, capsys):
+def test_serving_what_is_no_model_folder_is_refused(tmp_path, capsys):
     assert main(["serve", str(tmp_path)]) == 2
-    assert "no staged checkpoint" in capsys.readouterr().err
+    assert "has no config.json; a model folder holds" in capsys.readouterr().err

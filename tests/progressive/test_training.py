@@ -10,7 +10,7 @@ import torch
 
 from firsttoken.assets.adapters import WEIGHTS, read_recipe
 from firsttoken.assets.corpora import SPLITS, QAItem, boolq_prompts, load_qa, running_text, sciq
-from firsttoken.assets.models import layers_of
+from firsttoken.assets.layers import layers_of
 from firsttoken.progressive import training
 from firsttoken.progressive.healing import Teacher
 from firsttoken.progressive.recipe import OURS, REPORT, TASK

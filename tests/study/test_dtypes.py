@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from firsttoken.study import dtypes, machine, paths
-from firsttoken.study.dtypes import Rates
+from firsttoken.study.dtypes import ProductRates
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
 
-FAST, SLOW = Rates(True, 100.0, 250.0), Rates(False, 100.0, 1.0)
+FAST, SLOW = ProductRates(True, 100.0, 250.0), ProductRates(False, 100.0, 1.0)
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -27,7 +27,7 @@ def _fresh() -> None:
 
 @pytest.mark.parametrize(
     ("rates", "dtype"),
-    [(FAST, BF16), (SLOW, FP32), (Rates(True, 100.0, 80.0), FP32), (Rates(False, 100.0, 250.0), FP32)],
+    [(FAST, BF16), (SLOW, FP32), (ProductRates(True, 100.0, 80.0), FP32), (ProductRates(False, 100.0, 250.0), FP32)],
     ids=["fast", "without instructions", "with instructions, but slower", "fast without instructions"],
 )
 def test_auto_is_bf16_where_torch_has_it_and_the_product_is_as_fast(root, monkeypatch, rates, dtype) -> None:
@@ -89,7 +89,7 @@ def test_the_product_is_measured_once_a_machine_and_another_ones_file_is_not_bel
     measured = []
     monkeypatch.setattr(dtypes, "_measure", lambda: measured.append(1) or FAST)
 
-    def rates() -> Rates:
+    def rates() -> ProductRates:
         dtypes.cpu_rates.cache_clear()
         return dtypes.cpu_rates()
 

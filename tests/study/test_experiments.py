@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from firsttoken.experiments import run_experiment
-from firsttoken.registry import EXPERIMENTS, Experiment
+from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import clock, paths
 from firsttoken.study.claims import digests, load_claims
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.experiment import Experiment
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Outcome, Result, Rows, git_revision, is_clean, read_result

@@ -25,6 +25,7 @@ DRAWN_TOGETHER = (
     ("send all", "recompute", "send reused", "droidspeak", "floor", "mark"),  # 32
     ("E-cache", "full reuse", "in vain", "recompute", "mark"),  # 32
     ("droidspeak", "recompute", "floor", "target", "other", "single"),  # 31, 35
+    ("paper", "measured", "single", "mark"),  # 52
     ("sarathi", "prefill first", "hybrid batches", "chunks alone", "mark", "paper", "floor", "target"),  # 40, 41
 )
 # Machado, Oliveira and Fernandes, A Physiologically-based Model for Simulation of Color Vision Deficiency, IEEE TVCG 15

@@ -8,7 +8,7 @@ import pytest
 
 from firsttoken.__main__ import main
 from firsttoken.study import dtypes, machine, paths, runs
-from firsttoken.study.dtypes import Rates
+from firsttoken.study.dtypes import ProductRates
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import all_results, read_result, write_result
@@ -32,7 +32,7 @@ def ran(write_notebook, monkeypatch) -> list[str]:
 
     monkeypatch.setattr("firsttoken.running.run_notebook", run)
     monkeypatch.setattr("firsttoken.study.warm.possible", lambda: False)
-    monkeypatch.setattr(dtypes, "cpu_rates", lambda: Rates(False, 50.0, 1.0))
+    monkeypatch.setattr(dtypes, "cpu_rates", lambda: ProductRates(False, 50.0, 1.0))
     return names
 
 

@@ -8,7 +8,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.study.stats import FEWEST, Interval, bootstrap, paired_bootstrap, percentile
+from firsttoken.study.stats import FEWEST, Along, Interval, bootstrap, paired_bootstrap, percentile
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30))
@@ -58,6 +58,14 @@ def test_columns_of_an_observation_stay_together() -> None:
     tokens = np.arange(1.0, 9.0)
     interval = bootstrap(np.stack([2 * tokens, tokens], axis=1), stat=lambda x: x[:, 0].sum() / x[:, 1].sum())
     assert (interval.estimate, interval.low, interval.high, interval.n) == (2.0, 2.0, 2.0, 8)
+
+
+def test_many_resamples_at_once_give_what_one_after_the_other_gives() -> None:
+    pairs = np.random.default_rng(3).uniform(1, 2, (9, 2))
+    together = Along(lambda sample, axis: np.divide(*np.moveaxis(np.percentile(sample, 95, axis=axis), -1, 0)))
+    one = bootstrap(pairs, lambda sample: float(np.divide(*np.percentile(sample, 95, axis=0))), resamples=50)
+    assert bootstrap(pairs, together, resamples=50) == one
+    assert bootstrap(pairs[:3], together) == bootstrap(pairs[:3], lambda sample: together(sample))
 
 
 def test_pairing_removes_what_the_pairs_share() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from firsttoken.engine.on_vllm.host import HostPool
-from firsttoken.engine.on_vllm.settings import CrossPointSettings
+from firsttoken.crosspoint.on_vllm.host import HostPool
+from firsttoken.crosspoint.on_vllm.settings import CrossPointSettings
 from firsttoken.engine.swap.spans import Span
 from firsttoken.study.errors import ProfileError
 

@@ -18,7 +18,7 @@ class _Doc:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _BoolqLine:
     doc: _Doc
 
 
@@ -27,6 +27,6 @@ def read_boolq_train(path: Path) -> list[tuple[str, str]]:
     with blaming(path.name, CorpusError, "delete it and run `firsttoken fetch`"):
         found = []
         for _, line in json_lines(read_gzip(path)):
-            text, _, question = shaped(_Line, line, others=True).doc.query.rpartition("\nQuestion: ")
+            text, _, question = shaped(_BoolqLine, line, others=True).doc.query.rpartition("\nQuestion: ")
             found.append((text.partition(" -- ")[2].strip(), question.removesuffix("\nAnswer:")))
         return found

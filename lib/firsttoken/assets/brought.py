@@ -64,24 +64,24 @@ def brought(name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class _File:
+class _BroughtFile:
     name: Annotated[str, plain_name]
     sha256: Annotated[str, digits(64)]
     bytes: Annotated[int, at_least(0)]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _BroughtAsset:
     name: Annotated[str, plain_name]
     source: str
     licence: str
-    files: Annotated[tuple[_File, ...], some]
+    files: Annotated[tuple[_BroughtFile, ...], some]
 
 
-def _lock() -> dict[str, _Entry]:
+def _lock() -> dict[str, _BroughtAsset]:
     path = paths.ENV / "brought.yaml"
     with blaming(f"the lock {path}", AssetError, "restore it from git"):
-        return {entry.name: entry for entry in shaped(tuple[_Entry, ...], read_yaml(path))}
+        return {entry.name: entry for entry in shaped(tuple[_BroughtAsset, ...], read_yaml(path))}
 
 
 def _found(folder: Path, name: str, file: str) -> Path | None:
@@ -92,5 +92,5 @@ def _target(name: str) -> Path:
     return paths.CACHE / "assets" / name
 
 
-def _where(entry: _Entry) -> str:
+def _where(entry: _BroughtAsset) -> str:
     return f"{entry.source} ({entry.licence})"

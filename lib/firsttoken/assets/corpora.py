@@ -99,15 +99,33 @@ def boolq_prompts(split: str) -> list[tuple[str, str]]:
 
 @cache  # the overlap of two thousand passages takes seconds to find, and several parts of one run ask for it
 def _boolq(split: str) -> tuple[tuple[str, str], ...]:
-    held_out = [(row["passage"].strip(), _asked(row["question"])) for row in arrow_rows("boolq-validation.arrow")]
-    taken = {_key(passage) for passage, _ in held_out}
-    train = [pair for pair in _boolq_train() if _key(pair[0]) not in taken]
-    if split == "train":
-        pairs = train
-    else:
-        known = {shingle for passage in {p for p, _ in train} for shingle in _shingles(passage)}
-        half = [pair for pair in held_out if (_unit(_letters(pair[0])) < 0.5) == (split == "validation")]
-        pairs = [pair for pair in half if _share(pair[0], known) <= _MOST_SHARED]
+    return _boolq_train() if split == "train" else _boolq_held_out()[split]
+
+
+@cache
+def _boolq_held_out() -> dict[str, tuple[tuple[str, str], ...]]:
+    """The pairs of "validation" and "test", which are compared with "train" in one pass."""
+    known = {shingle for passage in {p for p, _ in _boolq("train")} for shingle in _shingles(passage)}
+    halves: dict[str, list[tuple[str, str]]] = {"validation": [], "test": []}
+    for passage, question in _boolq_validation():
+        if _share(passage, known) <= _MOST_SHARED:
+            halves["validation" if _unit(_letters(passage)) < 0.5 else "test"].append((passage, question))
+    return {split: _in_fixed_order(pairs) for split, pairs in halves.items()}
+
+
+def _boolq_train() -> tuple[tuple[str, str], ...]:
+    """The pairs of the train file, once an answer there, without passages of the validation file."""
+    taken = {_key(passage) for passage, _ in _boolq_validation()}
+    read = read_boolq_train(asset_path("boolq-train.jsonl.gz"))
+    pairs = dict.fromkeys((passage, _asked(question)) for passage, question in read if passage)
+    return _in_fixed_order(pair for pair in pairs if _key(pair[0]) not in taken)
+
+
+def _boolq_validation() -> list[tuple[str, str]]:
+    return [(row["passage"].strip(), _asked(row["question"])) for row in arrow_rows("boolq-validation.arrow")]
+
+
+def _in_fixed_order(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(pairs, key=lambda pair: _digest("\n".join(pair))))
 
 
@@ -205,7 +223,7 @@ def _letters(text: str) -> str:
 
 def _shingles(text: str) -> list[int]:
     """A hash of every run of 12 words; the whole text where it is shorter."""
-    words = [word for part in text.casefold().split() if (word := _letters(part))]
+    words = re.sub(r"[^\w\s]", "", text.casefold()).split()
     runs = range(max(1, len(words) - _SHINGLE_WORDS + 1))
     return [hash(" ".join(words[i : i + _SHINGLE_WORDS])) for i in runs]
 
@@ -226,9 +244,3 @@ def _asked(question: str) -> str:
 def _check_split(split: str) -> None:
     if split not in SPLITS:
         raise CorpusError(f"no split is called {split!r}; known: {', '.join(SPLITS)}")
-
-
-def _boolq_train() -> list[tuple[str, str]]:
-    """The pairs of the train file, once an answer there."""
-    pairs = read_boolq_train(asset_path("boolq-train.jsonl.gz"))
-    return list(dict.fromkeys((passage, _asked(question)) for passage, question in pairs if passage))

@@ -6,11 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.assets.gguf import converted
@@ -21,6 +20,9 @@ from firsttoken.assets.shapes import shape_config
 from firsttoken.study import paths
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import ModelError
+
+if TYPE_CHECKING:  # to learn what a model is made of needs none of it
+    from transformers import PretrainedConfig, PreTrainedModel
 
 PINNED = "smollm2-135m"
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -104,18 +106,6 @@ def model_config(spec: str) -> PretrainedConfig:
 def model_name(spec: str) -> str:
     """What a message calls a model: its folder's last name, no path of this machine."""
     return Path(spec).name if _is_folder(spec) else spec
-
-
-def layers_of(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a Llama-like model, also inside a PEFT wrapper; index 0 is next to the embedding.
-
-    Raises ModelError for an architecture without ``model.layers``.
-    """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layers = getattr(getattr(base, "model", None), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ModelError(f"{type(base).__name__} has no model.layers; use a Llama-like one (Llama, Qwen2, ...)")
-    return layers
 
 
 def _random(shape: str, dtype: torch.dtype, device: torch.device, seed: int) -> Loaded:

@@ -38,7 +38,7 @@ class Facts(Protocol):
 
 
 def questions_of(source: str, split: str) -> str:
-    """What a need for questions of ``source`` is of; ``Held`` counts them."""
+    """What a need for questions of ``source`` is of; ``ModelFacts`` counts them."""
     return f"{split} questions of {source}"
 
 
@@ -47,7 +47,7 @@ def text_of(split: str) -> str:
     return f"{TEXT}, {split}"
 
 
-class Held:
+class ModelFacts:
     """The facts of ``model``, as ``load_model`` names it, and of any questions, looked up when they are asked for.
 
     ``more`` are other facts by name. Raises ModelError and CorpusError as ``model_config`` and ``load_qa`` do.
@@ -78,7 +78,7 @@ def check(needs: Iterable[Need], facts: Facts, where: str = "") -> None:
     for need in needs:
         there = facts.get(need.of)
         if there is not None and need.wanted > there:
-            owner = where or (str(facts) if isinstance(facts, Held) and need.of in (LAYERS, CONTEXT) else "")
+            owner = where or (str(facts) if isinstance(facts, ModelFacts) and need.of in (LAYERS, CONTEXT) else "")
             of = f"{need.of} of {owner}" if owner else need.of
             raise ProfileError(f"{need.key}: {need.wanted:,} {of} are asked for, there are {there:,}; {need.mend}")
 

@@ -98,7 +98,7 @@ class _Answer:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _TriviaQuestion:
     QuestionId: str
     Question: str
     Answer: _Answer
@@ -106,7 +106,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _TriviaQA:
-    Data: tuple[_Entry, ...]
+    Data: tuple[_TriviaQuestion, ...]
 
     def items(self) -> list[QAItem]:
         return [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from firsttoken.chunked.capacity import TIMES, Objective, Served, capacity
+from firsttoken.chunked.capacity import TIMES, ClientTimes, Objective, capacity
 from firsttoken.chunked.hardware import Hardware
 from firsttoken.chunked.lengths import lengths, workload
 from firsttoken.chunked.policy import Policy
@@ -70,10 +70,10 @@ class Bench:
             )
             return serve_items(engine, workload(self.pairs, self.config.requests, seed, rate)), trace
 
-    def serve(self, policy: Policy, objective: Objective, seed: int, rate: float) -> tuple[Served, float]:
+    def serve(self, policy: Policy, objective: Objective, seed: int, rate: float) -> tuple[ClientTimes, float]:
         """What clients saw, and the longest step that also decoded, in s."""
         requests, trace = self.run(policy, objective, seed, rate)
-        return Served.of(requests), max((step.seconds for step in trace.steps if step.contexts), default=0.0)
+        return ClientTimes.of(requests), max((step.seconds for step in trace.steps if step.contexts), default=0.0)
 
     def search(
         self, policy: Policy, objective: Objective, seed: int, tried: Callable[[float], object] = lambda rate: None
@@ -81,7 +81,7 @@ class Bench:
         """The capacity, and what was served at it; ``tried`` is told each rate."""
         longest_steps: dict[float, float] = {}
 
-        def serve(rate: float) -> Served:
+        def serve(rate: float) -> ClientTimes:
             served, longest_steps[rate] = self.serve(policy, objective, seed, rate)
             tried(rate)
             return served

@@ -25,7 +25,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Served:
+class ClientTimes:
     """What the clients of one run saw."""
 
     tbt_p99_s: float
@@ -34,7 +34,7 @@ class Served:
     delay_p50_s: float
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> Served:
+    def of(cls, requests: Sequence[Request]) -> ClientTimes:
         """The figures of requests that are over; of answers of one token there is no time between tokens."""
         gaps = np.concatenate([[0.0], *(np.diff(request.times_s) for request in requests)])
         return cls(
@@ -54,8 +54,8 @@ class Served:
 
 
 def capacity(
-    serve: Callable[[float], Served], objective: Objective, *, start: float, share: float = 0.02
-) -> tuple[float, Served | None]:
+    serve: Callable[[float], ClientTimes], objective: Objective, *, start: float, share: float = 0.02
+) -> tuple[float, ClientTimes | None]:
     """The highest rate [requests/s] at which ``serve(rate)`` is within ``objective``, to a relative ``share``, and what
     was served there; (0, None) where not even a ``SLOWEST``-th of ``start`` is.
 

@@ -12,7 +12,7 @@ from firsttoken.engine.workload.items import Item
 from firsttoken.study.errors import RequestError
 
 
-class Stages:
+class PipelineStages:
     """``count`` devices, each with an equal share of the layers and one batch at a time, in the order they are sent.
 
     Handing hidden states on costs nothing. ``busy_s`` is the time that devices computed, all together.
@@ -40,7 +40,7 @@ class Stages:
 class StagedExecutor(SimulatedExecutor):
     """One of the batches that are in the stages at a time: its tokens come when it leaves the last one."""
 
-    def __init__(self, costs: Costs, blocks: int, stages: Stages) -> None:
+    def __init__(self, costs: Costs, blocks: int, stages: PipelineStages) -> None:
         super().__init__(costs, blocks)
         self._stages = stages
 

@@ -1,4 +1,4 @@
-"""Attention over the paged pool, given to unmodified Hugging Face models through ``AttentionInterface``.
+"""Attention over the paged pool, given to lean models, and to unmodified ones through their ``AttentionInterface``.
 
 A model that runs with ``set_attn_implementation(NAME)`` passes the extra keyword ``paged`` down to every layer. It is
 the step's ``Attend``, which writes the new keys and values into the pool and reads what each request sees.
@@ -7,13 +7,15 @@ the step's ``Attend``, which writes the new keys and values into the pool and re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
 from firsttoken.engine.kv import KVPool
+from firsttoken.lean.layers import INTERFACES, LeanAttention
+from firsttoken.lean.model import LeanModel
 from firsttoken.study.errors import ModelError
 
 NAME = "firsttoken_paged"
@@ -61,7 +63,7 @@ def paged_attention(
     paged: Attend | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls in every layer. Raises ModelError when ``paged`` did not come through."""
+    """The function that every layer calls. Raises ModelError when ``paged`` did not come through."""
     if paged is None:
         raise ModelError(
             f"{type(module).__name__} was called without an engine's step: close the engine to use the model itself,"
@@ -70,4 +72,23 @@ def paged_attention(
     return paged(module.layer_idx, query, key, value, scaling), None
 
 
-AttentionInterface.register(NAME, paged_attention)
+INTERFACES[NAME] = paged_attention
+
+
+def page(model: nn.Module) -> None:
+    """Let the layers of ``model``, stock or lean, call :func:`paged_attention`."""
+    if not isinstance(model, LeanModel):
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(NAME, paged_attention)
+    model.set_attn_implementation(NAME)
+
+
+def interface(module: nn.Module) -> Callable[..., Any]:
+    """What an attention module, stock or lean, calls now."""
+    if isinstance(module, LeanAttention):
+        return module.interface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    return ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention_forward)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from firsttoken.engine.packed import PackedLinear, packs
 from firsttoken.engine.segments import LocalSegment, Segment
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.study.errors import ModelError, RequestError
+
+if TYPE_CHECKING:  # a model of ours needs none of it
+    from transformers import PreTrainedModel
 
 
 class Decoder:
@@ -46,7 +50,7 @@ class Decoder:
         return self.segments[-1].layers.stop
 
     def logits(self, step: StepPlan) -> Tensor:
-        """Run ``step``; the logits [works, vocabulary] after the last token of each work."""
+        """Run ``step``; the logits [rows, vocabulary] of the rows that it names as ``last``."""
         return self._model(**_inputs(step), logits_to_keep=step.last).logits[0]
 
     def run(self, step: StepPlan) -> None:
@@ -64,6 +68,14 @@ class Decoder:
         if step.hidden is not None and tuple(step.hidden.shape) != wanted:
             raise RequestError(f"hidden states of {list(step.hidden.shape)} do not fit: the step has {list(wanted)}")
         self._decoder(**_inputs(step))
+
+    def pack_head(self) -> None:
+        """Keep the head's weight in the layout that it is multiplied in, beside the model's own, which may be the
+        embedding too; does nothing where :func:`packs` says no. Called while steps run, it is there for the next."""
+        for name, child in self._model.named_children():
+            if child is self._model.get_output_embeddings() and packs(child):
+                with torch.no_grad():
+                    self._model._modules[name] = PackedLinear(child)
 
     def drop(self, request: int) -> None:
         """Forget the request of this number."""

@@ -21,7 +21,7 @@ class Edges:
 
     def __init__(self, layers: Iterable[int]) -> None:
         self.layers = frozenset(layers)
-        self._kept: dict[int, dict[int, _Kept]] = defaultdict(dict)
+        self._kept: dict[int, dict[int, _KeptStates]] = defaultdict(dict)
 
     @property
     def nbytes(self) -> int:
@@ -34,9 +34,17 @@ class Edges:
             return
         first = 0
         for work in works:
-            kept = self._kept[work.request.number].setdefault(layer, _Kept(hidden[0, :0]))
-            kept.write(work.start, hidden[0, first : first + work.tokens])
+            self.keep(work.request.number, layer, work.start, hidden[0, first : first + work.tokens])
             first += work.tokens
+
+    def keep(self, request: int, layer: int, start: int, rows: Tensor) -> None:
+        """``rows`` [tokens, hidden] of the tokens from ``start`` on enter ``layer``, which is one of those kept."""
+        self._kept[request].setdefault(layer, _KeptStates(rows[:0])).write(start, rows)
+
+    def whole(self, request: int, layer: int, tokens: int) -> bool:
+        """Whether what entered ``layer`` was kept of all its first ``tokens`` tokens, not of later ones only."""
+        kept = self._kept.get(request, {}).get(layer)
+        return kept is not None and kept.start == 0 and kept.end >= tokens
 
     def of(self, request: int, layer: int) -> Tensor:
         """What entered ``layer``, [1, tokens, hidden], from the request's first token to its latest.
@@ -65,7 +73,7 @@ class Edges:
         self._kept.pop(request, None)
 
 
-class _Kept:
+class _KeptStates:
     """``rows`` [capacity, hidden], of which those of tokens ``start`` to ``end`` are written."""
 
     def __init__(self, rows: Tensor) -> None:

@@ -12,7 +12,7 @@ from firsttoken.engine.brought import PrefixSource
 from firsttoken.engine.config import USUAL, EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.leap import leap
-from firsttoken.engine.preemption import make_policy
+from firsttoken.engine.preemption import POLICIES, policy_of
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
 from firsttoken.engine.prefixes import PrefixSharing
@@ -50,7 +50,7 @@ class Engine:
         self.books: Counter[Kind] = Counter()
         self.pool = BlockPool(executor.blocks, watermark=int(config.watermark * executor.blocks))
         recovered = recovered or (trace.recoveries.append if trace else None)
-        self.preemptor = Preemptor(policy or make_policy(config.preemption), executor, recovered)
+        self.preemptor = Preemptor(policy or policy_of(POLICIES, config.preemption, {}), executor, recovered)
         self.prefixes: PrefixSharing | None = None
         if config.share_prefixes:
             self.prefixes = PrefixSharing(self.pool, executor.block_tokens, self._salt)
@@ -86,8 +86,8 @@ class Engine:
         It ``moves`` to views that are published while it is open, or ends with the one that it began with. ``source``
         brings what is stored of its first tokens; where that fails they are computed.
 
-        Raises RequestError for a source of all its tokens or more, for an empty prompt, a token outside the vocabulary,
-        or more tokens than the model's context or the pool can ever hold.
+        Raises RequestError for a source of all its tokens or more, or with ``prompt_logprobs``, for an empty prompt, a
+        token outside the vocabulary, or more tokens than the model's context or the pool can ever hold.
         """
         arrival_s = self.executor.now() if arrival_s is None else arrival_s
         request = Request(self._numbers, prompt, sampling, arrival_s, moves=moves)
@@ -96,6 +96,10 @@ class Engine:
             raise RequestError(
                 f"a stored prefix of {source.tokens} tokens does not fit a prompt of {request.prompt_tokens}; "
                 "at least one token has to be computed"
+            )
+        if source is not None and sampling.prompt_logprobs:
+            raise RequestError(
+                "the chances of a prompt whose first tokens are brought are not known; ask for no source"
             )
         request.source = source
         self._numbers += 1

@@ -23,21 +23,21 @@ class Limits:
     vocabulary: int
 
 
-class Moved(Protocol):
+class SwapTime(Protocol):
     """Seconds that one way of a swap took: making the list of copies, and copying (CPS 3.2.1)."""
 
     prep_s: float
     copy_s: float
 
 
-class Transfer(Protocol):
+class SwapIn(Protocol):
     """A request's keys and values on their way back."""
 
     @property
     def done(self) -> bool:
         """Whether they have arrived."""
 
-    def wait(self) -> Moved:
+    def wait(self) -> SwapTime:
         """Wait until they have, and say how long they took."""
 
 
@@ -63,10 +63,10 @@ class Executor(Protocol):
     def execute(self, works: Sequence[Work]) -> list[int]:
         """Process the tokens of ``works``; the next token after each (of no meaning where the work is partial)."""
 
-    def swap_out(self, request: Request) -> Moved | None:
+    def swap_out(self, request: Request) -> SwapTime | None:
         """Copy the request's blocks to host memory and set ``request.host``; None when there is no room for them."""
 
-    def swap_in(self, request: Request) -> Transfer:
+    def swap_in(self, request: Request) -> SwapIn:
         """Begin to copy ``request.host`` into the request's blocks."""
 
     def drop(self, host: Any) -> None:

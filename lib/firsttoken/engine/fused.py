@@ -8,19 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, eager_attention_forward
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
+from firsttoken.engine.attention import interface
 from firsttoken.engine.native.library import NAMES, kernels
 from firsttoken.engine.packed import PackedLinear, packs
 
+_LLAMA, _QWEN2 = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2"))
+_LEAN = "firsttoken.lean.layers"
+_LAYERS = {(_LLAMA, "LlamaDecoderLayer"), (_QWEN2, "Qwen2DecoderLayer"), (_LEAN, "LeanLayer")}
+_NORMS = {(_LLAMA, "LlamaRMSNorm"), (_QWEN2, "Qwen2RMSNorm"), (_LEAN, "RMSNorm")}
+_SILU = {("transformers.activations", "SiLUActivation"), ("torch.nn.modules.activation", "SiLU")}
+"""By module and name, as to import the stock classes takes seconds."""
+
 
 class FusedLayer(nn.Module):
-    """``stock`` as a decoder layer of four matrix products: queries, keys and values by one, gate and up by one."""
+    """``stock`` (or lean) as a decoder layer of four matrix products:
+    queries, keys and values by one, gate and up by one."""
 
-    def __init__(self, stock: LlamaDecoderLayer | Qwen2DecoderLayer) -> None:
+    def __init__(self, stock: nn.Module) -> None:
         super().__init__()
         attention, mlp = stock.self_attn, stock.mlp
         self.kv_heads = attention.k_proj.out_features // attention.head_dim
@@ -50,8 +55,9 @@ class FusedLayer(nn.Module):
         query, key, value = heads.tensor_split((-2 * self.kv_heads, -self.kv_heads), 1)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, module.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention_forward)
-        seen, _ = attend(module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **keywords)
+        seen, _ = interface(module)(
+            module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **keywords
+        )
         hidden_states = self.out.plus(seen.reshape(batch, tokens, -1), hidden_states)
         gated = native.gated(self.gate_up(_normed(hidden_states, self.before_mlp)))
         return self.down.plus(gated, hidden_states)
@@ -92,22 +98,26 @@ def _replace(parent: nn.Module) -> None:
 
 
 def _fuses(layer: nn.Module) -> bool:
-    if type(layer) not in (LlamaDecoderLayer, Qwen2DecoderLayer):
+    if _kind(layer) not in _LAYERS:
         return False
     attention, mlp = layer.self_attn, layer.mlp
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    if not all(map(packs, linears)) or not all(type(norm) in (LlamaRMSNorm, Qwen2RMSNorm) for norm in norms):
+    if not all(map(packs, linears)) or not all(_kind(norm) in _NORMS for norm in norms):
         return False
     dtypes = {part.weight.dtype for part in linears + norms}
     return (
         len(dtypes) == 1
         and dtypes <= NAMES.keys()
-        and isinstance(mlp.act_fn, SiLUActivation | nn.SiLU)
+        and _kind(mlp.act_fn) in _SILU
         and getattr(attention, "sliding_window", None) is None
         and kernels() is not None
     )
+
+
+def _kind(module: nn.Module) -> tuple[str, str]:
+    return type(module).__module__, type(module).__name__
 
 
 def _normed(states: Tensor, norm: nn.Module) -> Tensor:

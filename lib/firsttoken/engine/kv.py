@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig
 
 from firsttoken.study.errors import RequestError
+
+if TYPE_CHECKING:  # a model of ours needs none of it
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from firsttoken.engine.attention import NAME, Attend
+from firsttoken.engine.attention import NAME, Attend, page
+from firsttoken.engine.chances import read_prompts
 from firsttoken.engine.decoder import Decoder
 from firsttoken.engine.edges import Edges
 from firsttoken.engine.executor import Limits
@@ -23,11 +24,11 @@ from firsttoken.engine.segments import Segment
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.engine.swap import make_path
 from firsttoken.engine.swap.arena import HostArena
-from firsttoken.engine.swap.path import Moved, SwapPath, Transfer
+from firsttoken.engine.swap.path import Moved, Movement, SwapPath
 from firsttoken.engine.swap.spans import Span
 from firsttoken.engine.varlen import VarlenAttend
 from firsttoken.engine.views import View
-from firsttoken.engine.work import Work
+from firsttoken.engine.work import Redo, Work
 from firsttoken.study.errors import CacheError, ModelError
 
 
@@ -72,7 +73,7 @@ class LiveExecutor:
             raise ModelError("a prompt that PEFT has learned comes before every other; the engine runs adapters only")
         self.view = View(Decoder(self._base, segments), edges)
         parameter = next(model.parameters())
-        self._adapted = next((module for module in model.modules() if isinstance(module, BaseTunerLayer)), None)
+        self._adapted = _adapted(model)
         self.model = model
         self.limits = Limits(config.max_position_embeddings, config.vocab_size)
         self.block_tokens = block_tokens
@@ -83,8 +84,8 @@ class LiveExecutor:
         if host_blocks:
             self.arena = HostArena(self.pool.shape, host_blocks, pinned=self.pool.device.type == "cuda")
             self.path = make_path(swap, self.pool, self.arena)
-        self._attend = attend or _fastest(self.pool)
-        self._base.set_attn_implementation(NAME)
+        self._attend = attend or fastest_attend(self.pool)
+        page(self._base)
         if self._base.config._attn_implementation != NAME:  # transformers only warns; each token would see all others
             self.close()
             raise ModelError(f"{config.model_type} has an attention of its own, which the engine cannot page")
@@ -111,7 +112,7 @@ class LiveExecutor:
     @torch.inference_mode()
     def execute(self, works: Sequence[Work]) -> list[int]:
         """One forward pass for each view, over the new tokens of all its ``works``, laid end to end; what is redone
-        goes through the same layers in a pass of its own, and leaves the other layers' keys and values what they are.
+        in some layers goes through these in a pass of its own, and leaves the others' keys and values what they are.
 
         Raises RequestError as ``Decoder.run``, and ModelError once closed.
         """
@@ -119,16 +120,23 @@ class LiveExecutor:
             raise ModelError("the engine was closed, or the model's attention changed: its tokens would be wrong")
         passes: dict[tuple[View, range | None], list[Work]] = defaultdict(list)
         for work in works:
-            passes[work.request.view or self.view, work.redo and work.redo.layers].append(work)
+            passes[work.request.view or self.view, self._some(work.redo)].append(work)
         after = [said for (view, layers), mine in passes.items() for said in self._pass(view, layers, mine)]
         tokens = dict(after)
         return [tokens[work.request.number] for work in works]
+
+    def _some(self, redo: Redo | None) -> range | None:
+        """The layers of ``redo``; None for all of them from the tokens on, which any other work goes through too."""
+        whole = redo is None or (redo.hidden is None and len(redo.layers) == self.pool.shape.layers)
+        return None if whole else redo.layers
 
     def _pass(self, view: View, layers: range | None, works: Sequence[Work]) -> list[tuple[int, int]]:
         """(request, next token) of each of ``works``; the token means nothing where it does not complete."""
         step = self.plan(view, works)
         if layers is None:
-            chosen = next_tokens(view.decoder.logits(step), step.works)
+            logits = view.decoder.logits(step)
+            chosen = next_tokens(logits[: len(works)], step.works)
+            read_prompts(logits[len(works) :], step.works)
         else:
             step.redo(layers)
             view.decoder.run(step)
@@ -185,7 +193,7 @@ class LiveExecutor:
         request.host = span
         return self.path.out(request.blocks[:count], span)
 
-    def swap_in(self, request: Request) -> Transfer:
+    def swap_in(self, request: Request) -> Movement:
         """Begin to copy it back."""
         return self.path.into(request.host, request.blocks[: request.host.blocks])
 
@@ -200,7 +208,14 @@ class LiveExecutor:
         self._base.set_attn_implementation(self._stock)
 
 
-def _fastest(pool: KVPool) -> type[Attend]:
+def _adapted(model: nn.Module) -> nn.Module | None:
+    """A module that carries an adapter of PEFT, which nobody can have made without having imported it."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    return peft and next((module for module in model.modules() if isinstance(module, peft.BaseTunerLayer)), None)
+
+
+def fastest_attend(pool: KVPool) -> type[Attend]:
+    """The way to compute attention over ``pool`` that is fastest here."""
     half = pool.shape.dtype in (torch.float16, torch.bfloat16)
     if pool.device.type == "cuda" and half:
         return VarlenAttend

@@ -11,6 +11,8 @@ from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.request import Request
 from firsttoken.engine.work import Work
 
+_NEVER = sys.maxsize  # blocks published of a request of which none ever shall
+
 
 class PrefixSharing:
     """Finds blocks of ``pool`` by the tokens up to their end, and publishes those that a step fills.
@@ -34,10 +36,13 @@ class PrefixSharing:
         return self.found_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
     def find(self, request: Request) -> list[int]:
-        """Blocks that hold what ``request`` begins with."""
+        """Blocks that hold what ``request`` begins with; none for a prompt whose chances are asked for, as computing
+        it is how they come."""
         start = self._salt(request).encode()
         if not request.keys or request.keys[0] != start:
             request.keys = [start]
+        if request.sampling.prompt_logprobs:
+            return []
         return self._pool.find(self._keys(request, (len(request.tokens) - 1) // self._block_tokens))
 
     def admitted(self, request: Request, blocks: int) -> None:
@@ -47,9 +52,14 @@ class PrefixSharing:
         self.asked_tokens += len(request.tokens)
         self.found_tokens += request.cached
 
+    def returned(self, request: Request) -> None:
+        """``request`` is back from the host, in other blocks, which nobody knows yet."""
+        if request.published < _NEVER:
+            request.published = 0
+
     def part(self, request: Request) -> None:
         """What ``request`` computes from now on stands on keys and values of another view: nobody may share it."""
-        request.published = sys.maxsize
+        request.published = _NEVER
 
     def publish(self, work: Work) -> None:
         """Who is admitted after ``work`` may share what it fills, in its step too: there each layer writes all keys and

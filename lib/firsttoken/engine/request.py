@@ -15,6 +15,7 @@ from firsttoken.study.errors import RequestError
 
 if TYPE_CHECKING:
     from firsttoken.engine.brought import PrefixSource
+    from firsttoken.engine.chances import Chance
     from firsttoken.engine.views import View
 
 
@@ -34,7 +35,8 @@ class Sampling:
 
     ``temperature`` 0 is greedy; ``top_p`` keeps the likeliest tokens that make up this share; ``stop`` are token ids
     that end the request, and are part of its output. ``seed`` makes a request's draws its own: they do not depend on
-    what else is in the batch.
+    what else is in the batch. With ``logprobs`` each token's :class:`Chance` is kept, and so many of the likeliest with
+    it; with ``prompt_logprobs`` those of the prompt's tokens too, but the first's, which nothing comes before.
     """
 
     max_tokens: int = 16
@@ -42,6 +44,8 @@ class Sampling:
     top_p: float = 1.0
     stop: tuple[int, ...] = ()
     seed: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -52,6 +56,8 @@ class Sampling:
             raise RequestError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if not -(2**63) <= self.seed < 2**64:
             raise RequestError(f"seed must have at most 64 bits, not {self.seed}")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise RequestError(f"logprobs must be 0 or more, not {self.logprobs}")
 
 
 GREEDY = Sampling()
@@ -92,6 +98,8 @@ class Request:
         self.published = 0  # of its blocks
         self.host: Any = None  # the executor's handle of the copy in host memory
         self.transfer: Any = None  # on its way back
+        self.chances: list[Chance] = []  # of the output, where they were asked for
+        self.prompt_chances: list[Chance] = []  # of the prompt from its second token on
         self.preemptions = 0
         self._generator: torch.Generator | None = None
 

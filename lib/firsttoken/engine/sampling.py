@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from firsttoken.engine.chances import chance
 from firsttoken.engine.request import Request
 from firsttoken.engine.work import Work
 
@@ -17,8 +18,11 @@ def next_tokens(logits: torch.Tensor, works: Sequence[Work]) -> list[int]:
     """
     tokens = logits.max(-1).indices.tolist()  # the first of equals, as argmax, and in a quarter of its time on a CPU
     for row, work in enumerate(works):
-        if work.completes and work.request.sampling.temperature > 0:
+        sampling = work.request.sampling
+        if work.completes and sampling.temperature > 0:
             tokens[row] = _draw(logits[row].double().cpu(), work.request)
+        if work.completes and sampling.logprobs is not None:
+            work.request.chances.append(chance(logits[row], tokens[row], sampling.logprobs))
     return tokens
 
 

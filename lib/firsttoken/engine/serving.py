@@ -10,13 +10,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from firsttoken.engine.chances import Chance
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.views import Transition, View
 from firsttoken.study.errors import BusyError, RequestError
 
 
-class Inbox(Protocol):
+class TokenSink(Protocol):
     """Where a stream's tokens go: each in its turn, then None, or the error that ended it."""
 
     def put(self, item: TokenEvent | Exception | None) -> None:
@@ -25,11 +26,23 @@ class Inbox(Protocol):
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A generated token, the stage that computed it (0: the model has none), and when (``time.monotonic`` seconds)."""
+    """A generated token, the stage that computed it (0: the model has none), and when (``time.monotonic`` seconds);
+    how likely it was, where that was asked for."""
 
     token_id: int
     stage: int
     at_s: float
+    chance: Chance | None = None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How many requests run, wait (also for keys and values that are elsewhere), and how many KV blocks they have."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    blocks: int = 0
 
 
 class Stream:
@@ -44,7 +57,7 @@ class Stream:
         self,
         leave: Callable[[Stream, bool], None],
         ended: Callable[[Stream], None] | None = None,
-        inbox: Inbox | None = None,
+        inbox: TokenSink | None = None,
     ) -> None:
         self.request: Request | None = None
         self._leave = leave
@@ -158,6 +171,12 @@ class Server:
         self._wishes.put((what, answer))
         return answer
 
+    def standing(self) -> Standing:
+        """What the engine holds, read between or within steps: each number is right, they may be of two moments."""
+        held, pool = self._engine.scheduler, self._engine.pool
+        running, away = len(held.running), len(held.swapped) + len(held.restoring)
+        return Standing(running, len(held.waiting) + away, pool.count - pool.free, pool.count)
+
     def close(self, error: Exception | None = None) -> None:
         """End every open request with ``error``, and the thread."""
         error = error or RequestError("the server was closed before the request was done")
@@ -191,7 +210,8 @@ class Server:
         now = time.monotonic()
         for request, token in produced:
             stage = 0 if request.view is None else request.view.stage
-            self._streams[request.number].put(TokenEvent(token, stage, now))
+            chance = request.chances[-1] if request.chances else None
+            self._streams[request.number].put(TokenEvent(token, stage, now, chance))
             if request.finished:
                 self._streams.pop(request.number).end()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from firsttoken.engine.attention import Attend
+from firsttoken.engine.chances import prompt_rows
 from firsttoken.engine.edges import Edges
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.work import Work
@@ -26,7 +27,7 @@ class StepPlan:
     works: tuple[Work, ...]
     ids: Tensor  # [1, tokens]
     positions: Tensor  # [1, tokens]
-    last: Tensor  # [works]: the row of each work's last token
+    last: Tensor  # [works, and more]: the row of each work's last token, then those of prompts to be judged
     paged: Attend
     layers: range
     hidden: Tensor | None = None
@@ -41,9 +42,11 @@ class StepPlan:
         positions: list[int] = []
         blocks: list[int] = []
         last: list[int] = []
+        judged: list[int] = []
         size = pool.shape.block_tokens
         for work in batch:
             request, new = work.request, range(work.start, work.end)
+            judged += [len(ids) + place - work.start for place in prompt_rows(work)]
             ids += request.tokens[work.start : work.end]
             positions += new
             blocks += [request.blocks[position // size] for position in new]
@@ -53,7 +56,7 @@ class StepPlan:
             works=tuple(batch),
             ids=torch.tensor([ids], device=device),
             positions=where[None].to(device),
-            last=torch.tensor(last, device=device),
+            last=torch.tensor(last + judged, device=device),
             paged=attend(pool, batch, torch.tensor(blocks, device=device), (where % size).to(device)),
             layers=range(pool.shape.layers),
             edges=edges,

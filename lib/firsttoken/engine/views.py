@@ -35,14 +35,17 @@ class View:
     def redo(self, request: Request, layers: range) -> Redo:
         """All that ``request`` has cached through ``layers`` again, from the hidden states that are kept of it here.
 
-        Of one that is still about an earlier change, everything again. Raises RequestError where the hidden states that
-        enter the first of ``layers`` were not kept.
+        Everything again of one that is still about an earlier change, and of one whose first tokens never entered the
+        first of ``layers``: their keys and values were brought, or an earlier change began above. Raises RequestError
+        where nothing is kept there of anybody.
         """
         if request.redo is not None:
             return Redo(range(self.decoder.depth), request.redo.end)
         if not layers.start:
             return Redo(layers, request.cached)
         edges = self.edges or Edges(())
+        if layers.start in edges.layers and not edges.whole(request.number, layers.start, request.cached):
+            return Redo(range(self.decoder.depth), request.cached)
         return Redo(layers, request.cached, edges.of(request.number, layers.start)[:, : request.cached])
 
     def take_over(self, request: Request) -> None:

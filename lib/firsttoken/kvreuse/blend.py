@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from firsttoken.assets.models import layers_of
+from firsttoken.assets.layers import layers_of
 from firsttoken.kvreuse.forward import Forward, cache_of, layer_kv
 from firsttoken.kvreuse.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.study.errors import RequestError

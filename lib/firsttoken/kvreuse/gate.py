@@ -38,7 +38,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class Rates:
+class GateRates:
     """What a gate does to ``n`` requests, as shares of 0 to 1.
 
     ``miss``: of the failed ones, those accepted; ``false_alarm``: of the good ones, those that fell back. None where
@@ -84,13 +84,13 @@ def calibrate(
     return Gate(signal, next(point.threshold for point in reversed(points) if point.false_alarm <= budget))
 
 
-def rates(gate: Gate, signals: Sequence[float], failed: Sequence[bool]) -> Rates:
+def rates(gate: Gate, signals: Sequence[float], failed: Sequence[bool]) -> GateRates:
     """How often ``gate`` is wrong on these requests. Raises RequestError for none, or for lengths that differ."""
     values, bad = _arrays(signals, failed)
     fallen = ~(values <= gate.threshold)
     miss = float((~fallen[bad]).mean()) if bad.any() else None
     false_alarm = float(fallen[~bad].mean()) if (~bad).any() else None
-    return Rates(miss, false_alarm, float(fallen.mean()), int(bad.sum()), len(bad))
+    return GateRates(miss, false_alarm, float(fallen.mean()), int(bad.sum()), len(bad))
 
 
 def roc(signals: Sequence[float], failed: Sequence[bool]) -> list[RocPoint]:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firsttoken.assets.models import layers_of
+from firsttoken.assets.layers import layers_of
 from firsttoken.kvreuse.tensors import bytes_of
 from firsttoken.study.errors import CacheError
 

@@ -34,7 +34,7 @@ _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # torch's na
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Metadata:
     """The metadata beside the format, each as JSON."""
 
     model: ModelIdentity
@@ -42,7 +42,7 @@ class _Kept:
     sha256: dict[str, Annotated[str, digits(64)]]
 
 
-class Span(NamedTuple):
+class StoredPiece(NamedTuple):
     """Where a piece lies in its file (bytes from its first), what it is, and the hex sha256 of its bytes."""
 
     offset: int
@@ -58,7 +58,7 @@ class KVFile:
 
     path: Path
     entry: Entry
-    spans: Mapping[str, Span]
+    spans: Mapping[str, StoredPiece]
     nbytes: int
 
 
@@ -110,7 +110,7 @@ def read_header(path: Path) -> KVFile:
         header = tensors.read_header(path)
         if header.metadata.pop("format", None) != _FORMAT:
             raise Damaged(f"it is not of the format {_FORMAT}")
-        kept = shaped(_Kept, {name: parse_json(text) for name, text in header.metadata.items()})
+        kept = shaped(_Metadata, {name: parse_json(text) for name, text in header.metadata.items()})
         # before a name is made for each layer that it says the model has
         if len(header.tensors) != 1 + kept.model.layers + len(kept.edges):
             raise Damaged(f"it has {len(header.tensors)} tensors, not one a layer and an edge of its model")
@@ -123,7 +123,7 @@ def read_header(path: Path) -> KVFile:
         return KVFile(path, entry, _spans(entry, header.tensors, kept.sha256), path.stat().st_size)
 
 
-def read_piece(handle: int, span: Span) -> Tensor:
+def read_piece(handle: int, span: StoredPiece) -> Tensor:
     """One piece, and no byte beside it. Raises CacheError when its bytes are not those that were written."""
     with torch.inference_mode(False):  # it may be kept, and read outside that mode
         piece = torch.empty(span.shape, dtype=span.dtype)
@@ -142,7 +142,7 @@ def file_name(key: str) -> str:
     return f"{key}.kv.safetensors"
 
 
-def _spans(entry: Entry, stored: Mapping[str, TensorEntry], sums: Mapping[str, str]) -> dict[str, Span]:
+def _spans(entry: Entry, stored: Mapping[str, TensorEntry], sums: Mapping[str, str]) -> dict[str, StoredPiece]:
     """The spans of the pieces that the entry must have. Raises Damaged for one of another dtype or shape."""
     dtype = _DTYPES.get(entry.model.dtype)
     wanted = {_TOKENS: ("I64", (entry.length,))} | {name: (dtype, shape) for name, shape in entry.shapes.items()}
@@ -151,6 +151,6 @@ def _spans(entry: Entry, stored: Mapping[str, TensorEntry], sums: Mapping[str, s
             raise Damaged(f"{name} is {stored[name].dtype} {list(stored[name].shape)}, its model makes {what}")
     torch_dtype = getattr(torch, entry.model.dtype)
     return {
-        name: Span(stored[name].start, stored[name].end - stored[name].start, shape, torch_dtype, sums[name])
+        name: StoredPiece(stored[name].start, stored[name].end - stored[name].start, shape, torch_dtype, sums[name])
         for name, shape in entry.shapes.items()
     }

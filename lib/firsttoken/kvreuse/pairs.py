@@ -18,8 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.adapter_files import WEIGHTS, TunedFrom, made_from
+from firsttoken.assets.layers import layers_of
 from firsttoken.assets.lock import file_sha256
-from firsttoken.assets.models import PINNED, as_stored, layers_of, load_model
+from firsttoken.assets.models import PINNED, as_stored, load_model
 from firsttoken.kvreuse.identity import ModelIdentity, check_compatible, identify
 from firsttoken.study import paths
 from firsttoken.study.errors import ModelError, ProfileError
@@ -54,7 +55,7 @@ def shown(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Variant:
+class PairedModel:
     """One model of a pair; ``weights`` and ``adapter`` are the hashes of its files ("" where there is none)."""
 
     name: str
@@ -69,7 +70,7 @@ class Variant:
         """What its caches are stored under."""
         return identify(self.model, self.tokenizer, self.weights, self.adapter)
 
-    def check_sender(self, sender: Variant) -> None:
+    def check_sender(self, sender: PairedModel) -> None:
         """Raise CacheError unless this model can use the cache of ``sender``, naming what differs."""
         check_compatible(sender.identity, self.identity)
 
@@ -79,7 +80,7 @@ class Models:
 
     def __init__(self, profile: Profile, adapters: str) -> None:
         self._profile, self._folder = profile, adapters_folder(adapters)
-        self._loaded: dict[str, Variant] = {}
+        self._loaded: dict[str, PairedModel] = {}
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class Models:
             )
         return name
 
-    def load(self, name: str) -> Variant:
+    def load(self, name: str) -> PairedModel:
         """The model called ``name``. Raises ModelError as ``load_model`` does, or for an adapter of another base."""
         if name not in self._loaded:
             folder = self._folder / name
@@ -105,14 +106,16 @@ class Models:
             self._loaded[name] = self._merged(name, folder) if is_adapter else self._plain(name)
         return self._loaded[name]
 
-    def _plain(self, name: str) -> Variant:
+    def _plain(self, name: str) -> PairedModel:
         spec, profile = self.spec(name), self._profile
         loaded = load_model(spec, dtype=profile.torch_dtype(), device=profile.torch_device(), seed=profile.seed)
         model = as_stored(loaded.model, profile.stored_dtype(), profile.torch_dtype())
         provenance = loaded.provenance
-        return Variant(name, model, loaded.tokenizer, provenance.sha256 or provenance.source, "", provenance.as_dict())
+        return PairedModel(
+            name, model, loaded.tokenizer, provenance.sha256 or provenance.source, "", provenance.as_dict()
+        )
 
-    def _merged(self, name: str, folder: Path) -> Variant:
+    def _merged(self, name: str, folder: Path) -> PairedModel:
         """The base with an adapter merged, in fp32 before it is rounded: in 16 bits small changes would be lost."""
         base = load_model(self._profile.model, dtype=torch.float32)
         recipe, provenance = made_from(folder, TunedFrom), base.provenance
@@ -129,7 +132,9 @@ class Models:
         note = f"adapter {name} merged ({adapter[:12]}), tuned to {', '.join(recipe.tasks)}"
         kept = provenance.as_dict() | {"dtype": self._profile.dtype_name}
         kept["note"] = f"{kept['note']}; {note}"
-        return Variant(name, model.eval().requires_grad_(False), base.tokenizer, provenance.sha256 or "", adapter, kept)
+        return PairedModel(
+            name, model.eval().requires_grad_(False), base.tokenizer, provenance.sha256 or "", adapter, kept
+        )
 
 
 def adapters_folder(name: str) -> Path:

@@ -67,6 +67,10 @@ class Prefix:
         own = torch.ones_like(self.ids) if self.mask is None else self.mask
         return Prefix(joined, torch.cat([own, torch.ones_like(ids) if mask is None else mask], 1))
 
+    def rows(self, which: Tensor) -> Prefix:
+        """The rows ``which`` (indices, one may come twice) of this prefix."""
+        return Prefix(self.ids[which], None if self.mask is None else self.mask[which])
+
 
 @dataclass(frozen=True)
 class PrefixCache:

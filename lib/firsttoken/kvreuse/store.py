@@ -14,7 +14,7 @@ from firsttoken.kvreuse import prefill
 from firsttoken.kvreuse.entry import Entry, edge_name, layer_name
 from firsttoken.kvreuse.forward import Forward
 from firsttoken.kvreuse.identity import ModelIdentity, check_compatible
-from firsttoken.kvreuse.kvfile import Span
+from firsttoken.kvreuse.kvfile import StoredPiece
 from firsttoken.kvreuse.matching import token_bytes
 from firsttoken.kvreuse.prefill import Group
 from firsttoken.kvreuse.prefix import LayerKV, Prefix, PrefixCache
@@ -33,7 +33,7 @@ class Located:
     """
 
     path: Path
-    spans: Mapping[str, Span]
+    spans: Mapping[str, StoredPiece]
     tokens: int
 
 

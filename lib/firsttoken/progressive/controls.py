@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from firsttoken.assets.corpora import running_text, token_windows
-from firsttoken.assets.needs import Held, Need, check, text_of
+from firsttoken.assets.needs import ModelFacts, Need, check, text_of
 from firsttoken.progressive.adapters import load_adapter
 from firsttoken.progressive.distance import angular_distances, choose_block
 from firsttoken.progressive.examination import Examination, QualityConfig
 from firsttoken.progressive.gates import Summary, recoveries, summarise
 from firsttoken.progressive.healing import Teacher
 from firsttoken.progressive.recipe import RECIPES, Recipe
-from firsttoken.progressive.served import Served, ServedConfig, load_base, load_served, passing
+from firsttoken.progressive.served import ServedConfig, ServedModel, load_base, load_served, passing
 from firsttoken.progressive.training import HealingConfig, healed, present_without
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile
@@ -59,7 +59,7 @@ def healing_controls(profile: Profile) -> Outcome:
     healing = dataclasses.replace(healing, watch_every=0, watch_questions=min(8, healing.watch_questions))
     sizes = config.sizes(quality)
     place = profile.section("served", ServedConfig)
-    check([*place.needs(), *config.needs(), *sizes.needs(), *healing.needs()], Held(profile.model))
+    check([*place.needs(), *config.needs(), *sizes.needs(), *healing.needs()], ModelFacts(profile.model))
     served = load_served(profile)
     recipe = dataclasses.replace(RECIPES[config.recipe], steps=config.steps)
     twice = dataclasses.replace(recipe, steps=2 * config.steps)
@@ -89,7 +89,7 @@ def controls_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summarise(rows, judged=judged) | recoveries(rows, (recipe,), judged=judged)
 
 
-def control_blocks(profile: Profile, config: ControlsConfig, served: Served) -> dict[str, tuple[int, ...]]:
+def control_blocks(profile: Profile, config: ControlsConfig, served: ServedModel) -> dict[str, tuple[int, ...]]:
     """The removed layers of each control that removes some."""
     size = len(served.plan.block)
     base = load_base(profile)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from firsttoken.assets.corpora import running_text, token_windows
-from firsttoken.assets.models import layers_of, load_model
-from firsttoken.assets.needs import CONTEXT, LAYERS, Held, Need, check, text_of
+from firsttoken.assets.layers import layers_of
+from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.progressive.distance import (
     Distances,
     angular_distances,
@@ -60,7 +61,7 @@ class DistanceConfig:
 def layer_distance(profile: Profile) -> Outcome:
     """Angular distance of every block of 1 to ``max_block`` layers, and the block that it chooses."""
     config = profile.section("distance", DistanceConfig)
-    check(config.needs(), Held(profile.model))
+    check(config.needs(), ModelFacts(profile.model))
     loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
     if loaded.tokenizer is None:
         raise StageError(f"model {profile.model} has no tokenizer, and calibration needs real text")
@@ -139,7 +140,7 @@ def healing_training(profile: Profile) -> Outcome:
     place = profile.section("served", ServedConfig)
     config = profile.section("healing", HealingConfig)
     chosen = profile.section("training", TrainingConfig)
-    check([*place.needs(), *config.needs()], Held(profile.model))
+    check([*place.needs(), *config.needs()], ModelFacts(profile.model))
     runs: dict[str, dict[str, Any]] = {}
     if place.task_adapter:
         runs["task"] = healed(place.folder / place.task_adapter, load_base(profile), (), RECIPES["task"], config)
@@ -171,7 +172,7 @@ def stage_quality(profile: Profile) -> Outcome:
     """Every stage, unhealed and healed by each recipe, on the same test items; stage 3 is checked to the bit."""
     config = profile.section("quality", QualityConfig)
     place = profile.section("served", ServedConfig)
-    check([*place.needs(), *config.needs()], Held(profile.model))
+    check([*place.needs(), *config.needs()], ModelFacts(profile.model))
     served, folder = load_served(profile), place.folder
     examine = Examination(config, served.tokenizer)
     original = examine.logits(served.model)
@@ -204,7 +205,7 @@ def stage_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 @dataclass(frozen=True)
-class LiveConfig:
+class LiveHealingConfig:
     """A few steps of ``recipe`` on stage 1, to show that the code learns."""
 
     recipe: str
@@ -213,9 +214,9 @@ class LiveConfig:
 
 def healing_live(profile: Profile) -> Outcome:
     """Heal stage 1 from scratch for a few steps, and keep the losses."""
-    config = profile.section("live", LiveConfig)
+    config = profile.section("live", LiveHealingConfig)
     healing = profile.section("healing", HealingConfig)
-    check([*profile.section("served", ServedConfig).needs(), *healing.needs()], Held(profile.model))
+    check([*profile.section("served", ServedConfig).needs(), *healing.needs()], ModelFacts(profile.model))
     served = load_served(profile)
     recipe = healing.sized(dataclasses.replace(RECIPES[config.recipe], steps=config.steps, warmup_steps=2))
     data = materials(healing, recipe, served.tokenizer)

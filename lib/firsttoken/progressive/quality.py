@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.corpora import QAItem
-from firsttoken.progressive.passlayer import GapCache
+from firsttoken.progressive.gap_cache import GapCache
 from firsttoken.progressive.samples import STOP, answer_tokens, qa_prompt, shortened
 from firsttoken.scoring import exact_match, token_f1
 

@@ -18,8 +18,9 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.adapter_files import WEIGHTS
+from firsttoken.assets.layers import layers_of
 from firsttoken.assets.model_config import MOST_LAYERS
-from firsttoken.assets.models import as_stored, layers_of, load_model
+from firsttoken.assets.models import as_stored, load_model
 from firsttoken.assets.needs import LAYERS, Need
 from firsttoken.progressive.adapters import check_fit, load_adapter
 from firsttoken.progressive.passlayer import pass_layers, restore_layers
@@ -59,7 +60,7 @@ class ServedConfig:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The full model that is served, with the hash that stage adapters are bound to.
 
     ``stored`` is the dtype that its weights were rounded to and its checkpoints are written in; None: the model's own.
@@ -73,7 +74,7 @@ class Served:
     stored: torch.dtype | None = None
 
 
-def load_base(profile: Profile) -> Served:
+def load_base(profile: Profile) -> ServedModel:
     """The model of ``profile`` as it is published, not tuned to any task."""
     config = profile.section("served", ServedConfig)
     loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
@@ -82,10 +83,12 @@ def load_base(profile: Profile) -> Served:
     if loaded.tokenizer is None:
         raise StageError(f"model {profile.model} has no tokenizer, and quality needs real text: choose another model")
     plan = config.plan(len(layers_of(loaded.model)))
-    return Served(loaded.model, loaded.tokenizer, plan, str(provenance["sha256"]), provenance, profile.stored_dtype())
+    return ServedModel(
+        loaded.model, loaded.tokenizer, plan, str(provenance["sha256"]), provenance, profile.stored_dtype()
+    )
 
 
-def load_served(profile: Profile) -> Served:
+def load_served(profile: Profile) -> ServedModel:
     """The model of ``profile`` with its task adapter, if it has one, merged in fp32 before it is rounded."""
     config = profile.section("served", ServedConfig)
     if not config.task_adapter:
@@ -98,7 +101,7 @@ def load_served(profile: Profile) -> Served:
     sha256 = hashlib.sha256(f"{loaded.provenance.sha256}+{weights}".encode()).hexdigest()
     model = as_stored(merged, profile.stored_dtype(), profile.torch_dtype()).eval().requires_grad_(False)
     provenance = loaded.provenance.as_dict() | {"dtype": profile.dtype_name, "task_adapter_sha256": weights}
-    return Served(model, loaded.tokenizer, config.plan(depth), sha256, provenance, profile.stored_dtype())
+    return ServedModel(model, loaded.tokenizer, config.plan(depth), sha256, provenance, profile.stored_dtype())
 
 
 @contextmanager
@@ -112,7 +115,7 @@ def passing(model: PreTrainedModel, layers: tuple[int, ...]) -> Iterator[PreTrai
 
 
 @contextmanager
-def at_stage(served: Served, stage: int, adapter: Path | None = None) -> Iterator[PreTrainedModel]:
+def at_stage(served: ServedModel, stage: int, adapter: Path | None = None) -> Iterator[PreTrainedModel]:
     """The served model as a client meets it in ``stage``, with the adapter of that stage if one is named.
 
     Leaving the block takes the adapter off and puts the layers back: the weights are again those of the full model.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from firsttoken.assets.models import layers_of
+from firsttoken.assets.layers import layers_of
 from firsttoken.assets.shapes import shape_config
 from firsttoken.progressive.healing import attach
 from firsttoken.progressive.recipe import REPORT

@@ -21,7 +21,7 @@ from firsttoken.progressive.passlayer import pass_layers
 from firsttoken.progressive.quality import AnswerConfig, answer_scores, perplexity, text_scores
 from firsttoken.progressive.recipe import Recipe
 from firsttoken.progressive.samples import Sample, prompt_samples, qa_sample, text_samples
-from firsttoken.progressive.served import Served
+from firsttoken.progressive.served import ServedModel
 from firsttoken.study import clock
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.machine import describe
@@ -104,7 +104,7 @@ def materials(config: HealingConfig, recipe: Recipe, tokenizer: Any) -> Material
 
 
 def heal(
-    served: Served,
+    served: ServedModel,
     missing: Sequence[int],
     recipe: Recipe,
     data: Materials,
@@ -128,7 +128,7 @@ def heal(
 
 def healed(
     folder: Path,
-    served: Served,
+    served: ServedModel,
     missing: Sequence[int],
     recipe: Recipe,
     config: HealingConfig,

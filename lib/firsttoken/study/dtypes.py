@@ -30,7 +30,7 @@ _TURNS = 3  # of both dtypes, the fastest product counting: whatever else runs c
 
 
 @dataclass(frozen=True)
-class Rates:
+class ProductRates:
     """What a device multiplies, in GFLOP/s, and whether torch has bf16 instructions for it."""
 
     native_bf16: bool
@@ -93,20 +93,22 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 @cache
-def cpu_rates() -> Rates:
+def cpu_rates() -> ProductRates:
     """The CPU's rates, measured once a machine and torch, and kept in the cache; a file of another is not believed."""
     file, here = paths.CACHE / "cpu-rates.json", identity()
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept.pop("machine") == here:
-            return Rates(**{key: type(default)(kept[key]) for key, default in (vars(Rates(True, 1.0, 1.0))).items()})
+            return ProductRates(
+                **{key: type(default)(kept[key]) for key, default in (vars(ProductRates(True, 1.0, 1.0))).items()}
+            )
     rates = _measure()
     with suppress(OSError):  # a cache that cannot be written costs 0.3 s at the next start
         write_text(file, json.dumps({"machine": here} | asdict(rates), indent=1) + "\n")
     return rates
 
 
-def _measure() -> Rates:
+def _measure() -> ProductRates:
     native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     rows, inner, columns = _PRODUCT
     gflop, fastest = 2 * rows * inner * columns / 1e9, {"float32": math.inf, "bfloat16": math.inf}
@@ -119,7 +121,7 @@ def _measure() -> Rates:
                 fastest[name] = min(fastest[name], *timed(lambda a=left, b=right: torch.mm(a, b), repeats=2))
     finally:
         torch.set_num_threads(threads)
-    return Rates(bool(native), **{name: gflop / seconds for name, seconds in fastest.items()})
+    return ProductRates(bool(native), **{name: gflop / seconds for name, seconds in fastest.items()})
 
 
 @cache

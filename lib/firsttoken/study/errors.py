@@ -53,3 +53,7 @@ class StorageError(FirstTokenError):
 
 class NotebookError(FirstTokenError):
     """A notebook that does not exist, or that failed while it ran."""
+
+
+class SwarmError(FirstTokenError):
+    """No chain of servers covers the layers, or what a server or client sent cannot be what was asked."""

@@ -20,6 +20,20 @@ _DRAWS_AT_ONCE = 1_000_000  # drawn indices held in memory, 8 bytes each
 
 
 @dataclass(frozen=True)
+class Along:
+    """A statistic of many resamples at once: ``function(array, axis)`` reduces the axis of the observations.
+
+    One resample after the other, the percentiles of a recorded cold start took 13 s.
+    """
+
+    function: Callable[[np.ndarray, int], np.ndarray]
+
+    def __call__(self, sample: np.ndarray) -> float:
+        """The statistic of one sample [n] or [n, columns]."""
+        return float(self.function(sample, 0))
+
+
+@dataclass(frozen=True)
 class Interval:
     """An estimate from ``n`` observations with the bounds of its confidence interval, which of fewer than
     ``FEWEST`` is their range and is called so."""
@@ -45,10 +59,10 @@ def bootstrap(
 ) -> Interval:
     """Percentile-bootstrap interval of ``stat`` over the first axis of ``values`` [n] or [n, columns].
 
-    ``stat`` is "mean", "median" or a function of one resample; the columns of an observation stay together, so a
-    ratio of sums (perplexity from [loss, tokens]) is resampled correctly. Fewer than ``FEWEST`` observations give the
-    range of ``stat`` over each alone, one or a constant sample low = high = estimate. Raises ValueError for no values,
-    a value that is not finite, or an unknown name.
+    ``stat`` is "mean", "median", a function of one resample or :class:`Along`; the columns of an observation stay
+    together, so a ratio of sums (perplexity from [loss, tokens]) is resampled correctly. Fewer than ``FEWEST``
+    observations give the range of ``stat`` over each alone, one or a constant sample low = high = estimate. Raises
+    ValueError for no values, a value that is not finite, or an unknown name.
     """
     sample = np.asarray(values, dtype=float)
     if sample.ndim == 0 or len(sample) == 0 or not np.isfinite(sample).all():
@@ -90,7 +104,17 @@ def _resampled(sample: np.ndarray, stat: Statistic, resamples: int, rng: np.rand
         picked = sample[rng.integers(0, n, size=(min(batch, resamples - start), n))]
         if isinstance(stat, str) and sample.ndim == 1:
             draws.extend(_NAMED[stat](picked, axis=1))
+        elif isinstance(stat, Along):
+            draws.extend(stat.function(picked, 1))
         else:
             function = _NAMED[stat] if isinstance(stat, str) else stat
             draws.extend(float(function(resample)) for resample in picked)
     return np.asarray(draws)
+
+
+def ratio_of_medians(over: Sequence[float], under: Sequence[float]) -> Interval:
+    """The ratio of medians, its observations drawn independently of each other."""
+    rng = np.random.default_rng(0)
+    count = min(len(over), len(under))
+    pairs = np.column_stack([rng.permutation(over)[:count], rng.permutation(under)[:count]])
+    return bootstrap(pairs, lambda sample: float(np.divide(*np.median(sample, axis=0))))

@@ -57,8 +57,7 @@ def study(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Study:
             "transitions.items": 5,
             "transitions.runs": 2,
             "methods.runs": 2,
-            "methods.frontier": 1,
-            "methods.blends": ["0.15 gradual", "equal", "equal from 2"],
+            "methods.blends": ["0.15 gradual", "equal compute", "equal latency", "equal latency from 2"],
             "methods.smaller": "half-hotpotqa",
             "latency.tokens": [40],
             "latency.layers": [0, 2, 4],
@@ -78,6 +77,7 @@ def _private(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cache for all tests here, as on a user's machine: what was profiled once is not profiled again."""
     monkeypatch.setattr(paths, "CACHE", study.folder / "cache")
     monkeypatch.setattr(paths, "RESULTS", study.folder / "results")
+    monkeypatch.setattr(paths, "RECORDED", study.folder / "results")  # times of this model, not of the recorded one
 
 
 @pytest.fixture

@@ -4,47 +4,85 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from firsttoken.kvreuse.experiments import gating
+from firsttoken.kvreuse.experiments import decoding, gating
 from firsttoken.kvreuse.experiments.examples import example_rows
 from firsttoken.kvreuse.experiments.gating import gate_summary, quality_gate
+from firsttoken.kvreuse.experiments.method_summary import choice_of, methods_summary
 from firsttoken.kvreuse.experiments.methods import _blend, reuse_methods
 from firsttoken.kvreuse.experiments.setting import Setting
 from firsttoken.kvreuse.prefill import Group
-from firsttoken.study.errors import ProfileError
+from firsttoken.study import paths
+from firsttoken.study.errors import ProfileError, RequestError
 
 ALWAYS = ["full prefill", "sender", "full reuse", "DroidSpeak"]
-BLENDS = ["CacheBlend 0.15 gradual", "CacheBlend equal", "CacheBlend equal from 2"]
+BLENDS = ["CacheBlend 0.15 gradual", "CacheBlend equal compute", "CacheBlend equal latency"]
+EQUAL = {"equal compute": 4 / 6, "equal latency": 0.5}
 
 
 def test_what_each_method_answers(study):
+    with pytest.raises(RequestError, match="first run `firsttoken measure prefill_latency`"):
+        study.run("reuse_methods", **{"methods.runs": 1})
+    study.run("prefill_latency")
     result = study.run("reuse_methods")
     for sender in ("base", "other"):
-        rows = {row["method"]: row for row in result.rows if row["sender"] == sender}
-        assert set(rows) >= {*ALWAYS, *BLENDS, "smaller model"}
-        assert all(row["metric"] == "F1" and row["n"] == len(row["item_score"]) == 6 for row in rows.values())
+        of = [row for row in result.rows if row["sender"] == sender]
+        rows = {row["method"]: row for row in of if row["items"] == "judge"}
+        assert set(rows) == {*ALWAYS, *BLENDS, "CacheBlend equal latency from 2", "smaller model"}
+        assert all(row["metric"] == "F1" and row["n"] == len(row["item_score"]) == 6 for row in of)
         assert [rows[m]["compute"] for m in ("full prefill", "sender", "full reuse", "smaller model")] == [1, 1, 0, 0.5]
-        for name, row in rows.items():
+        for row in of:
             assert 0 <= row["score"] <= 1 and row["score"] == pytest.approx(sum(row["item_score"]) / 6, abs=1e-4)
-            if name.startswith("DroidSpeak"):
+            assert len(row["time_share"]) == 2 and min(row["time_share"]) > 0
+            if row["method"].startswith("DroidSpeak"):
                 assert row["compute"] == (row["hi"] - row["lo"]) / 4
         assert rows["full prefill"]["score"] > 0.5, "the receiver has learnt its task"
+        candidates = {(row["lo"], row["hi"]): row for row in of if row["items"] == "choose"}
+        assert {(0, 0), (0, 4)} <= candidates.keys() and len(candidates) == len(of) - len(rows)
+        own = candidates[0, 4]["score"]
+        within = {group for group, row in candidates.items() if own - row["score"] <= 0.05 * own}
+        chosen = rows["DroidSpeak"]
+        assert (chosen["lo"], chosen["hi"]) in within
+        assert chosen["hi"] - chosen["lo"] == min(hi - lo for lo, hi in within), "the fewest layers in the bound"
         key = f"tuned_from_{sender}_hotpotqa"
-        assert {f"{key}_full_prefill_pct", f"{key}_over_cacheblend_points"} <= set(result.summary)
+        assert {f"{key}_full_prefill_pct", f"{key}_over_cacheblend_equal_latency_points"} <= set(result.summary)
         assert f"{key}_full_prefill_loss_points" not in result.summary
         for name in (*ALWAYS[1:], *BLENDS):
             slug = f"{key}_{name.replace(' ', '_').lower()}"
-            assert {f"{slug}_pct", f"{slug}_loss_points"} <= set(result.summary)
+            assert {f"{slug}_pct", f"{slug}_loss_points", f"{slug}_relative_loss_pct"} <= set(result.summary)
+        assert result.summary[f"{key}_decoded_speedup_x"]["value"] == pytest.approx(
+            float(np.median(1 / np.array(chosen["time_share"])))
+        )
     content = json.loads(result.path.read_text())
     del content["parameters"]
     assert str(study.folder.parent) not in json.dumps(content)
 
 
+def test_what_is_kept_is_not_decoded_again(study, monkeypatch):
+    study.run("prefill_latency")
+    first = reuse_methods(study.profile(**{"methods.runs": 1}))
+    monkeypatch.setattr(decoding, "greedy", lambda *_: pytest.fail("decoded again"))
+    assert reuse_methods(study.profile(**{"methods.runs": 1})).rows == first.rows
+
+
+def test_caches_that_do_not_fit_together_give_the_same_answers(study, monkeypatch):
+    study.run("prefill_latency")
+    together = reuse_methods(study.profile(**{"methods.runs": 1}))
+    monkeypatch.setattr(decoding, "_TOGETHER_BYTES", 1)
+    monkeypatch.setattr(paths, "CACHE", study.folder / "cache alone")
+    assert reuse_methods(study.profile(**{"methods.runs": 1})).rows == together.rows
+
+
 def test_a_sender_that_is_the_receiver_answers_the_same_by_every_method(study, same):
-    outcome = reuse_methods(study.profile(**{"reuse.runs": [same], "methods.smaller": "", "reuse.eval_items": 3}))
-    assert {row["method"] for row in outcome.rows} >= {*ALWAYS, *BLENDS}
-    assert len({tuple(row["item_score"]) for row in outcome.rows}) == 1
+    study.run("prefill_latency")
+    overrides = {"reuse.runs": [same], "methods.smaller": "", "reuse.eval_items": 3}
+    rows = reuse_methods(study.profile(**overrides)).rows
+    judged = [row for row in rows if row["items"] == "judge"]
+    assert {row["method"] for row in judged} >= {*ALWAYS, *BLENDS}
+    assert len({tuple(row["item_score"]) for row in judged}) == 1
+    assert next(row for row in judged if row["method"] == "DroidSpeak")["hi"] == 0, "nothing need be recomputed"
 
 
 @pytest.mark.parametrize(
@@ -53,21 +91,75 @@ def test_a_sender_that_is_the_receiver_answers_the_same_by_every_method(study, s
         ("0.15", (0.15, False, 1)),
         ("0.15 gradual", (0.15, True, 1)),
         (".5 from 2", (0.5, False, 2)),
-        ("equal", (3 / 5, False, 1)),
-        ("equal gradual", (3 / 5, True, 1)),
-        ("equal from 3", (1 / 3, False, 3)),
-        ("equal from 5", (0, False, 5)),
+        ("equal compute", (0.6, False, 1)),
+        ("equal compute gradual", (0.6, True, 1)),
+        ("equal compute from 3", (0.3333, False, 3)),
+        ("equal compute from 5", (0, False, 5)),
+        ("equal latency", (0.4, False, 1)),
         ("1", (1, False, 1)),
     ],
 )
 def test_blends_are_read(text, expected):
-    assert _blend(text, Group(1, 5), 6) == expected
+    assert _blend(text, EQUAL, 6) == expected
 
 
-@pytest.mark.parametrize("text", ["", "a lot", "0.15 gradul", "1.5", "-0.1", "equal from 6", "0.1 from 0", "1 from x"])
+@pytest.mark.parametrize(
+    "text", ["", "a lot", "0.15 gradul", "1.5", "-0.1", "equal", "equal compute from 6", "0.1 from 0", "1 from x"]
+)
 def test_what_is_no_blend_is_refused(text):
-    with pytest.raises(ProfileError, match=r"write it as '0.15', 'equal'"):
-        _blend(text, Group(1, 5), 6)
+    with pytest.raises(ProfileError, match=r"write it as '0.15', 'equal compute', 'equal latency'"):
+        _blend(text, EQUAL, 6)
+
+
+def answered(items: str, method: str, group: tuple[int, int], scores: list[float], time: float) -> dict:
+    row = {"run": "a <- b: qa", "receiver": "a", "sender": "b", "task": "qa", "items": items, "method": method}
+    times = {"depth": 4, "n": len(scores), "time_share": [time, time]}
+    return row | {"lo": group[0], "hi": group[1], "score": sum(scores) / len(scores), "item_score": scores} | times
+
+
+def test_the_summary_of_answers():
+    """Two of four layers keep 95 % on the items that choose; on those that judge they lose a tenth."""
+    chosen = {"full prefill": (0, 4), "full reuse": (0, 0), "DroidSpeak 1-1": (1, 2), "DroidSpeak 1-2": (1, 3)}
+    scores = {"full prefill": 0.8, "full reuse": 0.1, "DroidSpeak 1-1": 0.7, "DroidSpeak 1-2": 0.78}
+    lost = {"full prefill": 0, "full reuse": 20, "DroidSpeak 1-1": 4, "DroidSpeak 1-2": 2}  # of token accuracy
+    rows = [
+        answered("choose", m, g, [scores[m]] * 6, max(0.1, (g[1] - g[0]) / 4)) | {"accuracy_lost_pct": lost[m]}
+        for m, g in chosen.items()
+    ]
+    judged = {"full prefill": 0.8, "full reuse": 0.2, "DroidSpeak": 0.72, "CacheBlend equal compute": 0.5}
+    judged |= {"CacheBlend equal latency": 0.3, "CacheBlend equal latency from 2": 0.32}
+    rows += [answered("judge", m, (1, 3) if m == "DroidSpeak" else (0, 0), [s] * 6, 0.5) for m, s in judged.items()]
+    value = {name: entry["value"] for name, entry in methods_summary(rows, {}).items()}
+    assert value["a_from_b_qa_decoded_group"] == "1-2"
+    assert value["decoded_group_layers_mean_pct"] == 50
+    assert value["decoded_speedup_mean_x"] == value["decoded_speedup_least_x"] == 2
+    assert value["a_from_b_qa_accuracy_group"] == "1-1", "one layer is enough for token accuracy"
+    assert value["accuracy_speedup_mean_x"] == 4
+    assert value["a_from_b_qa_accuracy_group_relative_loss_pct"] == pytest.approx(12.5)
+    assert value["decoded_group_relative_loss_worst_pct"] == pytest.approx(10)
+    assert value["reuse_relative_loss_worst_pct"] == pytest.approx(75)
+    assert value["over_cacheblend_equal_latency_mean_points"] == pytest.approx(40), "the better of its two ways"
+    assert value["over_cacheblend_equal_compute_mean_points"] == pytest.approx(22)
+
+
+def test_a_mean_over_runs_leaves_out_those_with_nothing_to_mend():
+    """And its interval is over the items that choose: half of them want all layers."""
+    lost = [[1.0] * 8, [0.0] * 8, [1.0, 0.0] * 4]  # own, full reuse, one layer
+    groups = {"full prefill": (0, 4), "full reuse": (0, 0), "DroidSpeak 1-1": (1, 2)}
+    rows = [
+        answered("choose", method, group, scores, 0.1 + (group[1] - group[0]) * 0.225) | {"accuracy_lost_pct": 0.0}
+        for (method, group), scores in zip(groups.items(), lost, strict=True)
+    ]
+    rows += [answered("judge", m, (0, 4), lost[0], 1.0) for m in ("full prefill", "full reuse", "DroidSpeak")]
+    kept = [row | {"run": "c <- b: qa", "receiver": "c", "item_score": lost[0]} for row in rows]
+    value = methods_summary([*rows, *kept], {})
+    assert value["c_from_b_qa_decoded_group"]["value"] == "none"
+    assert value["c_from_b_qa_decoded_speedup_x"]["value"] == pytest.approx(10)
+    assert value["decoded_speedup_mean_x"]["value"] == value["decoded_speedup_least_x"]["value"] == pytest.approx(1)
+    assert value["decoded_group_layers_mean_pct"]["value"] == 100
+    assert value["decoded_group_layers_mean_pct"]["n"] == 8
+    found = choice_of(rows)
+    assert str(found.group) == "0-3" and set(found.shares) <= {1.0, 0.25} and len(found.shares) == len(found.gains)
 
 
 def test_how_long_each_method_computes(study):

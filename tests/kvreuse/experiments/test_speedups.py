@@ -1,11 +1,11 @@
-"""Times between measured shares, and the gain of a choice with an interval over other choices."""
+"""Times between measured shares, and what is computed in a time."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from firsttoken.kvreuse.experiments.speedups import POINTS, RELATIVE, TimeShares, speedups
+from firsttoken.kvreuse.experiments.speedups import TimeShares
 from firsttoken.study.errors import RequestError
 from firsttoken.study.record import Result
 
@@ -47,6 +47,13 @@ def test_straight_lines(method: str, compute: float, share: float):
     assert TimeShares(latency(), 64).of(method, compute) == pytest.approx(np.array([share, share]))
 
 
+def test_more_work_is_never_faster_than_the_last_point_of_a_round_that_was_delayed():
+    late = latency()
+    delayed = next(row for row in late.rows if (row["method"], row["compute"], row["round"]) == ("CacheBlend", 0.2, 0))
+    delayed["first_token_s"] *= 50
+    assert TimeShares(late, 64).of("CacheBlend", 1.0) == pytest.approx(np.array([1.5 * 0.46, 1.5]))
+
+
 def test_what_was_not_timed():
     with pytest.raises(RequestError, match="no prefill of 65 tokens was timed; there are 64"):
         TimeShares(latency(), 65)
@@ -54,20 +61,16 @@ def test_what_was_not_timed():
         TimeShares(latency(), 64).of("guessing", 0.5)
 
 
-def profile_rows(own: list[float], losses: dict[tuple[int, int], float]) -> list[dict]:
-    def row(what: str, lo: int, hi: int, loss: float) -> dict:
-        return {"run": "a <- b: qa", "what": what, "lo": lo, "hi": hi, "item_accuracy": [own_ - loss for own_ in own]}
-
-    groups = [row("group" if hi else "reuse", lo, hi, loss) for (lo, hi), loss in losses.items()]
-    return [row("own", 0, 0, 0.0), *(row("layer", layer, layer + 1, 0.0) for layer in range(4)), *groups]
-
-
-def test_a_relative_bound_and_one_in_points():
-    """Four points of fifty are within 5 points, and not within 5 %."""
-    rows = profile_rows([0.5] * 6, {(0, 0): 0.3, (0, 2): 0.04, (0, 4): 0.0})
-    found = {row["bound"]: row for row in speedups(result(rows), TimeShares(latency(), 64))}
-    assert (found[RELATIVE]["group"], found[POINTS]["group"]) == ("0-3", "0-1")
-    assert found[RELATIVE]["gain"]["value"] == pytest.approx(1)
-    gain = found[POINTS]["gain"]
-    assert (gain["value"], gain["low"], gain["high"]) == pytest.approx([1 / 0.55] * 3)
-    assert found[POINTS]["loss"]["value"] == pytest.approx(4) and found[POINTS]["relative_pct"] == pytest.approx(8)
+@pytest.mark.parametrize(
+    ("method", "share", "compute"),
+    [
+        ("DroidSpeak", 0.325, 0.25),
+        ("DroidSpeak", 1.0, 1.0),
+        ("CacheBlend", 1.5 * 0.37, 0.3),
+        ("CacheBlend", 1.5 * 0.64, 0.6),
+        ("CacheBlend", 0.05, 0.0),
+    ],
+    ids=["between", "all", "between two", "beyond the last", "too short a time"],
+)
+def test_what_is_computed_in_a_time(method: str, share: float, compute: float):
+    assert TimeShares(latency(), 64).compute_of(method, share) == pytest.approx(compute, abs=1e-3)

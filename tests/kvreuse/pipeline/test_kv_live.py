@@ -18,7 +18,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.kvreuse.identity import identify
 from firsttoken.kvreuse.pipeline.live import FirstToken, first_token, pieces_of
 from firsttoken.kvreuse.pipeline.schedule import Schedule
-from firsttoken.kvreuse.pipeline.transfer import Buffers, Piece
+from firsttoken.kvreuse.pipeline.transfer import Buffers, CachePiece
 from firsttoken.kvreuse.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.kvreuse.prefix import Prefix, PrefixCache
 from firsttoken.kvreuse.store import KVStore
@@ -49,11 +49,11 @@ def sent(sender) -> PrefixCache:
 
 
 @pytest.fixture(scope="module")
-def pieces(sent: PrefixCache, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Piece]:
+def pieces(sent: PrefixCache, tmp_path_factory: pytest.TempPathFactory) -> dict[str, CachePiece]:
     return on_disk(sent, tmp_path_factory.mktemp("sent") / "cache.safetensors")
 
 
-def on_disk(cache: PrefixCache, path: Path) -> dict[str, Piece]:
+def on_disk(cache: PrefixCache, path: Path) -> dict[str, CachePiece]:
     tensors = {f"layer.{i}": torch.stack(kv) for i, kv in enumerate(cache.kv)}
     tensors |= {f"edge.{i}": hidden.contiguous() for i, hidden in cache.edges.items()}
     save_file(tensors, path)
@@ -61,7 +61,7 @@ def on_disk(cache: PrefixCache, path: Path) -> dict[str, Piece]:
     begin = 8 + int.from_bytes(raw[:8], "little")
     spans = {name: entry["data_offsets"] for name, entry in json.loads(raw[8:begin]).items()}
     return {
-        name: Piece(name, path, begin + spans[name][0], t.nbytes, tuple(t.shape), t.dtype)
+        name: CachePiece(name, path, begin + spans[name][0], t.nbytes, tuple(t.shape), t.dtype)
         for name, t in tensors.items()
     }
 

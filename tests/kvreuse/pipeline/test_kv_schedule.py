@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firsttoken.kvreuse.pipeline.schedule import LINK, PROCESSOR, Job, Schedule, Span, simulate
+from firsttoken.kvreuse.pipeline.schedule import LINK, PROCESSOR, BusySpan, ReuseRequest, Schedule, simulate
 from firsttoken.kvreuse.prefill import Group
 from firsttoken.study.errors import RequestError
 
-FIGURE_13 = [Job("A", 0, 10, Group(3, 10)), Job("B", 2, 10, Group(0, 3))]
+FIGURE_13 = [ReuseRequest("A", 0, 10, Group(3, 10)), ReuseRequest("B", 2, 10, Group(0, 3))]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_figure_13(schedule: Schedule, a: int, b: int) -> None:
 
 def test_the_pipelined_timeline_is_that_of_the_derivation() -> None:
     spans = simulate(FIGURE_13, Schedule.PIPELINED).spans
-    assert spans[0] == Span("A", LINK, "E", 0, 1)
+    assert spans[0] == BusySpan("A", LINK, "E", 0, 1)
     assert [(s.what, s.start) for s in spans if s.job == "A" and s.resource == LINK][1:] == [
         ("KV 0", 1),
         ("KV 1", 2),
@@ -56,18 +56,18 @@ def test_recomputing_moves_nothing() -> None:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> list[Job]:
+def jobs(draw: st.DrawFn) -> list[ReuseRequest]:
     made = []
     for name in draw(st.sets(st.sampled_from("ABCD"), min_size=1)):
         layers = draw(st.integers(1, 8))
         group = Group(*sorted(draw(st.tuples(st.integers(0, layers), st.integers(0, layers)))))
         costs = draw(st.tuples(*[st.integers(0, 5)] * 3))
-        made.append(Job(name, draw(st.integers(0, 30)), layers, group, *costs))
+        made.append(ReuseRequest(name, draw(st.integers(0, 30)), layers, group, *costs))
     return made
 
 
 @given(jobs(), st.booleans())
-def test_no_schedule_beats_the_floor_and_each_beats_the_one_before(jobs: list[Job], overlap: bool) -> None:
+def test_no_schedule_beats_the_floor_and_each_beats_the_one_before(jobs: list[ReuseRequest], overlap: bool) -> None:
     ways = [simulate(jobs, schedule, overlap=overlap).ttft for schedule in list(Schedule)[1:]]
     for job in jobs:
         send_all, send_reused, pipelined = (way[job.name] for way in ways)
@@ -75,7 +75,7 @@ def test_no_schedule_beats_the_floor_and_each_beats_the_one_before(jobs: list[Jo
 
 
 @given(jobs(), st.sampled_from(Schedule), st.booleans())
-def test_link_and_processor_do_one_thing_at_a_time(jobs: list[Job], schedule: Schedule, overlap: bool) -> None:
+def test_link_and_processor_do_one_thing_at_a_time(jobs: list[ReuseRequest], schedule: Schedule, overlap: bool) -> None:
     timeline = simulate(jobs, schedule, overlap=overlap)
     for resource in (LINK, PROCESSOR):
         busy = [span for span in timeline.spans if span.resource == resource]
@@ -89,13 +89,13 @@ def test_link_and_processor_do_one_thing_at_a_time(jobs: list[Job], schedule: Sc
 
 
 @pytest.mark.parametrize("given", [[], [FIGURE_13[0], FIGURE_13[0]]])
-def test_no_requests_or_two_of_one_name_are_refused(given: list[Job]) -> None:
+def test_no_requests_or_two_of_one_name_are_refused(given: list[ReuseRequest]) -> None:
     with pytest.raises(RequestError, match="at least one request"):
         simulate(given, Schedule.PIPELINED)
 
 
 def test_bad_requests_are_refused() -> None:
     with pytest.raises(RequestError, match="edge_units must be 0 or more, not -1"):
-        Job("A", 0, 10, Group(0, 3), edge_units=-1)
+        ReuseRequest("A", 0, 10, Group(0, 3), edge_units=-1)
     with pytest.raises(RequestError, match="does not fit 2 layers"):
-        Job("A", 0, 2, Group(0, 3))
+        ReuseRequest("A", 0, 2, Group(0, 3))

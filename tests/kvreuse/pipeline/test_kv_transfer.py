@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from firsttoken.kvreuse.pipeline.transfer import Buffers, Piece, Transfer
+from firsttoken.kvreuse.pipeline.transfer import Buffers, CachePiece, Transfer
 from firsttoken.link import Link, LinkConfig
 from firsttoken.study.errors import CacheError, LinkError, RequestError
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 SLOW = LinkConfig(gbit_per_s=0.002)  # what these tests store takes 4.6 s, a chunk 0.26 s
 
 
-def written(folder: Path, tensors: dict[str, torch.Tensor], gap: int = 3) -> dict[str, Piece]:
+def written(folder: Path, tensors: dict[str, torch.Tensor], gap: int = 3) -> dict[str, CachePiece]:
     """The tensors in files "0" and "1" by turns, ``gap`` bytes before each."""
     pieces, sizes = {}, {folder / "0": 0, folder / "1": 0}
     for path in sizes:
@@ -29,7 +29,7 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], gap: int = 3) -> dic
         path = folder / str(turn % 2)
         with path.open("ab") as file:
             file.write(b"x" * gap + bytes(tensor.reshape(-1).view(torch.uint8).tolist()))
-        pieces[name] = Piece(name, path, sizes[path] + gap, tensor.nbytes, tuple(tensor.shape), tensor.dtype)
+        pieces[name] = CachePiece(name, path, sizes[path] + gap, tensor.nbytes, tuple(tensor.shape), tensor.dtype)
         sizes[path] += gap + tensor.nbytes
     return pieces
 
@@ -39,7 +39,7 @@ def transfers_alive() -> list[str]:
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Piece]]:
+def stored(tmp_path: Path) -> tuple[dict[str, torch.Tensor], dict[str, CachePiece]]:
     tensors = {f"layer.{i}": torch.randn(2, 1, 3, 1000 + i, 16) for i in range(3)}
     return tensors, written(tmp_path, tensors)
 
@@ -156,4 +156,4 @@ def test_buffers_of_other_pieces_are_refused(stored) -> None:
 
 def test_bytes_that_do_not_make_the_shape_are_refused() -> None:
     with pytest.raises(CacheError, match=r"layer.0: 10 bytes from byte 0 are no \[2, 3\] of torch.float32 \(24 bytes"):
-        Piece("layer.0", Path("cache"), 0, 10, (2, 3), torch.float32)
+        CachePiece("layer.0", Path("cache"), 0, 10, (2, 3), torch.float32)

@@ -13,7 +13,7 @@ from firsttoken.kvreuse import prefill
 from firsttoken.kvreuse.forward import layer_kv
 from firsttoken.kvreuse.identity import identify, weights_sha256
 from firsttoken.kvreuse.pipeline.live import first_token
-from firsttoken.kvreuse.pipeline.transfer import Piece
+from firsttoken.kvreuse.pipeline.transfer import CachePiece
 from firsttoken.kvreuse.prefill import Group, full_prefill, suffix_logits
 from firsttoken.kvreuse.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.kvreuse.store import KVStore
@@ -100,7 +100,7 @@ def test_a_link_brings_what_the_store_located(tmp_path):
     store, suffix, group = KVStore(tmp_path, memory_bytes=0, disk_bytes=1 << 24), torch.tensor([[5, 6]]), Group(2, 4)
     store.store(CONTEXT, SENDS, SENT)
     located = store.locate(CONTEXT, SENDS, edge=2)
-    pieces = {name: Piece(name, located.path, *span[:4]) for name, span in located.spans.items()}
+    pieces = {name: CachePiece(name, located.path, *span[:4]) for name, span in located.spans.items()}
     found = first_token(RECEIVER, PREFIX, pieces, group, Link(), suffix)
     cache = store.partial_prefill(group, CONTEXT, receiver_model=RECEIVER, receiver=RECEIVES, sender=SENDS)
     expected = suffix_logits(RECEIVER, PREFIX, suffix, cache, keep=1)

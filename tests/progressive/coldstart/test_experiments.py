@@ -14,7 +14,7 @@ import pytest
 from firsttoken.experiments import run_experiment
 from firsttoken.progressive.coldstart import tables, trial
 from firsttoken.progressive.coldstart.experiments import reachable
-from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, SERVER, Wire
+from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, SERVER, TrialLink
 from firsttoken.progressive.experiments import healing_training
 from firsttoken.progressive.recovery import tables as recovery_tables
 from firsttoken.progressive.recovery import timeline_trial
@@ -114,8 +114,8 @@ def test_a_cold_start_from_trial_to_table(trained):
 
 def test_a_variant_that_a_bucket_cannot_hold_back_is_refused_or_left_out(trained):
     for shaped_by in (BUCKET, SERVER):
-        assert reachable(["runai", "whole"], Wire(1.0, shaped_by)) == ["whole"]
-    assert reachable(["runai", "whole"], Wire(1.0, KERNEL)) == ["runai", "whole"]
+        assert reachable(["runai", "whole"], TrialLink(1.0, shaped_by)) == ["whole"]
+    assert reachable(["runai", "whole"], TrialLink(1.0, KERNEL)) == ["runai", "whole"]
     sections = dict(trained.sections)
     sections["coldstart"] = dict(sections["coldstart"]) | {"sweep_variants": ["runai"]}
     with pytest.raises(ProfileError, match="runai reads past a token bucket"):

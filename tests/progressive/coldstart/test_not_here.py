@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from firsttoken.progressive.coldstart import figures, tables
-from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, NONE, Wire, files_were
+from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, NONE, TrialLink, files_were
 from firsttoken.progressive.coldstart.summary import cold_start_summary
 from firsttoken.progressive.recovery import figures as recovery_figures
 from firsttoken.progressive.recovery import tables as recovery_tables
@@ -18,7 +18,7 @@ from firsttoken.study.system import NOT_HERE
 PHASES = ("interpreter", "imports", "config_and_tokenizer", "load", "prefill")
 
 
-def trial(variant: str, wire: Wire, **more: Any) -> dict[str, Any]:
+def trial(variant: str, wire: TrialLink, **more: Any) -> dict[str, Any]:
     times = dict.fromkeys(("ttft_request_s", "ttft_process_s", "load_s", "prefill_warm_s", "cpu_s"), 1.0)
     told = {"link": wire.name, "gbit_per_s": wire.gbit_per_s, "shaped_by": wire.shaped_by, "cold": wire.cold}
     row = {"variant": variant, "round": 0, "bytes": 1000, "growth_bytes": None, "resident_before_pct": None}
@@ -30,7 +30,7 @@ def trial(variant: str, wire: Wire, **more: Any) -> dict[str, Any]:
 @pytest.fixture
 def result() -> SimpleNamespace:
     """A user without root on macOS: no limit in the kernel, nothing verified, memory unknown."""
-    wires = (Wire(1.0, BUCKET), Wire(16.0, BUCKET, cold=False))
+    wires = (TrialLink(1.0, BUCKET), TrialLink(16.0, BUCKET, cold=False))
     rows = [trial(name, wire) for wire in wires for name in ("read", "whole_streamed", "progressive")]
     refused = "no limit in the kernel: it needs root"
     provenance = {"left_out": {"1 Gbit/s": ["from_pretrained", "runai"]}, "no_kernel_limit": refused}
@@ -66,8 +66,8 @@ def test_the_figures_are_drawn_all_the_same(result: SimpleNamespace) -> None:
     fig = figures.phase_stacks(result, ["1 Gbit/s"])
     assert fig.axes[0].get_title() == "1 Gbit/s, shaped by a token bucket"
     assert fig.axes[0].get_yticklabels()[0].get_text() == "ours, progressive (n = 1)"
-    assert figures._link_title([trial("whole", Wire(0.0, NONE))]) == "this disk, cold, not verified"
-    assert figures._link_title([trial("whole", Wire(1.0, KERNEL))]) == "1 Gbit/s, shaped in the kernel"
+    assert figures._link_title([trial("whole", TrialLink(0.0, NONE))]) == "this disk, cold, not verified"
+    assert figures._link_title([trial("whole", TrialLink(1.0, KERNEL))]) == "1 Gbit/s, shaped in the kernel"
 
 
 @pytest.mark.parametrize(("before", "peak", "shown"), [(None, None, NOT_HERE), (100, 1600, "1.50 [1.50, 1.50]")])

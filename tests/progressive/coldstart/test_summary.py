@@ -54,6 +54,26 @@ def test_memory_of_a_gpu_is_compared_where_it_was_measured(rows):
     assert link_summary(on_gpu)[name]["value"] == pytest.approx(0.8) and name not in link_summary(rows)
 
 
+def test_a_lean_start_is_held_against_the_same_load_and_what_none_can_do_without(rows):
+    """1.2 s of 4.2 from the creation of the process; importing torch took 0.9 s, the bytes at the rate read alone 1."""
+    lean = [trial("lean", i, 0.2, ttft_process_s=1.2 + 0.001 * i, torch_s=0.9, token_id=7) for i in range(4)]
+    both = [row | {"token_id": 7} for row in rows] + lean
+    value = {name: entry["value"] for name, entry in link_summary(both).items()}
+    assert value["lean_over_whole_streamed_1gbit"] == pytest.approx(1.2015 / 4.215)
+    assert value["lean_over_bound_1gbit"] == pytest.approx(1.2015)
+    assert value["lean_says_the_same_1gbit"] is True
+    slow = link_summary([*rows, *(row | {"torch_s": 2.0, "token_id": 8} for row in lean)])
+    assert (
+        slow["lean_over_bound_1gbit"]["value"] == pytest.approx(1.2015 / 2)
+        and "lean_progressive_over_bound" not in slow
+    )
+
+
+def test_a_lean_loader_is_nobody_elses(rows):
+    faster = rows + [trial("lean_folder", i, 0.1) for i in range(4)]
+    assert link_summary(faster)["best_peer_1gbit"] == link_summary(rows)["best_peer_1gbit"]
+
+
 def test_values_come_by_round(rows):
     assert values(rows, "whole", "ttft_request_s") == pytest.approx([1.4, 1.41, 1.42, 1.43])
 

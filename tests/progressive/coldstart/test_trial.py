@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from firsttoken.link_kernel import available
+from firsttoken.progressive.checkpoint.manifest import FileEntry, read_manifest, write_manifest
 from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressive.coldstart.harness import (
     BUCKET,
     KERNEL,
     NONE,
     SERVER,
-    Wire,
+    TrialLink,
     data_server,
     link_key,
     make_cold,
@@ -28,7 +31,8 @@ from firsttoken.progressive.coldstart.harness import (
     wire_for,
 )
 from firsttoken.progressive.coldstart.materials import write_stock
-from firsttoken.progressive.coldstart.trial import Marks, TrialSpec, main
+from firsttoken.progressive.coldstart.spec import PhaseClock, TrialSpec
+from firsttoken.progressive.coldstart.trial import main
 from firsttoken.progressive.coldstart.variants import VARIANTS, find_variant
 from firsttoken.progressive.served import at_stage
 from firsttoken.study.errors import FirstTokenError, ModelError, ProfileError
@@ -36,7 +40,7 @@ from firsttoken.study.system.pagecache import resident_fraction
 
 pytestmark = pytest.mark.long(seconds=30)
 PROMPT = "in the wind the house"
-COLD = Wire(0.0, NONE)
+COLD = TrialLink(0.0, NONE)
 PHASES = {"interpreter", "imports", "config_and_tokenizer", "load", "prefill"}
 
 
@@ -87,12 +91,43 @@ def test_a_progressive_start(staged, spec, tokenizer):
 
 def test_a_start_from_a_data_server(staged, spec, tokenizer):
     """Its weights cross a socket at the server's rate, the stages after the first token too."""
-    row = one_trial(replace(spec, variant="progressive", recover=True), Wire(0.05, SERVER))
+    row = one_trial(replace(spec, variant="progressive", recover=True), TrialLink(0.05, SERVER))
     assert row["full_token_id"] == next_token(staged.served.model, tokenizer)
     assert (row["link"], link_key(row), row["shaped_by"]) == ("0.05 Gbit/s, data server", "0.05gbit_server", SERVER)
     assert row["load_s"] > 0.7 * row["bytes"] / (0.05e9 / 8)
     stages = [s.bytes for s in staged.manifest.stages]
     assert 0 <= row["full_bytes"] - sum(stages) < 4000
+
+
+@pytest.mark.parametrize(
+    ("variant", "at", "wire"),
+    [("lean", 3, COLD), ("lean_folder", 3, COLD), ("lean_progressive", 1, TrialLink(0.05, SERVER))],
+)
+def test_a_lean_start(staged, spec, tokenizer, variant, at, wire):
+    """The same token, and a process that never imported transformers nor PEFT."""
+    row = one_trial(replace(spec, variant=variant), wire)
+    with at_stage(staged.served, at, staged.adapters.get(at)) as model:
+        assert row["token_id"] == next_token(model, tokenizer)
+    assert row["lean"] is True
+
+
+def test_a_lean_start_of_another_architecture(staged, spec, tokenizer, capsys):
+    """It is the stock model's, and says so."""
+    config = Path(staged.folder, "config.json")
+    odd = json.dumps(json.loads(config.read_text()) | {"logit_scale": 1.0})
+    config.write_text(odd)
+    manifest = read_manifest(staged.folder)
+    entry = FileEntry(len(odd), hashlib.sha256(odd.encode()).hexdigest())
+    write_manifest(staged.folder, replace(manifest, side=manifest.side | {"config.json": entry}))
+    row = main(replace(spec, variant="lean"))
+    assert row["token_id"] == next_token(staged.served.model, tokenizer)
+    assert row["lean"] is False and "its 'logit_scale' is 1.0" in capsys.readouterr().err
+
+
+def test_a_lean_start_without_its_tokenizer(spec):
+    Path(spec.stock, "tokenizer.json").unlink()
+    with pytest.raises(FirstTokenError, match=r"failed: .*ModelError: .*tokenizer\.json cannot be read: No such file"):
+        one_trial(replace(spec, variant="lean"), COLD)
 
 
 def test_a_data_server_that_cannot_start(tmp_path):
@@ -113,7 +148,7 @@ def test_a_stock_start(spec, tokenizer):
 
 def test_reading_alone_and_many_rounds(staged, spec):
     specs = [spec, replace(spec, readers=1)]
-    rows = run_trials([specs] * 2, Wire(0.05, BUCKET), seed=3)
+    rows = run_trials([specs] * 2, TrialLink(0.05, BUCKET), seed=3)
     assert [(row["round"], row["seed"], row["variant"]) for row in rows] == [(i // 2, 3, "read") for i in range(4)]
     parts = [part for s in staged.manifest.stages for part in s.parts]
     assert {row["bytes"] for row in rows} == {sum(part.bytes for part in parts)}
@@ -144,7 +179,7 @@ def test_a_streamed_start_whose_file_is_gone(staged, spec):
 def test_variants(variant):
     assert find_variant(variant.name) is variant
     assert bool(variant.peer) != bool(variant.stages), "theirs or ours"
-    assert not variant.early or variant.streamed
+    assert not variant.early or variant.streamed or variant.peer
 
 
 def test_a_variant_that_is_none():
@@ -152,13 +187,16 @@ def test_a_variant_that_is_none():
         find_variant("none")
 
 
-def key_of(wire: Wire) -> str:
+def key_of(wire: TrialLink) -> str:
     """What measures call the link of a trial over ``wire``."""
     return link_key({"link": wire.name, "gbit_per_s": wire.gbit_per_s})
 
 
 def test_links_side_by_side_have_a_key_of_their_own():
-    assert [key_of(Wire(2.5, BUCKET, parallel=several)) for several in (False, True)] == ["2.5gbit", "2.5gbit_each"]
+    assert [key_of(TrialLink(2.5, BUCKET, parallel=several)) for several in (False, True)] == [
+        "2.5gbit",
+        "2.5gbit_each",
+    ]
 
 
 @pytest.mark.parametrize("disk", [0.5, 5.0, 100.0])
@@ -166,7 +204,7 @@ def test_links_side_by_side_have_a_key_of_their_own():
 def test_the_wire_that_this_machine_has(tmp_path, rate, disk):
     wire = wire_for(rate, tmp_path, disk)
     if rate == 0:
-        assert wire == Wire(0.0, NONE) and (wire.name, key_of(wire)) == ("unshaped", "unshaped")
+        assert wire == TrialLink(0.0, NONE) and (wire.name, key_of(wire)) == ("unshaped", "unshaped")
         return
     assert wire.gbit_per_s == rate and (wire.name, key_of(wire)) == (f"{rate:g} Gbit/s", f"{rate:g}gbit")
     if rate > 0.8 * disk:
@@ -194,7 +232,7 @@ def test_touching_memory_of_any_size():
 
 
 def test_phases_follow_each_other():
-    marks = Marks(last=0.0)
+    marks = PhaseClock(last=0.0)
     marks.phase("one")
     marks.phase("two")
     assert sum(marks.phases.values()) == pytest.approx(marks.last)

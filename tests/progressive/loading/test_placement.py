@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from firsttoken.progressive.loading.placement import build_on_meta, finish, put, torch_dtype
+from firsttoken.assets.empty_model import build_on_meta, put
+from firsttoken.progressive.loading.placement import finish, torch_dtype
 from firsttoken.study.errors import ModelError
 
 

@@ -22,6 +22,7 @@ from growing import (
 )
 from plain_tokens import Plain, check_greedy, judged
 
+from firsttoken.engine.request import Sampling
 from firsttoken.engine.serving import TokenEvent
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.plan import coarse_first, whole
@@ -77,7 +78,7 @@ def test_stop_ids_end_an_answer_and_are_handed_over(stage, serve):
     assert server.wait_stage(3, PATIENCE)
     expected = greedy(staged.folder, PROMPT, 24).exact()
     stop = expected[5]
-    assert tokens_of(server.submit(PROMPT, 24, stop_ids=[stop, 999])) == expected[: expected.index(stop) + 1]
+    assert tokens_of(server.submit(PROMPT, Sampling(24, stop=(stop, 999)))) == expected[: expected.index(stop) + 1]
     assert tokens_of(server.submit(PROMPT, 1)) == expected[:1]
 
 

@@ -51,6 +51,30 @@ def test_a_bad_shard_of_stage_2(stage, serve, fault):
     check_greedy(tokens_of(server.submit(PROMPT, 8)), greedy(staged.folder, PROMPT, 8))
 
 
+def test_a_torn_shard_while_eight_sessions_run(stage, serve):
+    """They hear nothing of it: those that move go on as they began until the file is mended, and all end whole."""
+    staged = stage(adapters=(1, 2))
+    torn = Spoilt(part_path(staged, 2))
+    server = serve(staged, max_sessions=8)
+    prompts = [[number + 1, *PROMPT] for number in range(8)]
+    sessions = [server.submit(prompt, 1000, number < 4) for number, prompt in enumerate(prompts)]
+    for session in sessions:
+        assert first_event(session).stage == 1
+    until(lambda: server.status()["state"] == "degraded", "the failure is told")
+    error = server.status()["error"]
+    assert error.startswith("stage 2: layer ") and "has a wrong sha256; copy it again" in error and "\n" not in error
+    for number in (4, 5, 6, 7):
+        sessions[number].cancel()
+        said = [event.token_id for event in events_of(sessions[number])]
+        assert len(said) < 999
+    torn.mend()
+    for session in sessions[:4]:
+        stages = [event.stage for event in events_of(session, stage=3)]
+        assert stages == sorted(stages) and stages[-1] == 3
+    until(lambda: server.status()["sessions"] == 0, "all places are free")
+    check_greedy(tokens_of(server.submit(PROMPT, 8)), greedy(staged.folder, PROMPT, 8))
+
+
 def test_a_link_that_dies_in_the_middle_of_stage_2(stage, serve):
     staged = stage(adapters=(1, 2))
     middle = (bytes_until(staged, 1) + bytes_until(staged, 2)) // 2

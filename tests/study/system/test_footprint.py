@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from firsttoken.study.system import footprint
-from firsttoken.study.system.footprint import Growth, peak, reset_peak, resident
+from firsttoken.study.system.footprint import MemoryGrowth, peak, reset_peak, resident
 
 MIB = 1 << 20
 
@@ -24,12 +24,12 @@ def grow(size: int) -> mmap.mmap:
 
 
 def test_growth_is_what_was_taken(capsys) -> None:
-    growth = Growth()
+    growth = MemoryGrowth()
     if not growth._forgotten:
         pytest.skip("this kernel forgets no peak")
     grow(32 * MIB).close()
     assert 30 * MIB < growth.bytes() < 200 * MIB
-    again = Growth()
+    again = MemoryGrowth()
     assert again.bytes() < 30 * MIB, "the former peak is forgotten"
 
 
@@ -41,20 +41,20 @@ def test_without_proc_ps_and_getrusage_tell(proc: Path) -> None:
     assert not reset_peak()
     now = resident()
     assert 0 < now <= 1.1 * peak() and now % 1024 == 0
-    growth = Growth()
+    growth = MemoryGrowth()
     grow(peak() - now + 32 * MIB).close()
     assert growth.bytes() > 30 * MIB
 
 
 def test_growth_below_a_peak_that_is_not_forgotten_is_unknown(proc: Path) -> None:
     grow(64 * MIB).close()
-    growth = Growth()
+    growth = MemoryGrowth()
     assert growth.bytes() is None
 
 
 def test_without_proc_and_ps_the_resident_size_is_unknown(proc: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert resident() is None and peak() > 0 and Growth().bytes() is None
+    assert resident() is None and peak() > 0 and MemoryGrowth().bytes() is None
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("linux", 1024), ("freebsd14", 1024)])

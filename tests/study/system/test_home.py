@@ -34,7 +34,9 @@ def test_without_a_home_all_is_kept_elsewhere(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_home_of_someone_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_nobody) -> None:
-    monkeypatch.setenv("HOME", "/root")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o700)
+    monkeypatch.setenv("HOME", str(theirs))
     assert as_nobody(lambda: sorted(kept_elsewhere(tmp_path))) == sorted(VARIABLES)
 
 

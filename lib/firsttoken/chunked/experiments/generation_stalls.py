@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
-from firsttoken.assets.needs import CONTEXT, Held, Need, check
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.chunked.capacity import Objective
 from firsttoken.chunked.hardware import Hardware
 from firsttoken.chunked.policy import engine_config
@@ -65,7 +65,7 @@ def generation_stalls(profile: Profile) -> Outcome:
     ``at_s`` is from the arrival of the prompt; gaps are those that began after ``before`` tokens less two.
     """
     config, hardware = profile.section("stalls", StallsConfig), profile.section("hardware", Hardware)
-    check(config.needs(), Held(profile.model))
+    check(config.needs(), ModelFacts(profile.model))
     loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
     fuse(loaded.model)
     blocks = 4 + -(-(config.running * (config.context + config.new_tokens) + config.prompt + config.new_tokens) // 16)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from firsttoken.chunked.equal_time import equal_time
 from firsttoken.chunked.hardware import Hardware
 from firsttoken.chunked.lengths import lengths, workload
-from firsttoken.chunked.pipeline import StagedExecutor, Stages, serve_staged
+from firsttoken.chunked.pipeline import PipelineStages, StagedExecutor, serve_staged
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.engine import Engine
@@ -67,7 +67,7 @@ def pipeline_bubbles(profile: Profile) -> Outcome:
 def _ran(
     config: PipelineConfig, hardware: Hardware, costs: Costs, items: Sequence[Item], scheduler: str | type[Scheduler]
 ) -> dict[str, float]:
-    stages, traces = Stages(config.stages), [Trace() for _ in range(config.stages)]
+    stages, traces = PipelineStages(config.stages), [Trace() for _ in range(config.stages)]
     settings = EngineConfig(scheduler=scheduler, requests=config.batch, token_budget=config.token_budget)
     blocks = hardware.blocks // config.stages
     engines = [Engine(StagedExecutor(costs, blocks, stages), settings, trace=trace) for trace in traces]

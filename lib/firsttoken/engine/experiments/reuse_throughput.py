@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
-from firsttoken.assets.needs import CONTEXT, Held, Need, check
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.fitted import StepSample
 from firsttoken.engine.costs.timed import TimedCosts, fit_decode
@@ -88,7 +88,7 @@ def reuse_throughput(profile: Profile, prefills: Result) -> Outcome:
     config = profile.section("serving", ServingConfig)
     lengths = sorted({row["tokens"] for row in prefills.rows})
     name = prefills.parameters["latency"]["model"] or prefills.parameters["model"]
-    check(config.needs(lengths[-1]), Held(name))
+    check(config.needs(lengths[-1]), ModelFacts(name))
     loaded = load_model(name, dtype=profile.torch_dtype(), device=profile.torch_device(), with_tokenizer=False)
     rows = decode_rows(fuse(loaded.model), config.decode_batches, lengths, config.decode_repeats, profile.seed)
     shape = KVShape.of(loaded.model.config, profile.torch_dtype())

@@ -19,11 +19,10 @@ from torch import nn
 from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
-from firsttoken.assets.needs import CONTEXT, Held, Need, check
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.engine.attention import Attend
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.experiments.recovery_latency import ratio_of_medians
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.padded import PaddedAttend
@@ -33,7 +32,7 @@ from firsttoken.study.dtypes import AUTO, DTYPES, name_of, resolve
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.stats import bootstrap, ratio_of_medians
 
 Prompts = list[list[int]]
 System = Callable[[], Prompts]
@@ -74,7 +73,7 @@ class ThroughputConfig:
 def throughput(profile: Profile) -> Outcome:
     """Rows {dtype, requests, system, repeat, tokens_per_s, same_tokens}: the same prompts for all, in one run."""
     config = profile.section("throughput", ThroughputConfig)
-    check(config.needs(), Held(profile.model))
+    check(config.needs(), ModelFacts(profile.model))
     rows: Rows = []
     device = profile.torch_device()
     asked = [case.split() for case in config.cases]
@@ -186,8 +185,15 @@ class _Vllm:
         folder = Path(self._folder.name)
         (folder / "prompts.json").write_text(json.dumps(case.prompts), encoding="utf-8")
         self._log = folder / "log.txt"
-        command = [str(VLLM_PYTHON), "-m", "firsttoken.engine.on_vllm.throughput", "--model", case.stock.name_or_path]
-        command += ["--prompts", str(folder / "prompts.json"), "--dtype", case.dtype]
+        command = [str(VLLM_PYTHON), "-m", "firsttoken.engine.experiments.vllm_throughput"]
+        command += [
+            "--model",
+            case.stock.name_or_path,
+            "--prompts",
+            str(folder / "prompts.json"),
+            "--dtype",
+            case.dtype,
+        ]
         command += ["--new-tokens", str(case.new_tokens)]
         environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         with self._log.open("w", encoding="utf-8") as log:

@@ -139,7 +139,9 @@ class Scheduler(Holdings, ABC):
                 return
             blocks = self.pool.take(self._missing(request, request.cached + 1), admission=True)
             if blocks is not None:
-                request.blocks, request.published = blocks, 0
+                request.blocks = blocks
+                if self.prefixes is not None:
+                    self.prefixes.returned(request)
                 self.preemptor.restore(request)
                 self.stand(request, Phase.RUNNING if self.preemptor.poll(request) else Phase.RESTORING)
             elif not self.bounds.overtake:

@@ -12,7 +12,7 @@ import torch
 
 from firsttoken.engine.kv import KVShape
 from firsttoken.engine.swap.arena import HostArena
-from firsttoken.engine.swap.path import Job, SwapPath, start
+from firsttoken.engine.swap.path import CopyJob, SwapPath, start
 from firsttoken.study.errors import RequestError
 
 Row = dict[str, Any]
@@ -95,5 +95,5 @@ def _draw(rng: random.Random, path: SwapPath, tokens: int) -> list[int]:
 def _copy_s(target: torch.Tensor, source: torch.Tensor) -> float:
     """Seconds of one copy, timed as those of a swap path."""
     device = source.device if source.is_cuda else target.device
-    job = Job(lambda: target.copy_(source, non_blocking=True), copies=1, bytes=target.nbytes)
+    job = CopyJob(lambda: target.copy_(source, non_blocking=True), copies=1, bytes=target.nbytes)
     return start(job, device).wait().copy_s

@@ -11,7 +11,7 @@ import torch
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.swap.arena import HostArena
 from firsttoken.engine.swap.coalesced import Coalesced
-from firsttoken.engine.swap.path import Job, Moved, OnStream, Transfer, start
+from firsttoken.engine.swap.path import CopyJob, Moved, Movement, OnStream, start
 from firsttoken.engine.swap.spans import Span
 
 
@@ -36,7 +36,7 @@ class Overlapped(Coalesced):
         with self._beside():
             return super().out(blocks, span)
 
-    def into(self, span: Span, blocks: Sequence[int]) -> Transfer:
+    def into(self, span: Span, blocks: Sequence[int]) -> Movement:
         with self._beside():
             job = self._job(self._plan_into, blocks, span)
             if self.pool.device.type == "cuda":
@@ -61,7 +61,7 @@ class Overlapped(Coalesced):
             yield
 
 
-class OnThread(Transfer):
+class OnThread(Movement):
     """A job that a worker thread does."""
 
     def __init__(self, future: Future[Moved]) -> None:
@@ -75,5 +75,5 @@ class OnThread(Transfer):
         return self._future.result()
 
 
-def _run(job: Job, device: torch.device) -> Moved:
+def _run(job: CopyJob, device: torch.device) -> Moved:
     return start(job, device).wait()

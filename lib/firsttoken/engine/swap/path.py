@@ -33,7 +33,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Job:
+class CopyJob:
     """A movement that is ready to start."""
 
     move: Move
@@ -45,7 +45,7 @@ class Job:
         return Moved(self.prep_s, copy_s, self.copies, self.bytes)
 
 
-class Transfer(ABC):
+class Movement(ABC):
     """A movement that was started. Its blocks and its span belong to it until it is done."""
 
     @property
@@ -59,7 +59,7 @@ class Transfer(ABC):
 
 
 @dataclass(frozen=True)
-class Finished(Transfer):
+class Finished(Movement):
     """A movement that ended before anybody could ask."""
 
     moved: Moved
@@ -69,10 +69,10 @@ class Finished(Transfer):
         return self.moved
 
 
-class OnStream(Transfer):
+class OnStream(Movement):
     """A job queued on the current CUDA stream of ``device``, timed by an event on each side of it."""
 
-    def __init__(self, job: Job, device: torch.device) -> None:
+    def __init__(self, job: CopyJob, device: torch.device) -> None:
         self._job = job
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(device)
@@ -89,7 +89,7 @@ class OnStream(Transfer):
         return self._job.moved(self._start.elapsed_time(self._end) / 1000)
 
 
-def start(job: Job, device: torch.device) -> Transfer:
+def start(job: CopyJob, device: torch.device) -> Movement:
     """Do ``job`` now on a CPU, or queue it on the current stream of a CUDA ``device``."""
     if device.type == "cuda":
         return OnStream(job, device)
@@ -120,7 +120,7 @@ class SwapPath(ABC):
         """
         return start(self._job(self._plan_out, blocks, span), self.pool.device).wait()
 
-    def into(self, span: Span, blocks: Sequence[int]) -> Transfer:
+    def into(self, span: Span, blocks: Sequence[int]) -> Movement:
         """Copy ``span`` to ``blocks`` of the pool, in their order.
 
         Raises RequestError for a block that the pool does not have, a span of another size or one that was given back,
@@ -142,7 +142,9 @@ class SwapPath(ABC):
     def _plan_into(self, blocks: Sequence[int], span: Span) -> tuple[int, Move]:
         """As ``_plan_out``, for the way back."""
 
-    def _job(self, plan: Callable[[Sequence[int], Span], tuple[int, Move]], blocks: Sequence[int], span: Span) -> Job:
+    def _job(
+        self, plan: Callable[[Sequence[int], Span], tuple[int, Move]], blocks: Sequence[int], span: Span
+    ) -> CopyJob:
         """``plan`` made and timed. The checks are left out of that time: they are not what a path differs in."""
         if not self._open:
             raise RequestError(f"swap: the {self.name} path is closed; make another")
@@ -153,4 +155,4 @@ class SwapPath(ABC):
         self.arena.require(span)
         begun = time.perf_counter()
         copies, move = plan(blocks, span)
-        return Job(move, copies, len(blocks) * self.pool.shape.block_bytes, time.perf_counter() - begun)
+        return CopyJob(move, copies, len(blocks) * self.pool.shape.block_bytes, time.perf_counter() - begun)

@@ -25,7 +25,7 @@ _MOST_TOKENS = 10**8
 
 
 @dataclass(frozen=True)
-class Trace:
+class RequestTrace:
     """A trace as read; ``dropped`` requests had no prompt or no answer (BurstGPT: failures)."""
 
     format: str
@@ -81,7 +81,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> tuple[Item, ...]:
     return load_trace(path, limit).items
 
 
-def load_trace(path: str | Path, limit: int | None = None) -> Trace:
+def load_trace(path: str | Path, limit: int | None = None) -> RequestTrace:
     """Read a trace file, or its first ``limit`` requests that have a prompt and an answer; what it is, it says itself.
 
     Times are seconds since the first request read, to the microsecond; items are sorted by them. Raises CorpusError
@@ -107,7 +107,7 @@ def load_trace(path: str | Path, limit: int | None = None) -> Trace:
         raise CorpusError(f"{path} has no request with a prompt and an answer ({dropped} without); use another file")
     rows.sort(key=lambda row: row[0])
     start = rows[0][0]
-    return Trace(shape.name, tuple(Item(round(t - start, 6), p, o) for t, p, o in rows), dropped)
+    return RequestTrace(shape.name, tuple(Item(round(t - start, 6), p, o) for t, p, o in rows), dropped)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from firsttoken.kvreuse.choose import Choice, Conditions, GroupCosts, LinkEstimate, Scored, choose_group
 from firsttoken.kvreuse.experiments.profiling import BOUND, setting_profile
 from firsttoken.kvreuse.experiments.setting import Setting
-from firsttoken.kvreuse.experiments.wire import LoadingConfig, Wire
+from firsttoken.kvreuse.experiments.wire import LoadingConfig, WiredPair
 from firsttoken.kvreuse.pipeline.schedule import Schedule
 from firsttoken.kvreuse.prefill import Group
 from firsttoken.link import LinkConfig
@@ -41,7 +41,7 @@ def adaptive_group(profile: Profile) -> Outcome:
     rivals = list(dict.fromkeys([*rivals, Scored(Group(0, depth), 0.0)]))
     rng, rows = random.Random(profile.seed), []
     with tempfile.TemporaryDirectory(prefix="firsttoken-") as folder:
-        wire = Wire(sender, receiver, config.tokens, [c.group for c in candidates], Path(folder))
+        wire = WiredPair(sender, receiver, config.tokens, [c.group for c in candidates], Path(folder))
         costs = measured_costs(wire, next(c.group for c in candidates if len(c.group)))
         for rate in tqdm(config.gbit_per_s, desc="choices", unit="link", disable=None):
             estimate, link = LinkEstimate(1e9 / 8), LinkConfig(rate)
@@ -62,7 +62,7 @@ def adaptive_group(profile: Profile) -> Outcome:
     return Outcome(rows, provenance={"models": setting.models.provenance, "costs": vars(costs)})
 
 
-def measured_costs(wire: Wire, group: Group) -> GroupCosts:
+def measured_costs(wire: WiredPair, group: Group) -> GroupCosts:
     """What one recomputed layer and the pass behind the prefix take, from three unshaped requests; medians."""
     layer, behind = [], []
     for step in range(4):

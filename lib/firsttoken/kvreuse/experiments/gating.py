@@ -16,7 +16,7 @@ from firsttoken.kvreuse.decode import greedy
 from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
 from firsttoken.kvreuse.experiments.setting import Setting, batches
 from firsttoken.kvreuse.forward import cache_of, layer_kv
-from firsttoken.kvreuse.pairs import Variant
+from firsttoken.kvreuse.pairs import PairedModel
 from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.kvreuse.prefix import Prefix
 from firsttoken.kvreuse.probes import TOKENS, answer_doubt, answer_entropy, head_deviation, tail_divergence
@@ -64,7 +64,7 @@ def quality_gate(profile: Profile) -> Outcome:
 
 @torch.inference_mode()
 def _batch(
-    receiver: Variant, sender: Variant, part: Sequence[Encoded], groups: Sequence[Group]
+    receiver: PairedModel, sender: PairedModel, part: Sequence[Encoded], groups: Sequence[Group]
 ) -> list[dict[str, Any]]:
     model, task = receiver.model, task_of(part[0].item)
     prefix = Prefix.of([item.prefix for item in part], model.device)

@@ -1,4 +1,4 @@
-"""How long each method computes, and what partial prefill must cost, in notebook 33."""
+"""How long each method computes, and partial prefill against its share of a full one, in notebook 33."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from firsttoken.kvreuse.experiments.latency import over_floor
+from firsttoken.kvreuse.experiments.latency import over_share
 from firsttoken.kvreuse.experiments.methods import DROIDSPEAK, OWN
 from firsttoken.kvreuse.experiments.styles import METHODS, style_of
 from firsttoken.study.plot import COLOURS
@@ -17,18 +17,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TARGET = 1.10  # of (k + first token) / L
+SHARE = COLOURS["mark"]  # the line of what is in proportion
 
 
 def partial_times(latency: Result) -> Figure:
-    """Left: the time by the share that is computed, with its floor. Right: partial prefill over that floor."""
+    """Left: the time by the share that is computed. Right: partial prefill over that share of a full prefill.
+
+    The share is a measure, not a floor: a round's full prefill may be slower than its partial ones.
+    """
     import matplotlib.pyplot as plt
 
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.3))
     lengths = sorted({row["tokens"] for row in latency.rows})
     _times(left, [row for row in latency.rows if row["tokens"] == lengths[0]])
-    left.set_title(f"{lengths[0]:,} tokens, medians of {1 + max(row['round'] for row in latency.rows)} rounds")
+    rounds = 1 + max(row["round"] for row in latency.rows)
+    left.set_title(f"{lengths[0]:,} tokens, medians of {rounds} rounds")
+    right.set_title(f"medians and 95 % of {rounds} rounds")
     for tokens, marker in zip(lengths, "os^Dv", strict=False):
-        over = over_floor([row for row in latency.rows if row["tokens"] == tokens])
+        over = over_share([row for row in latency.rows if row["tokens"] == tokens])
         shares = [100 * share for share in over]
         low, middle, high = np.array([[found.low, found.estimate, found.high] for found in over.values()]).T
         right.errorbar(
@@ -42,8 +48,8 @@ def partial_times(latency: Result) -> Figure:
             capsize=2,
         )
     right.axhline(TARGET, color=COLOURS["target"], linestyle="--", label=f"target: at most {TARGET:.2f}")
-    right.axhline(1, color=COLOURS["floor"], linestyle=":", label="floor")
-    right.set(xlabel="layers recomputed, % of all", ylabel="partial prefill / (k + first token) / L")
+    right.axhline(1, color=SHARE, linewidth=1.2, label="in proportion to a full prefill")
+    right.set(xlabel="layers recomputed, % of all", ylabel="partial prefill / (k / L of a full one\n+ first token)")
     right.set_xlim(-3, 103)
     bottom, top = right.get_ylim()
     right.set_ylim(bottom, top + 0.45 * (top - bottom))  # room for the legend
@@ -64,7 +70,7 @@ def _times(ax: Axes, rows: Rows) -> None:
         float(np.median(v))
         for v in ([r["prefill_s"] for r in full], [r["first_token_s"] - r["prefill_s"] for r in full])
     )
-    ax.plot([0, 100], [first, prefill + first], ":", color=COLOURS["floor"], label="floor: (k + first token) / L")
+    ax.plot([0, 100], [first, prefill + first], color=SHARE, linewidth=1.2, zorder=1, label="in proportion to it")
     ax.set(xlabel="computed, % of a prefill's token-layers", ylabel="time to first token, s")
     ax.set_ylim(bottom=0)
     ax.legend(fontsize=9)

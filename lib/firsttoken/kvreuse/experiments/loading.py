@@ -13,7 +13,7 @@ from tqdm import tqdm
 from firsttoken.kvreuse.experiments.profiling import BOUND, setting_profile
 from firsttoken.kvreuse.experiments.published import FIGURE_13, PUBLISHED_UNITS, SHAPES, edge_over_kv, kv_bytes
 from firsttoken.kvreuse.experiments.setting import Setting
-from firsttoken.kvreuse.experiments.wire import LoadingConfig, Wire
+from firsttoken.kvreuse.experiments.wire import LoadingConfig, WiredPair
 from firsttoken.kvreuse.pipeline.schedule import Schedule, simulate
 from firsttoken.kvreuse.profile.pareto import smallest_within
 from firsttoken.link import LinkConfig
@@ -34,7 +34,7 @@ def pipelined_loading(profile: Profile) -> Outcome:
     group = smallest_within(profiled, BOUND).group
     rng, rows = random.Random(profile.seed), []
     with tempfile.TemporaryDirectory(prefix="firsttoken-") as folder:
-        wire = Wire(sender, receiver, config.tokens, [group], Path(folder))
+        wire = WiredPair(sender, receiver, config.tokens, [group], Path(folder))
         schedules = [Schedule.RECOMPUTE, Schedule.SEND_ALL, Schedule.SEND_REUSED, Schedule.PIPELINED]
         for schedule in schedules:
             wire.ask(group, LinkConfig(), schedule)  # warms up, and touches the buffers

@@ -9,7 +9,7 @@ import numpy as np
 from firsttoken.kvreuse.experiments.loading_tables import by_rate, median_ttft
 from firsttoken.kvreuse.experiments.published import FIGURE_13, PUBLISHED_UNITS
 from firsttoken.kvreuse.experiments.styles import METHODS, SCHEDULES
-from firsttoken.kvreuse.pipeline.schedule import LINK, PROCESSOR, Job, Schedule, Span, simulate
+from firsttoken.kvreuse.pipeline.schedule import LINK, PROCESSOR, BusySpan, ReuseRequest, Schedule, simulate
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.stats import bootstrap
@@ -107,7 +107,7 @@ def ttft_by_link(result: Result) -> Figure:
     return fig
 
 
-def _draw(ax: Axes, span: Span, job: Job) -> None:
+def _draw(ax: Axes, span: BusySpan, job: ReuseRequest) -> None:
     """One unit of work, with its layer counted from 1 as the paper does; the second request is outlined."""
     lane = {LINK: 0, PROCESSOR: 1}[span.resource]
     name = span.what.removeprefix("KV ")

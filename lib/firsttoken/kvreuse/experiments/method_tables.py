@@ -2,85 +2,83 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from firsttoken.kvreuse.experiments.method_figures import (
-    PAPER_GAIN,
-    PAPER_LEAD,
-    PAPER_MEAN_GAIN,
-    PAPER_MEAN_LEAD,
-    label_of,
-)
-from firsttoken.kvreuse.experiments.methods import DROIDSPEAK, REUSE
+from firsttoken.kvreuse.experiments.method_figures import PAPER_GAIN, PAPER_LEAD, PAPER_MEAN_GAIN, PAPER_MEAN_LEAD
+from firsttoken.kvreuse.experiments.methods import CHOOSE, JUDGE, OWN
 from firsttoken.kvreuse.experiments.setting import key_of
-from firsttoken.kvreuse.experiments.speedups import BOUNDS, TimeShares
-from firsttoken.kvreuse.experiments.styles import METHODS
+from firsttoken.kvreuse.experiments.tables import by_run, relative_loss
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 
-if TYPE_CHECKING:
-    pass
 
-
-def method_rows(methods: Result, times: TimeShares) -> Rows:
-    """Figure 14 in numbers."""
+def answer_rows(methods: Result, items: str = JUDGE) -> Rows:
+    """Figure 14 in numbers, from the items that ``choose`` among groups or from those that ``judge``."""
     rows = []
-    for row in methods.rows:
-        slug = f"{key_of(row)}_{row['method'].replace(' ', '_').replace('-', '_').lower()}"
-        timed = DROIDSPEAK if row["method"] == REUSE else next(n for n in METHODS if row["method"].startswith(n))
-        rows.append(
-            {
-                "run": row["run"],
-                "method": label_of(row["method"]) if row["method"] == DROIDSPEAK else row["method"],
-                "layers": f"{row['lo']}-{row['hi'] - 1}" if row["hi"] else "",
-                "computed, %": round(100 * row["compute"], 1),
-                "time / full prefill's": round(float(np.median(times.of(timed, row["compute"]))), 2),
-                f"score, % (n = {row['n']})": interval(methods.summary[f"{slug}_pct"]),
-                "loss, points": interval(methods.summary.get(f"{slug}_loss_points")),
-            }
-        )
+    for run, of in by_run(methods).items():
+        asked = [row for row in of if row["items"] == items]
+        own = next(row for row in asked if row["method"] == OWN)
+        for row in sorted(asked, key=lambda row: row["compute"]) if items == CHOOSE else asked:
+            rows.append(
+                {
+                    "run": run,
+                    "method": row["method"],
+                    "layers": f"{row['lo']}-{row['hi'] - 1}" if row["hi"] else "",
+                    "computed, %": round(100 * row["compute"], 1),
+                    "time / full prefill's": round(float(np.median(row["time_share"])), 2),
+                    f"{row['metric']}, % (n = {row['n']})": round(100 * row["score"], 1),
+                    "lost, % of the own": ""
+                    if row is own
+                    else interval(relative_loss(own["item_score"], row["item_score"]).summary()),
+                }
+            )
     return rows
 
 
-def gain_rows(rows: Rows) -> Rows:
-    """The speed-ups in numbers, ``rows`` of ``speedups``; the paper's stand beside them."""
+def choice_rows(methods: Result) -> Rows:
+    """The group of each run that decoded answers choose, and the one that token accuracy would choose.
+
+    The former's loss is on the items that judge, the latter's on those that choose.
+    """
+    shown = {
+        "group": "decoded_group",
+        "layers, %": "decoded_group_layers_pct",
+        "earlier, times": "decoded_speedup_x",
+        "lost on other items, %": "droidspeak_relative_loss_pct",
+        "by token accuracy": "accuracy_group",
+        "its: earlier, times": "accuracy_speedup_x",
+        "its: lost, %": "accuracy_group_relative_loss_pct",
+    }
     return [
-        {
-            "run": row["run"],
-            "loses at most": row["bound"],
-            "group": f"{row['group']} ({row['layers']} of {row['depth']})",
-            "loss, points": interval(row["loss"]),
-            "relative, %": round(row["relative_pct"], 1),
-            "speed-up": interval(row["gain"], 2),
-            "paper": f"{PAPER_GAIN[0]}-{PAPER_GAIN[1]}, mean {PAPER_MEAN_GAIN}",
-        }
-        for row in rows
+        {"run": run} | {title: interval(methods.summary[f"{key_of(of[0])}_{name}"], 2) for title, name in shown.items()}
+        for run, of in by_run(methods).items()
     ]
 
 
 def paper_rows(latency: Result, methods: Result) -> Rows:
-    """What the paper says beside what was measured, and the floor of a time."""
-    summary = latency.summary
-    rows = [
-        {
-            "what": f"mean speed-up, losing at most {bound}, computation alone",
-            "paper": f"{PAPER_MEAN_GAIN} ({PAPER_GAIN[0]}-{PAPER_GAIN[1]})",
-            "measured": interval(summary.get(f"speedup_mean_{name}_x"), 2),
-            "unit": "x",
-        }
-        for bound, name in zip(BOUNDS, ("relative", "absolute"), strict=True)
+    """What the paper says beside what was measured; what is computed has no floor of its own here."""
+    summary = methods.summary | latency.summary
+    gain, lead = f"{PAPER_MEAN_GAIN} ({PAPER_GAIN[0]}-{PAPER_GAIN[1]})", f"{PAPER_LEAD[0]}-{PAPER_LEAD[1]}"
+    shown = [
+        ("speed-up within 5 % of the decoded score, mean", gain, "decoded_speedup_mean_x", 2, "x"),
+        ("the least of it", f"{PAPER_GAIN[0]}", "decoded_speedup_least_x", 2, "x"),
+        ("speed-up within 5 % of token accuracy, mean", "", "accuracy_speedup_mean_x", 2, "x"),
+        ("layers recomputed, mean", "34.4 (Figure 11)", "decoded_group_layers_mean_pct", 1, "% of layers"),
+        (
+            "lead over CacheBlend at equal latency, mean",
+            f"{PAPER_MEAN_LEAD} ({lead})",
+            "over_cacheblend_equal_latency_mean_points",
+            1,
+            "points",
+        ),
+        ("the same at equal computation", "", "over_cacheblend_equal_compute_mean_points", 1, "points"),
     ]
-    leads = [entry["value"] for name, entry in methods.summary.items() if name.endswith("_over_cacheblend_points")]
-    if leads:
-        span = f"{min(leads):.1f} to {max(leads):.1f}"
-        paper = f"{PAPER_MEAN_LEAD} ({PAPER_LEAD[0]}-{PAPER_LEAD[1]})"
-        rows.append({"what": "lead over CacheBlend", "paper": paper, "measured": span, "unit": "points"})
-    for name, entry in summary.items():
+    rows = [
+        {"what": what, "paper": paper, "measured": interval(summary.get(name), digits), "unit": unit}
+        for what, paper, name, digits, unit in shown
+    ]
+    for name, entry in latency.summary.items():
         if name.startswith("partial_over_share_"):
             what = f"partial prefill, {int(name.split('_')[-1]):,} tokens, its worst size"
-            rows.append(
-                {"what": what, "measured": interval(entry, 2), "floor": 1.0, "unit": "x of (k + first token) / L"}
-            )
+            rows.append({"what": what, "measured": interval(entry, 2), "unit": entry["unit"]})
     return rows

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from firsttoken.kvreuse.experiments.setting import Run, Setting, batches, key_of, rows_by_run
-from firsttoken.kvreuse.pairs import Distance, Variant
+from firsttoken.kvreuse.pairs import Distance, PairedModel
 from firsttoken.kvreuse.prefill import NOTHING, Group
 from firsttoken.kvreuse.profile.bank import Bank, Questions, Score
 from firsttoken.kvreuse.profile.pareto import Profiled, critical_layers, smallest_within
@@ -99,11 +99,11 @@ def _done(kept: Path) -> dict[str, Any] | None:
 
 
 def run_profile(
-    setting: Setting, run: Run, receiver: Variant, sender: Variant, items: Sequence[Encoded]
+    setting: Setting, run: Run, receiver: PairedModel, sender: PairedModel, items: Sequence[Encoded]
 ) -> list[dict[str, Any]]:
     """Rows of one run: ``what`` is own, sender, reuse, layer or group, with ``lo`` and ``hi`` where it has layers."""
     parts = list(batches(items, setting.config.batch))
-    folder = paths.CACHE / "profiles" / _key(run, receiver, sender, parts)
+    folder = paths.CACHE / "profiles" / batch_key(_SCORING, run, receiver, sender, parts)
     gathered: dict[tuple[str, int, int], dict[str, list[float]]] = {}
     passes = seconds = 0.0
     for index, part in enumerate(tqdm(parts, desc=f"profile {run.name}", unit="batch", disable=None)):
@@ -128,22 +128,24 @@ def run_profile(
     return [*rows, {"what": "cost", "seconds": round(seconds, 2), "prefix_layers": passes_an_item, "n": len(items)}]
 
 
-def setting_profile(setting: Setting, run: Run) -> tuple[Variant, Variant, list[Profiled]]:
+def setting_profile(setting: Setting, run: Run) -> tuple[PairedModel, PairedModel, list[Profiled]]:
     """Receiver, sender and the profiled groups of ``run``."""
     receiver, sender = setting.pair(run)
     to_choose, _ = setting.items(run, receiver.tokenizer)
     return receiver, sender, profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
 
 
-def _key(run: Run, receiver: Variant, sender: Variant, parts: Sequence[Sequence[Encoded]]) -> str:
-    """What a kept batch depends on: both models, the items as they are batched, the edges, and how scores are made."""
+def batch_key(
+    scoring: object, run: Run, receiver: PairedModel, sender: PairedModel, parts: Sequence[Sequence[Encoded]]
+) -> str:
+    """What kept batches depend on: how scores are made, both models, the edges, and the items as they are batched."""
     tokens = [[(i.prefix, i.suffix, i.target) for i in part] for part in parts]
     models = [(v.weights, v.adapter, str(v.model.dtype)) for v in (receiver, sender)]
-    said = repr((_SCORING, models, run.step, tokens))
+    said = repr((scoring, models, run.step, tokens))
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def _batch(run: Run, receiver: Variant, sender: Variant, part: Sequence[Encoded]) -> dict[str, Any]:
+def _batch(run: Run, receiver: PairedModel, sender: PairedModel, part: Sequence[Encoded]) -> dict[str, Any]:
     start = time.perf_counter()
     edges = run.edges(receiver.model.config.num_hidden_layers)
     questions = Questions.of(part, receiver.model.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from firsttoken.kvreuse.pipeline.schedule import Job, Schedule
+from firsttoken.kvreuse.pipeline.schedule import ReuseRequest, Schedule
 from firsttoken.kvreuse.prefill import Group
 
 # layers of 32, as printed: whether they count from 0 or from 1 is not said
@@ -11,7 +11,7 @@ FIGURE_8_LAYER = 23  # where the quality of inputs differs most
 FIGURE_10_CRITICAL, FIGURE_10_GROUP = (16, 17, 18, 20, 25, 26, 27), (16, 27)
 FIGURE_11_LAYERS = 11  # of the group within 5 %
 
-FIGURE_13 = (Job("A", 0, 10, Group(3, 10)), Job("B", 2, 10, Group(0, 3)))
+FIGURE_13 = (ReuseRequest("A", 0, 10, Group(3, 10)), ReuseRequest("B", 2, 10, Group(0, 3)))
 PUBLISHED_UNITS = {Schedule.SEND_ALL: 47, Schedule.SEND_REUSED: 30, Schedule.PIPELINED: 17}
 
 # hidden size, KV heads, head dimension: as the authors' config.json has them; and the ratio that DroidSpeak gives (4.1)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firsttoken.assets.needs import CONTEXT, MEMORY, Held, Need, check, device_memory, weight_bytes
-from firsttoken.kvreuse.pairs import Models, Pair, Variant, shown
+from firsttoken.assets.needs import CONTEXT, MEMORY, ModelFacts, Need, check, device_memory, weight_bytes
+from firsttoken.kvreuse.pairs import Models, Pair, PairedModel, shown
 from firsttoken.kvreuse.tasks import longbench
 from firsttoken.kvreuse.tasks.items import Encoded, encode
 from firsttoken.kvreuse.tasks.load import load_items
@@ -112,16 +112,16 @@ class Setting:
         self.seed = profile.seed
         for run in self.runs:
             receiver = self.models.spec(run.pair.receiver)
-            check(run.needs(self.config), Held(receiver, held_out(run.task)), where=run.name)
+            check(run.needs(self.config), ModelFacts(receiver, held_out(run.task)), where=run.name)
         names = {name for run in self.runs for name in (run.pair.receiver, run.pair.sender)}
         specs = [self.models.spec(name) for name in names]
         sizes = {spec: weight_bytes(spec, profile.torch_dtype()) for spec in set(specs)}
         weights = sum(sizes[spec] for spec in specs)
         room = {MEMORY: device_memory(profile.torch_device()), ITEMS: self.config.items}
         check([Need("reuse.runs", weights, MEMORY, "name smaller models")], room, where="the device")
-        check(needs, Held(self.models.spec(self.runs[0].pair.receiver), room))
+        check(needs, ModelFacts(self.models.spec(self.runs[0].pair.receiver), room))
 
-    def pair(self, run: Run) -> tuple[Variant, Variant]:
+    def pair(self, run: Run) -> tuple[PairedModel, PairedModel]:
         """Receiver and sender of ``run``.
 
         Raises CacheError when they are not of one architecture and tokenizer, ModelError when they have none.

@@ -1,32 +1,23 @@
-"""How much faster the first token comes: the time that a share of a prefill takes, and what the loss bound allows."""
+"""The time to the first token by the share of a prefill that a method computes, between what was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups
-from firsttoken.kvreuse.experiments.tables import by_run
-from firsttoken.kvreuse.profile.pareto import Profiled, smallest_within
-from firsttoken.kvreuse.profile.transfer import resampled
 from firsttoken.study.errors import RequestError
-from firsttoken.study.record import Result, Rows
-from firsttoken.study.stats import Interval
+from firsttoken.study.record import Result, load_result
 
-RELATIVE, POINTS = "5 %", "5 points"
-BOUNDS: dict[str, Callable[[Sequence[Profiled]], Profiled]] = {  # the paper's bound and the report's (errata I41)
-    RELATIVE: lambda groups: smallest_within(groups, BOUND),
-    POINTS: lambda groups: smallest_within(groups, BOUND, absolute=True),
-}
-_DRAWS = 200
 _AS_FULL = ("full prefill", "sender")  # the sender prefills all its layers, too
+_GRID = 2001  # shares of a prefill that are looked at for a time
 
 
 class TimeShares:
     """Time to the first token as a share of full prefill's, at one length: straight lines between what was measured.
 
-    A line begins at full reuse, which computes nothing of the prefix, and goes on beyond its last point.
+    A line begins at full reuse, which computes nothing of the prefix, and goes on beyond its last point, where more
+    work takes at least as long as there.
     """
 
     def __init__(self, latency: Result, tokens: int) -> None:
@@ -39,6 +30,13 @@ class TimeShares:
         for row in sorted(rows, key=lambda row: row["round"]):
             self._taken.setdefault((row["method"], row["compute"]), []).append(row["first_token_s"])
         self._full = np.array(self._taken["full prefill", 1.0])
+        self.provenance: dict[str, Any] = {
+            "experiment": latency.experiment,
+            "machine": latency.slug,
+            "profile": latency.profile,
+            "started": latency.started,
+            "tokens": tokens,
+        }
 
     def of(self, method: str, compute: float) -> np.ndarray:
         """[rounds]: the time of ``method`` where it computes ``compute`` of a prefill (0..1), over full prefill's.
@@ -56,34 +54,25 @@ class TimeShares:
         shares = sorted(line)
         at = min(max(int(np.searchsorted(shares, compute)), 1), len(shares) - 1)
         low, high = shares[at - 1], shares[at]
-        return line[low] + (line[high] - line[low]) * (compute - low) / (high - low)
+        found = line[low] + (line[high] - line[low]) * (compute - low) / (high - low)
+        # a round in which something else delayed the second last point has a line that falls, below zero in the end
+        return np.maximum(found, line[high]) if compute > high else found
 
-    def gain(self, layers: int, again: Sequence[int], depth: int, seed: int = 0) -> Interval:
-        """How many times faster the first token comes with ``layers`` of ``depth`` recomputed; median over rounds.
+    def median(self, method: str, compute: float) -> float:
+        """The median over rounds of ``of``."""
+        return float(np.median(self.of(method, compute)))
 
-        The interval is over ``again``, other choices that might have been, each timed in a round drawn at random.
+    def compute_of(self, method: str, share: float) -> float:
+        """The most that ``method`` computes (0..1) in ``share`` of a full prefill's time; 0 where nothing is in time.
+
+        Raises RequestError for a method that was not timed.
         """
-        rng = np.random.default_rng(seed)
-        drawn = [rng.choice(1 / self.of("DroidSpeak", other / depth)) for other in again]
-        low, high = map(float, np.percentile(drawn, [2.5, 97.5]))
-        return Interval(float(np.median(1 / self.of("DroidSpeak", layers / depth))), low, high, len(drawn))
+        return float(max((at for at in np.linspace(0, 1, _GRID) if self.median(method, at) <= share), default=0.0))
 
 
-def speedups(profile: Result, times: TimeShares) -> Rows:
-    """A row a run and bound: the chosen group, and the gain with an interval over choices and rounds.
-
-    ``profile`` is a result of layer_profile. The items that chose are drawn again, with replacement.
-    """
-    rows = []
-    for run, of in by_run(profile).items():
-        groups, depth = profiled_groups(of), sum(row["what"] == "layer" for row in of)
-        for bound, choose in BOUNDS.items():
-            chosen = choose(groups)
-            again = resampled(groups, len(chosen.own), choose, draws=_DRAWS)
-            gain = times.gain(len(chosen.group), [len(choice.group) for choice in again], depth)
-            rows.append(
-                {"run": run, "bound": bound, "group": str(chosen.group), "layers": len(chosen.group), "depth": depth}
-                | {"gain": gain.summary("x"), "loss": chosen.loss.summary("points", 100)}
-                | {"relative_pct": 100 * chosen.relative_loss}
-            )
-    return rows
+def times_here() -> TimeShares:
+    """The times of this machine at the longest prefix. Raises RequestError where prefill_latency has no result."""
+    latency = load_result("prefill_latency")
+    if latency is None:
+        raise RequestError("no times of this machine are known; first run `firsttoken measure prefill_latency`")
+    return TimeShares(latency, max(row["tokens"] for row in latency.rows))

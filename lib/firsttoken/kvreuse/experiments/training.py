@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.assets.models import as_stored, load_model
-from firsttoken.assets.needs import CONTEXT, Held, Need, check
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.kvreuse.experiments.setting import ReuseConfig
 from firsttoken.kvreuse.pairs import HALF, adapters_folder, half_the_layers
 from firsttoken.kvreuse.tasks.items import encode
@@ -42,7 +42,7 @@ class ReuseTrainingConfig:
 def reuse_training(profile: Profile) -> Outcome:
     """One row a step and adapter: the loss of the answer's tokens, nats; an adapter's last has ``train_s``, too."""
     config = profile.section("reuse_training", ReuseTrainingConfig)
-    check(config.needs(), Held(profile.model))
+    check(config.needs(), ModelFacts(profile.model))
     folder = adapters_folder(profile.section("reuse", ReuseConfig).adapters)
     rows, provenance = [], {}
     for name, tasks, steps in [_parse(line) for line in config.adapters]:

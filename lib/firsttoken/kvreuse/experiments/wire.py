@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from firsttoken.assets.needs import CONTEXT, Need
-from firsttoken.kvreuse.pairs import Variant
+from firsttoken.kvreuse.pairs import PairedModel
 from firsttoken.kvreuse.pipeline.live import FirstToken, first_token, pieces_of, sent_pieces
 from firsttoken.kvreuse.pipeline.schedule import Schedule
-from firsttoken.kvreuse.pipeline.transfer import Buffers, Piece
+from firsttoken.kvreuse.pipeline.transfer import Buffers, CachePiece
 from firsttoken.kvreuse.prefill import Group, full_prefill
 from firsttoken.kvreuse.prefix import Prefix
 from firsttoken.kvreuse.store import KVStore
@@ -47,17 +47,19 @@ def random_request(model: PreTrainedModel, tokens: int, draw: torch.Generator) -
     return Prefix(ids[:, :tokens]), ids[:, tokens:]
 
 
-class Wire:
+class WiredPair:
     """A sender's cache of one prefix, stored on disk, and a receiver that fetches it over links."""
 
-    def __init__(self, sender: Variant, receiver: Variant, tokens: int, groups: Sequence[Group], folder: Path) -> None:
+    def __init__(
+        self, sender: PairedModel, receiver: PairedModel, tokens: int, groups: Sequence[Group], folder: Path
+    ) -> None:
         self.model = receiver.model
         self.prefix, self.suffix = random_request(self.model, tokens, torch.Generator().manual_seed(0))
         sent = full_prefill(sender.model, self.prefix, {group.lo for group in groups if group.needs_edge})
         room = 2 * sum(kv.nbytes for kv in sent.kv) + 2 * sum(edge.nbytes for edge in sent.edges.values())
         store, context = KVStore(folder, memory_bytes=0, disk_bytes=room), self.prefix.ids[0].tolist()
         store.store(context, sender.identity, sent)
-        self.pieces: dict[str, Piece] = pieces_of(store.locate(context, sender.identity))
+        self.pieces: dict[str, CachePiece] = pieces_of(store.locate(context, sender.identity))
         self._buffers: dict[tuple[Group, Schedule], Buffers] = {}
 
     @property

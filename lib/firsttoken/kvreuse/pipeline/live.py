@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from firsttoken.kvreuse.entry import edge_name, layer_name
 from firsttoken.kvreuse.forward import Forward, cache_of, fill
 from firsttoken.kvreuse.pipeline.schedule import Schedule
-from firsttoken.kvreuse.pipeline.transfer import Buffers, Piece, Transfer
+from firsttoken.kvreuse.pipeline.transfer import Buffers, CachePiece, Transfer
 from firsttoken.kvreuse.prefill import Group
 from firsttoken.kvreuse.prefix import LayerKV, Prefix
 from firsttoken.kvreuse.store import Located
@@ -26,7 +26,7 @@ from firsttoken.study.errors import CacheError, LinkError, RequestError
 
 
 @dataclass
-class Marks:
+class ReuseMarks:
     """Seconds since the request at which something was done; None for what did not happen.
 
     ``last_byte_s`` is that of the last piece. After a fallback ``bytes_moved`` had come in vain, and the rest is of the
@@ -50,16 +50,16 @@ class FirstToken:
 
     logits: Tensor
     cache: DynamicCache
-    marks: Marks
+    marks: ReuseMarks
     fell_back: str = ""
 
 
-def pieces_of(located: Located) -> dict[str, Piece]:
+def pieces_of(located: Located) -> dict[str, CachePiece]:
     """What a store has located, for a transfer."""
-    return {name: Piece(name, located.path, *span) for name, span in located.spans.items()}
+    return {name: CachePiece(name, located.path, *span) for name, span in located.spans.items()}
 
 
-def sent_pieces(pieces: Mapping[str, Piece], group: Group, depth: int, schedule: Schedule) -> list[Piece]:
+def sent_pieces(pieces: Mapping[str, CachePiece], group: Group, depth: int, schedule: Schedule) -> list[CachePiece]:
     """What ``schedule`` sends, in order. Raises RequestError when ``pieces`` lacks some of it."""
     names = [edge_name(group.lo)] if schedule.sends_edge(group) else []
     names += [layer_name(layer) for layer in schedule.layers(group, depth)]
@@ -73,7 +73,7 @@ def sent_pieces(pieces: Mapping[str, Piece], group: Group, depth: int, schedule:
 def first_token(
     model: PreTrainedModel,
     prefix: Prefix,
-    pieces: Mapping[str, Piece],
+    pieces: Mapping[str, CachePiece],
     group: Group,
     link: Link,
     suffix: Tensor,
@@ -116,7 +116,7 @@ def _received(
     schedule: Schedule,
     start: float,
 ) -> FirstToken:
-    marks = Marks()
+    marks = ReuseMarks()
     # masks and rotary tables of both passes: made while the first piece is on its way
     forward, behind = Forward(model, prefix), Forward(model, prefix.followed_by(suffix), new=suffix.shape[1])
     cache = cache_of([None] * forward.depth)
@@ -151,7 +151,7 @@ def _done(prefix: Prefix) -> float:
     return time.perf_counter()
 
 
-def _check_fit(model: PreTrainedModel, prefix: Prefix, sent: Sequence[Piece]) -> None:
+def _check_fit(model: PreTrainedModel, prefix: Prefix, sent: Sequence[CachePiece]) -> None:
     """Raise CacheError for the first piece that is of another shape or dtype than the model computes."""
     config, (batch, tokens) = model.config, prefix.ids.shape
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -45,7 +45,7 @@ class Schedule(StrEnum):
 
 
 @dataclass(frozen=True)
-class Job:
+class ReuseRequest:
     """A request that arrives at ``arrival`` and recomputes ``group`` of ``layers``; costs in any one unit of time.
 
     ``kv_units`` and ``compute_units`` are for one layer. Raises RequestError for a negative cost or a group that does
@@ -74,7 +74,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Span:
+class BusySpan:
     """``resource`` ("link" or "processor") works for ``job`` from ``start`` to ``end``; ``what``: "E", "KV 3", "3"."""
 
     job: str
@@ -88,7 +88,7 @@ class Span:
 class Timeline:
     """What link and processor did, and the TTFT of each request by name."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[BusySpan, ...]
     ttft: dict[str, float]
 
     @property
@@ -97,7 +97,7 @@ class Timeline:
         return sum(self.ttft.values())
 
 
-def simulate(jobs: Sequence[Job], schedule: Schedule, *, overlap: bool = False) -> Timeline:
+def simulate(jobs: Sequence[ReuseRequest], schedule: Schedule, *, overlap: bool = False) -> Timeline:
     """Serve ``jobs`` in the order of their arrival; integer costs give integer times.
 
     ``overlap``: an unpipelined schedule moves the next request's cache while this one is computed. Raises RequestError
@@ -105,14 +105,14 @@ def simulate(jobs: Sequence[Job], schedule: Schedule, *, overlap: bool = False) 
     """
     if not jobs or len({job.name for job in jobs}) < len(jobs):
         raise RequestError("a schedule needs at least one request, and each its own name")
-    spans: list[Span] = []
+    spans: list[BusySpan] = []
     free: dict[str, float] = {LINK: 0, PROCESSOR: 0}
     ttft = {}
 
-    def occupy(job: Job, resource: str, what: str, units: float, earliest: float) -> float:
+    def occupy(job: ReuseRequest, resource: str, what: str, units: float, earliest: float) -> float:
         start = max(free[resource], earliest)
         free[resource] = start + units
-        spans.append(Span(job.name, resource, what, start, start + units))
+        spans.append(BusySpan(job.name, resource, what, start, start + units))
         return start + units
 
     for job in sorted(jobs, key=lambda job: job.arrival):

@@ -25,7 +25,7 @@ _CHUNK_S = 0.02  # on a slow link a chunk is what arrives within this time
 
 
 @dataclass(frozen=True)
-class Piece:
+class CachePiece:
     """One tensor of ``shape`` and ``dtype``: ``nbytes`` of the file ``path``, from byte ``offset`` on.
 
     What arrives is held against ``sha256`` (hex; "" leaves that out). Raises CacheError when bytes and shape disagree.
@@ -55,7 +55,7 @@ class Buffers:
     one transfer go before the one that counts. A second transfer overwrites what the first brought.
     """
 
-    def __init__(self, pieces: Iterable[Piece], device: torch.device | str = "cpu") -> None:
+    def __init__(self, pieces: Iterable[CachePiece], device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
         self.host = {p.name: torch.empty(p.shape, dtype=p.dtype, pin_memory=on_gpu) for p in pieces}
@@ -74,7 +74,7 @@ class Transfer:
     not arrived by then does not arrive.
     """
 
-    def __init__(self, pieces: Sequence[Piece], link: Link, buffers: Buffers) -> None:
+    def __init__(self, pieces: Sequence[CachePiece], link: Link, buffers: Buffers) -> None:
         lacking = [p.name for p in pieces if p.name not in buffers.host or buffers.host[p.name].shape != p.shape]
         if lacking:
             raise RequestError(f"no buffer of its shape for {', '.join(lacking)}; make Buffers from the same pieces")
@@ -141,7 +141,7 @@ class Transfer:
                 self._error = error
                 self._changed.notify_all()
 
-    def _open(self, piece: Piece, files: ExitStack) -> int:
+    def _open(self, piece: CachePiece, files: ExitStack) -> int:
         try:
             handle = os.open(piece.path, os.O_RDONLY)
         except OSError as error:
@@ -151,7 +151,7 @@ class Transfer:
             self._cancelled.wait(self._link.config.latency_ms / 1000)
         return handle
 
-    def _bring(self, piece: Piece, handle: int) -> None:
+    def _bring(self, piece: CachePiece, handle: int) -> None:
         host = self._buffers.host[piece.name]
         view, digest = bytes_of(host), hashlib.sha256()
         rate = self._link.config.bytes_per_s

@@ -132,7 +132,7 @@ def _without_middle(ids: list[int], kept: int, tokenizer: PreTrainedTokenizerBas
 
 
 @dataclass(frozen=True)
-class _Line:
+class _LongBenchLine:
     _id: str
     dataset: str
     input: str
@@ -141,7 +141,7 @@ class _Line:
 
 
 def _row(fields: Any, place: str) -> Row:
-    line = shaped(_Line, fields, place, others=True)
+    line = shaped(_LongBenchLine, fields, place, others=True)
     dataset = line.dataset.removesuffix("_e")
     if dataset not in _SETS:
         raise Damaged(f"{place}: no set called {shown(dataset)} is used here; known: {', '.join(_SETS)}")

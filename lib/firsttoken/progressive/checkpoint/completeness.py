@@ -18,18 +18,24 @@ def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[
 
     Raises ModelError for a parameter that no stage brings, one that the model does not have, or brings twice, or has in
     another shape; for a layer in pieces; and for what stays rounded in the end.
+    The planes of a tensor must be of one: of the same dtype, and of the same bytes in the end.
     """
     try:
         manifest.plan.check(list(shapes))
     except StageError as error:
         raise ModelError(f"{folder} does not stage the model of its {CONFIG}: {error}; {MEND}") from error
+    whose: dict[str, tuple[str, str]] = {}
     for part in (part for stage in manifest.stages for part in stage.parts):
-        for name, entry in part.tensors.items():
+        for name, entry in part.brought.items():
             if entry.shape != shapes[name]:
                 raise ModelError(
                     f"{folder}: {part.name} brings {name} as {list(entry.shape)}, by {CONFIG} it has the shape "
                     f"{list(shapes[name])}; {MEND}"
                 )
+        for name, tensor in part.cut.items():
+            found = tensor.dtype, tensor.sha256
+            if whose.setdefault(name, found) != found:
+                raise ModelError(f"{folder}: plane {part.plane} of {name} is of another checkpoint's; {MEND}")
 
 
 def check_header(part: PartFile, header: bytes) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,6 +18,8 @@ from typing import Annotated, Literal
 from firsttoken.progressive.checkpoint.layout import ADAPTER_WEIGHTS, check_layout
 from firsttoken.progressive.checkpoint.names import COARSE, DTYPES, EMBEDDING, HEAD
 from firsttoken.progressive.checkpoint.plan import LoadPlan, Part, Stage
+from firsttoken.progressive.planes.entries import CutTensor
+from firsttoken.progressive.planes.layouts import stream_name
 from firsttoken.study.content import sha256_of
 from firsttoken.study.errors import ModelError
 from firsttoken.study.foreign.faults import Damaged, blaming, regular_size
@@ -37,6 +39,8 @@ Sha256 = Annotated[str, digits(64)]
 class PartFile:
     """One safetensors file, read as a whole. A "refine" part overwrites tensors that an "add" part has brought.
 
+    Of the tensors ``cut`` it brings ``plane`` (0-based) by ``split``, whose streams are among the file's ``tensors``.
+
     ``name`` is "embedding", "layer 07" or "head", ``layer`` the 0-based index where it is a layer; ``file`` is
     relative to the folder (``layout``).
     """
@@ -48,6 +52,19 @@ class PartFile:
     action: Literal["add", "refine"]
     layer: int | None
     tensors: dict[str, TensorEntry]
+    split: str = ""
+    plane: Annotated[int, at_least(0)] = 0
+    cut: dict[str, CutTensor] = field(default_factory=dict)
+
+    @property
+    def brought(self) -> dict[str, TensorEntry | CutTensor]:
+        """The model's tensors that it brings, whole or one plane of them, with the dtype and shape that they have."""
+        streams = {stream for name, tensor in self.cut.items() for stream in self.streams(name)}
+        return {name: entry for name, entry in self.tensors.items() if name not in streams} | self.cut
+
+    def streams(self, name: str) -> list[str]:
+        """The file's names of the streams of its plane of a cut tensor."""
+        return [stream_name(name, self.plane, index) for index in range(len(self.cut[name].codecs))]
 
     @property
     def data_start(self) -> int:
@@ -107,8 +124,14 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all "add" parts: the model once, without refinements and adapters."""
-        return sum(part.bytes for stage in self.stages for part in stage.parts if part.action == "add")
+        """Bytes of all "add" parts and planes: the model once, without what overwrites it and adapters."""
+        parts = (part for stage in self.stages for part in stage.parts)
+        return sum(part.bytes for part in parts if part.action == "add" or part.split)
+
+    @property
+    def in_planes(self) -> bool:
+        """Whether a file holds planes of tensors instead of tensors: stock transformers cannot read it."""
+        return any(part.cut for stage in self.stages for part in stage.parts)
 
     @cached_property
     def plan(self) -> LoadPlan:
@@ -123,15 +146,15 @@ class Manifest:
     @cached_property
     def tied(self) -> bool:
         """Whether the head is the embedding: no file holds it."""
-        return not any(HEAD in part.tensors for stage in self.stages for part in stage.parts)
+        return not any(HEAD in part.brought for stage in self.stages for part in stage.parts)
 
     @cached_property
     def dtype(self) -> str:
         """Torch's name of the dtype that the embedding has in the end ("bfloat16")."""
-        last = [part for stage in self.stages for part in stage.parts if EMBEDDING in part.tensors]
+        last = [part for stage in self.stages for part in stage.parts if EMBEDDING in part.brought]
         if not last:
             raise ModelError(f"a staged checkpoint without {EMBEDDING} is of no Llama-like model; {MEND}")
-        return DTYPES[last[-1].tensors[EMBEDDING].dtype][0]
+        return DTYPES[last[-1].brought[EMBEDDING].dtype][0]
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -204,7 +227,9 @@ def _sha256(path: Path) -> str:
 
 def _planned(part: PartFile) -> Part:
     coarse = next((entry.dtype for entry in part.tensors.values() if entry.dtype in COARSE), None)
-    return Part(part.name, tuple(part.tensors), part.layer, part.action, coarse)
+    whole = tuple(name for name in part.brought if name not in part.cut) if part.split else ()
+    names, split = tuple(part.brought), part.split or None
+    return Part(part.name, names, part.layer, part.action, coarse, split, part.plane, whole)
 
 
 def _files(manifest: Manifest, stages: Collection[int] | None) -> Iterator[tuple[str, str, PartFile | FileEntry]]:

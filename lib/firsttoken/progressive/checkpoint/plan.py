@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from firsttoken.progressive.checkpoint.names import DTYPES, EMBEDDING, HEAD, NORM, layer_of
+from firsttoken.progressive.planes.layouts import SPLITS, planes_of
 from firsttoken.progressive.stages import StagePlan
 from firsttoken.study.errors import StageError
 
@@ -19,7 +20,8 @@ class Part:
     """Tensors that travel in one file.
 
     ``action`` "add" brings tensors for the first time, "refine" overwrites in place ones that are there. ``dtype``, in
-    safetensors' words ("F8_E5M2"), rounds them on the way; None keeps what the source has.
+    safetensors' words ("F8_E5M2"), rounds them on the way; None keeps what the source has. With a ``split``
+    (``planes.layouts``) it is ``plane`` (0-based) of each tensor that comes, but for those of ``whole``.
     """
 
     name: str
@@ -27,6 +29,9 @@ class Part:
     layer: int | None = None
     action: str = "add"
     dtype: str | None = None
+    split: str | None = None
+    plane: int = 0
+    whole: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,32 @@ class LoadPlan:
                         raise StageError(
                             f"stage {stage.name} refines {_what(tensor)} before a stage has brought it; add it first"
                         )
+                    if fault := _plane_fault(part, tensor, brought[tensor][1] if tensor in brought else None):
+                        raise StageError(f"stage {stage.name}: {fault}")
                     brought[tensor] = (stage.name, part)
         if hole := next((name for name in names if name not in brought), None):
             raise StageError(f"hole: {_what(hole)} is in no stage; name it in one")
         if coarse := next((name for name, (_, part) in brought.items() if part.dtype), None):
             raise StageError(f"{_what(coarse)} stays {brought[coarse][1].dtype}: add a part that refines it")
+        for name, (_, part) in brought.items():
+            if name not in part.whole and (lacking := planes_of(part.split) - 1 - part.plane):
+                raise StageError(f"{_what(name)} lacks {lacking} of its planes: name them in a later stage")
+
+
+def _plane_fault(part: Part, tensor: str, before: Part | None) -> str:
+    """What is wrong with the plane of ``tensor`` that ``part`` brings after ``before``; "" if nothing."""
+    if part.split not in (None, *SPLITS):
+        return f"no split of weights is called {part.split!r}; choose one of {', '.join(SPLITS)}"
+    if not part.split or tensor in part.whole:
+        cut = before is not None and before.split is not None and tensor not in before.whole
+        return f"{_what(tensor)} came in planes and comes again whole; bring its other planes" if cut else ""
+    if part.dtype:
+        return f"{_what(tensor)} is rounded and cut in planes; choose one"
+    follows = before is not None and before.split == part.split and tensor not in before.whole
+    due = before.plane + 1 if follows else 0
+    if part.plane != due or (part.action == "add") != (due == 0) or due >= planes_of(part.split):
+        return f"plane {part.plane} of {_what(tensor)} comes where plane {due} is due; bring each once and in order"
+    return ""
 
 
 def by_layers(names: Sequence[str], groups: Sequence[Sequence[int]]) -> LoadPlan:

@@ -51,7 +51,7 @@ def already_there(folder: Path, partial: Path, identity: str) -> Manifest | None
         if manifest:
             check_files(folder, manifest)
             check_side(folder, manifest)
-            if (folder / INDEX).is_file():
+            if (folder / INDEX).is_file() or manifest.in_planes:
                 (folder / LOG).unlink(missing_ok=True)  # left by a kill between the rename and its removal
                 return manifest
     except ModelError:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -38,6 +39,7 @@ from firsttoken.progressive.checkpoint.names import DTYPES
 from firsttoken.progressive.checkpoint.plan import LoadPlan, Part
 from firsttoken.progressive.checkpoint.sources import TensorSource
 from firsttoken.progressive.checkpoint.unfinished import INDEX, LOG, already_there, log_line, resume
+from firsttoken.progressive.planes.files import most_bytes, write_planes
 from firsttoken.study.errors import StageError
 from firsttoken.study.files import replacing, write_text
 from firsttoken.study.foreign.tensors import read_header
@@ -102,7 +104,7 @@ def write_staged(
 def _identity(source: TensorSource, plan: LoadPlan, adapters: Mapping[int, Path]) -> str:
     """A sha256 that is the same when the same tensors would be written to the same files."""
     content = [
-        asdict(plan),
+        _described(plan),
         source.provenance.sha256 or source.provenance.source,
         [str(source.dtype(name)) for name in source.names],
         {number: [[f.name, file_sha256(f)] for f in _files_of(adapters[number])] for number in sorted(adapters)},
@@ -110,7 +112,18 @@ def _identity(source: TensorSource, plan: LoadPlan, adapters: Mapping[int, Path]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
+def _described(plan: LoadPlan) -> dict[str, Any]:
+    """``plan`` for its hash; a plan without planes keeps the one that it has always had."""
+    content = asdict(plan)
+    for part in (part for stage in content["stages"] for part in stage["parts"]):
+        if part["split"] is None:
+            del part["split"], part["plane"], part["whole"]
+    return content
+
+
 def _write_part(source: TensorSource, part: Part, folder: Path, file: str) -> PartFile:
+    if part.split:
+        return write_planes(source, part, folder, file)
     stored = getattr(torch, DTYPES[part.dtype][0]) if part.dtype else None
     path = folder / file
     with replacing(path) as temporary:
@@ -144,11 +157,12 @@ def _complete(
         side=side,
         stages=tuple(stages),
     )
-    index = {
-        "metadata": {"total_size": _payload(Part("all", tuple(source.names)), source)},
-        "weight_map": {name: part.file for stage in stages for part in stage.parts for name in part.tensors},
-    }
-    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    if not manifest.in_planes:  # else no file has a tensor that stock transformers could read (planes.assemble)
+        index = {
+            "metadata": {"total_size": _payload(Part("all", tuple(source.names)), source)},
+            "weight_map": {name: part.file for stage in stages for part in stage.parts for name in part.tensors},
+        }
+        write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
     write_manifest(folder, manifest)
     return manifest
 
@@ -172,7 +186,9 @@ def _files_of(adapter: Path) -> list[Path]:
 
 
 def _payload(part: Part, source: TensorSource) -> int:
-    """Bytes of the tensors of a part, as it stores them."""
+    """Bytes of the tensors of a part, as it stores them, or at most where it codes them."""
+    if part.split:
+        return most_bytes(source, part)
     rounded = DTYPES[part.dtype][1] if part.dtype else None
     return sum((rounded or source.dtype(name).itemsize) * math.prod(source.shapes[name]) for name in part.tensors)
 

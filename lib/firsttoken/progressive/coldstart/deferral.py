@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
-from firsttoken.assets.needs import CONTEXT, LAYERS, Held, Need, check, text_of
+from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.progressive.checkpoint.plan import by_layers
 from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.coldstart.experiments import disk_speed, trial_specs
@@ -22,7 +22,7 @@ from firsttoken.progressive.distance import angular_distances, choose_block
 from firsttoken.progressive.examination import Examination, QualityConfig
 from firsttoken.progressive.gates import Summary, summarise
 from firsttoken.progressive.quality import text_scores
-from firsttoken.progressive.served import Served, ServedConfig, at_stage, load_base, load_served, passing
+from firsttoken.progressive.served import ServedConfig, ServedModel, at_stage, load_base, load_served, passing
 from firsttoken.progressive.staging import best_recipe, served_source, stage_adapters
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
@@ -69,7 +69,7 @@ def deferral_sweep(profile: Profile) -> Outcome:
     quality = profile.section("quality", QualityConfig)
     sizes = quality.smaller(config.items, config.windows)
     place = profile.section("served", ServedConfig)
-    check([*place.needs(), *config.needs(), *sizes.needs()], Held(profile.model))
+    check([*place.needs(), *config.needs(), *sizes.needs()], ModelFacts(profile.model))
     served = load_served(profile)
     rows = _first_tokens(profile, config, quality.questions, served)
     rows += _qualities(profile, config, Examination(sizes, served.tokenizer), served)
@@ -89,7 +89,7 @@ def deferral_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def nested_checkpoint(served: Served, deepest: int) -> Checkpoint:
+def nested_checkpoint(served: ServedModel, deepest: int) -> Checkpoint:
     """One staged checkpoint for every size: stage 1 lacks ``deepest`` layers, each later stage brings one of them."""
     source, depth = served_source(served), served.plan.depth
     block = tuple(range(depth - 1 - deepest, depth - 1))
@@ -102,7 +102,7 @@ def nested_checkpoint(served: Served, deepest: int) -> Checkpoint:
     )
 
 
-def _first_tokens(profile: Profile, config: DeferralConfig, questions: str, served: Served) -> Rows:
+def _first_tokens(profile: Profile, config: DeferralConfig, questions: str, served: ServedModel) -> Rows:
     deepest = max(config.sizes)
     checkpoint = nested_checkpoint(served, deepest)
     specs = trial_specs(profile, checkpoint, questions, config.readers)
@@ -119,7 +119,7 @@ def _first_tokens(profile: Profile, config: DeferralConfig, questions: str, serv
     return rows
 
 
-def _qualities(profile: Profile, config: DeferralConfig, examine: Examination, served: Served) -> Rows:
+def _qualities(profile: Profile, config: DeferralConfig, examine: Examination, served: ServedModel) -> Rows:
     base = load_base(profile)
     windows = token_windows(running_text("train"), base.tokenizer, config.tokens, config.calibration)
     distances = angular_distances(base.model, windows)
@@ -143,7 +143,7 @@ def _labelled(rows: Rows, size: int, selection: str, block: tuple[int, ...]) -> 
     return [row | {"deferred_layers": size, "selection": selection, "block": list(block)} for row in rows]
 
 
-def search_block(served: Served, windows: torch.Tensor, size: int) -> tuple[int, ...]:
+def search_block(served: ServedModel, windows: torch.Tensor, size: int) -> tuple[int, ...]:
     """The ``size`` layers in a row whose absence costs least perplexity on ``windows`` [count, tokens]."""
 
     def loss(start: int) -> float:

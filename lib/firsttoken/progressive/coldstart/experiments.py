@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firsttoken.assets.needs import CONTEXT, LAYERS, Held, Need, check
+from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.link_kernel import available
-from firsttoken.progressive.coldstart.harness import BUCKET, NONE, SERVER, Wire, one_trial, run_trials, wire_for
+from firsttoken.progressive.coldstart.harness import BUCKET, NONE, SERVER, TrialLink, one_trial, run_trials, wire_for
 from firsttoken.progressive.coldstart.materials import (
     Checkpoint,
     prompt_of,
     random_checkpoint,
     served_checkpoint,
 )
+from firsttoken.progressive.coldstart.spec import TrialSpec
 from firsttoken.progressive.coldstart.summary import link_floor
-from firsttoken.progressive.coldstart.trial import TrialSpec
 from firsttoken.progressive.coldstart.variants import find_variant
 from firsttoken.progressive.loading.peers import installed
 from firsttoken.progressive.served import ServedConfig
@@ -61,7 +61,7 @@ class ColdStartConfig:
 def cold_start(profile: Profile) -> Outcome:
     """Fresh processes from cold files to the first token, over each link; ratios within each link."""
     config = profile.section("coldstart", ColdStartConfig)
-    check(profile.section("served", ServedConfig).needs(), Held(profile.model))
+    check(profile.section("served", ServedConfig).needs(), ModelFacts(profile.model))
     ours = (*config.sweep_variants, *config.parallel_variants, *config.server_variants)
     if peers := [name for name in ours if find_variant(name).peer]:
         raise ProfileError(
@@ -74,10 +74,10 @@ def cold_start(profile: Profile) -> Outcome:
     disk = disk_speed(specs("read"))
     few = config.few_rounds
     main = wire_for(config.gbit_per_s, checkpoint.staged, disk)
-    groups = [(main, (*config.variants, *config.few_variants)), (Wire(0.0, NONE), config.disk_variants)]
+    groups = [(main, (*config.variants, *config.few_variants)), (TrialLink(0.0, NONE), config.disk_variants)]
     groups += [(wire_for(rate, checkpoint.staged, disk), config.sweep_variants) for rate in config.sweep_links]
-    groups.append((Wire(config.gbit_per_s, BUCKET, parallel=True), config.parallel_variants))
-    groups.append((Wire(config.gbit_per_s, SERVER), config.server_variants))
+    groups.append((TrialLink(config.gbit_per_s, BUCKET, parallel=True), config.parallel_variants))
+    groups.append((TrialLink(config.gbit_per_s, SERVER), config.server_variants))
     left_out: dict[str, list[str]] = {}
     for wire, variants in groups:
         if not variants:
@@ -127,7 +127,7 @@ def cold_start_shapes(profile: Profile) -> Outcome:
     config = profile.section("shapes", ShapesConfig)
     rows: Rows = []
     for shape, block in zip(config.shapes, config.blocks, strict=True):
-        check(config.needs(block), Held(f"{RANDOM}{shape}"))
+        check(config.needs(block), ModelFacts(f"{RANDOM}{shape}"))
     for shape, block in zip(config.shapes, config.blocks, strict=True):
         checkpoint = random_checkpoint(shape, profile.stored_dtype(), block, profile.seed)
         specs = trial_specs(profile, checkpoint, "", config.readers, config.prompt_tokens)
@@ -141,7 +141,7 @@ def cold_start_shapes(profile: Profile) -> Outcome:
     return Outcome(rows, provenance={"source": "random weights", "kind": "random"})
 
 
-def reachable(variants: Sequence[str], wire: Wire) -> list[str]:
+def reachable(variants: Sequence[str], wire: TrialLink) -> list[str]:
     """Those of ``variants`` that can run: other people's loaders read past a token bucket, know no data server, and may
     not be installed."""
     names = []
@@ -183,5 +183,5 @@ def trial_specs(
 
 def disk_speed(read: TrialSpec) -> float:
     """Gbit/s of this machine's own storage, cold, read as the trials read it."""
-    row = one_trial(read, Wire(0.0, NONE))
+    row = one_trial(read, TrialLink(0.0, NONE))
     return 8e-9 * row["bytes"] / row["load_s"]

@@ -44,7 +44,9 @@ def phase_stacks(result: Result, links: Sequence[str]) -> Figure:
             own = [row for row in rows if row["variant"] == name]
             _stack(ax, place, own, _floor(result, link, own), result.summary[f"{name}_request_p50_{link_key(own[0])}"])
             labels.append(f"{VARIANTS[name].label} (n = {len(own)})")
-        before = float(np.median([_seconds(row, ("interpreter", "imports")) for row in rows]))
+        before = float(
+            np.median([_seconds(row, ("interpreter", "imports")) for row in rows if not VARIANTS[row["variant"]].lean])
+        )
         ax.set(xlabel=f"seconds from the arrival of the request (imports: {before:.1f} s before)")
         ax.set(xlim=(0, None), title=_link_title(rows), yticks=range(len(found)), yticklabels=labels)
         ax.grid(axis="y", visible=False)

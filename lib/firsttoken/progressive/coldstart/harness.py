@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from firsttoken.link import LinkConfig
 from firsttoken.link_kernel import KernelLimit, available
-from firsttoken.progressive.coldstart.trial import TrialSpec
+from firsttoken.progressive.coldstart.spec import TrialSpec
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.record import Rows
 from firsttoken.study.system.pagecache import evict, resident_fraction
@@ -28,7 +28,7 @@ A_LINK = " a link"  # of a name: there are several such links side by side
 
 
 @dataclass(frozen=True)
-class Wire:
+class TrialLink:
     """The link of a group of trials: its rate (0: unshaped), who limits it, and whether the files start cold.
 
     A "kernel" limit holds for the whole process, so for every loader; a token "bucket" holds for our own reads, and is
@@ -48,19 +48,19 @@ class Wire:
         return LinkConfig(self.gbit_per_s).name + (A_LINK if self.parallel else of_a_server)
 
 
-def wire_for(gbit_per_s: float, folder: Path, disk_gbit_per_s: float) -> Wire:
+def wire_for(gbit_per_s: float, folder: Path, disk_gbit_per_s: float) -> TrialLink:
     """The best wire of that rate that this machine has: the kernel's where it can, else a token bucket.
 
     Rates beyond four fifths of what the disk gives are served from memory.
     """
     if not gbit_per_s:
-        return Wire(0.0, NONE)
+        return TrialLink(0.0, NONE)
     if gbit_per_s > 0.8 * disk_gbit_per_s:
-        return Wire(gbit_per_s, BUCKET, cold=False)
-    return Wire(gbit_per_s, BUCKET if available(folder) else KERNEL)
+        return TrialLink(gbit_per_s, BUCKET, cold=False)
+    return TrialLink(gbit_per_s, BUCKET if available(folder) else KERNEL)
 
 
-def run_trials(rounds: Sequence[Sequence[TrialSpec]], wire: Wire, seed: int, timeout_s: float = 600.0) -> Rows:
+def run_trials(rounds: Sequence[Sequence[TrialSpec]], wire: TrialLink, seed: int, timeout_s: float = 600.0) -> Rows:
     """The trials of each of ``rounds``, in an order drawn anew.
 
     Raises FirstTokenError when a trial fails, with its last line.
@@ -76,7 +76,7 @@ def run_trials(rounds: Sequence[Sequence[TrialSpec]], wire: Wire, seed: int, tim
     return rows
 
 
-def one_trial(spec: TrialSpec, wire: Wire, timeout_s: float = 600.0) -> dict[str, object]:
+def one_trial(spec: TrialSpec, wire: TrialLink, timeout_s: float = 600.0) -> dict[str, object]:
     """One trial over ``wire``; its row says how cold the files were."""
     files = [path for folder in {spec.staged, spec.stock} for path in sorted(Path(folder).rglob("*.safetensors"))]
     resident = make_cold(files) if wire.cold else make_warm(files)

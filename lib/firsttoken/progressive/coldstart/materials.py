@@ -15,7 +15,7 @@ from firsttoken.progressive.checkpoint.plan import staged, whole
 from firsttoken.progressive.checkpoint.sources import RandomSource, TensorSource
 from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.samples import qa_prompt
-from firsttoken.progressive.served import Served, ServedConfig, load_served
+from firsttoken.progressive.served import ServedConfig, ServedModel, load_served
 from firsttoken.progressive.stages import StagePlan
 from firsttoken.progressive.staging import RANDOM, best_recipe, served_source, stage_adapters
 from firsttoken.study import paths
@@ -34,7 +34,7 @@ class Checkpoint:
     provenance: dict[str, Any]
 
 
-def served_checkpoint(profile: Profile, served: Served | None = None) -> Checkpoint:
+def served_checkpoint(profile: Profile, served: ServedModel | None = None) -> Checkpoint:
     """The served model of ``profile`` under its stage plan, with the adapters of its best recipe, in the cache.
 
     Raises StageError when the model has no adapter for a stage, and what staging raises.
@@ -54,12 +54,12 @@ def random_checkpoint(shape: str, dtype: Any, block: int, seed: int) -> Checkpoi
     return _write(source, plan, f"random-{shape}-{name_of(dtype)}-{seed}", provenance, {})
 
 
-def bare_checkpoint(served: Served) -> Checkpoint:
+def bare_checkpoint(served: ServedModel) -> Checkpoint:
     """The served model under its stage plan without adapters."""
     return _write(served_source(served), served.plan, _name(served), served.provenance, {})
 
 
-def whole_checkpoint(served: Served) -> Checkpoint:
+def whole_checkpoint(served: ServedModel) -> Checkpoint:
     """The served model in one stage: what a plain start loads, layer after layer."""
     source, parent = served_source(served), paths.CACHE / "checkpoints"
     folder = parent / f"{_name(served)}-whole"
@@ -68,7 +68,7 @@ def whole_checkpoint(served: Served) -> Checkpoint:
     return Checkpoint(folder, stock, manifest, served.plan, served.provenance)
 
 
-def _name(served: Served) -> str:
+def _name(served: ServedModel) -> str:
     """Weights and the dtype they are written in: a folder made where another one computes holds the same."""
     return f"{served.sha256[:12]}-{name_of(served.stored or served.model.dtype)}"
 

@@ -9,31 +9,32 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from firsttoken.lean.tokenizer import read_tokenizer
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import read_manifest
-from firsttoken.progressive.coldstart.variants import Variant
+from firsttoken.progressive.coldstart.spec import PhaseClock, TrialSpec
+from firsttoken.progressive.coldstart.variants import StartVariant
 from firsttoken.progressive.loading.reader import BlobReader
 from firsttoken.study.clock import timed
 from firsttoken.study.dtypes import DTYPES
 from firsttoken.study.system.footprint import cpu_seconds
 
-if TYPE_CHECKING:
-    from firsttoken.progressive.coldstart.trial import Marks, TrialSpec
-
 More = Callable[[float], dict[str, Any]]
 
 
-def import_libraries(spec: TrialSpec, variant: Variant) -> None:
+def import_libraries(spec: TrialSpec, variant: StartVariant) -> None:
     """Everything a worker of this kind has in memory before it knows which request will come."""
     import tokenizers  # noqa: F401
-    import transformers
 
-    config = json.loads(Path(spec.stock, "config.json").read_text(encoding="utf-8"))
-    getattr(transformers, config["architectures"][0])
+    if not variant.lean:
+        import transformers
+
+        config = json.loads(Path(spec.stock, "config.json").read_text(encoding="utf-8"))
+        getattr(transformers, config["architectures"][0])
     if variant.peer:
         from firsttoken.progressive.loading.peers import import_peer
 
@@ -44,7 +45,7 @@ def import_libraries(spec: TrialSpec, variant: Variant) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
-def tokenize(spec: TrialSpec, variant: Variant) -> Any:
+def tokenize(spec: TrialSpec, variant: StartVariant) -> Any:
     """The prompt's ids [1, tokens]; by the Auto class for the stock way, by the tokenizer's own file otherwise."""
     if variant.peer == "from_pretrained" and spec.prompt:
         from transformers import AutoTokenizer
@@ -53,13 +54,11 @@ def tokenize(spec: TrialSpec, variant: Variant) -> Any:
         return tokenizer(spec.prompt, return_tensors="pt")["input_ids"].to(spec.device)
     if not spec.prompt:
         return torch.arange(1, spec.prompt_tokens + 1)[None].to(spec.device)
-    from tokenizers import Tokenizer
-
-    return torch.tensor([Tokenizer.from_file(f"{spec.stock}/tokenizer.json").encode(spec.prompt).ids]).to(spec.device)
+    return torch.tensor([read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids]).to(spec.device)
 
 
 def start_peer(
-    spec: TrialSpec, variant: Variant, links: list[Link], reader: BlobReader | None, prompt: Any, marks: Marks
+    spec: TrialSpec, variant: StartVariant, links: list[Link], reader: BlobReader | None, prompt: Any, marks: PhaseClock
 ) -> tuple[int, More]:
     """Somebody else's loader, then the prefill: the first token, and what to measure after it."""
     from firsttoken.progressive.loading.peers import load_with
@@ -72,14 +71,18 @@ def start_peer(
 
 
 def start_ours(
-    spec: TrialSpec, variant: Variant, links: list[Link], reader: BlobReader | None, prompt: Any, marks: Marks
+    spec: TrialSpec, variant: StartVariant, links: list[Link], reader: BlobReader | None, prompt: Any, marks: PhaseClock
 ) -> tuple[int, More]:
     """Our loader, the prefill behind it or in its stream: the first token, and what to measure after it."""
+    from firsttoken.assets.empty_model import build_on_meta
     from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+    from firsttoken.progressive.loading.placement import build_lean
 
     folder = Path(spec.staged)
     manifest = read_manifest(folder)
-    skeleton = Skeleton(folder, manifest, spec.device, DTYPES.get(spec.dtype))
+    skeleton = Skeleton(
+        folder, manifest, spec.device, DTYPES.get(spec.dtype), build_lean if variant.lean else build_on_meta
+    )
     marks.phase("build")
     options = {"threads": spec.readers, "verify": variant.verify, "reader": reader}
     load = StageLoad(spec.weights, manifest, variant.stages, links, skeleton, skeleton.empty_view(), **options)
@@ -109,7 +112,7 @@ def start_ours(
 
 
 def _recover(
-    spec: TrialSpec, manifest: Any, links: list[Link], skeleton: Any, view: Any, variant: Variant, prompt: Any
+    spec: TrialSpec, manifest: Any, links: list[Link], skeleton: Any, view: Any, variant: StartVariant, prompt: Any
 ) -> dict[str, Any]:
     """Bring the later stages one after another, with nothing else to do; and what the whole model says then."""
     from firsttoken.progressive.loading.loader import StageLoad

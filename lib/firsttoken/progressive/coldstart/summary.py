@@ -10,7 +10,9 @@ import numpy as np
 from firsttoken.progressive.coldstart.harness import link_key
 from firsttoken.progressive.coldstart.variants import VARIANTS
 from firsttoken.study.record import Rows
-from firsttoken.study.stats import Interval, bootstrap
+from firsttoken.study.stats import Along, Interval, bootstrap
+
+P95 = Along(lambda sample, axis: np.percentile(sample, 95, axis=axis))
 
 REQUEST, PROCESS, READY = "ttft_request_s", "ttft_process_s", "ready_s"
 
@@ -32,7 +34,11 @@ def ratio(rows: Rows, variant: str, base: str, column: str = REQUEST, q: float =
     rounds in which both ran."""
     ours, theirs = _by_round(rows, variant, column), _by_round(rows, base, column)
     pairs = np.array([(ours[at], theirs[at]) for at in ours if at in theirs])
-    return bootstrap(pairs, lambda sample: float(np.divide(*np.percentile(sample, q, axis=0))))
+
+    def quotient(sample: np.ndarray, axis: int) -> np.ndarray:
+        return np.divide(*np.moveaxis(np.percentile(sample, q, axis=axis), -1, 0))
+
+    return bootstrap(pairs, Along(quotient))
 
 
 def full_rows(rows: Rows) -> Rows:
@@ -91,10 +97,10 @@ def link_summary(rows: Rows) -> Measures:
         for column, short in ((REQUEST, "request"), (PROCESS, "process")):
             times = values(rows, name, column)
             measures[f"{name}_{short}_p50"] = bootstrap(times, "median").summary("s")
-            measures[f"{name}_{short}_p95"] = bootstrap(times, lambda s: float(np.percentile(s, 95))).summary("s")
+            measures[f"{name}_{short}_p95"] = bootstrap(times, P95).summary("s")
     if {"progressive", "whole_streamed"} <= there:
         measures |= _progressive(rows, size, rate)
-    peers = sorted(name for name in there if VARIANTS[name].peer)
+    peers = sorted(name for name in there if VARIANTS[name].peer and not VARIANTS[name].lean)
     for peer in peers if "progressive" in there else ():
         measures |= _reductions(rows, peer, peer)
     if peers and "whole" in there:
@@ -107,6 +113,7 @@ def link_summary(rows: Rows) -> Measures:
         quickest = min(peers, key=lambda name: float(np.median(values(ready, name, READY))))
         measures["quickest_peer"] = {"value": quickest, "unit": "by median time until the weights can be used"}
         measures["whole_ready_over_quickest_peer"] = ratio(ready, "whole", quickest, READY).summary("x")
+    measures |= _lean(rows)
     for name in there:
         # ParaServe's arithmetic: k links bring everything in a k-th of the time
         if (count := VARIANTS[name].links) > 1:
@@ -146,6 +153,25 @@ def _progressive(rows: Rows, size: int, rate: float) -> Measures:
         measures["peak_device_memory_over_whole"] = device.summary("x")
     if any(row["variant"] == "whole" for row in rows):
         measures["streaming_gain"] = _reduction(ratio(rows, "whole_streamed", "whole"))
+    return measures
+
+
+def _lean(rows: Rows) -> Measures:
+    """Starts without transformers against the same loader's with it, from the creation of the process; and against what
+    none can do without: importing torch, or the bytes at the rate read alone, whichever takes longer."""
+    measures: Measures = {}
+    rate = values(rows, "read", "bytes")[0] / float(np.median(values(rows, "read", "load_s")))
+    for name, base in (("lean", "whole_streamed"), ("lean_progressive", "progressive")):
+        if not {name, base} <= {row["variant"] for row in rows}:
+            continue
+        bound = max(values(rows, name, "bytes")[0] / rate, float(np.median(values(rows, name, "torch_s"))))
+        measures[f"{name}_over_{base}"] = ratio(rows, name, base, PROCESS).summary("x")
+        shares = [s / bound for s in values(rows, name, PROCESS)]
+        measures[f"{name}_over_bound"] = bootstrap(shares, "median").summary("x")
+        measures[f"{name}_says_the_same"] = {
+            "value": len({row.get("token_id") for row in rows if row["variant"] in (name, base)}) == 1,
+            "unit": f"first tokens of {name} and {base} are equal",
+        }
     return measures
 
 

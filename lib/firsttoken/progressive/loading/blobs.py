@@ -23,18 +23,21 @@ ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 def parts_of(manifest: Manifest, stages: Sequence[int]) -> list[PartFile]:
     """The parts that ``stages`` (1-based) need, in the order of the forward pass.
 
-    Of tensors that a later one of the same stages refines only the refinement is read.
+    Of tensors that a later one of the same stages overwrites only that is read; of those in planes, all of them.
     """
     bringing = [part for stage in sorted(stages) for part in manifest.stages[stage - 1].parts]
-    last = {name: part for part in bringing for name in part.tensors}
-    needed = [part for part in bringing if any(last[name] is part for name in part.tensors)]
+    made_of: dict[str, list[PartFile]] = {}
+    for part in bringing:
+        for name in part.brought:
+            made_of[name] = [*(made_of.get(name, []) if name in part.cut else []), part]
+    needed = [part for part in bringing if any(part in made_of[name] for name in part.brought)]
     return sorted(needed, key=_depth)
 
 
 def _depth(part: PartFile) -> float:
     if part.layer is not None:
         return part.layer
-    return -1.0 if any(".embed_tokens." in name for name in part.tensors) else float("inf")
+    return -1.0 if any(".embed_tokens." in name for name in part.brought) else float("inf")
 
 
 def part_blobs(folder: Folder, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:

@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
+from firsttoken.assets.empty_model import build_on_meta, put
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.completeness import check_complete, check_header
 from firsttoken.progressive.checkpoint.layout import CONFIG
@@ -24,28 +25,36 @@ from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, check
 from firsttoken.progressive.loading.blobs import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
 from firsttoken.progressive.loading.memory import BUFFERS, memory_for
-from firsttoken.progressive.loading.placement import build_on_meta, put, torch_dtype, untied_shapes
+from firsttoken.progressive.loading.placement import Build, torch_dtype, untied_shapes
 from firsttoken.progressive.loading.reader import Blob, BlobReader
 from firsttoken.progressive.loading.views import StageView, check_whole, make_view
 from firsttoken.progressive.passlayer import PassLayer
+from firsttoken.progressive.planes.placing import Planes, first_weights
 from firsttoken.study.errors import ModelError
 
 
 class Skeleton:
     """The model of a staged checkpoint with no weights yet, and its layers by index whether they compute or not.
 
-    It computes in ``dtype``, or as it is stored; what arrives is converted as it is put in its place. Raises ModelError
-    for a config.json that is not the one that was staged, or describes another model than the manifest.
+    It computes in ``dtype``, or as it is stored; what arrives is converted as it is put in its place. ``build`` makes
+    the stock model, or the lean one (``placement.build_lean``). Raises ModelError for a config.json that is not the one
+    that was staged, or describes another model than the manifest.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        build: Build = build_on_meta,
     ) -> None:
         check_side(folder, manifest, CONFIG)
-        self.model: PreTrainedModel = build_on_meta(folder, dtype or torch_dtype(manifest.dtype))
+        self.model = build(folder, dtype or torch_dtype(manifest.dtype))
         self.folder, self.device = folder, torch.device(device)
         self.model.model.rotary_emb.to(self.device)
         self.layers: list[nn.Module] = list(self.model.model.layers)
+        self.planes = Planes()
         check_complete(folder, manifest, untied_shapes(self.model))
 
     def empty_view(self) -> StageView:
@@ -148,15 +157,26 @@ class StageLoad:
         check_header(part, bytes(file[:first]))
         data, copied = self._memory.settle(file[first:])
         begin = time.perf_counter()
-        for name, entry in part.tensors.items():
-            module, leaf = self._target(part, name)
+        for name, entry in part.brought.items():
+            if name in part.cut:
+                continue
             raw = data[entry.start - first : entry.end - first]
-            put(module, leaf, raw.view(torch_dtype(entry.dtype)).reshape(entry.shape))
+            raw = raw.clone() if part.cut else raw  # a norm need not hold the memory of streams
+            put(*self._target(part, name), raw.view(torch_dtype(entry.dtype)).reshape(entry.shape))
+        if part.plane:
+            self._skeleton.planes.place(part, file, partial(self._parameter, part))
+        else:
+            for name in part.cut:
+                put(*self._target(part, name), first_weights(part, name, file, self._skeleton.device))
         if self._manifest.tied and part.layer is None:
             head, embedding = self._targets["lm_head"], self._targets["embed_tokens"]
             head._parameters["weight"] = embedding._parameters["weight"]
         self.placing_s += time.perf_counter() - begin
         return copied
+
+    def _parameter(self, part: PartFile, name: str) -> nn.Parameter:
+        module, leaf = self._target(part, name)
+        return module.get_parameter(leaf)
 
     def _target(self, part: PartFile, name: str) -> tuple[nn.Module, str]:
         if part.layer is not None:
@@ -182,7 +202,7 @@ class StageLoad:
     def _gated(self, part: PartFile) -> list[nn.Module]:
         if part.layer is not None:
             return [self.view.layers[part.layer]]
-        names = {name.removeprefix("model.").partition(".")[0] for name in part.tensors}
+        names = {name.removeprefix("model.").partition(".")[0] for name in part.brought}
         return [self.view.ends[name] for name in names]
 
     def _gate(self, index: int) -> Callable[..., None]:

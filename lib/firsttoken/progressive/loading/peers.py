@@ -13,17 +13,23 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from firsttoken.assets.checkpoint import weight_files
+from firsttoken.assets.empty_model import build_on_meta, put
 from firsttoken.assets.model_config import read_config
 from firsttoken.assets.quiet import quiet_transformers
+from firsttoken.lean.model import LeanModel
+from firsttoken.progressive.checkpoint.names import EMBEDDING, HEAD
 from firsttoken.progressive.loading.chunked import read_whole
-from firsttoken.progressive.loading.placement import build_on_meta, finish, put, torch_dtype
+from firsttoken.progressive.loading.placement import Build, build_lean, finish, torch_dtype
 from firsttoken.study.errors import ModelError, StageError
+
+if TYPE_CHECKING:  # a lean start needs none of it
+    from transformers import PreTrainedModel
 
 Tensors = Iterable[tuple[str, Tensor]]
 
@@ -90,6 +96,24 @@ def _safetensors(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
     return _filled(folder, dtype, device, (item for file in files for item in load_file(file, str(device)).items()))
 
 
+def _lean(folder: Path, dtype: torch.dtype, device: torch.device) -> LeanModel | PreTrainedModel:
+    """Not a peer but what they are measured against: lean layers on the mapped file.
+
+    Frequencies of positions, which old checkpoints hold, are passed over, as transformers does it.
+    """
+    from safetensors.torch import load_file
+
+    tensors = {name: tensor for file in weight_files(folder) for name, tensor in load_file(file, str(device)).items()}
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
+    model = _filled(folder, dtype, device, kept.items(), build_lean)
+    if model.config.tie_word_embeddings and HEAD in kept and not torch.equal(kept[HEAD], kept[EMBEDDING]):
+        raise ModelError(
+            f"{folder} has a {HEAD} that is not the embedding it is tied to; set tie_word_embeddings to false in its "
+            "config.json"
+        )
+    return model
+
+
 def _runai(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     from runai_model_streamer import SafetensorsStreamer
 
@@ -127,9 +151,11 @@ def _chunked(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
         return _filled(folder, dtype, device, arrived())
 
 
-def _filled(folder: Path, dtype: torch.dtype, device: torch.device, tensors: Tensors) -> PreTrainedModel:
+def _filled(
+    folder: Path, dtype: torch.dtype, device: torch.device, tensors: Tensors, build: Build = build_on_meta
+) -> LeanModel | PreTrainedModel:
     """An empty model with ``tensors`` put into it."""
-    model = build_on_meta(folder, dtype)
+    model = build(folder, dtype)
     model.model.rotary_emb.to(device)
     for name, tensor in tensors:
         put(model, name, tensor)
@@ -148,4 +174,5 @@ PEERS = {
     "runai": Peer(_runai, "runai-model-streamer"),
     "fastsafetensors": Peer(_fastsafetensors, "fastsafetensors"),
     "chunked": Peer(_chunked),
+    "lean": Peer(_lean),
 }

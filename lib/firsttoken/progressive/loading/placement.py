@@ -1,18 +1,27 @@
-"""A model without memory, and weights put into it one by one."""
+"""What the tensors of a model are, and that each of them was brought."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 
-from firsttoken.assets.lock import first_line
-from firsttoken.assets.model_config import read_config
+from firsttoken.assets.empty_model import build_on_meta
+from firsttoken.lean.build import lean_on_meta
+from firsttoken.lean.config import OtherWay
+from firsttoken.lean.model import LeanModel
 from firsttoken.progressive.checkpoint.names import DTYPES, HEAD
 from firsttoken.study.errors import ModelError
+
+if TYPE_CHECKING:  # a model of ours needs none of it
+    from transformers import PreTrainedModel
+
+Build: TypeAlias = "Callable[[Path, torch.dtype], PreTrainedModel | LeanModel]"
+"""Makes the model of a folder's config.json, in a dtype, without memory for its weights."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -20,63 +29,22 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, DTYPES[name][0] if name in DTYPES else name)
 
 
-def build_on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that ``folder/config.json`` describes, with every parameter on the meta device and in ``dtype``.
-
-    Only the rotary tables are real: no file holds them. The class is looked up by name, because transformers' Auto
-    classes import every configuration there is (1.5 s on two cores). Raises ModelError when the folder has no usable
-    config.json.
-    """
-    import transformers
-
-    sizes = read_config(folder)
+def build_lean(folder: Path, dtype: torch.dtype) -> LeanModel | PreTrainedModel:
+    """As :func:`build_on_meta` without transformers; where a model asks for more, a line says so and it is that one."""
     try:
-        kind = getattr(transformers, sizes.architecture)
-        config = kind.config_class.from_pretrained(folder, local_files_only=True)
-        return empty_model(kind, config, dtype)
-    except Exception as error:  # of many kinds: the file names the class, and its sizes may be anything
-        reason = first_line(error)
-        raise ModelError(f"{folder} has no config.json of a model that transformers knows ({reason})") from error
+        return lean_on_meta(folder, dtype)
+    except OtherWay as reason:
+        print(f"firsttoken: {folder.name} starts with transformers' own modules: {reason}", file=sys.stderr)
+        return build_on_meta(folder, dtype)
 
 
-def untied_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+def untied_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The parameters of ``model`` by name, each once: without a head that is the embedding."""
     tied = model.config.tie_word_embeddings
     return {name: tuple(p.shape) for name, p in model.named_parameters() if not (tied and name == HEAD)}
 
 
-def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of ``kind`` and ``config`` in eval mode, as :func:`build_on_meta` makes it."""
-    config.dtype = dtype
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model = kind(config)
-    finally:
-        torch.set_default_dtype(before)
-    rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config=config)
-    return model.eval().requires_grad_(False)
-
-
-def put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make ``tensor`` the parameter ``name`` of ``model``, without a copy where its dtype is already the model's.
-
-    Raises ModelError for a name that the model does not have and for a wrong shape.
-    """
-    path, _, leaf = name.rpartition(".")
-    try:
-        module = model.get_submodule(path)
-        old = module._parameters[leaf]
-    except (AttributeError, KeyError):
-        raise ModelError(f"the model has no parameter {name}; was it staged for another architecture?") from None
-    if old.shape != tensor.shape:
-        raise ModelError(f"{name} has shape {list(tensor.shape)}, the model wants {list(old.shape)}; stage it again")
-    module._parameters[leaf] = nn.Parameter(tensor.to(old.dtype), requires_grad=False)
-
-
-def finish(model: PreTrainedModel) -> PreTrainedModel:
+def finish(model: LeanModel | PreTrainedModel) -> LeanModel | PreTrainedModel:
     """Tie the head where the model ties it. Raises ModelError naming the first parameter that is still missing."""
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]

@@ -187,7 +187,7 @@ def _groups(blobs: Sequence[Blob], count: int) -> list[range]:
     return [range(low, high) for low, high in pairwise([0, *cuts, len(blobs)])]
 
 
-class _File:
+class _OpenFile:
     """An open file: read from the page cache where it lies there, else past it.
 
     A direct read spares the kernel's copy, which on two cores is computing time that the tokenizer and the empty model
@@ -228,4 +228,4 @@ def _opened(blob: Blob) -> Opened:
         raise ModelError(f"{blob.what}: {blob.path.name} is missing in {blob.path.parent}; copy it there") from None
     if size != blob.bytes:
         raise ModelError(f"{blob.what}: {blob.path.name} has {size:,} of {blob.bytes:,} bytes; copy it again")
-    return _File(blob.path)
+    return _OpenFile(blob.path)

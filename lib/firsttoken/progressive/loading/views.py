@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from firsttoken.progressive.loading.lora import Adapter, with_adapter
 from firsttoken.progressive.passlayer import PassLayer
 from firsttoken.study.errors import ModelError, StageError
+
+if TYPE_CHECKING:  # a model of ours needs none of it
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressive.loading.blobs import adapter_blobs, part_blobs
 from firsttoken.progressive.loading.loader import Skeleton, StageLoad
-from firsttoken.progressive.loading.placement import torch_dtype
+from firsttoken.progressive.loading.placement import build_lean, torch_dtype
 from firsttoken.progressive.loading.views import StageView
 from firsttoken.study import dtypes
 
@@ -68,7 +68,7 @@ class Growth:
             for blob in blobs(self._folder, manifest, [stage])
         )
         computing = dtypes.serving(self._dtype, torch_dtype(manifest.dtype), self._device)
-        self.skeleton = Skeleton(self._folder, manifest, self._device, computing)
+        self.skeleton = Skeleton(self._folder, manifest, self._device, computing, build_lean)
         self._manifest: Manifest = manifest
         return self._load(1, self.skeleton.empty_view())
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.preemption.base import PreemptionPolicy
+from firsttoken.engine.preemption.recompute import Recompute
 
 BLOCK_TOKENS = 16
 POOL_TOKENS = 16_384  # 0.4 GB of keys and values of the default model in 16 bits
@@ -17,7 +19,9 @@ class GrowthConfig:
 
     ``threads`` readers a link; a failed stage is tried again after ``retry_s`` seconds, and after twice as long each
     further time, up to a minute. ``recover`` False stays at stage 1. The KV pool holds ``max_sessions`` of the longest
-    requests, but at most ``POOL_TOKENS`` tokens, or one such request.
+    requests, but at most ``POOL_TOKENS`` tokens, or one such request; or ``kv_blocks``. ``engine`` says how they share
+    it, ``preemption`` how who gave way comes back (computed again, unless given): where that may be a swap, the host's
+    pool is as large.
     """
 
     threads: int = 8
@@ -26,10 +30,20 @@ class GrowthConfig:
     max_sessions: int = 64
     max_prompt_tokens: int = 4096
     max_new_tokens: int = 1024
+    kv_blocks: int | None = None
+    engine: EngineConfig = STALL_FREE
+    preemption: PreemptionPolicy | None = None
 
     @property
     def blocks(self) -> int:
         """Of the KV pool."""
+        if self.kv_blocks is not None:
+            return self.kv_blocks
         longest = self.max_prompt_tokens + self.max_new_tokens
         tokens = max(longest, min(self.max_sessions * longest, POOL_TOKENS))
         return -(-tokens // BLOCK_TOKENS)
+
+    @property
+    def host_blocks(self) -> int:
+        """Of the pool that victims are swapped to; 0 where all of them recompute."""
+        return 0 if self.preemption is None or isinstance(self.preemption, Recompute) else self.blocks

@@ -12,7 +12,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
-from firsttoken.assets.needs import CONTEXT, Held, Need, check, text_of
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.link import Link
 from firsttoken.progressive.coldstart.materials import Checkpoint, bare_checkpoint, served_checkpoint
@@ -54,7 +54,7 @@ class OpenSessionConfig:
         ]
 
 
-class Stages:
+class LoadedStages:
     """A staged checkpoint with every stage in memory, each as a view of the same weights, for requests of up to
     ``tokens`` tokens."""
 
@@ -87,7 +87,7 @@ def open_session(profile: Profile) -> Outcome:
     "healed" has the stages' adapters, which change with the stage and so touch every layer; "bare" has none.
     """
     config = profile.section("open_session", OpenSessionConfig)
-    check([*profile.section("served", ServedConfig).needs(), *config.needs()], Held(profile.model))
+    check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
     served = load_served(profile)
     longest, continued = max(config.contexts) + 1, config.context_tokens + config.continue_tokens
     # windows of their own length each: as many of the longest context as continuations would be more text than there is
@@ -96,7 +96,7 @@ def open_session(profile: Profile) -> Outcome:
     checkpoints = {"healed": served_checkpoint(profile, served), "bare": bare_checkpoint(served)}
     rows: Rows = []
     for kind, checkpoint in checkpoints.items():
-        stages = Stages(checkpoint, profile.torch_device(), profile.torch_dtype(), tokens=max(longest, continued))
+        stages = LoadedStages(checkpoint, profile.torch_device(), profile.torch_dtype(), tokens=max(longest, continued))
         jobs = [(n, move, policy) for n in config.contexts for move in MOVES for policy in TRANSITIONS.values()]
         for tokens, move, policy in tqdm(jobs, desc=f"transitions, {kind}", disable=None):
             label = {"kind": kind, "measure": "cost", "context_tokens": tokens}
@@ -107,7 +107,7 @@ def open_session(profile: Profile) -> Outcome:
     return Outcome(rows, provenance=served.provenance)
 
 
-def _costs(stages: Stages, ids: Sequence[int], move: tuple[int, int], policy: Transition, repeats: int) -> Rows:
+def _costs(stages: LoadedStages, ids: Sequence[int], move: tuple[int, int], policy: Transition, repeats: int) -> Rows:
     """The stall of one transition, beside the decode step that follows it, and the error of that step's logits."""
     old, new = move
     *before, following = ids
@@ -140,7 +140,7 @@ def _costs(stages: Stages, ids: Sequence[int], move: tuple[int, int], policy: Tr
     return rows
 
 
-def _continuations(stages: Stages, ids: Sequence[int], config: OpenSessionConfig) -> Rows:
+def _continuations(stages: LoadedStages, ids: Sequence[int], config: OpenSessionConfig) -> Rows:
     """Mean loss in nats a token of the true continuation, decoded after a move from stage 1 to the whole model."""
     cut, end = config.context_tokens, config.context_tokens + config.continue_tokens
     rows: Rows = []

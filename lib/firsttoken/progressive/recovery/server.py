@@ -18,11 +18,11 @@ from firsttoken.engine.engine import Engine
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.preemptor import MOVED, Recovery
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.serving import Inbox, Server, Stream
+from firsttoken.engine.serving import Server, Standing, Stream, TokenSink
 from firsttoken.link import Link
 from firsttoken.progressive.loading.views import StageView
 from firsttoken.progressive.recovery.growth import Growth
-from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, STALL_FREE, GrowthConfig
+from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, GrowthConfig
 from firsttoken.progressive.recovery.transitions import PrefillAgain, Transition
 from firsttoken.progressive.recovery.views import GrownView, moving
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
@@ -32,7 +32,7 @@ PAUSE_S = 0.05  # between two layers that are fused, which takes 10 ms each
 
 class GrowingServer:
     """Serves the staged checkpoint in ``folder``, fetched over ``links``, while it arrives; ``dtype`` as in
-    :func:`firsttoken.study.dtypes.serving`."""
+    :func:`firsttoken.study.dtypes.serving`. Another ``growth`` serves another kind of folder."""
 
     def __init__(
         self,
@@ -43,16 +43,10 @@ class GrowingServer:
         device: str = "cpu",
         dtype: str = "stored",
         policy: Transition | None = None,
+        growth: type[Growth] = Growth,
     ) -> None:
         self.config = config = config or GrowthConfig()
-        self._growth = Growth(
-            folder,
-            links,
-            device=device,
-            dtype=dtype,
-            threads=config.threads,
-            retry_s=config.retry_s,
-        )
+        self._growth = growth(folder, links, device=device, dtype=dtype, threads=config.threads, retry_s=config.retry_s)
         self._policy = policy or PrefillAgain()
         self._change = threading.Condition()
         self._sessions: dict[Stream, tuple[Sequence[int], Sampling, bool]] = {}  # open, with what each asked for
@@ -74,23 +68,24 @@ class GrowingServer:
     def submit(
         self,
         prompt_ids: Sequence[int],
-        max_new_tokens: int,
+        sampling: Sampling | int,
         upgrade: bool = False,
-        stop_ids: Sequence[int] = (),
-        events: Inbox | None = None,
+        events: TokenSink | None = None,
     ) -> Stream:
-        """Open a greedy generation. ``upgrade`` moves it to a better stage when one arrives; else it ends as it began.
+        """Open a generation; a number is as many greedy tokens. ``upgrade`` moves it to a better stage when one comes,
+        else it ends as it began.
 
         Its tokens go to ``events`` if given, else the stream has them. Returns at once.
         Raises RequestError for a prompt or a length outside the limits and BusyError when all places are taken; what
         the model cannot take, and what goes wrong later, the stream raises.
         """
         limits = self.config
+        max_new_tokens = sampling.max_tokens if isinstance(sampling, Sampling) else sampling
         if not 1 <= len(prompt_ids) <= limits.max_prompt_tokens:
             raise RequestError(f"the prompt has {len(prompt_ids)} tokens; 1 to {limits.max_prompt_tokens} are taken")
         if not 1 <= max_new_tokens <= limits.max_new_tokens:
             raise RequestError(f"max_tokens is {max_new_tokens}; 1 to {limits.max_new_tokens} can be asked for")
-        asked = prompt_ids, Sampling(max_new_tokens, stop=tuple(stop_ids)), upgrade
+        asked = prompt_ids, sampling if isinstance(sampling, Sampling) else Sampling(sampling), upgrade
         with self._change:
             if self._growth.closing.is_set():
                 raise BusyError("the server is shutting down")
@@ -121,6 +116,12 @@ class GrowingServer:
                 "bytes_loaded": growth.bytes_moved,
                 "bytes_total": growth.bytes_total,
             }
+
+    def standing(self) -> Standing:
+        """What the engine holds now; what waits for stage 1 waits there."""
+        with self._change:
+            server, waiting = self._server, len(self._sessions)
+        return Standing(waiting=waiting) if server is None else server.standing()
 
     def wait_stage(self, stage: int, timeout_s: float) -> bool:
         """Wait until requests are served by ``stage`` or a later one; False when ``timeout_s`` is over first."""
@@ -167,11 +168,16 @@ class GrowingServer:
         load = self._growth.first()
         skeleton = self._growth.skeleton
         executor = LiveExecutor(
-            skeleton.model, self.config.blocks, block_tokens=BLOCK_TOKENS, device=skeleton.device, touched=False
+            skeleton.model,
+            self.config.blocks,
+            block_tokens=BLOCK_TOKENS,
+            host_blocks=self.config.host_blocks,
+            device=skeleton.device,
+            touched=False,
         )
         self._gates.enter_context(load.streaming())
         executor.view = self._last = self._view(load.view)
-        engine = Engine(executor, STALL_FREE, recovered=self._recovered)
+        engine = Engine(executor, self.config.engine, policy=self.config.preemption, recovered=self._recovered)
         server = Server(engine, self.config.max_sessions, self._explained)
         self._told.clear()
         with self._change:
@@ -180,6 +186,7 @@ class GrowingServer:
                 server.add(session, *asked)
         view = load.wait()
         server.between(self._gates.close)  # the gates go while no step passes them
+        skeleton.planes.between = server.between
         return view
 
     def _bring_the_others(self, view: StageView) -> None:

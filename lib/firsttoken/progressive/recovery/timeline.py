@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from firsttoken.assets.needs import CONTEXT, Held, Need, check, weight_bytes
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, weight_bytes
 from firsttoken.progressive.coldstart.harness import make_cold
 from firsttoken.progressive.coldstart.materials import Checkpoint, prompt_of, served_checkpoint, whole_checkpoint
 from firsttoken.progressive.recovery.timeline_trial import TimelineSpec
@@ -60,7 +60,7 @@ CASES = ("whole", "pinned", "upgrade")
 def recovery_timeline(profile: Profile) -> Outcome:
     """The same clients meet a plain start and two progressive ones, each in a fresh process with cold files."""
     config = profile.section("timeline", TimelineConfig)
-    check([*profile.section("served", ServedConfig).needs(), *config.needs()], Held(profile.model))
+    check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
     config.check_duration(weight_bytes(profile.model, profile.torch_dtype()))
     served = load_served(profile)
     progressive, whole = served_checkpoint(profile, served), whole_checkpoint(served)

@@ -21,7 +21,7 @@ from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.device_memory import device_now, device_peak
 from firsttoken.progressive.recovery.limits import GrowthConfig
 from firsttoken.progressive.recovery.server import GrowingServer
-from firsttoken.study.system.footprint import Growth, resident
+from firsttoken.study.system.footprint import MemoryGrowth, resident
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,9 @@ class TimelineSpec:
 
 def main(spec: TimelineSpec) -> list[dict[str, Any]]:
     """Run the server and its clients, and return what was seen."""
-    import transformers
-
     if spec.threads:
         torch.set_num_threads(spec.threads)
-    architecture = json.loads(Path(spec.folder, "config.json").read_text(encoding="utf-8"))["architectures"][0]
-    getattr(transformers, architecture)  # a worker has its libraries in memory before a request comes
-    growth = Growth()
+    growth = MemoryGrowth()
     rows: list[dict[str, Any]] = [{"row": "memory", "at_s": 0.0, "rss_bytes": growth.before}]
     link = Link(LinkConfig(spec.gbit_per_s))
     limits = GrowthConfig(max_sessions=spec.clients, max_prompt_tokens=len(spec.prompt), max_new_tokens=spec.new_tokens)

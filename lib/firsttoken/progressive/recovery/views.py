@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from firsttoken.engine.decoder import Decoder
 from firsttoken.engine.edges import Edges
@@ -14,6 +13,9 @@ from firsttoken.engine.views import Transition as Redo
 from firsttoken.engine.views import View
 from firsttoken.progressive.loading.views import StageView
 from firsttoken.progressive.recovery.transitions import Transition
+
+if TYPE_CHECKING:  # a model of ours needs none of it
+    from transformers import PreTrainedModel
 
 
 class GrownView(View):
@@ -27,7 +29,7 @@ class GrownView(View):
         self.modules = modules
 
     def fuse(self) -> Iterator[None]:
-        """Put fewer and larger operations in the place of each layer, one a time, while requests run.
+        """Put fewer and larger operations in the place of each layer, and pack the head, one a time while requests run.
 
         The weights of a layer are there twice for that long, and where another view has it until its last request ends.
         This view is then the last of its model: nothing can be compared with it.
@@ -36,6 +38,8 @@ class GrownView(View):
         for i, layer in enumerate(self._segment.modules):
             self._segment.modules[i] = fuse_layer(layer)
             yield
+        self.decoder.pack_head()
+        yield
 
 
 def moving(policy: Transition) -> Redo:

@@ -67,7 +67,20 @@ def read_header(path: Path) -> Header:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(size - 8, _MOST):
             raise Damaged("it is truncated or no safetensors file")
-        table = parse_json(file.read(length))
+        return _header(file.read(length), size)
+
+
+def header_of(data: bytes) -> Header:
+    """The header of a safetensors file that lies in memory. Raises Damaged as :func:`read_header`."""
+    length = int.from_bytes(data[:8], "little")
+    if not 0 < length <= min(len(data) - 8, _MOST):
+        raise Damaged("it is truncated or no safetensors file")
+    return _header(data[8 : 8 + length], len(data))
+
+
+def _header(text: bytes, size: int) -> Header:
+    """Of the JSON that follows the length, in a file of ``size`` bytes."""
+    table, length = parse_json(text), len(text)
     if not isinstance(table, dict):
         raise Damaged("its header is no mapping")
     metadata = shaped(dict[str, str], table.pop(METADATA, {}), METADATA)

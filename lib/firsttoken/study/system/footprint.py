@@ -28,7 +28,7 @@ def reset_peak() -> bool:
     return kernel_files.write(kernel_files.PROC / "self" / "clear_refs", "5") and _status("VmHWM") is not None
 
 
-class Growth:
+class MemoryGrowth:
     """By how much the process grows at its peak, from the moment this is made."""
 
     def __init__(self) -> None:

@@ -46,6 +46,20 @@ def is_cached(handle: int) -> bool | None:
         return None
 
 
+def read_ahead(path: Path) -> None:
+    """Ask the system to bring a file into the page cache, and return once it has been asked; it may not know how to.
+
+    One call a file, in which other threads run: reading it here would take the interpreter from them for each chunk.
+    Raises OSError for a file that cannot be opened.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(handle)
+
+
 def read_no_further(handle: int) -> None:
     """Ask the system not to read ahead in an open file; it may not know how to."""
     if hasattr(os, "posix_fadvise"):

@@ -1,0 +1,1 @@
+"""CPS: what a swap and a recompute cost by the length of a request, and where the two cross."""

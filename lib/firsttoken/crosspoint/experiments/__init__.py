@@ -1,0 +1,1 @@
+"""The experiments of CPS, and how their results are drawn and tabled."""

@@ -1,0 +1,96 @@
+"""The environment of CPS (Table 1) beside this machine's, and which of its parts cannot have been together."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from firsttoken.study.machine import describe
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.system import NOT_HERE
+from firsttoken.study.system.pci import link_of_gpu
+
+
+@dataclass(frozen=True)
+class Component:
+    """One line of Table 1, as printed."""
+
+    component: str
+    paper: str
+
+
+TABLE_1 = (
+    Component("CPU", "Intel Core i5-10210U, 1.60 GHz"),
+    Component("GPU", "NVIDIA RTX A6000, 48 GB"),
+    Component("system memory", "512 GB"),
+    Component("interconnect", "PCIe 4.0 x16"),
+    Component("engine", "vLLM 0.2.4, CUDA 12.1"),
+    Component("model", "Qwen2.5-0.5B"),
+    Component("temperature", "1.0"),
+    Component("dataset", "ShareGPT, 200 samples"),
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a part allows, and what Table 1 puts beside it; the two cannot go together where ``asked`` is more."""
+
+    part: str
+    other: str
+    allows: float
+    asked: float
+    unit: str
+    source: str
+
+    @property
+    def broken(self) -> bool:
+        return self.asked > self.allows
+
+
+LIMITS = (
+    Limit("CPU", "system memory", 64, 512, "GB", "Intel's product page of the i5-10210U: at most 64 GB"),
+    Limit("CPU", "interconnect", 3, 4, "PCIe generation", "Intel's product page of the i5-10210U: PCI Express 3.0"),
+    Limit("CPU", "interconnect", 16, 16, "PCIe lanes", "Intel's product page of the i5-10210U: up to 16 lanes"),
+    Limit("engine", "model", 0.2, 0.3, "vLLM minor version", "vLLM issue 3463: Qwen2 needs 0.3.0 or later"),
+    Limit("GPU", "interconnect", 4, 4, "PCIe generation", "NVIDIA's data sheet of the RTX A6000: PCI Express 4.0 x16"),
+)
+
+
+def environment(profile: Profile) -> Outcome:
+    """Rows {what: part | limit, ...}: Table 1 beside this machine, and its limits one by one."""
+    here = describe()
+    rows: Rows = [{"what": "part", "component": part.component, "paper": part.paper} for part in TABLE_1]
+    for row in rows:
+        row["here"] = _here(row["component"], here, profile)
+    for limit in LIMITS:
+        rows.append({"what": "limit", **vars(limit), "broken": limit.broken})
+    return Outcome(rows, provenance={"source": "this machine"})
+
+
+def environment_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """How many pairs of parts cannot have been together."""
+    broken = [row["broken"] for row in rows if row["what"] == "limit"]
+    return {"impossible_pairs": {"value": sum(broken), "n": len(broken)}}
+
+
+def _here(component: str, machine: dict[str, Any], profile: Profile) -> str:
+    memory = machine["memory_bytes"]
+    engine = f"firsttoken {_version('firsttoken')}, torch {machine['packages']['torch']}"
+    told = {
+        "CPU": f"{machine['cpu']}, {machine['cores']} cores",
+        "GPU": machine["gpu"] or "none",
+        "system memory": f"{memory / 1e9:.0f} GB" if memory else NOT_HERE,
+        "interconnect": link_of_gpu() or "none to a GPU",
+        "engine": engine,
+        "model": profile.model,
+        "temperature": "0 (greedy), for equal tokens under every policy",
+        "dataset": "ShareGPT, 200 conversations a seed (replayed)",
+    }
+    return told[component]
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(package)

@@ -1,0 +1,211 @@
+"""The cross-point policy against the others on the paper's own costs (CPS Figure 2): replayed, by the engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.assets.needs import Need, check
+from firsttoken.crosspoint.costs.copies import CopyCosts
+from firsttoken.crosspoint.experiments.controls import Coin, Inverse
+from firsttoken.crosspoint.experiments.policies_live import BLOCK_TOKENS, POOL
+from firsttoken.crosspoint.experiments.recovery_latency import LONG, PCIE_4_X16
+from firsttoken.crosspoint.policies import make_policy
+from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.metrics import client_metrics, recovery_metrics, serve_items
+from firsttoken.engine.preemption.base import PreemptionPolicy
+from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.trace import Trace
+from firsttoken.engine.workload.items import Item, with_ids
+from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import Interval, bootstrap
+
+PAPER_TPOT_MS = 36.55  # mean TPOT of CPS (4.2.2), to which the price of a decode step is set
+POLICIES = ("swap", "recompute", "cross_point", "bandwidth_only", "online", "oracle")
+CONTROLS = ("inverse", "coin", "swap_overtaking")
+HOST_BLOCKS = 1 << 20  # the paper does not state the swap space (errata I19); here it never fills
+OVERTAKING = "_overtaking"  # ends the name of a policy whose swapped requests may overtake each other
+BOUND = "bound"  # policy and costs of a row that no run made
+FLOP_PER_TOKEN, A6000_FLOP_PER_S = 0.72e9, 155e12  # Qwen2.5-0.5B without embeddings; dense fp16 of an RTX A6000
+
+
+@dataclass(frozen=True)
+class ReplayedConfig:
+    """``seeds`` draws of ``short`` + ``long`` conversations, all at once into ``blocks`` KV blocks of 16 tokens.
+
+    ``thresholds`` are swept; ``decode_ms`` are other prices of a decode step than the calibrated one.
+    """
+
+    seeds: int
+    short: int
+    long: int
+    blocks: int
+    thresholds: tuple[int, ...]
+    decode_ms: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.seeds, self.short, self.long, self.blocks) < 1:
+            raise ProfileError("replayed: seeds, short, long and blocks must be at least 1")
+
+    def needs(self) -> list[Need]:
+        """The pool holds the longest conversation, and a request as long as the highest threshold."""
+        mend = "raise replayed.blocks"
+        return [
+            Need("replayed.blocks", LONGEST, POOL, mend),
+            Need("replayed.thresholds", max(self.thresholds, default=0), POOL, f"lower it, or {mend}"),
+        ]
+
+
+def crosspoint_replayed(profile: Profile) -> Outcome:
+    """Rows {seed, policy, costs, decode_ms, metrics}: every policy on the same workloads and costs.
+
+    And a row for each workload with the least mean TTFT that any policy could have: policy and costs are "bound".
+    """
+    config = profile.section("replayed", ReplayedConfig)
+    check(config.needs(), {POOL: config.blocks * BLOCK_TOKENS}, where="the replayed engine")
+    loads = [_workload(config, profile.seed + number) for number in range(config.seeds)]
+    decode_s = calibrated(loads[: min(3, len(loads))], config.blocks)
+    cases = list(_cases(config, decode_s))
+    rows = []
+    for number, items in enumerate(tqdm(loads, desc="replay", disable=None)):
+        seed = {"seed": profile.seed + number}
+        rows.append(seed | _bound(items, config.blocks))
+        for case, costs, policy in cases:
+            overtake = case["policy"].endswith(OVERTAKING)
+            rows.append(seed | case | run_replayed(items, costs, policy(costs), config.blocks, overtake))
+    why = f"what {config.blocks} blocks of 16 tokens can hold, shortest requests first, {PAPER_TPOT_MS} ms a step"
+    floors = {"mean_ttft": {"value": float(np.mean(column(rows, BOUND, "mean_ttft_ms"))), "unit": "ms", "why": why}}
+    source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
+    return Outcome(rows, floors, provenance={"source": source, "kind": "replayed"})
+
+
+def run_replayed(
+    items: Sequence[Item], costs: Costs, policy: PreemptionPolicy, blocks: int, overtake: bool = False
+) -> dict[str, Any]:
+    """One run of the paper's set-up (3.1, 4.1): prefill-first, LIFO, watermark off."""
+    trace = Trace()
+    executor = SimulatedExecutor(costs, blocks, host_blocks=HOST_BLOCKS)
+    config = EngineConfig(scheduler="prefill_first", watermark=0.0, prefill_tokens=2560, overtake=overtake)
+    requests = serve_items(Engine(executor, config, policy=policy, trace=trace), items)
+    return client_metrics(requests) | recovery_metrics(trace)
+
+
+def calibrated(loads: Sequence[Sequence[Item]], blocks: int) -> float:
+    """Seconds of a decode step with which CPS has the paper's mean TPOT: the one number that Table 2 lacks.
+
+    TPOT is the step plus stalls that hardly depend on it, so that a few secant steps find it.
+    """
+    target, guess = PAPER_TPOT_MS / 1e3, PAPER_TPOT_MS / 1e3
+    for _ in range(4):
+        costs = PublishedCosts(decode_s=guess)
+        runs = [run_replayed(items, costs, make_policy("cross_point"), blocks) for items in loads]
+        guess *= target / (float(np.mean([run["mean_tpot_ms"] for run in runs])) / 1e3)
+    return guess
+
+
+def least_mean_ttft_s(items: Sequence[Item], blocks: int, step_s: float) -> float:
+    """A bound on the mean TTFT of requests that all arrive at once, whatever the policy, where a step takes ``step_s``.
+
+    A request holds prompt + k tokens in its k-th step, and a pool of C tokens serves at most C token-steps a step, so
+    the i-th request to end cannot end before the i smallest needs are served. A mean TTFT is the mean end less the mean
+    time from first token to last, taken as a step for each token between them: ``step_s`` is the TPOT, and a request
+    that waits between two tokens has a longer one. Shorter steps with long waits in between lower the bound.
+    """
+    capacity = blocks * PAPER_SHAPE.block_tokens
+    needs = sorted(sum(range(item.prompt_tokens, item.total_tokens)) for item in items)
+    ends = np.cumsum(needs) / capacity
+    return max(0.0, float(ends.mean() - np.mean([item.output_tokens - 1 for item in items]))) * step_s
+
+
+def _bound(items: Sequence[Item], blocks: int) -> dict[str, Any]:
+    """The bound on the mean TTFT of a workload as a row like those of its runs."""
+    least_s = least_mean_ttft_s(items, blocks, PAPER_TPOT_MS / 1e3)
+    return {"costs": BOUND, "policy": BOUND, "decode_ms": PAPER_TPOT_MS, "mean_ttft_ms": least_s * 1e3}
+
+
+def _workload(config: ReplayedConfig, seed: int) -> tuple[Item, ...]:
+    return with_ids(threshold_mix(None, config.short, config.long, seed=seed), vocabulary=1)
+
+
+def _cases(
+    config: ReplayedConfig, decode_s: float
+) -> Iterable[tuple[dict[str, Any], Costs, Callable[[Costs], PreemptionPolicy]]]:
+    """(columns, costs, policy) of every case: policies, thresholds, other decode prices, coalesced copies."""
+    published = PublishedCosts(decode_s=decode_s)
+    base = {"costs": "published", "decode_ms": decode_s * 1e3}
+    for name in (*POLICIES, *CONTROLS):
+        yield base | {"policy": name}, published, _maker(name)
+    for threshold in config.thresholds:
+        named = base | {"policy": f"threshold_{threshold}", "threshold": threshold}
+        yield named, published, lambda costs, t=threshold: make_policy("cross_point", threshold=t)
+    parts = decomposed(LONG, PCIE_4_X16)
+    coalesced = CopyCosts(published, PAPER_SHAPE, parts.out_us_per_copy / 1e6, PCIE_4_X16, coalesced=True)
+    for name in ("swap", "cross_point", "swap_overtaking"):
+        yield base | {"costs": "coalesced", "policy": name}, coalesced, _maker(name)
+    for other_ms in config.decode_ms:
+        for name in ("swap", "recompute", "cross_point"):
+            columns = {"costs": "published", "decode_ms": other_ms, "policy": name}
+            yield columns, PublishedCosts(decode_s=other_ms / 1e3), _maker(name)
+
+
+def _maker(name: str) -> Callable[[Costs], PreemptionPolicy]:
+    if name == "oracle":
+        return lambda costs: make_policy(name, costs_at=lambda now_s: costs)
+    if name == "bandwidth_only":
+        theory = (PAPER_SHAPE.bytes_per_token, PCIE_4_X16, FLOP_PER_TOKEN, A6000_FLOP_PER_S)
+        names = ("bytes_per_token", "bytes_per_s", "flop_per_token", "flop_per_s")
+        return lambda costs: make_policy(name, **dict(zip(names, theory, strict=True)))
+    if name in ("inverse", "coin"):
+        return lambda costs: {"inverse": Inverse, "coin": Coin}[name]()
+    return lambda costs: make_policy(name.removesuffix(OVERTAKING))
+
+
+def replayed_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Means by policy, and by how much CPS lies below each static policy, paired by workload."""
+    moved = [row for row in rows if row["costs"] == "coalesced"]
+    decode_ms = moved[0]["decode_ms"]  # the calibrated price, as in every row but those of other prices
+    main = [row for row in rows if row["costs"] == "published" and row["decode_ms"] == decode_ms]
+    measures: dict[str, dict[str, Any]] = {"decode_ms": {"value": decode_ms, "unit": "ms"}}
+    least = column(rows, BOUND, "mean_ttft_ms")
+    measures["least_mean_ttft_ms"] = {"value": float(np.mean(least)), "n": len(least), "unit": "ms"}
+    for policy in {row["policy"]: None for row in main}:
+        for name in ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "recovery_s", "preemptions"):
+            unit = {"recovery_s": "s", "preemptions": ""}.get(name, "ms")
+            measures[f"{policy}_{name}"] = bootstrap(column(main, policy, name)).summary(unit)
+    for other in ("swap", "recompute"):
+        for name in ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "recovery_s"):
+            short = name.removesuffix("_ms").removesuffix("_s")
+            measures[f"{short}_below_{other}_pct"] = below(main, "cross_point", other, name).summary("%", 100)
+    for name in CONTROLS:
+        for other in ("swap", "cross_point"):
+            measures[f"{name}_p99_tpot_below_{other}_pct"] = below(main, name, other, "p99_tpot_ms").summary("%", 100)
+    cheap = [row | {"policy": "coalesced"} for row in moved if row["policy"] == "swap"]
+    measures["coalesced_recovery_below_pct"] = below(cheap + main, "coalesced", "cross_point", "recovery_s").summary(
+        "%", 100
+    )
+    measures["coalesced_p99_tpot_below_swap_pct"] = below(moved, "cross_point", "swap", "p99_tpot_ms").summary("%", 100)
+    pairs = np.column_stack([column(main, "cross_point", name) for name in ("recovery_s", "makespan_s")])
+    share = bootstrap(pairs, lambda sample: float(np.divide(*sample.sum(0))))
+    measures["recovery_share_pct"] = share.summary("%", 100)
+    return measures
+
+
+def column(rows: Rows, policy: str, name: str) -> list[float]:
+    """``name`` of the runs of ``policy``, by seed."""
+    return [row[name] for row in sorted(rows, key=lambda row: row["seed"]) if row["policy"] == policy]
+
+
+def below(rows: Rows, policy: str, other: str, name: str) -> Interval:
+    """1 - the mean of ``policy`` over the mean of ``other``; workloads are resampled, each with both its runs."""
+    pairs = np.column_stack([column(rows, policy, name), column(rows, other, name)])
+    return bootstrap(pairs, lambda sample: float(1 - np.divide(*sample.mean(0))))

@@ -1,0 +1,22 @@
+"""How policies and swap paths are called and look in every figure of CPS."""
+
+from __future__ import annotations
+
+from firsttoken.study.plot import LOOKS
+
+POLICIES: dict[str, tuple[str, str, str]] = {  # label, colour, marker
+    "swap": ("Swap", *LOOKS["swap"]),
+    "recompute": ("Recompute", *LOOKS["recompute"]),
+    "cross_point": ("CrossPoint", *LOOKS["cross-point"]),
+    "bandwidth_only": ("BandwidthOnly", *LOOKS["bandwidth only"]),
+    "online": ("OnlineCrossPoint", *LOOKS["online"]),
+    "oracle": ("Oracle (cheapest each time)", *LOOKS["oracle"]),  # no floor: a queue's tail is not made of recoveries
+    "inverse": ("control: rule inverted", *LOOKS["other"]._replace(marker="P")),
+    "coin": ("control: toss of a coin", *LOOKS["other"]._replace(marker="X")),
+    "swap_overtaking": ("control: Swap, whoever fits comes back", *LOOKS["other"]._replace(marker="h")),
+}
+PATHS: dict[str, tuple[str, str, str]] = {
+    "per_block": ("a copy per block, layer, K and V", *LOOKS["swap"]),
+    "coalesced": ("one coalesced copy", *LOOKS["coalesced"]),
+    "overlapped": ("coalesced, beside compute", *LOOKS["overlapped"]),
+}

@@ -1,0 +1,204 @@
+"""The tables of notebooks 20 to 23, from results alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from firsttoken.crosspoint.costs.crossing import Crossing, crossing, fit_crossing
+from firsttoken.crosspoint.experiments.policies_live import METRICS
+from firsttoken.crosspoint.experiments.policies_replayed import CONTROLS
+from firsttoken.crosspoint.experiments.recovery_latency import swap_ms
+from firsttoken.crosspoint.experiments.styles import PATHS, POLICIES
+from firsttoken.engine.costs.published import TABLE_2, Table2Row, decomposed
+from firsttoken.engine.workload.items import Item
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.show import interval
+
+
+def environment_rows(result: Result) -> Rows:
+    """Table 1 beside this machine."""
+    parts = [row for row in result.rows if row["what"] == "part"]
+    return [{key: row[key] for key in ("component", "paper", "here")} for row in parts]
+
+
+def limit_rows(result: Result) -> Rows:
+    """What each part of Table 1 allows, what stands beside it, and whether both can be."""
+    return [
+        {
+            "pair": f"{row['part']} and {row['other']}",
+            "allows": f"{row['allows']:g} {row['unit']}",
+            "Table 1 has": f"{row['asked']:g}",
+            "together": "impossible" if row["broken"] else "possible",
+            "source": row["source"],
+        }
+        for row in result.rows
+        if row["what"] == "limit"
+    ]
+
+
+def published_rows() -> Rows:
+    """Table 2 as printed, and what a copy of 4 KiB costs in it if the bytes cross at 25 GB/s."""
+    rows = []
+    for line in TABLE_2:
+        parts = decomposed(line.tokens)
+        rows.append(
+            {
+                "tokens": line.tokens,
+                "out, ms": line.out_ms,
+                "prep, ms": line.prep_ms,
+                "in, ms": line.in_ms,
+                "swap, ms": line.swap_ms,
+                "recompute, ms": line.recompute_ms,
+                "copies each way": parts.copies,
+                "bytes at 25 GB/s, ms each way": round(parts.wire_s * 1e3, 2),
+                "rest, us a copy (out, in)": f"{parts.out_us_per_copy:.2f}, {parts.in_us_per_copy:.2f}",
+            }
+        )
+    return rows
+
+
+def published_crossing_rows() -> Rows:
+    """Where Table 2 crosses, by how one reads it, and with each of its lines left out."""
+    rows = [
+        {"read": "straight between the points", "verdict": _crossing(crossing, TABLE_2)},
+        {"read": "the same on a log2 axis", "verdict": _crossing(partial(crossing, log2=True), TABLE_2)},
+        {"read": "one straight line each, relative errors", "verdict": _crossing(fit_crossing, TABLE_2)},
+    ]
+    for left in TABLE_2:
+        kept = [line for line in TABLE_2 if line is not left]
+        rows.append({"read": f"straight lines, without {left.tokens} tokens", "verdict": _crossing(fit_crossing, kept)})
+    return rows
+
+
+def recovery_rows(result: Result) -> Rows:
+    """Table 2 of this machine: medians by length."""
+    rows = []
+    for tokens in sorted({row["tokens"] for row in result.rows if row["what"] == "recompute"}):
+        line: dict[str, Any] = {"tokens": tokens}
+        for name in PATHS:
+            mine = [row for row in result.rows if row["what"] == "swap" and row["path"] == name]
+            line[f"swap {name}, ms"] = _median([swap_ms(row) for row in mine if row["tokens"] == tokens])
+        line["plain copies out and in, ms"] = result.floors[f"swap_{tokens}_tokens"]["value"]
+        again = [row["ms"] for row in result.rows if row["what"] == "recompute" and row["tokens"] == tokens]
+        line["recompute, ms"] = _median(again)
+        rows.append({key: value if key == "tokens" else _digits(value) for key, value in line.items()})
+    return rows
+
+
+def part_rows(result: Result, lengths: Sequence[int]) -> Rows:
+    """A restoration taken apart as in Table 2, theirs and ours; medians in ms. A plain copy needs no preparing."""
+    rows = []
+    for line in (line for line in TABLE_2 if line.tokens in lengths):
+        of = [row for row in result.rows if row["tokens"] == line.tokens]
+        if not any(row["what"] == "swap" for row in of):
+            continue
+        for part in ("out", "prep", "in"):
+            found = {"restoring": f"{line.tokens:,} tokens: {part}", "paper, ms": f"{getattr(line, f'{part}_ms'):.3g}"}
+            for name, (label, *_) in PATHS.items():
+                mine = [row[f"{part}_ms"] for row in of if row["what"] == "swap" and row["path"] == name]
+                found[f"{label}, ms"] = _digits(_median(mine))
+            plain = [row["ms"] for row in of if row["what"] == "memcpy" and row["direction"] == part]
+            rows.append(found | ({"plain copy, ms": _digits(_median(plain))} if plain else {}))
+        again = _digits(_median([row["ms"] for row in of if row["what"] == "recompute"]))
+        paper = {"restoring": f"{line.tokens:,} tokens: prefilled again", "paper, ms": f"{line.recompute_ms:.3g}"}
+        rows.append(paper | {"recomputed here, ms": again})
+    return rows
+
+
+def length_rows(loads: Sequence[Sequence[Item]], threshold: int = 1024) -> Rows:
+    """How long the conversations of workloads are: prompt, answer and both, in tokens."""
+    items = [item for load in loads for item in load]
+    parts = {
+        f"short: up to {threshold:,}": [item for item in items if item.total_tokens <= threshold],
+        "long": [item for item in items if item.total_tokens > threshold],
+        "all": items,
+    }
+    rows = []
+    for name, of in parts.items():
+        totals = [item.total_tokens for item in of]
+        middle, high = np.percentile(totals, [50, 90])
+        rows.append(
+            {"conversations": name, "a workload": len(of) // len(loads), "prompt, mean": _mean(of, "prompt_tokens")}
+            | {"answer, mean": _mean(of, "output_tokens"), "both, mean": _mean(of, "total_tokens")}
+            | {"median": f"{middle:.0f}", "90 % up to": f"{high:.0f}", "range": f"{min(totals)}-{max(totals)}"}
+        )
+    return rows
+
+
+def policy_rows(result: Result) -> Rows:
+    """Figure 2 in numbers: means over workloads with intervals."""
+    names = ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "recovery_s", "preemptions")
+    rows = []
+    for name, (label, _, _) in POLICIES.items():
+        if f"{name}_mean_ttft_ms" in result.summary:
+            line = {"policy": label}
+            for measure in names:
+                digits = {"recovery_s": 2, "mean_ttft_ms": 0, "preemptions": 0}.get(measure, 1)
+                line[measure] = interval(result.summary[f"{name}_{measure}"], digits)
+            rows.append(line)
+    return rows
+
+
+def gain_rows(result: Result) -> Rows:
+    """By how much CrossPoint and the controls lie below others, paired by workload; the paper's values beside them."""
+    summary, paper = result.summary, {"p99_tpot_below_swap_pct": "13.1", "p99_tpot_below_recompute_pct": "20.1"}
+    said = {"mean_ttft": "mean TTFT", "mean_tpot": "mean TPOT", "p99_tpot": "P99 TPOT", "recovery": "recovery cost"}
+    rows = [
+        {
+            "what": f"{label} of CrossPoint below {POLICIES[other][0]}, %",
+            "measured": interval(summary[f"{name}_below_{other}_pct"]),
+            "paper": paper.get(f"{name}_below_{other}_pct", ""),
+        }
+        for name, label in said.items()
+        for other in ("swap", "recompute")
+    ]
+    for name in CONTROLS:
+        for other in ("swap", "cross_point"):
+            what = f"P99 TPOT of {POLICIES[name][0].removeprefix('control: ')} below {POLICIES[other][0]}, %"
+            rows.append({"what": what, "measured": interval(summary[f"{name}_p99_tpot_below_{other}_pct"])})
+    coalesced = {
+        "coalesced_recovery_below_pct": "recovery cost of Swap with coalesced copies below CrossPoint, %",
+        "coalesced_p99_tpot_below_swap_pct": "P99 TPOT of CrossPoint below Swap, both with coalesced copies, %",
+        "recovery_share_pct": "share of all recoveries in a run of CrossPoint, %",
+    }
+    rows += [{"what": what, "measured": interval(summary[name], 2)} for name, what in coalesced.items()]
+    rows.append(
+        {
+            "what": "least mean TTFT with 512 blocks of 16 tokens and steps of the paper's TPOT, s",
+            "measured": f"{summary['least_mean_ttft_ms']['value'] / 1e3:.1f}",
+            "paper": "1.65",
+        }
+    )
+    return rows
+
+
+def simulator_rows(result: Result) -> Rows:
+    """How far the simulated runs are from the live ones."""
+    rows = []
+    for name in METRICS:
+        measure = f"simulator_{name.removesuffix('_ms')}"
+        worst = result.summary[f"{measure}_worst_pct"]["value"]
+        mean = interval(result.summary[f"{measure}_off_pct"])
+        rows.append({"metric": name, "off, % (mean over runs)": mean, "worst run, %": f"{worst:.1f}"})
+    return rows
+
+
+def _crossing(estimate: Callable[..., Crossing], lines: Sequence[Table2Row]) -> str:
+    swap, again = [line.swap_ms for line in lines], [line.recompute_ms for line in lines]
+    return estimate([line.tokens for line in lines], swap, again).verdict
+
+
+def _mean(items: Sequence[Item], what: str) -> str:
+    return f"{np.mean([getattr(item, what) for item in items]):.0f}"
+
+
+def _median(values: list[float]) -> float:
+    return float(np.median(values))
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"

@@ -1,0 +1,163 @@
+"""What the answers of all methods come to: the chosen group, its speed-up, and what each method loses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from firsttoken.kvreuse.experiments.methods import (
+    BLEND,
+    CHOOSE,
+    COMPUTE,
+    DROIDSPEAK,
+    JUDGE,
+    LATENCY,
+    OWN,
+    REUSE,
+    decoded_groups,
+)
+from firsttoken.kvreuse.experiments.profiling import BOUND
+from firsttoken.kvreuse.experiments.setting import key_of, rows_by_run
+from firsttoken.kvreuse.prefill import Group
+from firsttoken.kvreuse.profile.pareto import Profiled, smallest_within
+from firsttoken.kvreuse.profile.transfer import resampled
+from firsttoken.study.record import Rows
+from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
+
+_CHOICES, _MEANS = 200, 2000  # samples of the items that choose, and of those that judge
+
+
+def methods_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What each method scores and loses in each run, and over the runs the chosen group and the lead over CacheBlend.
+
+    Means over runs keep the runs and draw the items again, those that choose and those that judge. Layers and speed-up
+    are of the runs in which something must be recomputed; of all, where that is none.
+    """
+    runs = {key_of(of[0]): of for of in rows_by_run(rows).values()}
+    choices = {key: choice_of(of) for key, of in runs.items()}
+    summary: dict[str, dict[str, Any]] = {}
+    for key, of in runs.items():
+        found = _scored(of) | _chosen(choices[key]) | _by_accuracy(of)
+        summary |= {f"{key}_{name}": entry for name, entry in found.items()}
+    for name, slug in (("reuse", REUSE), ("decoded_group", DROIDSPEAK)):
+        lost = [summary[f"{key}_{_slug(slug)}_relative_loss_pct"] for key in runs]
+        summary[f"{name}_relative_loss_worst_pct"] = max(lost, key=lambda entry: entry["value"])
+    mended = [choice for choice in choices.values() if len(choice.group)] or list(choices.values())
+    summary["decoded_group_layers_mean_pct"] = _over(mended, "shares", np.mean).summary("% of layers", 100)
+    summary["decoded_speedup_mean_x"] = _over(mended, "gains", np.mean).summary("x")
+    summary["decoded_speedup_least_x"] = _over(mended, "gains", np.min).summary("x")
+    by_accuracy = [summary[f"{key}_accuracy_speedup_x"]["value"] for key in runs if len(choices[key].group)]
+    if by_accuracy:
+        summary["accuracy_speedup_mean_x"] = bootstrap(by_accuracy).summary("x")
+    for equal in (COMPUTE, LATENCY):
+        leads = [lead for of in runs.values() if (lead := _leads(of, equal)) is not None]
+        if leads:
+            summary[f"over_cacheblend_{_slug(equal)}_mean_points"] = _mean_of(leads).summary("points", 100)
+    return summary
+
+
+@dataclass(frozen=True)
+class ChosenGroup:
+    """The group that a run's items choose by decoded answers, and those that they would choose if drawn again.
+
+    ``shares`` and ``gains`` [1 + draws] are shares of the layers, and how many times earlier the first token comes: of
+    the choice first, its gain a median over rounds, then of every other choice, each timed in a round drawn at random.
+    """
+
+    group: Group
+    items: int
+    shares: np.ndarray
+    gains: np.ndarray
+
+
+def choice_of(rows: Rows) -> ChosenGroup:
+    """The choice of one run, from its rows."""
+
+    def choose(drawn: Sequence[Profiled]) -> Profiled:
+        return smallest_within(drawn, BOUND)
+
+    groups, depth, rng = decoded_groups(rows), rows[0]["depth"], np.random.default_rng(0)
+    times = {(r["lo"], r["hi"]): np.array(r["time_share"]) for r in rows if r["items"] == CHOOSE}
+    chosen, items = choose(groups).group, len(groups[0].own)
+    again = [draw.group for draw in resampled(groups, items, choose, draws=_CHOICES)]
+    gains = [float(np.median(1 / times[chosen.lo, chosen.hi])), *(1 / rng.choice(times[g.lo, g.hi]) for g in again)]
+    return ChosenGroup(chosen, items, np.array([len(group) / depth for group in (chosen, *again)]), np.array(gains))
+
+
+def _over(choices: Sequence[ChosenGroup], what: str, stat: Callable[..., np.ndarray]) -> Interval:
+    """``stat`` over runs of a field of what was chosen, with its interval over what might have been, draw by draw."""
+    estimate, *again = stat([getattr(choice, what) for choice in choices], axis=0)
+    low, high = np.percentile(again, [2.5, 97.5])
+    return Interval(float(estimate), float(low), float(high), min(choice.items for choice in choices))
+
+
+def _chosen(choice: ChosenGroup) -> dict[str, dict[str, Any]]:
+    return {
+        "decoded_group": {"value": str(choice.group), "n": choice.items, "unit": "layers"},
+        "decoded_group_layers_pct": _over([choice], "shares", np.mean).summary("% of layers", 100),
+        "decoded_speedup_x": _over([choice], "gains", np.mean).summary("x"),
+    }
+
+
+def _by_accuracy(rows: Rows) -> dict[str, dict[str, Any]]:
+    """The smallest group that keeps to the bound by token accuracy: its speed-up, and what its decoded answers lose."""
+    candidates = [row for row in rows if row["items"] == CHOOSE]
+    own = next(row for row in candidates if row["method"] == OWN)["item_score"]
+    within = [row for row in candidates if row["accuracy_lost_pct"] <= 100 * BOUND]
+    row = min(within, key=lambda row: (row["hi"] - row["lo"], row["accuracy_lost_pct"]))
+    lost = bootstrap(np.column_stack([own, row["item_score"]]), _relative_loss)
+    return {
+        "accuracy_group": {"value": str(Group(row["lo"], row["hi"])), "n": row["n"], "unit": "layers"},
+        "accuracy_group_relative_loss_pct": lost.summary("% of own", 100),
+        "accuracy_speedup_x": bootstrap(1 / np.array(row["time_share"]), "median").summary("x"),
+    }
+
+
+def _mean_of(runs: Sequence[np.ndarray]) -> Interval:
+    """The mean over runs of the means of their items, with its interval over items, the runs as they are."""
+    rng = np.random.default_rng(0)
+    drawn = [values[rng.integers(0, len(values), (_MEANS, len(values)))].mean(1) for values in runs]
+    low, high = np.percentile(np.mean(drawn, axis=0), [2.5, 97.5])
+    return Interval(float(np.mean([v.mean() for v in runs])), float(low), float(high), min(map(len, runs)))
+
+
+def _leads(rows: Rows, equal: str) -> np.ndarray | None:
+    """[items]: score of the chosen group above CacheBlend's, the better of its ways where they are ``equal``.
+
+    None where no CacheBlend was asked so.
+    """
+    judged = {row["method"]: row for row in rows if row["items"] == JUDGE}
+    blends = [row for name, row in judged.items() if name.startswith(f"{BLEND} {equal}")]
+    if not blends:
+        return None
+    best = max(blends, key=lambda row: row["score"])
+    return np.array(judged[DROIDSPEAK]["item_score"]) - np.array(best["item_score"])
+
+
+def _scored(rows: Rows) -> dict[str, dict[str, Any]]:
+    """The scores of a run, what each method loses against the receiver's own prefill, and the leads over CacheBlend."""
+    judged = {row["method"]: row for row in rows if row["items"] == JUDGE}
+    own, found = judged[OWN]["item_score"], {}
+    for name, row in judged.items():
+        found[f"{_slug(name)}_pct"] = bootstrap(row["item_score"]).summary("%", 100)
+        if name != OWN:
+            found[f"{_slug(name)}_loss_points"] = paired_bootstrap(own, row["item_score"]).summary("points", 100)
+            relative = bootstrap(np.column_stack([own, row["item_score"]]), _relative_loss)
+            found[f"{_slug(name)}_relative_loss_pct"] = relative.summary("% of own", 100)
+    for equal in (COMPUTE, LATENCY):
+        if (lead := _leads(rows, equal)) is not None:
+            found[f"over_cacheblend_{_slug(equal)}_points"] = bootstrap(lead).summary("points", 100)
+    return found
+
+
+def _relative_loss(scores: np.ndarray) -> float:
+    """Of [items, 2], own and other score: the share of the own that is lost."""
+    own, other = scores.mean(0)
+    return float(1 - other / own) if own else 0.0
+
+
+def _slug(name: str) -> str:
+    return name.replace(" ", "_").replace("-", "_").lower()

@@ -1,0 +1,123 @@
+"""Cold starts by what waits: nothing, a block of layers, or the low bits of every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from firsttoken.assets.needs import ModelFacts, check
+from firsttoken.progressive.checkpoint.plan import staged
+from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
+from firsttoken.progressive.checkpoint.writer import write_staged
+from firsttoken.progressive.coldstart.experiments import disk_speed, trial_specs
+from firsttoken.progressive.coldstart.harness import NONE, TrialLink, link_key, one_trial, wire_for
+from firsttoken.progressive.coldstart.materials import Checkpoint, write_stock
+from firsttoken.progressive.coldstart.summary import PROCESS, REQUEST, Measures, link_floor, ratio, values
+from firsttoken.progressive.coldstart.trial import TrialSpec
+from firsttoken.progressive.examination import QualityConfig
+from firsttoken.progressive.planes.frontier import PrecisionConfig
+from firsttoken.progressive.planes.layouts import planes_of
+from firsttoken.progressive.planes.plan import by_planes
+from firsttoken.progressive.served import ServedConfig, ServedModel, load_served
+from firsttoken.study import paths
+from firsttoken.study.dtypes import DTYPES
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+
+WHOLE, LAYERS = "whole_streamed", "progressive"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start that is timed under ``name``: a trial, and how many stages its checkpoint has."""
+
+    name: str
+    spec: TrialSpec
+    stages: int
+
+
+def precision_start(profile: Profile) -> Outcome:
+    """First tokens of the whole model, of the report's stages and of every split, from cold files over one link and
+    from this disk, each going on until all weights are there."""
+    config = profile.section("precision", PrecisionConfig)
+    quality = profile.section("quality", QualityConfig)
+    check(profile.section("served", ServedConfig).needs(), ModelFacts(profile.model))
+    served = load_served(profile)
+    starts = _starts(profile, config, quality.questions, served)
+    read = replace(starts[0].spec, variant="read", recover=False)
+    disk = disk_speed(read)
+    rows: Rows = []
+    floors = {}
+    link = wire_for(config.gbit_per_s, Path(read.staged), disk)
+    for wire, rounds in ((link, config.starts), (TrialLink(0.0, NONE), config.disk_starts)):
+        found: Rows = []
+        for round_ in tqdm(range(rounds), desc=f"cold starts, {wire.name}", unit="round", disable=None):
+            found.append(one_trial(read, wire) | {"round": round_})
+            for start in starts if round_ % 2 == 0 else starts[::-1]:  # a machine that drifts favours nobody
+                label = {"variant": start.name, "round": round_, "stages": start.stages}
+                found.append(one_trial(start.spec, wire) | label)
+        if not found:
+            continue
+        rows += found
+        floors[f"link {wire.name}"] = link_floor(found)
+    return Outcome(rows, floors, provenance=served.provenance)
+
+
+def _starts(profile: Profile, config: PrecisionConfig, questions: str, served: ServedModel) -> list[Start]:
+    stored = DTYPES[config.stored]
+    origin = Origin(str(served.provenance["source"]), served.sha256, "real")
+    source = ModelSource(served.model, served.tokenizer, origin, stored)
+    parent, depth = paths.CACHE / "checkpoints", served.plan.depth
+    name = f"{served.sha256[:12]}-{config.stored}"
+    stock = write_stock(source, parent / f"{name}-stock")
+
+    def specs(folder: str, plan: Any) -> Any:
+        manifest = write_staged(source, plan, parent / f"{name}-{folder}")
+        checkpoint = Checkpoint(parent / f"{name}-{folder}", stock, manifest, served.plan, served.provenance)
+        return trial_specs(profile, checkpoint, questions, config.readers)
+
+    block = served.plan.block
+    by_layer = specs(f"{block[0]}-{block[-1]}-bare", staged(source.names, served.plan))
+    starts = [Start(WHOLE, by_layer(WHOLE), 3), Start(LAYERS, by_layer(LAYERS), 3)]
+    for split in config.start_splits:
+        made = specs(f"planes-{split.replace(' ', '-')}", by_planes(source.shapes, [range(depth)], split))
+        spec = replace(made("progressive"), recover=planes_of(split) > 1)
+        starts.append(Start(split, spec, planes_of(split)))
+    return starts
+
+
+def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Measures:
+    """By link and start: TTFT from arrival and from process creation, over the plain whole model's; bytes before the
+    first token and in all; time until every weight is exact over the whole model's."""
+    summary: Measures = {}
+    for key in dict.fromkeys(link_key(row) for row in rows):
+        found = [row for row in rows if link_key(row) == key]
+        plain = values(found, "read", "bytes")[0]
+        complete = [row | {REQUEST: row[REQUEST] + _later(row)} for row in found if row["variant"] != "read"]
+        exact = {row["token_id"] for row in found if row["variant"] == WHOLE}
+        for name in dict.fromkeys(row["variant"] for row in complete):
+            end = f"{name.replace(' ', '_')}_{key}"
+            summary[f"request_s_{end}"] = bootstrap(values(found, name, REQUEST), "median").summary("s")
+            summary[f"process_s_{end}"] = bootstrap(values(found, name, PROCESS), "median").summary("s")
+            summary[f"first_share_{end}"] = {"value": values(found, name, "bytes")[0] / plain, "unit": "of the bytes"}
+            if name == WHOLE:
+                continue
+            summary[f"request_over_whole_{end}"] = ratio(found, name, WHOLE).summary("x")
+            summary[f"process_over_whole_{end}"] = ratio(found, name, WHOLE, PROCESS).summary("x")
+            summary[f"full_over_whole_{end}"] = ratio(complete, name, WHOLE).summary("x")
+            if any("full_bytes" in row for row in found if row["variant"] == name):
+                share = values(found, name, "full_bytes")[0] / plain
+                summary[f"full_share_{end}"] = {"value": share, "unit": "of the bytes"}
+                same = {row["full_token_id"] for row in found if row["variant"] == name} == exact
+                summary[f"same_token_{end}"] = {"value": same, "unit": "as the whole model's, every start"}
+    return summary
+
+
+def _later(row: dict[str, Any]) -> float:
+    """Seconds from the first token until every stage was there."""
+    return sum(row.get(f"stage{stage}_s", 0.0) for stage in range(2, row["stages"] + 1))

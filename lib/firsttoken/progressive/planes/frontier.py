@@ -1,0 +1,174 @@
+"""Bytes before the first token against quality: bits that wait and layers that wait, trained only where it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from firsttoken.assets.needs import ModelFacts, check
+from firsttoken.assets.stories import story_model
+from firsttoken.progressive.examination import Examination, QualityConfig
+from firsttoken.progressive.gates import Summary, column, exp_mean, summarise
+from firsttoken.progressive.planes.coarse import coarse, coded_bytes
+from firsttoken.progressive.planes.layouts import SPLITS, planes_of
+from firsttoken.progressive.quality import text_scores
+from firsttoken.progressive.served import ServedConfig, ServedModel, at_stage, load_served
+from firsttoken.progressive.staging import best_recipe, stage_adapters
+from firsttoken.study.errors import AssetError, ProfileError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+
+STORIES = "stories"  # the task of rows that a model of full-precision origin gives
+EXACT, PRUNED, HEALED = "s0", "layers", "layers_healed"
+SHORT = {"F16": "fp16", "BF16": "bf16"}
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """``cuts`` are splits with the dtype whose bits they cut, "bits of BF16"; ``items`` questions and ``windows`` of
+    text score each, and, where somebody has brought that model, ``stories`` of ``story_tokens`` tokens of its own.
+
+    ``starts`` cold starts of each of ``start_splits`` over a link of ``gbit_per_s``, ``disk_starts`` from this disk,
+    of weights stored as ``stored``.
+    """
+
+    cuts: tuple[str, ...]
+    items: int
+    windows: int
+    stories: int
+    story_tokens: int
+    starts: int
+    disk_starts: int
+    start_splits: tuple[str, ...]
+    gbit_per_s: float
+    readers: int
+    stored: Literal["bfloat16", "float16"]
+
+    def __post_init__(self) -> None:
+        for case in self.cuts:
+            split, _, dtype = case.rpartition(" of ")
+            if dtype not in SPLITS.get(split, {}):
+                raise ProfileError(f"precision.cuts: no cut {case!r}; known: SPLIT of F16 or BF16, {', '.join(SPLITS)}")
+        if odd := next((split for split in self.start_splits if split not in SPLITS), ""):
+            raise ProfileError(f"precision.start_splits: no split {odd!r}; known: {', '.join(SPLITS)}")
+
+    def each(self) -> Iterator[tuple[str, str, str]]:
+        """Name, split and dtype of every case."""
+        for case in self.cuts:
+            split, _, dtype = case.rpartition(" of ")
+            yield variant_name(split, dtype), split, dtype
+
+
+def variant_name(split: str, dtype: str) -> str:
+    """What the variant of a case is called: "bits_bf16"."""
+    return f"{split.replace(' ', '_')}_{SHORT[dtype]}"
+
+
+def precision_frontier(profile: Profile) -> Outcome:
+    """Every case's bytes, answers and perplexity beside the served model's, and beside those of layers that wait."""
+    config = profile.section("precision", PrecisionConfig)
+    quality = profile.section("quality", QualityConfig)
+    sizes = quality.smaller(config.items, config.windows)
+    place = profile.section("served", ServedConfig)
+    check([*place.needs(), *sizes.needs()], ModelFacts(profile.model))
+    served = load_served(profile)
+    examine = Examination(sizes, served.tokenizer)
+    exact = examine.rows(EXACT, served.model)
+    rows = _sized(exact, 1.0, 1.0)
+    for name, split, dtype in tqdm(list(config.each()), desc="planes", unit="case", disable=None):
+        size = coded_bytes(served.model, split, dtype)
+        if planes_of(split) == 1:  # nothing is left out
+            answers = [row | {"variant": name} for row in exact]
+        else:
+            with coarse(served.model, split, dtype) as model:
+                answers = examine.rows(name, model)
+        rows += _sized(answers, size.first / size.plain, size.planes / size.plain)
+    share = _share_of_stage_1(served)
+    with at_stage(served, 1) as model:
+        rows += _sized(examine.rows(PRUNED, model), share, 1.0)
+    adapter = stage_adapters(place, best_recipe(profile))[1]
+    if adapter.exists():
+        with at_stage(served, 1, adapter) as model:
+            rows += _sized(examine.rows(HEALED, model), share, 1.0)
+    found, note = _stories(config, profile.seed)
+    return Outcome(rows + found, provenance=served.provenance | {"stories": note})
+
+
+def _share_of_stage_1(served: ServedModel) -> float:
+    parameters = dict(served.model.named_parameters())
+    missing = tuple(f"model.layers.{layer}." for layer in served.plan.missing(1))
+    gone = sum(p.numel() for name, p in parameters.items() if name.startswith(missing))
+    return 1 - gone / sum(p.numel() for p in parameters.values())
+
+
+def _sized(rows: Rows, first: float, planes: float) -> Rows:
+    return [row | {"first_share": first, "planes_share": planes} for row in rows]
+
+
+def _stories(config: PrecisionConfig, seed: int) -> tuple[Rows, str]:
+    """Rows of the model of full-precision origin on stories that it tells itself, and what is said of them."""
+    if not config.stories:
+        return [], "not asked for"
+    try:
+        model = story_model()
+    except AssetError as error:
+        return [], str(error)
+    told = tell(model, config.stories, config.story_tokens, seed)
+    exact = next_tokens(model, told)
+    rows = _story_rows(EXACT, model, told, exact, 1.0, 1.0)
+    for name, split, dtype in config.each():
+        size = coded_bytes(model, split, dtype)
+        with coarse(model, split, dtype) as rounded:
+            rows += _story_rows(name, rounded, told, exact, size.first / size.plain, size.planes / size.plain)
+    return rows, "llama2.c's 15 M TinyStories checkpoint, float32"
+
+
+@torch.inference_mode()
+def tell(model: PreTrainedModel, count: int, tokens: int, seed: int) -> Tensor:
+    """Stories [count, tokens] that ``model`` draws itself after the beginning-of-text token, 1, at temperature 1."""
+    draw = torch.Generator().manual_seed(seed)
+    told, cache = torch.ones(count, 1, dtype=torch.long), None
+    while told.shape[1] < tokens:
+        out = model(told[:, -1:] if cache else told, past_key_values=cache, use_cache=True)
+        cache, odds = out.past_key_values, out.logits[:, -1].float().softmax(-1)
+        told = torch.cat([told, torch.multinomial(odds, 1, generator=draw)], 1)
+    return told
+
+
+@torch.inference_mode()
+def next_tokens(model: PreTrainedModel, told: Tensor) -> Tensor:
+    """The likeliest next token [count, tokens - 1] at every place of ``told``."""
+    return torch.cat([model(part, use_cache=False).logits[:, :-1].argmax(-1) for part in told.split(4)])
+
+
+def _story_rows(name: str, model: PreTrainedModel, told: Tensor, exact: Tensor, first: float, planes: float) -> Rows:
+    same = (next_tokens(model, told) == exact).double().mean(1).tolist()
+    scored = zip(text_scores(model, told), same, strict=True)
+    label = {"variant": name, "task": STORIES, "first_share": first, "planes_share": planes}
+    return [label | row | {"same_next": share} for row, share in scored]
+
+
+def precision_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Scores, drops, and bytes before the first token by variant; perplexity over the exact model's, paired."""
+    asked = [row for row in rows if row["task"] != STORIES]
+    summary = summarise(asked, judged=QualityConfig.recorded(parameters).judged)
+    for kind, part in (("", asked), (f"{STORIES}_", [row for row in rows if row["task"] == STORIES])):
+        for name in dict.fromkeys(row["variant"] for row in part):
+            one = next(row for row in part if row["variant"] == name)
+            for share in ("first_share", "planes_share"):
+                summary[f"{kind}{share}_{name}"] = {"value": one[share], "unit": "of the plain bytes"}
+            task = STORIES if kind else "text"
+            losses = column(part, name, task, "text_nll"), column(part, EXACT, task, "text_nll")
+            summary[f"{kind}perplexity_over_exact_{name}"] = bootstrap(losses[0] - losses[1], exp_mean).summary("x")
+            if kind:
+                same = column(part, name, task, "same_next")
+                summary[f"{kind}same_next_{name}"] = bootstrap(np.asarray(same)).summary("%", 100)
+    return summary

@@ -1,0 +1,111 @@
+"""Planes that have arrived: decoded, and made weights or merged into those that serve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from firsttoken.progressive.checkpoint.manifest import PartFile
+from firsttoken.progressive.planes.codec import decode
+from firsttoken.progressive.planes.cutting import cutter
+from firsttoken.progressive.planes.layouts import BLOCK, SPLITS
+from firsttoken.study.errors import ModelError
+
+STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
+AT_ONCE = 4 * BLOCK
+"""Words that are merged between two steps: 8 MB, a few milliseconds on one core, less than a step takes."""
+
+Merge = Callable[[], None]
+
+
+class Planes:
+    """What has been merged into the weights of one model.
+
+    Merges are in place, so the model is never there twice: every view of it has the better weights as they come.
+    ``between`` calls a merge when nobody computes with the weights: at once, or where an engine runs between two of its
+    steps.
+    """
+
+    def __init__(self) -> None:
+        self.between: Callable[[Merge], Any] = lambda merge: merge()
+        self._merged: dict[tuple[str, int], int] = {}  # words, by tensor and plane: none is merged twice
+
+    def place(self, part: PartFile, file: memoryview, parameters: Callable[[str], nn.Parameter]) -> None:
+        """Merge the planes of ``part``, whose ``file`` is there, into ``parameters``. Raises ModelError."""
+        waiting: list[Merge] = []
+        words = 0
+        for name in part.cut:
+            for count, merge in self._merges(part, name, file, parameters(name)):
+                if waiting and words + count > AT_ONCE:
+                    self.between(_all(waiting))
+                    waiting, words = [], 0
+                waiting.append(merge)
+                words += count
+        if waiting:
+            self.between(_all(waiting))
+
+    def _merges(
+        self, part: PartFile, name: str, file: memoryview, parameter: nn.Parameter
+    ) -> Iterator[tuple[int, Merge]]:
+        """The steps, each with its number of words, that bring ``parameter`` to what it is with this plane.
+
+        Where the model computes in another dtype than is stored, the stored words are taken from it and put back, which
+        is exact: a wider float holds every narrower one.
+        """
+        weights, key = parameter.data.view(-1), (name, part.plane)
+        done = self._merged.get(key, 0)  # by a load that failed after it
+        if done == len(weights):
+            return
+        stored_as = part.cut[name].dtype
+        if weights.dtype not in (torch.float32, STORED[stored_as]):
+            raise ModelError(
+                f"{part.name}: {name} is stored as {STORED[stored_as]} and computes as {weights.dtype}, which does not "
+                "hold it: choose the stored dtype, or float32"
+            )
+        streams = decoded(part, name, file, weights.device)
+        made = cutter(part.split, stored_as)
+        for start in range(done, len(weights), AT_ONCE):
+
+            def merge(start: int = start, block: Tensor = weights[start : start + AT_ONCE]) -> None:
+                stored = block.to(STORED[stored_as])
+                made.refine(stored.view(torch.int16), part.plane, streams, start)
+                if stored.dtype != block.dtype:
+                    block.copy_(stored)
+                self._merged[key] = start + len(block)
+
+            yield min(AT_ONCE, len(weights) - start), merge
+
+
+def first_weights(part: PartFile, name: str, file: memoryview, device: torch.device) -> Tensor:
+    """The tensor ``name`` from its first plane, in the dtype and shape that it has. Raises ModelError."""
+    tensor = part.cut[name]
+    streams = decoded(part, name, file, device)
+    words = cutter(part.split, tensor.dtype).first(streams, math.prod(tensor.shape))
+    return words.view(STORED[tensor.dtype]).view(tensor.shape)
+
+
+def decoded(part: PartFile, name: str, file: memoryview, device: torch.device) -> list[Tensor]:
+    """The streams of the plane of ``name`` that ``file`` holds, uint8 on ``device``.
+
+    Raises ModelError for a stream that is none, or has another size than the tensor's shape says.
+    """
+    tensor, count = part.cut[name], math.prod(part.cut[name].shape)
+    kinds = SPLITS[part.split][tensor.dtype].planes[part.plane]
+    streams = []
+    for kind, key, codec in zip(kinds, part.streams(name), tensor.codecs, strict=True):
+        entry = part.tensors[key]
+        data = decode(codec, file[entry.start : entry.end], kind.bytes(count), f"{part.name}: {key}")
+        streams.append(torch.frombuffer(data, dtype=torch.uint8).to(device))
+    return streams
+
+
+def _all(merges: list[Merge]) -> Merge:
+    def run() -> None:
+        for merge in merges:
+            merge()
+
+    return run

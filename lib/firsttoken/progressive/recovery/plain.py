@@ -1,0 +1,84 @@
+"""A Hugging Face folder that was not staged: the whole model as one stage, lean or read by transformers itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from firsttoken.assets.checkpoint import weight_files
+from firsttoken.assets.layers import layers_of
+from firsttoken.assets.model_config import read_config
+from firsttoken.lean.config import OtherWay, lean_config
+from firsttoken.progressive.loading.peers import load_with
+from firsttoken.progressive.loading.placement import torch_dtype
+from firsttoken.progressive.loading.views import StageView, make_view
+from firsttoken.progressive.planes.placing import Planes
+from firsttoken.progressive.recovery.growth import Growth
+from firsttoken.study import dtypes
+
+
+class Whole:
+    """A model that is there, as what a load leaves behind: skeleton and load in one."""
+
+    failure: Exception | None = None
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
+        self.model = _loaded(folder, dtype, device)
+        self.device = torch.device(device)
+        self.planes = Planes()  # no bits of it are still to come
+        layers, inner = layers_of(self.model), self.model.model
+        ends = {"embed_tokens": inner.embed_tokens, "norm": inner.norm, "lm_head": self.model.lm_head}
+        self.view = make_view(1, list(layers), ends)
+
+    def streaming(self) -> AbstractContextManager[None]:
+        """Nothing has to be waited for."""
+        return nullcontext()
+
+    def wait(self) -> StageView:
+        """The view."""
+        return self.view
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+    def release(self) -> None:
+        """As :meth:`Skeleton.release`."""
+        self.model.model.layers = nn.ModuleList()
+        del self.view
+
+
+def _loaded(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
+    """Lean layers on the mapped file, or what transformers makes of a folder that asks for more."""
+    try:
+        lean_config(folder)
+    except OtherWay as reason:
+        print(f"firsttoken: {folder.name} starts with transformers' own modules: {reason}", file=sys.stderr)
+        from firsttoken.assets.models import load_model
+
+        return load_model(str(folder), dtype=dtype, device=device, with_tokenizer=False).model
+    return load_with("lean", folder, dtype, device)
+
+
+class PlainGrowth(Growth):
+    """One stage, there or not. What its one load moves comes from this machine's files, over no link."""
+
+    bytes_moved = 0
+
+    def first(self) -> Whole:
+        """Read it all. Raises ModelError for a folder that transformers cannot read."""
+        self.stages = 1
+        files = weight_files(self._folder)
+        self.bytes_total = sum(file.stat().st_size for file in files)
+        stored = torch_dtype(read_config(self._folder).stored or "float32")
+        self.skeleton = Whole(self._folder, dtypes.serving(self._dtype, stored, self._device), self._device)
+        self.bytes_moved = self.bytes_total
+        return self.skeleton
+
+    def later(self, view: StageView) -> Iterator[StageView]:
+        """No others."""
+        return iter(())

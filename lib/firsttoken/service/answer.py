@@ -1,0 +1,142 @@
+"""The answers to one request: so many choices in the engine, whose pieces come as the engine says them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from firsttoken.service.choice import AnswerChoice, Piece
+from firsttoken.service.inbox import Inbox
+from firsttoken.service.metrics import Metrics
+from firsttoken.service.schema import ChatRequest, CompletionRequest, ServedRequest
+from firsttoken.service.text import Vocabulary
+from firsttoken.study.errors import RequestError
+
+if TYPE_CHECKING:
+    from firsttoken.progressive.recovery.server import GrowingServer
+
+_SEEDS = 2**63
+
+
+class Answers:
+    """``asked`` before ``server``, from :meth:`begin` to :meth:`close`; what the engine says arrives in ``inbox``."""
+
+    def __init__(
+        self, server: GrowingServer, vocabulary: Vocabulary, asked: ServedRequest, inbox: Inbox, metrics: Metrics
+    ) -> None:
+        self.asked = asked
+        self.prompt_tokens = 0
+        self._server, self._vocabulary, self._inbox, self._metrics = server, vocabulary, inbox, metrics
+        self._choices: list[AnswerChoice] = []
+        self._heard_s: dict[int, float] = {}  # when each choice's last token came
+        self._arrived_s = time.monotonic()
+
+    def begin(self) -> None:
+        """Read the prompts and open a session for each answer; blocks for a moment, so not on the event loop.
+
+        Raises RequestError and BusyError as the vocabulary and the server do; then none of them is open.
+        """
+        prompts = self._prompts()
+        first = secrets.randbelow(_SEEDS) if self.asked.seed is None else self.asked.seed
+        try:
+            for number, (ids, echo) in enumerate(prompts):
+                self.prompt_tokens += len(ids)
+                for turn in range(self.asked.n):
+                    self._open(number * self.asked.n + turn, ids, echo, first + turn)
+        except BaseException:
+            self.close()
+            raise
+        self._metrics.prompt_tokens.inc(self.prompt_tokens)
+
+    async def batches(self) -> AsyncIterator[list[Piece]]:
+        """The pieces of all choices, those together that came together, until the last choice has ended.
+
+        Raises what ended one of them in the engine, and ClientGone.
+        """
+        open_ones = len(self._choices)
+        while open_ones:
+            pieces: list[Piece] = []
+            for number, item in await self._inbox.get():
+                choice = self._choices[number]
+                if choice.finished:
+                    continue
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    pieces += choice.end()
+                else:
+                    self._hear(number, item.at_s)
+                    pieces += choice.take(item)
+                if choice.finished:
+                    open_ones -= 1
+                    choice.session.cancel()
+            if pieces:
+                yield pieces
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all choices so far."""
+        return sum(choice.tokens for choice in self._choices)
+
+    def close(self) -> None:
+        """End what is still open in the engine."""
+        for choice in self._choices:
+            choice.session.cancel()
+
+    def _open(self, number: int, ids: Sequence[int], echo: str, seed: int) -> None:
+        from firsttoken.engine.request import Sampling
+
+        asked, likeliest = self.asked, self.asked.likeliest
+        sampling = Sampling(
+            self._most(len(ids)),
+            asked.temperature,
+            asked.top_p,
+            stop=self._vocabulary.stop_ids,
+            seed=(seed + _SEEDS) % (2 * _SEEDS) - _SEEDS,
+            logprobs=likeliest,
+            prompt_logprobs=bool(echo) and likeliest is not None,
+        )
+        session = self._server.submit(ids, sampling, asked.upgrade, events=self._inbox.slot(number))
+        judged = likeliest is not None
+        self._choices.append(
+            AnswerChoice(number, self._vocabulary, ids, session, stops=asked.stop, echo=echo, judged=judged)
+        )
+
+    def _prompts(self) -> list[tuple[list[int], str]]:
+        """The ids of each prompt, and its text where it is to be said first."""
+        asked, vocabulary = self.asked, self._vocabulary
+        if isinstance(asked, ChatRequest):
+            turns = [message.model_dump(exclude_none=True) for message in asked.messages]
+            return [(vocabulary.chat_ids(turns), "")]
+        assert isinstance(asked, CompletionRequest)
+        most = self._server.config.max_sessions
+        if len(asked.prompt) * asked.n > most:
+            raise RequestError(f"prompt: {len(asked.prompt)} with n={asked.n} are more answers than the {most} served")
+        read = [vocabulary.prompt_ids(prompt) for prompt in asked.prompt]
+        if not asked.echo:
+            return [(ids, "") for ids in read]
+        tokenizer = vocabulary.tokenizer
+        texts = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in asked.prompt]
+        return list(zip(read, texts, strict=True))
+
+    def _most(self, prompt_tokens: int) -> int:
+        """Tokens to say at most: what was asked for, or as OpenAI has it, 16 of a completion and of a chat all there is
+        room for."""
+        asked = self.asked
+        wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens
+        if wanted is not None:
+            return wanted
+        if isinstance(asked, ChatRequest):
+            return max(1, min(self._server.config.max_new_tokens, self._vocabulary.context - prompt_tokens))
+        return min(16, self._server.config.max_new_tokens)
+
+    def _hear(self, number: int, at_s: float) -> None:
+        before = self._heard_s.get(number)
+        if before is None:
+            self._metrics.first_token_s.observe(at_s - self._arrived_s)
+        else:
+            self._metrics.between_tokens_s.observe(at_s - before)
+        self._heard_s[number] = at_s
+        self._metrics.generated_tokens.inc()

@@ -1,0 +1,116 @@
+"""Several replicas: Ray Serve on this machine, from the first to the last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from firsttoken.service.config import ServiceConfig
+from firsttoken.service.process import listening
+from firsttoken.study.errors import StageError
+from firsttoken.study.system.allowance import cores
+
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_ENVIRONMENT = {
+    _LOOPBACK: "0",  # no cluster, so Ray's own servers bind to 127.0.0.1; by default it is every interface
+    # and the one port that Serve binds to every interface all the same, to unpickle what comes in, asks for a token
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 puts a replica behind everything else on the machine
+    # patience, as a process of Ray's takes seconds to start on a quiet machine and ten times as long on a busy one
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}
+_LATE = "timed out during startup"  # Ray gives its helpers 15 s to report their ports, which nothing can change
+_STARTS = 3  # the next time they are in the page cache
+_OBJECTS_BYTES = 80 << 20  # nothing is kept in Ray's object store, which would take 30 % of the memory
+
+
+@contextmanager
+def replicas(config: ServiceConfig) -> Iterator[None]:
+    """Answers on its port for the time of the block, by as many replicas as ``config`` says.
+
+    Raises StageError when ray is missing or runs already, or when a replica or Ray itself does not start.
+    """
+    with listening(config):  # to know that it can be had, before seconds are spent
+        pass
+    ray, serve = _import_ray()
+    usable = cores()
+    _start_node(ray, max(usable, config.replicas))
+    try:
+        http = {"host": config.host, "port": config.port}
+        try:
+            serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
+            serve.run(_application(config, usable, serve), name="firsttoken")
+        except (RuntimeError, TimeoutError) as error:
+            raise StageError(f"the service did not start: {' '.join(str(error).split())}") from error
+        yield
+        serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
+    finally:
+        ray.shutdown()
+
+
+def _start_node(ray: ModuleType, usable: int) -> None:
+    for tried in range(1, _STARTS + 1):
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                num_cpus=usable,
+                object_store_memory=_OBJECTS_BYTES,
+            )
+            return
+        except Exception as error:  # Ray has no kind of its own for it
+            ray.shutdown()
+            if _LATE not in str(error):
+                raise
+            if tried == _STARTS:
+                raise StageError(f"Ray did not start in {tried} tries: is this machine very busy? Try again") from error
+
+
+def _application(config: ServiceConfig, usable: int, serve: ModuleType) -> Any:
+    def build() -> Any:  # called in the process of each replica
+        from ray.serve import get_replica_context
+
+        from firsttoken.service.app import build_replica
+
+        return build_replica(config, get_replica_context().replica_id.unique_id)
+
+    deployment = serve.deployment(
+        serve.ingress(build)(),
+        name="replica",
+        num_replicas=config.replicas,
+        ray_actor_options={"num_cpus": max(1, usable // config.replicas)},  # also the threads that torch computes with
+        max_ongoing_requests=256,  # Serve would queue what is above; the engine refuses, so that a client can decide
+        max_constructor_retry_count=1,
+        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    return deployment.bind()
+
+
+def _import_ray() -> tuple[ModuleType, ModuleType]:
+    """ray and ray.serve, told to stay on loopback, behind a token, and to report nothing to anybody."""
+    if sys.modules.get("ray") and os.environ.get(_LOOPBACK) != "0":
+        raise StageError("ray was imported before and would listen on every interface: serve from a fresh process")
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    try:
+        import ray
+        from ray import serve
+    except ImportError as error:
+        raise StageError('serve needs ray for replicas: pip install "firsttoken[serve]"') from error
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    if ray.is_initialized():
+        raise StageError("ray runs in this process already: end it with ray.shutdown() first")
+    return ray, serve

@@ -1,0 +1,82 @@
+"""What a service is told before it starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from firsttoken.study.errors import StageError
+from firsttoken.study.foreign.faults import blaming, read_bytes
+
+KEY_VARIABLE = "FIRSTTOKEN_API_KEY"
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """A model, the wire it comes over, how the engine shares itself, and the limits of the service.
+
+    ``folder`` is a staged checkpoint or a plain Hugging Face folder. Each of the ``replicas`` loads it by itself, a
+    staged one over a link of its own of ``gbit_per_s`` (0: unshaped) that ``threads`` readers share. Per replica
+    ``max_running`` requests are in the engine's steps and ``max_waiting`` wait for that; one more is refused, and so
+    are prompts of more than ``max_prompt_tokens``, answers of more than ``max_new_tokens``, more than ``max_choices``
+    answers to one request, and bodies that take longer than ``body_s`` seconds. A client that takes nothing of what is
+    sent to it for ``stalled_s`` seconds has gone.
+    ``scheduler``, ``preemption``, ``share_prefixes`` as of the engine's configuration; ``kv_blocks`` None: as many as
+    the limits ask for. With an ``api_key`` nobody else is served.
+    """
+
+    folder: Path
+    gbit_per_s: float = 0.0
+    replicas: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8000
+    device: str = "cpu"
+    scheduler: str = "sarathi"
+    preemption: str = "recompute"
+    share_prefixes: bool = False
+    kv_blocks: int | None = None
+    max_running: int = 64
+    max_waiting: int = 64
+    max_prompt_tokens: int = 2048
+    max_new_tokens: int = 512
+    max_choices: int = 16
+    body_s: float = 30.0
+    stalled_s: float = 60.0
+    threads: int = 8
+    api_key: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for key in ("replicas", "max_running", "max_prompt_tokens", "max_new_tokens", "max_choices", "threads"):
+            if getattr(self, key) < 1:
+                raise StageError(f"serve: {key} must be 1 or more, not {getattr(self, key)}")
+        if self.max_waiting < 0:
+            raise StageError(f"serve: max_waiting must be 0 or more, not {self.max_waiting}")
+        for key in ("body_s", "stalled_s"):
+            if not getattr(self, key) > 0:
+                raise StageError(f"serve: {key} must be above 0, not {getattr(self, key)}")
+        if not 1 <= self.port <= 65535:
+            raise StageError(f"serve: the port must be 1 to 65535, not {self.port}")
+        if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
+            raise StageError("serve: an API key is one line of printable ASCII; make another")
+
+    @property
+    def model(self) -> str:
+        """The name that clients know the model by: that of its folder."""
+        return self.folder.resolve().name
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
+
+
+def read_key(file: Path | None) -> str | None:
+    """The API key in ``file``, or without one that of the environment; None: no key is asked for.
+
+    Raises StageError for a file that cannot be read.
+    """
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    with blaming(file, StageError, "put the API key there, on one line"):
+        return read_bytes(file, 4096).decode("utf-8").strip()

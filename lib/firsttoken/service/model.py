@@ -1,0 +1,57 @@
+"""The one function that the service asks for a model to serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from firsttoken.progressive.checkpoint.manifest import MANIFEST
+from firsttoken.service.config import ServiceConfig
+from firsttoken.study.dtypes import AUTO
+
+if TYPE_CHECKING:
+    from firsttoken.progressive.recovery.server import GrowingServer
+
+
+def is_staged(folder: Path) -> bool:
+    """Whether ``folder`` is what `firsttoken stage` writes, and not a plain Hugging Face folder.
+
+    The default model's folder has a manifest of its own kind beside its weights; a stage's weights lie in folders.
+    """
+    return (folder / MANIFEST).is_file() and not any(folder.glob("*.safetensors"))
+
+
+def serve_model(config: ServiceConfig) -> GrowingServer:
+    """The model of ``config``, which begins to load and takes requests from now on.
+
+    Raises ProfileError for a scheduler, policy or pool that the engine does not have; what the folder lacks, the server
+    itself reports.
+    """
+    from dataclasses import replace
+
+    from firsttoken.crosspoint.policies import make_policy
+    from firsttoken.link import Link, LinkConfig
+    from firsttoken.progressive.recovery.growth import Growth
+    from firsttoken.progressive.recovery.limits import STALL_FREE, GrowthConfig
+    from firsttoken.progressive.recovery.plain import PlainGrowth
+    from firsttoken.progressive.recovery.server import GrowingServer
+
+    engine = replace(
+        STALL_FREE,
+        scheduler=config.scheduler,
+        share_prefixes=config.share_prefixes,
+        requests=config.max_running,
+    )
+    limits = GrowthConfig(
+        threads=config.threads,
+        max_sessions=config.max_running + config.max_waiting,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        kv_blocks=config.kv_blocks,
+        engine=engine,
+        preemption=make_policy(config.preemption),
+    )
+    links, growth = [Link(LinkConfig(config.gbit_per_s))], Growth if is_staged(config.folder) else PlainGrowth
+    server = GrowingServer(config.folder, links, limits, device=config.device, dtype=AUTO, growth=growth)
+    server.start()
+    return server

@@ -1,0 +1,45 @@
+"""What an experiment is to those who run one: where its functions are, by name, and who reads its result."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+
+EVERY_PROFILE = ("quick", "full", "gpu", "paper")
+LONG = ("full", "gpu", "paper")  # training runs: half an hour and more on a CPU
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """``target`` is "module:function"; ``notebook`` the number of the notebook that shows the result.
+
+    ``summary`` names the function, in the same module unless it says which, that makes the summary of rows and
+    parameters, and of nothing else: so anybody can make it again (``tests/study/test_recorded.py`` does). ``reads`` are
+    experiments of other systems whose results this one is handed: no system imports another.
+    """
+
+    name: str
+    title: str
+    notebook: str
+    target: str
+    summary: str
+    profiles: tuple[str, ...] = EVERY_PROFILE
+    reads: tuple[str, ...] = ()
+
+    def __call__(self, profile: Profile, *read: Result) -> Outcome:
+        return _named(self.target)(profile, *read)
+
+    def summarise(self, rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The summary of ``rows`` that were measured with ``parameters`` (``Result.parameters``)."""
+        module = self.target.partition(":")[0]
+        return _named(self.summary if ":" in self.summary else f"{module}:{self.summary}")(rows, parameters)
+
+
+def _named(target: str) -> Callable[..., Any]:
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)

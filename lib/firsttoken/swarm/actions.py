@@ -1,0 +1,126 @@
+"""What ``firsttoken swarm`` does."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+
+import torch
+
+from firsttoken.study import dtypes
+from firsttoken.study.errors import SwarmError
+from firsttoken.swarm.access import Access
+from firsttoken.swarm.blocks import depth_of, model_sha256, parse_blocks
+from firsttoken.swarm.limits import ServerLimits
+from firsttoken.swarm.patience import Patience
+from firsttoken.swarm.placement import interval_to_join
+from firsttoken.swarm.server import ServerConfig, serving
+from firsttoken.swarm.swarm import Swarm
+
+
+def run(options: argparse.Namespace) -> None:
+    """The action that was chosen. Raises SwarmError, ModelError and RequestError."""
+    if missing := _missing():
+        raise SwarmError(f"{missing} is not installed: pip install 'firsttoken[swarm]'")
+    {"serve": _serve, "generate": _generate, "list": _list}[options.action](options)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    access = Access.read(options.token_file, options.tls_ca, options.tls_cert, options.tls_key)
+    dtype, model = dtypes.resolve(options.dtype, "cpu"), model_sha256(options.model)
+    blocks = _chosen(options, access, model)
+    limits = ServerLimits(kv_tokens=options.kv_tokens, expiry_s=options.expiry_s)
+    config = ServerConfig(
+        options.model,
+        blocks,
+        dtype,
+        options.host,
+        options.port,
+        options.address,
+        options.registry,
+        options.key,
+        access,
+        limits,
+    )
+    asyncio.run(_until_told(config, model))
+
+
+def _chosen(options: argparse.Namespace, access: Access, model: str) -> range:
+    """The blocks that are named, or those that the swarm needs most."""
+    depth = depth_of(options.model)
+    if options.blocks != "auto":
+        return parse_blocks(options.blocks, depth)
+    count = options.count or depth
+    if not options.registry:
+        return interval_to_join([], depth, count)
+
+    async def needed() -> range:
+        swarm = Swarm(model, options.registry, 1, access, Patience())
+        await swarm.look()
+        servers = [one.reachable(0.0) for one in swarm.servers()]
+        await swarm.close()
+        return interval_to_join(servers, depth, count)
+
+    return asyncio.run(needed())
+
+
+async def _until_told(config: ServerConfig, model: str) -> None:
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with serving(config, model) as running:
+        blocks = running.record.span
+        print(
+            f"blocks [{blocks.start}, {blocks.stop}) of {config.folder.resolve().name} are served at "
+            f"{running.record.address} by process {os.getpid()}; Ctrl-C ends it",
+            flush=True,
+        )
+        told = asyncio.create_task(ended.wait())
+        await asyncio.wait([told, running.failed], return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if running.failed.done():
+            running.failed.result()
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from transformers import AutoTokenizer
+
+    from firsttoken.swarm.remote import RemoteModel
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
+    ids = torch.tensor([tokenizer(options.prompt)["input_ids"]])
+    with RemoteModel(
+        options.model,
+        options.registry,
+        dtype=dtypes.resolve(options.dtype, "cpu"),
+        coding=options.coding,
+        patience=Patience(step_s=options.step_s),
+        access=Access.read(options.token_file, options.tls_ca, None, None),
+    ) as model:
+        said = model.generate(ids, options.max_tokens, eos_token_id=tokenizer.eos_token_id)
+        print(tokenizer.decode(said[0], skip_special_tokens=True))
+        for server, why in model.chain.faults:
+            print(f"replaced {server[:8]}: {why}", file=sys.stderr)
+
+
+def _list(options: argparse.Namespace) -> None:
+    access = Access.read(options.token_file, options.tls_ca, None, None)
+    swarm = Swarm(model_sha256(options.model), options.registry, 1, access, Patience())
+
+    async def look() -> None:
+        await swarm.look()
+        for one in sorted(swarm.servers(), key=lambda one: one.blocks):
+            rate = f"{one.throughput:,.0f} tokens/s through a block"
+            print(f"blocks [{one.blocks[0]}, {one.blocks[1]}) at {one.address}, key {one.server[:8]}: {rate}")
+        await swarm.close()
+
+    asyncio.run(look())
+
+
+def _missing() -> str:
+    from importlib.util import find_spec
+
+    return next((name for name in ("grpc", "cryptography") if find_spec(name) is None), "")

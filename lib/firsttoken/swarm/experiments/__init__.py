@@ -1,0 +1,1 @@
+"""What notebooks 51 and 52 show."""

@@ -1,0 +1,217 @@
+"""What 8 bits cost and gain (Tables 1 and 2): perplexity with 8-bit weights and states, bytes, seconds of a step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.assets.layers import layers_of
+from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
+from firsttoken.study.clock import Stopwatch
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+from firsttoken.swarm.weights8 import THRESHOLD, Linear8, resting_bytes, to_8_bits
+from firsttoken.swarm.wire8 import pack, packed_bytes, unpack
+
+PLAIN, STATES, EVERY, WEIGHTS, TOGETHER, BOTH = (
+    "plain",
+    "states",
+    "states_every_layer",
+    "weights",
+    "weights_outliers_among_the_rest",
+    "both",
+)
+
+
+@dataclass(frozen=True)
+class EightBitsConfig:
+    """Perplexity over ``windows`` of ``window_tokens`` tokens, ``batch`` at once; states cross the wire before and
+    after each of ``servers`` equal spans. A step is timed ``repeats`` times for each of ``batches`` requests of
+    ``context`` tokens, 16 and 8 bits in turns."""
+
+    windows: int
+    window_tokens: int
+    batch: int
+    servers: int
+    batches: tuple[int, ...]
+    context: int
+    repeats: int
+
+    def needs(self) -> list[Need]:
+        """The text holds the windows, the model the spans and the context."""
+        return [
+            Need("eight_bits.windows x window_tokens", self.windows * self.window_tokens, text_of("test")),
+            Need("eight_bits.window_tokens", self.window_tokens, CONTEXT),
+            Need("eight_bits.context", self.context + 1, CONTEXT),
+            Need("eight_bits.servers", self.servers, LAYERS),
+        ]
+
+
+def eight_bits(profile: Profile) -> Outcome:
+    """Rows {what: quality | bytes | outliers | step, ...}; quality in float32, so that only the 8 bits differ."""
+    config = profile.section("eight_bits", EightBitsConfig)
+    check(config.needs(), ModelFacts(profile.model))
+    device = profile.torch_device()
+    base = load_model(profile.model, device=device)
+    windows = token_windows(running_text("test"), base.tokenizer, config.window_tokens, config.windows).to(device)
+    rows = _quality(base.model, windows, config) + _bytes(base.model, config)
+    timed = load_model(profile.model, dtype=profile.torch_dtype(), device=device, with_tokenizer=False)
+    rows += _steps(timed.model, windows, config)
+    return Outcome(rows, provenance=base.provenance.as_dict())
+
+
+def _quality(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows:
+    depth = len(layers_of(model))
+    spans = [depth * server // config.servers for server in range(config.servers)]
+    inputs, every = [*layers_of(model), model.model.norm], range(depth + 1)
+    small, together = copy.deepcopy(model), copy.deepcopy(model)
+    to_8_bits(layers_of(small))
+    to_8_bits(layers_of(together), math.inf)
+    small_inputs = [*layers_of(small), small.model.norm]
+    counted = [0, 0]
+    variants: list[tuple[str, nn.Module, Sequence[nn.Module]]] = [
+        (PLAIN, model, ()),
+        (STATES, model, [inputs[at] for at in (*spans, depth)]),
+        (EVERY, model, [inputs[at] for at in every]),
+        (WEIGHTS, small, ()),
+        (TOGETHER, together, ()),
+        (BOTH, small, [small_inputs[at] for at in (*spans, depth)]),
+    ]
+    rows: Rows = []
+    for variant, module, crossed in tqdm(variants, desc="quality", disable=None):
+        hooks = [one.register_forward_pre_hook(_over_the_wire, with_kwargs=True) for one in crossed]
+        if variant == WEIGHTS:
+            linears = [one for one in module.modules() if isinstance(one, Linear8)]
+            hooks += [one.register_forward_pre_hook(_counter(counted)) for one in linears]
+        losses, best = _losses(module, windows, config.batch)
+        for hook in hooks:
+            hook.remove()
+        if variant == PLAIN:
+            reference = best
+        agree = (best == reference).float().mean(1).tolist()
+        rows += [
+            {"what": "quality", "variant": variant, "window": at, "text_nll": loss, "agree": agree[at]}
+            for at, loss in enumerate(losses)
+        ]
+    return [*rows, {"what": "outliers", "values": counted[1], "outliers": counted[0]}]
+
+
+def _over_the_wire(
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The hidden states that a module is given, as the next server gets them."""
+    if args:
+        return (unpack(pack(args[0]), args[0].dtype), *args[1:]), kwargs
+    hidden = kwargs["hidden_states"]
+    return args, kwargs | {"hidden_states": unpack(pack(hidden), hidden.dtype)}
+
+
+def _counter(counted: list[int]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def count(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        counted[0] += int((args[0].abs() >= THRESHOLD).sum())
+        counted[1] += args[0].numel()
+
+    return count
+
+
+@torch.inference_mode()
+def _losses(model: nn.Module, windows: Tensor, batch: int) -> tuple[list[float], Tensor]:
+    """Nats a token of each window, and the likeliest token at each place [windows, tokens - 1]."""
+    losses, best = [], []
+    for ids in windows.split(batch):
+        logits = model(ids, use_cache=False).logits[:, :-1].float()
+        each = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        losses += each.view(len(ids), -1).mean(1).tolist()
+        best.append(logits.argmax(-1))
+    return losses, torch.cat(best)
+
+
+def _bytes(model: nn.Module, config: EightBitsConfig) -> Rows:
+    """Of a token's hidden states and of all layers, in 16 and in 8 bits."""
+    states = torch.ones(1, 1, model.config.hidden_size)
+    sent = packed_bytes(pack(states))
+    layers = copy.deepcopy(layers_of(model)).bfloat16()
+    weights = resting_bytes(layers)
+    to_8_bits(layers)
+    return [
+        {"what": "bytes", "of": "states", "bytes16": 2 * states.numel(), "bytes8": sent},
+        {"what": "bytes", "of": "weights", "bytes16": weights, "bytes8": resting_bytes(layers)},
+    ]
+
+
+@torch.inference_mode()
+def _steps(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows:
+    small = copy.deepcopy(model)
+    to_8_bits(layers_of(small))
+    text = windows.flatten()
+    rows: Rows = []
+    for batch in config.batches:
+        wanted = batch * (config.context + 1)
+        ids = text.repeat(-(-wanted // len(text)))[:wanted].view(batch, -1)
+        with _stepping(model, ids) as plain, _stepping(small, ids) as eight:
+            for repeat in range(-1, config.repeats):  # the first of each only warms up
+                for bits, step in ((16, plain), (8, eight)):
+                    with Stopwatch(ids.device) as watch:
+                        step()
+                    row = {"what": "step", "bits": bits, "batch": batch, "repeat": repeat, "seconds": watch.seconds}
+                    rows += [row] if repeat >= 0 else []
+    return rows
+
+
+@contextmanager
+def _stepping(model: nn.Module, ids: Tensor) -> Iterator[Callable[[], None]]:
+    """Makes one decoding step of all layers after the prompts ``ids`` [batch, tokens] but their last token."""
+    cache = model.model(ids[:, :-1], use_cache=True).past_key_values
+
+    def step() -> None:
+        model.model(ids[:, -1:], past_key_values=cache, use_cache=True)
+        cache.crop(-1)
+
+    yield step
+
+
+def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Perplexity lost by variant (per cent, paired by window), bytes over 16 bits, seconds over 16 bits by batch."""
+    by: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["what"] == "quality":
+            by.setdefault(row["variant"], []).append(row)
+    plain = np.array([row["text_nll"] for row in by[PLAIN]])
+    measures = {"plain_perplexity": bootstrap(plain, lambda sample: float(np.exp(sample.mean()))).summary()}
+    for variant, here in by.items():
+        if variant == PLAIN:
+            continue
+        more = np.array([row["text_nll"] for row in here]) - plain
+        lost = bootstrap(more, lambda sample: float(100 * np.expm1(sample.mean())))
+        measures[f"{variant}_perplexity_lost_pct"] = lost.summary("%")
+        measures[f"{variant}_same_token_pct"] = bootstrap([row["agree"] for row in here]).summary("%", 100)
+    for row in rows:
+        if row["what"] == "bytes":
+            measures[f"{row['of']}_bytes_x"] = {"value": row["bytes8"] / row["bytes16"], "unit": "x"}
+        if row["what"] == "outliers":
+            share = 100 * row["outliers"] / row["values"]
+            measures["outliers_pct"] = {"value": share, "n": row["values"], "unit": "%"}
+    for batch in dict.fromkeys(row["batch"] for row in rows if row["what"] == "step"):
+        both = [
+            [row["seconds"] for row in rows if row["what"] == "step" and row["batch"] == batch and row["bits"] == bits]
+            for bits in (8, 16)
+        ]
+        over = bootstrap(np.array(both).T, lambda sample: float(100 * (np.divide(*np.median(sample, 0)) - 1)))
+        measures[f"batch_{batch}_slower_pct"] = over.summary("%")
+        for bits, seconds in zip((8, 16), both, strict=True):
+            rate = bootstrap(seconds, lambda sample, n=batch: float(n / np.median(sample)))
+            measures[f"batch_{batch}_{bits}_bits_tokens_per_s"] = rate.summary("tokens/s")
+    return measures

@@ -1,0 +1,235 @@
+"""The figures and tables of notebooks 51 and 52, drawn from results alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.swarm.chain_costs import (
+    BLOOM_BYTES,
+    BLOOM_HIDDEN,
+    NETWORKS,
+    OFFLOADING_GBIT_PER_S,
+    PUBLISHED_SERVERS,
+    PUBLISHED_STEPS_PER_S,
+)
+from firsttoken.swarm.experiments.swarm_chains import DISK, KEYS, RAM
+from firsttoken.swarm.experiments.swarm_churn import RULES, SHARE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VARIANTS = {
+    "states": "states, between three servers",
+    "states_every_layer": "states, after every layer",
+    "weights": "weights, outliers apart",
+    "weights_outliers_among_the_rest": "weights, outliers among the rest",
+    "both": "weights, and states between servers",
+}
+RULE_NAMES = {"paper": "the paper's rule, 0.75", "agreed": "best of four plans, at once"}
+_NEVER = 10.0  # periods: beyond what is drawn
+RULE_LOOKS = {"paper": "other", "agreed": "measured"}
+
+
+def quality(result: Result) -> Figure:
+    """Perplexity lost by what is in 8 bits, with intervals over windows, and the goal."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(9, 3.4))
+    for place, variant in enumerate(VARIANTS):
+        entry = result.summary[f"{variant}_perplexity_lost_pct"]
+        ax.plot([entry["low"], entry["high"]], [place, place], color=COLOURS["measured"], linewidth=2)
+        ax.plot(entry["value"], place, LOOKS["measured"].marker, color=COLOURS["measured"], markersize=8)
+    ax.axvline(0, color=COLOURS["floor"], linewidth=1)
+    ax.axvline(1, color=COLOURS["target"], linestyle="--", linewidth=1.5)
+    ax.annotate("goal: below 1 %", (1, -0.45), (5, 0), textcoords="offset points", fontsize=9, va="center")
+    ax.set_yticks(range(len(VARIANTS)), list(VARIANTS.values()))
+    ax.set(ylim=(len(VARIANTS) - 0.5, -0.8), xlabel=f"perplexity lost, %; {entry['n']} windows, paired")
+    return fig
+
+
+def quality_rows(result: Result) -> Rows:
+    """Perplexity lost and how often the likeliest token stays, by what is in 8 bits."""
+    return [
+        {
+            "in 8 bits": name,
+            "perplexity lost, %": interval(result.summary[f"{variant}_perplexity_lost_pct"], 2),
+            "same likeliest token, %": interval(result.summary[f"{variant}_same_token_pct"], 1),
+        }
+        for variant, name in VARIANTS.items()
+    ]
+
+
+def speed_rows(result: Result) -> Rows:
+    """Tokens a second of all layers in 16 and in 8 bits, and how much slower that is, by requests at once."""
+    paper = {1: "5", 8: "negligible", 32: "negligible"}
+    return [
+        {
+            "requests": batch,
+            "16 bits, tokens/s": interval(result.summary[f"batch_{batch}_16_bits_tokens_per_s"], 1),
+            "8 bits, tokens/s": interval(result.summary[f"batch_{batch}_8_bits_tokens_per_s"], 1),
+            "slower here, %": interval(result.summary[f"batch_{batch}_slower_pct"], 1),
+            "slower in the paper, %": paper.get(batch, ""),
+        }
+        for batch in result.parameters["eight_bits"]["batches"]
+    ]
+
+
+def byte_rows(result: Result) -> Rows:
+    """Bytes in 8 bits over those in 16, and the share of outliers, beside the paper's."""
+    said = {"weights_bytes_x": ("weights", "about half"), "states_bytes_x": ("hidden states on the wire", "half")}
+    rows = [
+        {"what": f"{what}, of their 16-bit bytes", "paper": paper, "measured": result.summary[key]["value"]}
+        for key, (what, paper) in said.items()
+    ]
+    return [*rows, {"what": "outliers, %", "paper": "0.1", "measured": result.summary["outliers_pct"]["value"]}]
+
+
+def crossover(result: Result) -> Figure:
+    """Seconds of a step by the bytes of the weights: over a link for each token, and through a chain of three; without
+    computing, which both do."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(9, 5.2))
+    sizes = np.geomspace(0.1, 400, 50)
+    shape = next(row for row in result.rows if row["what"] == "shape")
+    bytes_here = next(row["bytes"] for row in result.rows if row["what"] == "offload")
+    rates = {link: gbit / 8 for link, gbit in OFFLOADING_GBIT_PER_S.items()}
+    for link, style in zip(rates, ("-", "--", ":"), strict=True):
+        ax.plot(sizes, sizes / rates[link], style, color=COLOURS["paper"], label=f"offloading, {link} (paper's bound)")
+    for place, style in ((RAM, "-"), (DISK, "--")):
+        rate = result.summary[f"offload_{place}_gb_per_s"]["value"]
+        label = f"offloading from {place}, measured here"
+        ax.plot(sizes, sizes / rate, style, color=COLOURS["single"], label=label)
+        ax.plot(bytes_here / 1e9, bytes_here / 1e9 / rate, "o", color=COLOURS["single"])
+    for network, style in zip(NETWORKS, ("-", "--", ":"), strict=True):
+        hidden = np.interp(
+            np.log(sizes), np.log([bytes_here / 1e9, BLOOM_BYTES / 1e9]), [shape["hidden"], BLOOM_HIDDEN]
+        )
+        seconds = [PUBLISHED_SERVERS * NETWORKS[network].hop_s(round(width)) for width in hidden]
+        ax.plot(sizes, seconds, style, color=COLOURS["measured"], label=f"three servers, {network}")
+    for edge, name in ((bytes_here / 1e9, "this model"), (BLOOM_BYTES / 1e9, "BLOOM, 8 bits")):
+        ax.axvline(edge, color=COLOURS["mark"], linewidth=0.8, linestyle=(0, (1, 3)))
+        ax.annotate(
+            name,
+            (edge, 1),
+            (4, -4),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            va="top",
+            fontsize=9,
+        )
+    ax.set(xscale="log", yscale="log", xlabel="weights, GB", ylabel="a token's way, s (no computing)")
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_major_formatter("{x:g}")
+    fig.legend(loc="outside lower center", ncols=2, fontsize=8)
+    return fig
+
+
+def table_3_rows(result: Result) -> Rows:
+    """Table 3's steps a second of BLOOM, foreseen from its first row, and over the bounds of offloading."""
+    rows: Rows = []
+    for network, key in KEYS.items():
+        value = {name: result.summary[f"bloom_foreseen_{key}_{name}"]["value"] for name in _FORESEEN}
+        rows.append(
+            {
+                "network": network,
+                "paper, steps/s": PUBLISHED_STEPS_PER_S[network],
+                "foreseen, steps/s": round(value["steps_per_s"], 2),
+                "foreseen over offloading, 256 Gbit/s": f"{value['over_offloading_256_x']:.1f}",
+                "and 128 Gbit/s": f"{value['over_offloading_128_x']:.1f}",
+            }
+        )
+    return rows
+
+
+_FORESEEN = ("steps_per_s", "over_offloading_256_x", "over_offloading_128_x")
+
+
+def here_rows(result: Result) -> Rows:
+    """This model: steps a second through three servers by network, from measured layers, beside measured offloading."""
+    contexts = result.parameters["chains"]["contexts"]
+    rows: Rows = [
+        {"way": f"three servers, {network}"}
+        | {
+            f"steps/s after {context} tokens": interval(result.summary[f"context_{context}_{key}_steps_per_s"], 2)
+            for context in contexts
+        }
+        | {
+            f"forward, {count} rows, tokens/s": interval(result.summary[f"forward_{count}_{key}_tokens_per_s"], 0)
+            for count in result.parameters["chains"]["forwards"]
+        }
+        for network, key in KEYS.items()
+    ]
+    for place in (RAM, DISK):
+        entry = result.summary[f"offload_{place}_s"]
+        turned = {"value": 1 / entry["value"], "low": 1 / entry["high"], "high": 1 / entry["low"]}
+        rows.append({"way": f"offloading from {place}", f"steps/s after {contexts[0]} tokens": interval(turned, 2)})
+    return rows
+
+
+def client_rows(result: Result) -> Rows:
+    """Simulated clients on the 14 servers of two continents and on 12 equal ones."""
+    paper = {("fourteen", 1): 0.83}
+    return [
+        {
+            "simulated swarm": f"{row['swarm']} servers, {row['clients']} clients at once",
+            "servers in the chain": row["hops"],
+            "steps/s of each": round(1 / row["seconds"], 2),
+            "paper": paper.get((row["swarm"], row["clients"]), ""),
+            "slower than alone, %": round(100 * (1 - row["alone_s"] / row["seconds"]), 1),
+        }
+        for row in result.rows
+        if row["what"] == "simulated"
+    ]
+
+
+def churn(result: Result) -> Figure:
+    """How many events were over after how long, by rule, with the period; and the share that the swarm came to."""
+    import matplotlib.pyplot as plt
+
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    period = result.parameters["churn"]["period_s"]
+    for rule in _rules(result):
+        here = [row for row in result.rows if row["rule"] == rule]
+        back = sorted(_NEVER if row["back_s"] is None else row["back_s"] / period for row in here)
+        colour, share = COLOURS[RULE_LOOKS[rule]], 100 * np.arange(1, len(back) + 1) / len(back)
+        left.step([0, *back], [0, *share], where="post", color=colour, label=f"{RULE_NAMES[rule]}, n = {len(here)}")
+        right.plot(sorted(100 * row["share_after"] for row in here), share, color=colour)
+    left.axvline(1, color=COLOURS["target"], linestyle="--", linewidth=1.5)
+    left.set(xlim=(0, 2), ylim=(0, 101), xlabel=f"periods until back at {SHARE:.0%} of the most", ylabel="events, %")
+    right.axvline(100 * SHARE, color=COLOURS["target"], linestyle="--", linewidth=1.5)
+    right.set(ylim=(0, 101), xlabel="rate two periods after the event, % of the most")
+    fig.legend(loc="outside lower center", ncols=2, fontsize=9)
+    return fig
+
+
+def churn_rows(result: Result) -> Rows:
+    """The measures of the simulated churn, by rule."""
+    measures = {
+        "back within a period, % of events": ("back_within_a_period_pct", 1),
+        "rate after two periods, % of the most": ("share_after_pct", 1),
+        "moves an event": ("moves_an_event", 2),
+    }
+    alone = {
+        "longest gap, periods": "longest_unserved_periods",
+        "moves in vain": "moves_in_vain",
+    }
+    rows: list[dict[str, Any]] = []
+    for name, (key, digits) in measures.items():
+        rows.append(
+            {"measure": name} | {RULE_NAMES[r]: interval(result.summary[f"{r}_{key}"], digits) for r in _rules(result)}
+        )
+    for name, key in alone.items():
+        rows.append(
+            {"measure": name} | {RULE_NAMES[r]: f"{result.summary[f'{r}_{key}']['value']:.3g}" for r in _rules(result)}
+        )
+    return rows
+
+
+def _rules(result: Result) -> list[str]:
+    return [rule for rule in RULES if rule in result.parameters["churn"]["rules"]]

@@ -1,0 +1,39 @@
+"""A server's Ed25519 key, kept in a file that nobody else can read, or made for one life."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from firsttoken.study.errors import SwarmError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+
+def server_key(path: Path | None) -> Ed25519PrivateKey:
+    """The key in ``path``, made and written where there is none; without a path one that is not kept.
+
+    Raises SwarmError for a file that holds no key, or cannot be read or written.
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    if path is None:
+        return Ed25519PrivateKey.generate()
+    try:
+        if not path.exists():
+            key = Ed25519PrivateKey.generate()
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(key.private_bytes_raw())
+            return key
+        return Ed25519PrivateKey.from_private_bytes(path.read_bytes()[:33])
+    except OSError as error:
+        raise SwarmError(f"the key {path} cannot be read or written: {error.strerror}") from error
+    except ValueError as error:
+        raise SwarmError(f"{path} holds no Ed25519 key of 32 bytes: name another file, it is made") from error
+
+
+def public_hex(key: Ed25519PrivateKey) -> str:
+    """The server's subkey."""
+    return key.public_key().public_bytes_raw().hex()

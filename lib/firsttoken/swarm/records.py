@@ -1,0 +1,102 @@
+"""What a server says of itself, signed with its key: nobody else can say it, and it is forgotten in time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from firsttoken.assets.model_config import MOST_LAYERS
+from firsttoken.study.errors import SwarmError
+from firsttoken.study.foreign.faults import Damaged, shown
+from firsttoken.study.foreign.schema import at_least, between, digits, shaped
+from firsttoken.swarm.routing import Reachable
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+LONGEST_S = 300.0  # that a record may live
+SKEW_S = 5.0  # that two clocks may differ by
+_DOMAIN = b"firsttoken swarm record 1\n"
+_MOST_ADDRESS = 256
+_Block = Annotated[int, between(0, MOST_LAYERS)]
+
+
+def _address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    good = host and colon and port.isdecimal() and len(value) <= _MOST_ADDRESS and value.isprintable()
+    return "" if good and int(port) < 1 << 16 else "expected HOST:PORT"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A server's announcement: under its subkey ``server`` (its Ed25519 public key, hex) nobody else can write.
+
+    It holds ``blocks`` [start, stop) of ``model`` (sha256), computes ``throughput`` tokens a second through one block,
+    and runs since ``started``. Of two records the later ``issued`` counts, until it ``expires``; all three are seconds
+    of the wall clock. Equal ends of ``blocks``: the server leaves.
+    """
+
+    server: Annotated[str, digits(64)]
+    address: Annotated[str, _address]
+    blocks: tuple[_Block, _Block]
+    model: Annotated[str, digits(64)]
+    throughput: Annotated[float, between(0.0, 1e12)]
+    started: Annotated[float, at_least(0.0)]
+    issued: Annotated[float, at_least(0.0)]
+    expires: Annotated[float, at_least(0.0)]
+    signature: Annotated[str, digits(128)] = "0" * 128
+
+    @property
+    def span(self) -> range:
+        """Its blocks."""
+        return range(*self.blocks)
+
+    @property
+    def name(self) -> str:
+        """What messages call the server: the first digits of its key, and where it is."""
+        return f"{self.server[:8]} at {self.address}"
+
+    def signed(self, key: Ed25519PrivateKey) -> Record:
+        """This with the signature of its server's ``key``."""
+        return replace(self, signature=key.sign(self._body()).hex())
+
+    def check(self, now: float) -> None:
+        """Raise SwarmError unless its server signed it, and it is of now: not expired, not of the future, not for
+        longer than records live."""
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+        if self.blocks[0] > self.blocks[1] or not 0 < self.expires - self.issued <= LONGEST_S:
+            raise SwarmError(f"the record of {self.name} is of no blocks, or for longer than {LONGEST_S:.0f} s")
+        if self.expires <= now:
+            raise SwarmError(f"the record of {self.name} expired {now - self.expires:.1f} s ago")
+        if self.issued > now + SKEW_S:
+            raise SwarmError(f"the record of {self.name} is of a time {self.issued - now:.1f} s ahead: set the clocks")
+        try:
+            Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.server)).verify(
+                bytes.fromhex(self.signature), self._body()
+            )
+        except (InvalidSignature, ValueError) as error:
+            raise SwarmError(f"the record of {self.name} is not signed by its key: it is forged") from error
+
+    def reachable(self, ping_s: float) -> Reachable:
+        """The server as routes are searched."""
+        return Reachable(self.server, self.span, ping_s, max(self.throughput, 1e-9))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it is sent."""
+        return asdict(self)
+
+    def _body(self) -> bytes:
+        said = self.as_dict()
+        del said["signature"]
+        return _DOMAIN + json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
+
+
+def read_record(value: Any) -> Record:
+    """A record as JSON gives it, unchecked. Raises SwarmError for what is none."""
+    try:
+        return shaped(Record, value)
+    except Damaged as error:
+        raise SwarmError(f"{shown(value)} is no record of a server: {error}") from error

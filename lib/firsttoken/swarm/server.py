@@ -1,0 +1,95 @@
+"""A server of a swarm: its blocks loaded, served and announced, for the time of a block or until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from firsttoken.study.errors import SwarmError
+from firsttoken.swarm.access import Access
+from firsttoken.swarm.announcer import Announcer
+from firsttoken.swarm.batcher import Batcher
+from firsttoken.swarm.keys import public_hex, server_key
+from firsttoken.swarm.limits import ServerLimits
+from firsttoken.swarm.records import Record
+from firsttoken.swarm.registry import Registry
+from firsttoken.swarm.service import BlockService
+from firsttoken.swarm.session import Sessions
+from firsttoken.swarm.stack import BlockStack
+
+_GRACE_S = 0.5  # for the steps that are under way when a server is told to end
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """``blocks`` of the model in ``folder``, computed in ``dtype``, served on ``host`` and ``port`` (0: a free one).
+
+    ``address`` is what others are told (HOST:PORT; by default where it listens), ``peers`` are members to begin with,
+    ``key`` the file of its key (None: a new one).
+    """
+
+    folder: Path
+    blocks: range
+    dtype: torch.dtype
+    host: str = "127.0.0.1"
+    port: int = 0
+    address: str = ""
+    peers: Sequence[str] = ()
+    key: Path | None = None
+    access: Access = field(default_factory=Access)
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that is up: its ``record``, its ``sessions`` and what it knows of others; ``failed`` is done when it
+    cannot go on."""
+
+    record: Record
+    sessions: Sessions
+    registry: Registry
+    failed: asyncio.Future
+
+
+@asynccontextmanager
+async def serving(config: ServerConfig, model: str) -> AsyncIterator[Running]:
+    """The server of blocks of ``model`` (its sha256), up and announced for the time of the block.
+
+    Raises ModelError for blocks that cannot be loaded, SwarmError for an address that cannot be had or may not.
+    """
+    stack = BlockStack(config.folder, config.blocks, config.dtype, config.limits.kv_tokens)
+    key, registry = server_key(config.key), Registry()
+    batcher = Batcher(stack, config.limits.batch_tokens)
+    sessions = Sessions(batcher, model, config.limits)
+    service = BlockService(sessions, registry, public_hex(key), config.access)
+    throughput = stack.measured_throughput()
+    server, port = await service.start(config.host, config.port)
+    now = time.time()
+    record = Record(
+        public_hex(key),
+        config.address or (f"[{config.host}]:{port}" if ":" in config.host else f"{config.host}:{port}"),
+        (config.blocks.start, config.blocks.stop),
+        model,
+        throughput,
+        started=now,
+        issued=now,
+        expires=now + config.limits.expiry_s,
+    )
+    announcer = Announcer(record, key, registry, config.peers, config.access, config.limits.expiry_s, stack.width)
+    tasks = asyncio.create_task(batcher.serve()), asyncio.create_task(announcer.run())
+    try:
+        yield Running(record, sessions, registry, tasks[1])
+        with suppress(SwarmError):
+            await announcer.leave()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.stop(_GRACE_S)
+        batcher.close()

@@ -1,0 +1,92 @@
+"""The two calls of a server over gRPC: a session of steps, and an exchange of records. Bytes in, bytes out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
+from firsttoken.swarm.access import Access, server_options
+from firsttoken.swarm.registry import Registry, TwinError, hear, tell
+from firsttoken.swarm.room import LostError
+from firsttoken.swarm.session import IdleError, Sessions
+
+if TYPE_CHECKING:
+    import grpc
+
+SERVICE = "firsttoken.Swarm"
+SESSION, EXCHANGE = f"/{SERVICE}/Session", f"/{SERVICE}/Exchange"
+
+
+class BlockService:
+    """``sessions`` and ``registry``, served to whom ``access`` admits; ``server`` is the subkey that it goes by."""
+
+    def __init__(self, sessions: Sessions, registry: Registry, server: str, access: Access) -> None:
+        self.sessions = sessions
+        self.registry = registry
+        self.server = server
+        self.access = access
+
+    async def start(self, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+        """Listen; the server and its port. Raises SwarmError as ``Access.listen``."""
+        import grpc
+
+        handlers = {
+            "Session": grpc.stream_stream_rpc_method_handler(self._session),
+            "Exchange": grpc.unary_unary_rpc_method_handler(self._exchange),
+        }
+        server = grpc.aio.server(options=server_options(self.sessions.batcher.stack.width))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        bound = self.access.listen(server, host, port)
+        await server.start()
+        return server, bound
+
+    async def _session(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        headers = await self._admitted(context)
+        try:
+            await self.sessions.serve(context, headers)
+        except asyncio.CancelledError:  # the client is gone
+            raise
+        except Exception as error:
+            await _abort(context, error)
+
+    async def _exchange(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        await self._admitted(context)
+        now = time.time()
+        try:
+            server, records = hear(data)
+        except SwarmError as error:
+            await _abort(context, RequestError(str(error)))
+        wrong = self.registry.take_all(records, now)
+        refused = wrong.get(server or "")  # what it says of others may be stale, and not its fault
+        if refused is None and wrong and len(wrong) == len(records):
+            refused = next(iter(wrong.values()))
+        if refused is not None:
+            await _abort(context, refused if isinstance(refused, TwinError) else RequestError(str(refused)))
+        return tell(self.registry.live(now), self.server)
+
+    async def _admitted(self, context: grpc.aio.ServicerContext) -> dict[str, str]:
+        import grpc
+
+        headers = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+        if not self.access.admits(headers):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this swarm asks for a token: give --token-file")
+        return headers
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    """End a call with one line that says why; its code tells a client whether another server would say otherwise."""
+    import grpc
+
+    code = grpc.StatusCode
+    kinds = [
+        (TwinError, code.ALREADY_EXISTS),
+        (BusyError, code.RESOURCE_EXHAUSTED),
+        ((LostError, IdleError), code.ABORTED),
+        (RequestError, code.INVALID_ARGUMENT),
+        (SwarmError, code.FAILED_PRECONDITION),
+    ]
+    found = next((code for kind, code in kinds if isinstance(error, kind)), code.INTERNAL)
+    said = str(error) if isinstance(error, FirstTokenError) else f"the blocks failed: {error}"
+    await context.abort(found, " ".join(said.split())[:500])

@@ -1,0 +1,107 @@
+"""One client's stream to a server: steps come in, each is answered before the next is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
+from firsttoken.study.foreign.faults import shown
+from firsttoken.swarm.batcher import Batcher
+from firsttoken.swarm.blocks import parse_blocks
+from firsttoken.swarm.limits import ServerLimits
+from firsttoken.swarm.room import Room, Tenant
+from firsttoken.swarm.wire import CODINGS, VERSION, decode, encode
+
+if TYPE_CHECKING:
+    import grpc
+
+HEADERS = ("swarm-version", "swarm-model", "swarm-blocks", "swarm-coding")
+"""What a session is opened with, in this order: version of the messages, sha256 of the model, a:b, coding."""
+
+
+class IdleError(SwarmError):
+    """Nothing was heard of a client, or it did not read its answer, for too long."""
+
+
+class Sessions:
+    """The sessions of a server of ``model``."""
+
+    def __init__(self, batcher: Batcher, model: str, limits: ServerLimits) -> None:
+        stack = batcher.stack
+        self.batcher = batcher
+        self.model = model
+        self.limits = limits
+        self.room = Room(stack.pool.blocks, stack.pool.shape.block_tokens, limits.sequences, stack.context)
+        self.open = 0
+        self.ends: Counter[str] = Counter()  # how often a session ended for which reason
+
+    async def serve(self, context: grpc.aio.ServicerContext, headers: dict[str, str]) -> None:
+        """Answer a client until it goes. Raises SwarmError for a session of another model, version or blocks, and what
+        its steps raise; its sequences are gone then."""
+        try:
+            layers, coding = self._opened(headers)
+        except FirstTokenError:
+            with suppress(IdleError):  # a client that is still sending would not hear why
+                await self._within(context.read(), "said nothing")
+            raise
+        mine: dict[int, Tenant] = {}
+        self.open += 1
+        try:
+            while await self._step(context, mine, layers, coding):
+                pass
+            self.ends["left"] += 1
+        except BaseException as error:
+            self.ends[type(error).__name__] += 1
+            raise
+        finally:
+            self.open -= 1
+            self.room.leave(mine, list(mine))
+
+    async def _step(
+        self, context: grpc.aio.ServicerContext, mine: dict[int, Tenant], layers: range, coding: str
+    ) -> bool:
+        """Read a message and answer it; False when the client has gone."""
+        import grpc
+
+        data = await self._within(context.read(), "said nothing")
+        if data is grpc.aio.EOF:
+            return False
+        stack = self.batcher.stack
+        try:
+            message = decode(data, coding, stack.width, stack.dtype)
+        except SwarmError as error:  # no server would take it
+            raise RequestError(str(error)) from error
+        self.room.leave(mine, message.over)
+        if message.hidden is None:
+            return True
+        works = self.room.place(mine, message.stretches)
+        out = await self.batcher.run(layers, works, message.hidden)
+        self.room.computed(mine, message.stretches)
+        await self._within(context.write(encode(out, coding)), "did not read its answer")
+        return True
+
+    async def _within(self, awaited, what: str):
+        try:
+            async with asyncio.timeout(self.limits.idle_s):
+                return await awaited
+        except TimeoutError:
+            raise IdleError(f"the client {what} for {self.limits.idle_s:g} s; open a session again") from None
+
+    def _opened(self, headers: dict[str, str]) -> tuple[range, str]:
+        version, model, blocks, coding = (headers.get(name, "") for name in HEADERS)
+        held = self.batcher.stack.blocks
+        if version != VERSION:
+            raise SwarmError(f"this server speaks version {VERSION} of the swarm's messages, not {shown(version)}")
+        if model != self.model:
+            raise SwarmError(f"this server has blocks of the model {self.model[:12]}, not of {shown(model, 16)}")
+        layers = parse_blocks(blocks, held.stop)
+        if layers.start < held.start:
+            raise SwarmError(f"this server has blocks [{held.start}, {held.stop}), not [{layers.start}, {layers.stop})")
+        if coding not in CODINGS:
+            raise RequestError(f"no coding is called {shown(coding)}; known: {', '.join(CODINGS)}")
+        if self.open >= self.limits.sessions:
+            raise BusyError(f"{self.open} sessions are open here, and no more are taken")
+        return layers, coding

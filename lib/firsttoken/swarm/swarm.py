@@ -1,0 +1,123 @@
+"""A swarm as a client knows it: who serves which blocks, how far away each is, and whom not to ask for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from firsttoken.study.errors import SwarmError
+from firsttoken.swarm.access import Access
+from firsttoken.swarm.announcer import exchange
+from firsttoken.swarm.patience import Patience
+from firsttoken.swarm.records import Record
+from firsttoken.swarm.registry import Registry, tell
+from firsttoken.swarm.routing import Hop, best_chain
+
+if TYPE_CHECKING:
+    import grpc
+
+_PAUSE_S = 0.05  # between two looks for somebody who serves what nobody does
+
+
+class Swarm:
+    """The servers of ``model`` (sha256) that the members at ``peers`` (HOST:PORT) tell of. Lives in one event loop."""
+
+    def __init__(self, model: str, peers: Sequence[str], width: int, access: Access, patience: Patience) -> None:
+        if not peers:
+            raise SwarmError("a swarm is found by one of its servers: name HOST:PORT")
+        self.model = model
+        self.peers = list(peers)
+        self.registry = Registry()
+        self.patience = patience
+        self.access = access
+        self._width = width
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._pings: dict[str, float] = {}  # by address, of those that answered when they were asked last
+        self._banned: dict[str, float] = {}  # by subkey, until when
+
+    async def keep_looking(self) -> None:
+        """Look the swarm over again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(self.patience.refresh_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Ask all members that are known for the others, and how far away they are; new ones in the same look."""
+        asked: set[str] = set()
+        while new := {*self.peers, *(one.address for one in self._records())} - asked:
+            asked |= new
+            await asyncio.gather(*map(self._ask, new))
+        for address in self._channels.keys() - asked:
+            await self._channels.pop(address).close()
+
+    def servers(self) -> list[Record]:
+        """Who serves blocks of the model, and answered when asked last."""
+        return [one for one in self._records() if one.address in self._pings]
+
+    def ban(self, server: str) -> None:
+        """Do not ask this one for a while, unless nobody else has its blocks."""
+        self._banned[server] = time.monotonic() + self.patience.ban_s
+
+    async def route(self, layers: range, why: str = "") -> list[tuple[Hop, Record]]:
+        """The fastest chain through ``layers``, at once where one is known.
+
+        Else the swarm is looked over until there is one: of servers that failed lately and answer again, if need be.
+        Raises SwarmError after ``find_s`` seconds, with the ``why`` of the last failure.
+        """
+        until, looked = time.monotonic() + self.patience.find_s, False
+        while True:
+            for without in [self._shunned(), set()][: 1 + looked]:
+                with suppress(SwarmError):
+                    return self._best(layers, without)
+            if time.monotonic() > until:
+                break
+            if looked:
+                await asyncio.sleep(_PAUSE_S)
+            await self.look()
+            looked = True
+        try:
+            return self._best(layers, set())
+        except SwarmError as error:
+            raise SwarmError(f"{error} (waited {self.patience.find_s:g} s{'; ' + why if why else ''})") from None
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The connection to ``address``, made when it is first asked for."""
+        if address not in self._channels:
+            self._channels[address] = self.access.channel(address, self._width)
+        return self._channels[address]
+
+    async def reconnect(self, address: str) -> None:
+        """Give the connection to ``address`` up: another is made when it is asked for."""
+        if (channel := self._channels.pop(address, None)) is not None:
+            await channel.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for address in list(self._channels):
+            await self.reconnect(address)
+
+    def _records(self) -> list[Record]:
+        return self.registry.serving(self.model, time.time())
+
+    def _shunned(self) -> set[str]:
+        now = time.monotonic()
+        self._banned = {server: until for server, until in self._banned.items() if until > now}
+        return set(self._banned)
+
+    def _best(self, layers: range, without: set[str]) -> list[tuple[Hop, Record]]:
+        known = {one.server: one for one in self.servers()}
+        reachable = [one.reachable(self._pings[one.address]) for one in known.values()]
+        return [(hop, known[hop.server.name]) for hop in best_chain(reachable, layers, without)]
+
+    async def _ask(self, address: str) -> None:
+        begun = time.perf_counter()
+        try:
+            _, records = await exchange(self.channel(address), self.access, tell([]), self.patience.answer_s)
+        except SwarmError:
+            self._pings.pop(address, None)
+            return
+        self._pings[address] = time.perf_counter() - begun
+        self.registry.take_all(records, time.time())

@@ -1,0 +1,108 @@
+"""Hidden states as messages: safetensors bytes, never pickle, whose header is held against itself, against the step
+that they belong to and against a limit before memory is taken for what it names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from firsttoken.study.errors import SwarmError
+from firsttoken.study.foreign.faults import Damaged
+from firsttoken.study.foreign.json_text import parse_json
+from firsttoken.study.foreign.schema import at_least, between, shaped
+from firsttoken.study.foreign.tensors import header_of
+from firsttoken.swarm.wire8 import pack, unpack
+
+VERSION = "1"
+MOST_TOKENS = 512  # of a message; a client cuts what is longer
+CODINGS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+"""What hidden states travel in, by the name that a session is opened with."""
+
+_ROOM = 1 << 16  # bytes of a header at most, and of a message beside its numbers
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_Count = Annotated[int, between(0, 1 << 31)]
+
+
+class Stretch(NamedTuple):
+    """Tokens [start, end) of the sequence that a client calls ``number``."""
+
+    number: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """``hidden`` [tokens, hidden] of ``stretches``, end to end (None: it has none); sequences that are ``over``."""
+
+    stretches: tuple[Stretch, ...]
+    hidden: Tensor | None
+    over: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _ToldStep:
+    stretches: tuple[tuple[_Count, _Count, _Count], ...] = ()
+    over: tuple[Annotated[int, at_least(0)], ...] = ()
+
+
+def most_bytes(width: int) -> int:
+    """Of a message of hidden states that are ``width`` wide: more is refused before it is received."""
+    return MOST_TOKENS * width * 5 + _ROOM  # int8 with a scale for each number is as large as it gets
+
+
+def encode(hidden: Tensor | None, coding: str, stretches: Sequence[Stretch] = (), over: Collection[int] = ()) -> bytes:
+    """The bytes of a message; an answer has neither ``stretches`` nor ``over``. Raises SwarmError as ``pack``."""
+    told = {"stretches": list(stretches), "over": list(over)}
+    tensors = {} if hidden is None else _coded(hidden, coding)
+    return save(tensors, {"step": json.dumps(told)})
+
+
+def _coded(hidden: Tensor, coding: str) -> dict[str, Tensor]:
+    return pack(hidden) if coding == "int8" else {"hidden": hidden.to(CODINGS[coding]).contiguous()}
+
+
+def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int | None = None) -> Message:
+    """The message of these bytes, its hidden states in ``dtype``.
+
+    ``tokens``: an answer to so many of them. Raises SwarmError for what is no message, or is not of this ``coding``,
+    ``width`` or count, and for numbers that are not finite.
+    """
+    try:
+        header = header_of(data)
+        told = shaped(_ToldStep, parse_json(header.metadata.get("step", "{}")))
+    except ValueError as error:
+        fault = str(error) if isinstance(error, Damaged) else type(error).__name__
+        raise SwarmError(f"a message is no safetensors of a step: {fault}") from error
+    stretches = tuple(Stretch(*one) for one in told.stretches)
+    rows = _rows(stretches) if tokens is None else tokens
+    if not header.tensors and not rows:
+        return Message(stretches, None, told.over)
+    main = header.tensors.get("codes" if coding == "int8" else "hidden")
+    if main is None or (coding != "int8" and len(header.tensors) > 1):
+        raise SwarmError(f"a message holds {', '.join(sorted(header.tensors)) or 'nothing'}, no hidden states {coding}")
+    if main.shape != (rows, width):
+        raise SwarmError(f"hidden states of {list(main.shape)} do not fit: the step has {[rows, width]}")
+    if coding != "int8" and main.dtype != _NAMES[CODINGS[coding]]:
+        raise SwarmError(f"hidden states in {main.dtype} came where the session was opened for {coding}")
+    tensors = load(data)
+    hidden = unpack(tensors, dtype) if coding == "int8" else tensors["hidden"].to(dtype)
+    if not torch.isfinite(hidden).all():
+        raise SwarmError("hidden states hold NaN or infinity: whoever computed them computed nonsense")
+    return Message(stretches, hidden, told.over)
+
+
+def _rows(stretches: Sequence[Stretch]) -> int:
+    if odd := next((one for one in stretches if not one.start < one.end), None):
+        raise SwarmError(f"sequence {odd.number} has no tokens [{odd.start}, {odd.end})")
+    if len({one.number for one in stretches}) < len(stretches):
+        raise SwarmError("a sequence is in one step twice")
+    if (rows := sum(one.end - one.start for one in stretches)) > MOST_TOKENS:
+        raise SwarmError(f"a message of {rows} tokens; at most {MOST_TOKENS} are taken at once")
+    return rows

@@ -1,0 +1,92 @@
+"""The options of ``firsttoken swarm``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from firsttoken import option_values
+
+
+def add_options(swarm: argparse.ArgumentParser) -> None:
+    """What ``firsttoken swarm`` can do, each with its options; the choice is ``action``."""
+    actions = swarm.add_subparsers(required=True, metavar="ACTION", dest="action")
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=text, description=text)
+        added.add_argument(
+            "--model", type=option_values.folder, required=True, metavar="FOLDER", help="config.json and *.safetensors"
+        )
+        added.add_argument(
+            "--dtype",
+            choices=("auto", "float32", "bfloat16", "float16"),
+            default="auto",
+            help="what to compute in (default: what this machine is fastest in)",
+        )
+        added.add_argument("--token-file", type=Path, help="a file with the swarm's token")
+        added.add_argument(
+            "--tls-ca", type=Path, help="the certificate (PEM) that servers on other machines are known by"
+        )
+        return added
+
+    serve = action("serve", "Serve some blocks of a model until Ctrl-C.")
+    serve.add_argument("--blocks", required=True, help="a:b for blocks a to b - 1, or auto for those served least")
+    serve.add_argument("--count", type=option_values.whole(1, 1000), help="how many blocks auto takes (default: all)")
+    serve.add_argument(
+        "--registry",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="a server of the swarm, may be repeated; none begins one",
+    )
+    serve.add_argument(
+        "--host", type=option_values.host, default="127.0.0.1", help="address to listen on (default: this machine only)"
+    )
+    serve.add_argument("--port", type=option_values.whole(0, 65535), default=0, help="port to listen on (default: any)")
+    serve.add_argument(
+        "--address", default="", metavar="HOST:PORT", help="what others are told (default: where it listens)"
+    )
+    serve.add_argument(
+        "--key", type=Path, help="the file of this server's key, made where there is none (default: a new key)"
+    )
+    serve.add_argument("--tls-cert", type=Path, help="this server's certificate (PEM)")
+    serve.add_argument("--tls-key", type=Path, help="its private key (PEM)")
+    serve.add_argument(
+        "--kv-tokens",
+        type=option_values.whole(16, 100_000_000),
+        default=16384,
+        help="tokens of all sessions together (default: 16384)",
+    )
+    serve.add_argument(
+        "--expiry-s",
+        type=option_values.whole(1, 300),
+        default=30,
+        help="seconds until a server that is gone is forgotten (default: 30)",
+    )
+
+    generate = action("generate", "Let a swarm continue a text.")
+    generate.add_argument("prompt", help="the text")
+    listed = action("list", "Print who serves which blocks of a model.")
+    for added in (generate, listed):
+        added.add_argument(
+            "--registry",
+            action="append",
+            required=True,
+            metavar="HOST:PORT",
+            help="a server of the swarm, may be repeated",
+        )
+    generate.add_argument(
+        "--max-tokens", type=option_values.whole(1, 100_000), default=32, help="new tokens (default: 32)"
+    )
+    generate.add_argument(
+        "--coding",
+        choices=("float32", "bfloat16", "float16", "int8"),
+        default="",
+        help="what hidden states travel in (default: what is computed in)",
+    )
+    generate.add_argument(
+        "--step-s",
+        type=option_values.whole(1, 3600),
+        default=5,
+        help="seconds after which a server that is silent is replaced (default: 5)",
+    )

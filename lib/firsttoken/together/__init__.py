@@ -1,0 +1,1 @@
+"""What only the systems together can do, on the one engine."""

@@ -1,0 +1,192 @@
+"""Other people's clients before a service of ours: OpenAI's own, two that measure, and a browser.
+
+They run in an environment of their own (`tests/run.sh --clients`); the service beside them is this clone's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="not in .venv-clients: run tests/run.sh --clients")
+
+ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get("FIRSTTOKEN_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
+PATIENCE = 180.0
+KEY = "sk-for-the-tests"
+GREEDY = {"model": "tiny", "temperature": 0}
+CHAT = [{"role": "user", "content": "the hen"}]
+
+
+class Service(NamedTuple):
+    """A service of a tiny random model, and the folder of that."""
+
+    url: str
+    folder: Path
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {what}"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("clients") / "tiny"
+    ours = dict(os.environ, PYTHONPATH=os.pathsep.join(str(ROOT / part) for part in ("lib", "tests/support")))
+    write = "import sys; from pathlib import Path; from services import write_tiny; write_tiny(Path(sys.argv[1]))"
+    subprocess.run([PYTHON, "-c", write, str(folder)], check=True, env=ours, timeout=PATIENCE)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [PYTHON, "-m", "firsttoken", "serve", str(folder), "--port", str(port)]
+    process = subprocess.Popen(command, env=ours | {"FIRSTTOKEN_API_KEY": KEY}, stdout=subprocess.DEVNULL)
+
+    def complete() -> bool:
+        assert process.poll() is None
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/stage", timeout=10) as answer:
+                return json.load(answer)["state"] == "complete"
+        except OSError:
+            return False
+
+    try:
+        until(complete, "all stages serve")
+        yield Service(f"http://127.0.0.1:{port}", folder)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def run(command: list[str], **environment: str) -> str:
+    """What a client says that ends without an error."""
+    tool = [str(Path(sys.executable).with_name(command[0])), *command[1:]]
+    ended = subprocess.run(
+        tool,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    return ended.stdout
+
+
+class TestOpenAI:
+    @pytest.fixture
+    def client(self, service: Service) -> Iterator[openai.OpenAI]:
+        with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0) as client:
+            yield client
+
+    def test_streams_are_the_whole_answers(self, client: openai.OpenAI) -> None:
+        for asked in ({"prompt": "the inn"}, {"prompt": ["a", "the"], "n": 2}, {"prompt": "the inn", "stop": "e"}):
+            whole = client.completions.create(**GREEDY, **asked, max_tokens=24)
+            found = {choice.index: "" for choice in whole.choices}
+            for chunk in client.completions.create(**GREEDY, **asked, max_tokens=24, stream=True):
+                for choice in chunk.choices:
+                    found[choice.index] += choice.text
+            assert found == {choice.index: choice.text for choice in whole.choices}
+
+    def test_chats_too(self, client: openai.OpenAI) -> None:
+        asked = GREEDY | {"messages": CHAT, "max_completion_tokens": 24, "n": 2, "seed": 5, "temperature": 1.2}
+        whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+        found, usage = {choice.index: "" for choice in whole.choices}, None
+        for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                found[choice.index] += choice.delta.content or ""
+        assert found == {choice.index: choice.message.content for choice in whole.choices}
+        assert usage == whole.usage and usage.completion_tokens == 48
+        assert all(len(choice.logprobs.content) == 24 for choice in whole.choices)
+
+    def test_its_errors_are_what_they_should_be(self, service: Service, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError, match="is not served here"):
+            client.completions.create(model="other", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="max_tokens") as raised:
+            client.completions.create(**GREEDY, prompt="a", max_tokens=-1)
+        assert (raised.value.param, raised.value.code) == ("max_tokens", "bad_request")
+        with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
+            openai.OpenAI(base_url=f"{service.url}/v1", api_key="another").models.list()
+        assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
+
+
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+def test_aiperf(service: Service, tmp_path: Path, kind: str) -> None:
+    where = ["--url", service.url, "--api-key", KEY, "-m", "tiny", "--tokenizer", str(service.folder)]
+    load = ["--concurrency", "4", "--request-count", "12", "--isl", "32", "--osl", "16", "--use-server-token-count"]
+    out = ["--artifact-dir", str(tmp_path), "--ui", "none"]
+    run(["aiperf", "profile", "--endpoint-type", kind, "--streaming", *where, *load, *out])
+    found = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert found["request_count"]["avg"] == 12 and not found.get("error_summary")
+    assert found["time_to_first_token"]["avg"] > 0 and found["output_sequence_length"]["avg"] == 16
+
+
+def test_lm_eval(service: Service, tmp_path: Path) -> None:
+    """Choices by likelihood, where the prompt's own logarithms come back, and answers up to a stop."""
+    rows = [{"q": f"the inn {number}", "c": [" in", " the", " hen"]} for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
+    shared |= {"test_split": "test", "doc_to_text": "{{q}}"}
+    chosen = {"task": "chosen", "output_type": "multiple_choice", "doc_to_choice": "{{c}}", "doc_to_target": 0}
+    said = {"task": "said", "output_type": "generate_until", "doc_to_target": " in"}
+    said |= {"generation_kwargs": {"until": ["zz"], "max_gen_toks": 8}}
+    for task, metric in ((chosen, "acc"), (said, "exact_match")):
+        text = json.dumps(shared | task | {"metric_list": [{"metric": metric}]})  # JSON is YAML
+        (tmp_path / f"{task['task']}.yaml").write_text(text)
+    model = f"model=tiny,base_url={service.url}/v1/completions,tokenizer={service.folder},num_concurrent=2"
+    told = ["--model", "local-completions", "--model_args", model, "--tasks", "chosen,said"]
+    offline = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OPENAI_API_KEY": KEY}
+    table = run(["lm_eval", "run", *told, "--include_path", str(tmp_path)], **offline)
+    assert "|chosen|" in table and "|said" in table
+
+
+@pytest.mark.skipif(not shutil.which("chromedriver"), reason="no browser here: apt install chromium chromium-driver")
+def test_the_page_shows_the_engine_while_it_streams(service: Service) -> None:
+    from selenium import webdriver
+    from selenium.webdriver.common.by import By
+
+    options = webdriver.ChromeOptions()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=900,1000"):
+        options.add_argument(argument)
+    browser = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+
+    def text(name: str) -> str:
+        return browser.find_element(By.ID, name).text
+
+    try:
+        browser.get(service.url)
+        until(lambda: "stage 3: serving" in text("stages"), "the stages are shown")
+        assert text("running") == "0" and text("blocks").startswith("0 of ")
+        browser.find_element(By.ID, "tokens").clear()
+        browser.find_element(By.ID, "tokens").send_keys("500")
+        browser.find_element(By.ID, "go").click()
+        until(lambda: "API key is missing" in text("answer"), "it says what it lacks")
+        browser.find_element(By.ID, "key").send_keys(KEY)
+        browser.find_element(By.ID, "go").click()
+        seen = set()
+
+        def ended() -> bool:
+            seen.add((text("running"), text("blocks").startswith("0 of ")))
+            return len(text("answer")) > 100 and text("go") == "Answer"
+
+        until(ended, "the answer is there")
+        assert ("1", False) in seen, "a request ran and had blocks while the page looked"
+        until(lambda: text("running") == "0" and text("blocks").startswith("0 of "), "all is given back")
+        assert not [entry for entry in browser.get_log("browser") if "401" not in entry["message"]]
+        if shots := os.environ.get("FIRSTTOKEN_SHOTS"):
+            browser.save_screenshot(str(Path(shots) / "page.png"))
+    finally:
+        browser.quit()

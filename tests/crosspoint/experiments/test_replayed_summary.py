@@ -1,0 +1,28 @@
+"""The summary of the replayed policies: what the row of a bound changes in it."""
+
+from __future__ import annotations
+
+from firsttoken.crosspoint.experiments.policies_replayed import (
+    BOUND,
+    CONTROLS,
+    PAPER_TPOT_MS,
+    POLICIES,
+    replayed_summary,
+)
+
+METRICS = ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "recovery_s", "preemptions", "makespan_s")
+
+
+def test_the_bounds_of_the_workloads_are_a_mean_and_no_policy_s() -> None:
+    runs = [
+        {"seed": seed, "policy": policy, "costs": costs, "decode_ms": price} | dict.fromkeys(METRICS, price + seed)
+        for seed in (0, 1)
+        for costs, price in (("published", 30.0), ("published", 5.0), ("coalesced", 30.0))
+        for policy in (*POLICIES, *CONTROLS)
+    ]
+    bound = {"policy": BOUND, "costs": BOUND, "decode_ms": PAPER_TPOT_MS}
+    bounds = [bound | {"seed": 0, "mean_ttft_ms": 10.0}, bound | {"seed": 1, "mean_ttft_ms": 20.0}]
+    found = replayed_summary(bounds + runs, {})
+    assert found["least_mean_ttft_ms"] == {"value": 15.0, "n": 2, "unit": "ms"}
+    assert found["decode_ms"]["value"] == 30.0
+    assert (found["swap_mean_ttft_ms"]["value"], found["swap_mean_tpot_ms"]["value"]) == (30.5, 30.5)

@@ -1,0 +1,57 @@
+"""Tiny random models in folders of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+Make = Callable[..., tuple[PreTrainedModel, Path]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """A stock model in eval mode, its norms and biases random too, and its folder."""
+
+    def made(family: str = "Llama", dtype: torch.dtype = torch.float32, **keys: Any) -> tuple[PreTrainedModel, Path]:
+        config = getattr(transformers, f"{family}Config")(**(SMALL | keys))
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path)
+        stored = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+        return stored, tmp_path
+
+    return made
+
+
+@pytest.fixture
+def edit() -> Callable[..., Path]:
+    """Writes keys over those of a folder's config.json; None takes one away."""
+
+    def edited(folder: Path, **keys: Any) -> Path:
+        path = folder / "config.json"
+        content = json.loads(path.read_text()) | keys
+        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+        return folder
+
+    return edited

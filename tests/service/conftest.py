@@ -1,0 +1,39 @@
+"""Folders of a tiny model, and both kinds of tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from services import byte_fallback, byte_level, write_plain, write_tiny
+from tokenizers import Tokenizer
+
+TOKENIZERS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
+
+
+@pytest.fixture
+def tokenizers() -> dict[str, Tokenizer]:
+    """Both kinds of tokenizer, by name."""
+    return TOKENIZERS
+
+
+@pytest.fixture(params=TOKENIZERS)
+def any_tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """Each kind of tokenizer."""
+    return TOKENIZERS[request.param]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A staged checkpoint that never ends an answer by itself."""
+    folder = tmp_path_factory.mktemp("service") / "tiny"
+    write_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain Hugging Face folder whose answers end at "t"."""
+    folder = tmp_path_factory.mktemp("service") / "plain"
+    write_plain(folder)
+    return folder

@@ -1,0 +1,116 @@
+"""What is refused before anything is started."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+
+from firsttoken.service import cluster
+from firsttoken.service.config import ServiceConfig
+from firsttoken.service.launch import running
+from firsttoken.study.errors import FirstTokenError, ModelError, StageError
+
+
+@pytest.fixture
+def port() -> int:
+    """A free port on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def refusal(config: ServiceConfig) -> FirstTokenError:
+    with pytest.raises(FirstTokenError) as raised, running(config):
+        pass
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["replicas", "max_running", "max_prompt_tokens", "max_new_tokens", "max_choices", "threads", "port", "body_s"],
+)
+def test_numbers_out_of_range(tmp_path, key):
+    with pytest.raises(StageError, match=f"serve: .*{key} must .* not 0$"):
+        ServiceConfig(tmp_path, **{key: 0})
+
+
+def test_the_model_is_called_after_its_folder(tiny):
+    assert ServiceConfig(tiny).model == ServiceConfig(tiny / "1-A" / "..").model == "tiny"
+
+
+def test_a_folder_that_is_no_staged_checkpoint(tmp_path, port):
+    error = refusal(ServiceConfig(tmp_path, port=port))
+    assert isinstance(error, ModelError) and f"{tmp_path} has no config.json" in str(error)
+
+
+def test_a_shard_of_stage_1_that_is_missing(tiny, tmp_path, port):
+    shutil.copytree(tiny, tmp_path / "tiny")
+    shard = next((tmp_path / "tiny" / "1-A").glob("*.safetensors"))
+    shard.unlink()
+    assert shard.name in str(refusal(ServiceConfig(tmp_path / "tiny", port=port)))
+
+
+def test_a_checkpoint_without_a_tokenizer(tiny, tmp_path, port):
+    shutil.copytree(tiny, tmp_path / "tiny")
+    (tmp_path / "tiny" / "tokenizer.json").unlink()
+    assert "tokenizer.json" in str(refusal(ServiceConfig(tmp_path / "tiny", port=port)))
+
+
+def test_a_port_that_is_taken(tiny, taken):
+    assert f"127.0.0.1:{taken}" in str(refusal(ServiceConfig(tiny, port=taken)))
+
+
+def test_no_ray(tiny, port, monkeypatch):
+    for key in ("RAY_AUTH_TOKEN", *cluster._ENVIRONMENT):
+        monkeypatch.setenv(key, "")  # so that what is set meanwhile is taken back
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert str(refusal(ServiceConfig(tiny, replicas=2, port=port))) == (
+        'serve needs ray for replicas: pip install "firsttoken[serve]"'
+    )
+
+
+def test_no_server(tiny, port, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert str(refusal(ServiceConfig(tiny, port=port))) == (
+        'serve needs uvicorn and starlette: pip install "firsttoken[serve]"'
+    )
+
+
+def test_a_ray_that_would_listen_to_the_world(tiny, port, monkeypatch):
+    monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    assert "every interface" in str(refusal(ServiceConfig(tiny, replicas=2, port=port)))
+
+
+class BusyMachine(types.SimpleNamespace):
+    """A ray whose node comes up at the ``late``th time only."""
+
+    def __init__(self, late: int) -> None:
+        self.tried, self.ended, self.late = 0, 0, late
+
+    def init(self, **options: object) -> None:
+        self.tried += 1
+        if self.tried < self.late:
+            raise Exception("The current node timed out during startup. This could happen because some of the raylet")
+
+    def shutdown(self) -> None:
+        self.ended += 1
+
+
+def test_a_node_that_is_late_is_started_again():
+    ray = BusyMachine(late=3)
+    cluster._start_node(ray, 2)
+    assert (ray.tried, ray.ended) == (3, 2)
+    with pytest.raises(StageError, match=r"^Ray did not start in 3 tries: is this machine very busy\? Try again$"):
+        cluster._start_node(BusyMachine(late=4), 2)

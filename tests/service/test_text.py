@@ -1,0 +1,141 @@
+"""What a client reads of tokens that come one by one, against what all of them are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from firsttoken.service.text import StopFilter, TextStream, Vocabulary, read_vocabulary
+from firsttoken.study.errors import ModelError, RequestError
+
+same_fixture = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+texts = st.one_of(st.text(), st.text(alphabet="the in 日本é😀\ufffd\u200d👨👩"))
+
+
+def streamed(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    stream = TextStream(tokenizer, prompt)
+    return [*(stream.push(i) for i in ids), stream.finish()]
+
+
+class TestTextStream:
+    @same_fixture
+    @given(texts)
+    def test_any_text_comes_out_as_it_was_and_never_in_half_characters(self, any_tokenizer, text):
+        ids = any_tokenizer.encode(text).ids
+        pieces = streamed(any_tokenizer, ids)
+        assert "".join(pieces) == any_tokenizer.decode(ids)
+        assert "".join(pieces) == text.replace("▁", " ") or any_tokenizer.normalizer
+        assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
+
+    @same_fixture
+    @given(texts, st.data())
+    def test_goes_on_where_the_prompt_ends(self, any_tokenizer, text, data):
+        ids = any_tokenizer.encode(text).ids
+        cut = data.draw(st.integers(0, len(ids)))
+        before = any_tokenizer.decode(ids[:cut]).rstrip("\ufffd")  # the prompt may end inside a character
+        assert before + "".join(streamed(any_tokenizer, ids[cut:], ids[:cut])) == any_tokenizer.decode(ids)
+
+    @same_fixture
+    @given(st.lists(st.integers(0, 259)))
+    def test_bytes_that_are_no_text_come_out_as_if_read_at_once(self, tokenizers, ids):
+        tokenizer = tokenizers["byte level"]
+        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
+
+    def test_a_word_after_the_prompt_keeps_its_space(self, tokenizers):
+        tokenizer = tokenizers["byte fallback"]
+        first, second = tokenizer.encode("the").ids, tokenizer.encode("inn").ids
+        assert tokenizer.decode(second) == "inn"
+        assert "".join(streamed(tokenizer, second, first)) == " inn"
+
+    def test_special_tokens_are_not_shown(self, any_tokenizer):
+        end = any_tokenizer.token_to_id("<end>")
+        ids = any_tokenizer.encode("the").ids
+        assert "".join(streamed(any_tokenizer, [end, *ids, end])) == "the"
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """The text before the stop that is completed first."""
+    for end in range(len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+class TestStopFilter:
+    @given(
+        st.lists(st.text(alphabet="abc", max_size=4), max_size=8),
+        st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=4),
+    )
+    def test_cuts_the_same_wherever_the_pieces_end(self, pieces, stops):
+        text, stop = "".join(pieces), StopFilter(stops)
+        assert "".join([*(stop.push(piece) for piece in pieces), stop.finish()]) == cut(text, stops)
+        assert stop.stopped == any(s in text for s in stops)
+
+    @given(st.lists(st.text(alphabet="ab")), st.text(alphabet="ab", min_size=1))
+    def test_holds_back_no_more_than_the_stop_is_long(self, pieces, stop):
+        filtered, given_, returned = StopFilter([stop]), 0, 0
+        for piece in pieces:
+            given_, returned = given_ + len(piece), returned + len(filtered.push(piece))
+            assert filtered.stopped or given_ - returned < len(stop)
+
+    def test_a_stop_that_spans_pieces_never_shows(self):
+        stop = StopFilter(["\n\n"])
+        assert [stop.push(piece) for piece in ("one\n", "two\n", "\n", "three")] == ["one", "\ntwo", "", ""]
+
+
+class TestVocabulary:
+    @pytest.fixture
+    def vocabulary(self, tiny: Path) -> Vocabulary:
+        return read_vocabulary(tiny, most_tokens=8)
+
+    def test_prompts_are_texts_or_ids(self, vocabulary):
+        ids = vocabulary.prompt_ids("the inn")
+        assert ids == vocabulary.tokenizer.encode("the inn").ids == vocabulary.prompt_ids(ids)
+
+    @pytest.mark.parametrize(
+        "prompt, message",
+        [
+            ("", "empty"),
+            ([], "empty"),
+            ("a" * 9, "9 tokens, and the limit is 8"),
+            ([1] * 9, "9 tokens, and the limit is 8"),
+            ("a" * 41, "41 characters cannot be 8 tokens"),  # the longest token has 5
+            ([1, 260], "no token 260, only 0 to 259"),
+            ([-1], "no token -1"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, vocabulary, prompt, message):
+        with pytest.raises(RequestError, match=message):
+            vocabulary.prompt_ids(prompt)
+
+    def test_a_tokenizer_file_that_truncates_and_pads_does_neither_here(self, tiny, tmp_path):
+        shutil.copytree(tiny, tmp_path / "odd")
+        tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
+        tokenizer.enable_truncation(2)
+        tokenizer.enable_padding(length=6)
+        tokenizer.save(str(tmp_path / "odd" / "tokenizer.json"))
+        assert len(read_vocabulary(tmp_path / "odd", 8).prompt_ids("abcd")) == 4
+
+    @pytest.mark.parametrize("end, expected", [(None, ()), (7, (7,)), ([7, 9], (7, 9))])
+    def test_ends_are_those_of_the_generation_config(self, tiny, tmp_path, end, expected):
+        shutil.copytree(tiny, tmp_path / "model")
+        (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+        assert read_vocabulary(tmp_path / "model", 8).stop_ids == expected
+
+    def test_a_folder_without_a_whole_tokenizer_is_refused(self, tiny, tmp_path):
+        folder = tmp_path / "model"
+        shutil.copytree(tiny, folder)
+        path = folder / "tokenizer.json"
+        path.write_bytes(path.read_bytes()[:-9])
+        with pytest.raises(ModelError, match=r"tokenizer\.json is truncated"):
+            read_vocabulary(folder, 8)
+        path.unlink()
+        with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+            read_vocabulary(folder, 8)

@@ -1,0 +1,118 @@
+"""A tiny model, staged and as a plain folder, with both kinds of tokenizer; and services of it on real sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from firsttoken.assets.shapes import shape_config
+from firsttoken.progressive.checkpoint.plan import staged
+from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
+from firsttoken.progressive.checkpoint.writer import write_staged
+from firsttoken.progressive.stages import StagePlan
+
+MERGES = [("t", "h"), ("th", "e"), ("i", "n")]
+MERGED = ["".join(pair) for pair in MERGES]
+TURN = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}<end>{% endfor %}"
+CHAT = TURN + "{% if add_generation_prompt %}in {% endif %}"
+PATIENCE = 300.0  # s; nothing here takes one of them, on a quiet machine
+ENDLESS = "the inn"  # what is said to it does not end within a minute
+
+
+def byte_level() -> Tokenizer:
+    """As in Llama 3, Qwen and SmolLM: a token is some bytes, of which some tokens are no character."""
+    symbols = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *MERGED]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As in Llama 2: a token is some characters, what has none is spelt in bytes, and the first space is dropped."""
+    letters = ["▁", *"abcdefghinot"]
+    symbols = ["<end>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *MERGED]
+    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES, byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+def tiny_model() -> Any:
+    """Six layers that never end an answer by themselves."""
+    config = shape_config("tiny-6")
+    config.update({"vocab_size": 260, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None})
+    config.max_position_embeddings = 32768  # room for an answer that a client does not wait for
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    return model
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Of bytes, with a chat template."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(), clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def write_tiny(folder: Path) -> None:
+    """A staged checkpoint: layers 1 and 2 wait for stage 2, 3 and 4 for stage 3. 109, 76 and 76 kB."""
+    source = ModelSource(tiny_model(), tiny_tokenizer(), Origin("tiny", "5e12" * 16, "real"))
+    write_staged(source, staged(source.names, StagePlan.from_block(6, range(1, 5))), folder)
+
+
+def write_plain(folder: Path) -> None:
+    """The same model as transformers saves it; the token of "t" ends its answers."""
+    model = tiny_model()
+    model.generation_config.eos_token_id = byte_level().token_to_id("t")
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for it."""
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {what}"
+        time.sleep(0.01)
+
+
+@contextmanager
+def serving(folder: Path, **settings: Any) -> Iterator[str]:
+    """The URL of a service whose stages have all arrived."""
+    from firsttoken.service.config import ServiceConfig
+    from firsttoken.service.launch import running
+
+    with running(ServiceConfig(folder, port=free_port(), **settings)) as url:
+        until(lambda: httpx.get(f"{url}/stage").json()["state"] == "complete", "all stages serve")
+        yield url
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream that ended as it should."""
+    assert response.status_code == 200, response.text
+    lines = response.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]

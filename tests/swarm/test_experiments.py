@@ -1,0 +1,73 @@
+"""The swarm's experiments at their smallest, and the paper's arithmetic in their summaries."""
+
+from __future__ import annotations
+
+import pytest
+
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import load_profile
+from firsttoken.swarm.chain_costs import BLOOM_BLOCKS, NETWORKS, published_compute_s
+from firsttoken.swarm.experiments.swarm_chains import ChainsConfig, chains_summary
+from firsttoken.swarm.experiments.swarm_churn import churn_summary, swarm_churn
+from firsttoken.swarm.routing import best_chain
+from firsttoken.swarm.two_continents import CARDS, fourteen, twelve
+
+
+def test_a_little_churn() -> None:
+    smaller = {"churn.servers": 12, "churn.depth": 12, "churn.events": 4, "churn.rules": ["paper", "agreed"]}
+    profile = load_profile("quick", **smaller)
+    outcome = swarm_churn(profile)
+    assert len(outcome.rows) == 8 and swarm_churn(profile).rows == outcome.rows, "the seed decides"
+    events = [
+        [(row["event"], row["kind"]) for row in outcome.rows if row["rule"] == rule] for rule in ("paper", "agreed")
+    ]
+    assert events[0] == events[1]
+    summary = churn_summary(outcome.rows, profile.parameters())
+    for rule in ("paper", "agreed"):
+        assert 0 <= summary[f"{rule}_back_within_a_period_pct"]["value"] <= 100
+        assert 0 < summary[f"{rule}_share_after_pct"]["value"] <= 100
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("rules", ["best"], "no rule 'best'"), ("events", 0, "at least 1"), ("depth", 9, "depth at least 10")],
+)
+def test_a_churn_that_is_none_is_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        swarm_churn(load_profile("quick", **{f"churn.{key}": value}))
+
+
+def test_the_papers_servers_hold_all_of_bloom() -> None:
+    assert len(CARDS) == 14
+    for servers in (fourteen(), twelve(NETWORKS["100 Mbit/s, 100 ms"])):
+        assert [block for one in servers for block in one.blocks] == list(range(BLOOM_BLOCKS))
+        chain = best_chain(servers, range(BLOOM_BLOCKS))
+        assert sum(hop.row_s for hop in chain) >= published_compute_s() * (1 - 1e-9), "no card is faster than an A100"
+
+
+def test_the_summary_of_a_run_made_by_hand() -> None:
+    rows = [
+        {"what": "shape", "hidden": 64, "layers": 2},
+        *({"what": "step", "context": 8, "repeat": n, "seconds": 0.01} for n in range(5)),
+        *({"what": "forward", "rows": 2, "tokens": 10, "repeat": n, "seconds": 0.1} for n in range(5)),
+        *(
+            {"what": "offload", "from": place, "repeat": n, "seconds": 0.1, "bringing_s": bringing_s, "bytes": 10**8}
+            for place, bringing_s in (("memory", 0.01), ("disk", 0.1))
+            for n in range(5)
+        ),
+        {"what": "simulated", "swarm": "twelve", "clients": 8, "hops": 12, "seconds": 2.0, "alone_s": 1.5},
+    ]
+    asked = {"chains": {"contexts": [8], "forwards": [2]}}
+    summary = {name: entry["value"] for name, entry in chains_summary(rows, asked).items()}
+    assert summary["context_8_100m_100ms_steps_per_s"] == pytest.approx(1 / 0.31, rel=1e-3)
+    assert summary["offload_memory_gb_per_s"] == pytest.approx(10) and summary[
+        "offload_disk_gb_per_s"
+    ] == pytest.approx(1)
+    assert summary["crossover_memory_100m_100ms_gb"] == pytest.approx(3.0, rel=1e-3)
+    assert summary["simulated_twelve_8_clients_slower_pct"] == 25
+    assert summary["bloom_16_bits_nodes"] == 44 and summary["bloom_offload_pcie_4_0_x16_s"] == 5.5
+
+
+def test_a_study_of_nothing_is_refused() -> None:
+    with pytest.raises(ProfileError, match="every number must be at least 1"):
+        ChainsConfig((128,), 0, 1, (1,), 128, 1)

@@ -1,0 +1,92 @@
+"""8-bit weights: the product of the stored weight within the rounding of the input, gradients exact, half the bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from firsttoken.assets.layers import layers_of
+from firsttoken.assets.models import load_model
+from firsttoken.study.errors import ModelError
+from firsttoken.swarm.weights8 import THRESHOLD, Linear8, resting_bytes, to_8_bits
+
+
+def linear(inner: int, outer: int, seed: int = 0, bias: bool = False) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(inner, outer, bias=bias).requires_grad_(False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    rows=st.integers(1, 9),
+    inner=st.integers(1, 70),
+    outer=st.integers(1, 40),
+    outliers=st.booleans(),
+)
+def test_the_product_is_the_stored_weights_within_half_a_step(
+    seed: int, rows: int, inner: int, outer: int, outliers: bool
+) -> None:
+    layer = Linear8(linear(inner, outer, seed, bias=True))
+    x = torch.randn(rows, inner) * 2
+    if outliers:
+        x[:, 0] = 300.0  # without the split it would be the scale of its token, and drown the others
+    exact = x @ layer.stored().t() + layer.bias
+    step = x.masked_fill(x.abs() >= THRESHOLD, 0).abs().amax(1, keepdim=True) / 127
+    bound = 0.5 * step * layer.stored().abs().sum(1) * (1 + 1e-4) + 1e-4 * exact.abs() + 1e-5
+    assert ((layer(x) - exact).abs() <= bound).all()
+
+
+def test_the_stored_weight_is_off_by_half_a_step_at_most() -> None:
+    before = linear(64, 48)
+    stored = Linear8(before).stored()
+    assert ((stored - before.weight).abs() <= before.weight.abs().amax(1, keepdim=True) / 254 * (1 + 1e-5)).all()
+
+
+def test_outliers_cost_less_apart_than_among_the_rest() -> None:
+    before, x = linear(64, 48), torch.randn(5, 64)
+    x[:, 3] = 80.0
+    apart, together = (Linear8(before, threshold)(x) - before(x) for threshold in (THRESHOLD, float("inf")))
+    assert apart.abs().mean() < together.abs().mean() / 3
+
+
+def test_a_token_becomes_the_same_alone_and_beside_outliers() -> None:
+    layer, x = Linear8(linear(64, 48)), torch.randn(6, 64)
+    x[3] *= 50
+    assert torch.allclose(torch.cat([layer(row[None]) for row in x]), layer(x), atol=1e-5)
+
+
+def test_gradients_are_those_of_the_stored_weight() -> None:
+    layer, x = Linear8(linear(32, 16, bias=True)), torch.randn(2, 3, 32, requires_grad=True)
+    (expected,) = torch.autograd.grad((x @ layer.stored().t()).square().sum(), x)
+    output = layer(x)
+    (given_back,) = torch.autograd.grad(output, x, 2 * (x @ layer.stored().t()).detach())
+    assert torch.allclose(given_back, expected, atol=1e-4)
+    assert not list(layer.parameters()), "servers train nothing"
+
+
+def test_half_precision_stays_in_its_type() -> None:
+    layer = Linear8(linear(32, 16).bfloat16())
+    assert layer(torch.randn(1, 2, 32).bfloat16()).dtype is torch.bfloat16
+
+
+def test_a_model_in_8_bits_says_nearly_the_same_in_half_the_bytes() -> None:
+    model, ids = load_model("random:tiny").model, torch.arange(24)[None]
+    layers = layers_of(model)
+    before, bytes16 = model(ids).logits, resting_bytes(layers) / 2
+    count = to_8_bits(layers)
+    assert count == 7 * len(layers)
+    assert (model(ids).logits - before).abs().max() < 0.05 * before.abs().max()
+    assert 0.5 <= resting_bytes(layers) / bytes16 < 0.6
+
+
+def test_what_cannot_rest_in_8_bits_is_refused() -> None:
+    broken = linear(8, 8)
+    broken.weight[0, 0] = float("nan")
+    with pytest.raises(ModelError, match="NaN or infinite and has no 8-bit form"):
+        Linear8(broken)
+    with pytest.raises(ModelError, match=r"hold no nn\.Linear"):
+        to_8_bits([nn.LayerNorm(8)])
