@@ -13,7 +13,7 @@ from firsttoken.study.errors import ClaimsError
 from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.record import Result, all_results, known_machine, pick
-from firsttoken.study.verdicts import Verdict, judge, judge_all
+from firsttoken.study.verdicts import Verdict, judge, judge_all, judge_record
 
 TABLES: pages.Tables = {standing.EXPERIMENT: standing.record_table}
 FOR_THE_RECORD = ("full", "gpu", "paper")  # quick results are whoever ran the notebooks last
@@ -41,7 +41,7 @@ def verdicts(*ids: str) -> None:
     """
     known = {claim.id: claim for claim in claims()}
     asked = [_named(name, known) for name in ids]
-    for judged in judge_all(asked, recorded(), machine()):
+    for judged in judge_record(asked, recorded(), machine()):
         told = f", {judged.measured}" if judged.measured else ""
         print(f"{judged.says}: {judged.claim.says}{told} ({judged.claim.id})")
 
@@ -51,7 +51,7 @@ def otherwise(notebook: str, profile: str) -> None:
     record, with what each stands on: small samples reverse verdicts."""
     of, here, agree = [claim for claim in claims() if claim.notebook == notebook], machine_slug(), True
     mine = [result for result in all_results((profile,)) if result.slug == here]
-    for judged in judge_all(of, recorded(), machine()):
+    for judged in judge_record(of, recorded(), machine()):
         now = judge(judged.claim, pick(mine, judged.claim.experiment, machine="any"))
         if Verdict.NOT_RUN not in (now.verdict, judged.verdict) and now.verdict != judged.verdict:
             agree, told = False, f"recorded {judged.says} ({judged.measured})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken.study.verdicts import Verdict, judge, judge_all, show
+from firsttoken.study.verdicts import Verdict, judge, judge_all, judge_record, show
 
 R, T, F, N = Verdict
 
@@ -92,6 +92,16 @@ def test_only_the_profiles_that_a_claim_names_may_answer(claim, make_result) -> 
     ]
     by_full, by_quick = judge_all([claim(), claim(profiles=("quick",))], results, "test-cpu-2c")
     assert (by_full.verdict, by_quick.verdict) == (R, F)
+
+
+def test_what_only_another_machine_recorded_names_it(claim, make_result) -> None:
+    here = make_result(experiment="here", summary={"m": {"value": 1}})
+    there = make_result(experiment="there", machine={"slug": "other-cpu-2c", "gpu": None}, summary={"m": {"value": 25}})
+    gpu = make_result(experiment="gpu", machine={"slug": "a-card", "gpu": "A Card"}, summary={"m": {"value": 25}})
+    asked = [claim(experiment=name) for name in ("here", "there", "gpu")]
+    found = judge_record(asked, [here, there, gpu], here.slug)
+    assert [judged.verdict for judged in found] == [F, R, N]
+    assert found[0].measured == "1" and found[1].measured == "25 on other-cpu-2c"
 
 
 def test_a_range_is_called_one_and_a_bound_is_told_from_what_misses_it(claim, make_result) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from firsttoken.study.claims import NATURES, Claim
 from firsttoken.study.markdown import table
 from firsttoken.study.record import Result, pick
-from firsttoken.study.verdicts import Judgement, Verdict, judge, judge_all, show
+from firsttoken.study.verdicts import Judgement, Verdict, judge, judge_all, judge_record, show
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def table_for(claims: Iterable[Claim], results: Iterable[Result], machine: str, 
     """
     claims, results = list(claims), list(results)
     columns = {"claim": [f"{claim.report}: {_says(claim)}" for claim in claims], "report": [_told(c) for c in claims]}
-    recorded = judge_all(claims, results, machine)
+    recorded = judge_record(claims, results, machine)
     mine = [judge(claim, pick(own.results, claim.experiment, claim.profiles, "any")) for claim in claims] if own else []
     if own:
         columns[f"yours: {own.machine}, {own.profile}"] = [judgement.measured for judgement in mine]
@@ -44,7 +44,7 @@ def table_for(claims: Iterable[Claim], results: Iterable[Result], machine: str, 
 
 def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
     """All that the ledger has on ``claims``, with conditions and minutes, judged by the record of ``machine``."""
-    recorded = judge_all(claims, results, machine)
+    recorded = judge_record(claims, results, machine)
     columns = {
         "claim": [_says(claim) for claim in claims],
         "report": [_told(claim) for claim in claims],
@@ -62,7 +62,7 @@ def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str)
 
 def scoreboard(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
     """The headline claims with their conditions, judged by the record of ``machine``."""
-    recorded = judge_all([claim for claim in claims if claim.headline], results, machine)
+    recorded = judge_record([claim for claim in claims if claim.headline], results, machine)
     columns = {
         "claim": [f"{judgement.claim.report}: {judgement.claim.says}" for judgement in recorded],
         "report": [_told(judgement.claim) for judgement in recorded],
@@ -81,7 +81,7 @@ def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> 
         groups[f"*all, {nature}*"] = [c for c in claims if c.nature == nature and c.whose == "report"]
     groups["*all, goals of this project*"] = [c for c in claims if c.whose == "project"]
     for name, of in groups.items():
-        judged = judge_all(of, results, machine)
+        judged = judge_record(of, results, machine)
         rows["report"].append(name)
         for verdict in Verdict:
             rows[str(verdict)].append(str(sum(judgement.verdict == verdict for judgement in judged)))

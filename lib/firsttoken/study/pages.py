@@ -45,7 +45,7 @@ def recorded_machine() -> str | None:
 def render(
     template: Path, claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables | None = None
 ) -> str:
-    """What ``template`` gives, with what was recorded on ``machine``.
+    """What ``template`` gives, with what was recorded on ``machine``, and on another where ``where`` says so.
 
     Raises ClaimsError for a result or a measure that a template names and nobody recorded, and for what is no template,
     and FirstTokenError for a machine without results.
@@ -55,9 +55,9 @@ def render(
     known_machine(machine, results)
 
     def recorded(experiment: str) -> Result:
-        result = pick(results, experiment, machine=machine)
+        result = pick(results, experiment, machine=machine) or pick(results, experiment, machine="any")
         if result is None:
-            raise ClaimsError(f"{template.name}: no result of {experiment!r} on {machine}")
+            raise ClaimsError(f"{template.name}: no result of {experiment!r}")
         return result
 
     def entry(experiment: str, measure: str) -> dict[str, Any]:
@@ -71,6 +71,9 @@ def render(
 
     def observations(experiment: str, measure: str) -> int:
         return entry(experiment, measure)["n"]
+
+    def where(experiment: str) -> str:
+        return recorded(experiment).slug
 
     def table(experiment: str) -> str:
         if experiment not in (tables or {}):
@@ -96,6 +99,7 @@ def render(
             v=value,
             k=observations,
             table=table,
+            where=where,
             machine=machine,
             counts=counts(claims, results, machine),
             scoreboard=scoreboard(claims, results, machine),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -33,7 +33,8 @@ class Verdict(StrEnum):
 class Judgement:
     """The verdict on a claim, what was measured (as text), and the reason in a few words.
 
-    ``post_hoc``: the claim is not the one that stood in the ledger when the run began.
+    ``post_hoc``: the claim is not the one that stood in the ledger when the run began. ``measured`` names the machine
+    where it is not the one that was asked for.
     """
 
     claim: Claim
@@ -69,9 +70,28 @@ def judge_all(claims: Iterable[Claim], results: Iterable[Result], machine: str |
     return [judge(claim, pick(results, claim.experiment, claim.profiles, machine)) for claim in claims]
 
 
-def count_verdicts(claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None) -> dict[str, int]:
-    """How often each verdict falls, as in ``judge_all``."""
-    verdicts = [judgement.verdict for judgement in judge_all(claims, results, machine)]
+def judge_record(claims: Iterable[Claim], results: Iterable[Result], machine: str) -> list[Judgement]:
+    """As ``judge_all``; an experiment that only another machine without a GPU has recorded is judged by that, which
+    ``measured`` says. No verdict mixes two machines."""
+    results = list(results)
+    others = [result for result in results if not result.machine["gpu"] and result.slug != machine]
+    return [
+        judged if judged.verdict != Verdict.NOT_RUN else _elsewhere(judged, others)
+        for judged in judge_all(claims, results, machine)
+    ]
+
+
+def _elsewhere(here: Judgement, others: Iterable[Result]) -> Judgement:
+    result = pick(others, here.claim.experiment, here.claim.profiles, "any")
+    judged = judge(here.claim, result)
+    if result is None or judged.verdict == Verdict.NOT_RUN:
+        return here
+    return replace(judged, measured=f"{judged.measured} on {result.slug}")
+
+
+def count_verdicts(claims: Iterable[Claim], results: Iterable[Result], machine: str) -> dict[str, int]:
+    """How often each verdict falls, as in ``judge_record``."""
+    verdicts = [judgement.verdict for judgement in judge_record(claims, results, machine)]
     return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
 
 
