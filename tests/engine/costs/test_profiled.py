@@ -6,39 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gpu_profiles import DENSE, attention, write_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.engine.costs.profiled import ProfiledCosts
 from firsttoken.study.errors import CorpusError, ProfileError
 
-CHUNKS, PREFIXES, DECODES, CONTEXTS = (0, 16, 64), (0, 16, 64), (0, 1, 4, 8), (0, 16, 64)
-DENSE = {"embedding": 1.0, "final_layernorm": 2.0, "layernorm": 3.0, "qkv_proj": 10.0}
-
-
-def attention(chunk: int, prefix: int, decodes: int, context: int) -> float:
-    """Microseconds anyone can add up."""
-    return 5 + 0.1 * chunk + 0.01 * chunk * prefix + 2 * decodes + 0.05 * decodes * context
-
-
-def points() -> list[tuple[int, int, int, int]]:
-    mixed = [
-        (c, p, n, k) for c in CHUNKS for p in PREFIXES for n in DECODES for k in CONTEXTS if (c or not p) and (c or n)
-    ]
-    return [(c, p, n, k) for c, p, n, k in mixed if bool(n) == bool(k) and not (c and n == 8)]
-
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     """A profile of a GPU that decodes 8 at once alone, and never beside a prompt."""
-    lines = ["prefill_chunk,kv_prefill,n_decode,kv_decode,time_us"]
-    lines += [f"{c},{p},{n},{k},{attention(c, p, n, k)}" for c, p, n, k in points()]
-    (tmp_path / "attention.csv").write_text("\n".join(lines))
-    dense = [f"{name},{tokens},{us * tokens}" for name, us in DENSE.items() for tokens in (1, 8, 64)]
-    (tmp_path / "dense.csv").write_text("\n".join(["layer,tokens,time_us", *dense]))
-    heads = [f"{name},{n},{us + n}" for name, us in (("lm_head", 100), ("sampler", 20)) for n in (1, 8)]
-    (tmp_path / "per_sequence.csv").write_text("\n".join(["layer,sequences,time_us", *heads]))
-    (tmp_path / "meta.yaml").write_text("model: tiny\nskew_fit: {enabled: false}\n")
+    write_profile(tmp_path)
     return tmp_path
 
 
@@ -118,6 +97,12 @@ def edit(name: str, old: str, new: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text((folder / name).read_text().replace(old, new, 1))
 
 
+def scatter(folder: Path) -> None:
+    """Points of which no two have anything in common: their grid would fill a thousand gigabytes."""
+    with (folder / "attention.csv").open("a") as file:
+        file.writelines(f"\n{i},{i},{i},{i},1" for i in range(100, 1100))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -128,6 +113,12 @@ def edit(name: str, old: str, new: str) -> Callable[[Path], None]:
             edit("attention.csv", "16,0,1,16,", "16,0,0,0,"),
             r"attention.csv, line \d+: the point \(16, 0, 0, 0\) is there",
         ),
+        (
+            edit("attention.csv", "kv_decode", "n_decode"),
+            r"attention.csv: line 1: the column 'n_decode' is there twice",
+        ),
+        (edit("dense.csv", "qkv_proj,8,", "qkv_proj,8,1,"), r"dense.csv: line \d+: it has 4 fields and the header 3"),
+        (scatter, r"attention.csv: its 1,\d{3} points lie on no grid, one of [\d,]{17} would hold them"),
         (edit("dense.csv", "qkv_proj,8,", "qkv_proj,1,"), r"dense.csv, line \d+: qkv_proj at 1 tokens is out of order"),
         (edit("dense.csv", "qkv_proj,8,80.0", "qkv_proj,8,fast"), r"dense.csv, line \d+: time_us is 'fast'"),
         (edit("per_sequence.csv", "lm_head,8,108", "lm_head,8,nan"), r"per_sequence.csv, line 3: time_us is 'nan'"),
@@ -135,9 +126,12 @@ def edit(name: str, old: str, new: str) -> Callable[[Path], None]:
             lambda folder: (folder / "dense.csv").write_text("layer,tokens,time_us\n"),
             r"dense.csv: holds no measurement",
         ),
-        (lambda folder: (folder / "dense.csv").unlink(), r"dense.csv: cannot be read"),
+        (lambda folder: (folder / "dense.csv").unlink(), r"dense.csv cannot be read"),
         (lambda folder: (folder / "meta.yaml").write_text("- 1"), r"meta.yaml: expected a mapping"),
-        (lambda folder: (folder / "attention.csv").write_bytes(b"\xff\xfe"), r"attention.csv: cannot be read"),
+        (
+            lambda folder: (folder / "attention.csv").write_bytes(b"\xff\xfe"),
+            r"attention.csv: line 1: this is no UTF-8 text",
+        ),
     ],
 )
 def test_profiles_that_cannot_be_used(profile: Path, spoil: Callable[[Path], None], message: str) -> None:

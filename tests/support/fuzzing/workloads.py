@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_profiles import write_profile
 
+from firsttoken.engine.costs.profiled import ProfiledCosts
 from firsttoken.engine.workload.conversations import Conversations, _load, _save
 from firsttoken.engine.workload.sharegpt_file import first_pairs
 from firsttoken.engine.workload.traces import read_trace
@@ -49,6 +51,12 @@ def kept(folder: Path) -> list[list[int]] | None:
     return None if found is None else [found.ids.tolist(), found.starts.tolist(), found.output_tokens.tolist()]
 
 
+def priced(folder: Path) -> list[float]:
+    """Seconds of some steps: a prompt, decodes, both, and more of them than were profiled."""
+    costs = ProfiledCosts.read(folder, layers=2)
+    return [costs.step_s(*step) for step in (([(16, 40)], []), ([], [30, 50]), ([(0, 9)], [16]), ([], [64] * 20))]
+
+
 FORMATS = (
     *(
         Format(
@@ -66,6 +74,14 @@ FORMATS = (
         lambda folder: (folder / "s.json").write_text(SHAREGPT),
         ("s.json",),
         lambda folder: first_pairs(folder / "s.json"),
+        legal=lambda intact, found: sound(found),
+    ),
+    # a table may hold any measurement
+    Format(
+        "gpu profile",
+        write_profile,
+        ("attention.csv", "dense.csv", "per_sequence.csv", "meta.yaml"),
+        priced,
         legal=lambda intact, found: sound(found),
     ),
     # what is damaged there is made again, by None

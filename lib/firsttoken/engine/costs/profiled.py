@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.costs.tables import MEND, number, rows
 from firsttoken.engine.costs.uneven import Unevenness
 from firsttoken.study.errors import CorpusError, ProfileError
+from firsttoken.study.foreign.faults import Damaged, blaming
+from firsttoken.study.foreign.yaml_text import read_yaml
 
 ONCE, TWICE = frozenset({"embedding", "final_layernorm"}), frozenset({"layernorm"})  # of a pass, and of a layer
 GRID = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 MOST_TOKENS = 1 << 14  # a batch beyond this goes on along the last segment of the table
+_MOST_CELLS = 10**7  # of the grid: 80 MB; the RTX 4090's has 12,960
 
 
 @dataclass(frozen=True)
@@ -169,12 +171,10 @@ def _line(points: Mapping[int, float], most: int) -> np.ndarray:
 
 
 def _meta(path: Path) -> dict[str, Any]:
-    try:
-        meta = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CorpusError(f"{path}: cannot be read ({' '.join(str(error).split())}); {MEND}") from error
-    if not isinstance(meta, dict):
-        raise CorpusError(f"{path}: expected a mapping of settings; {MEND}")
+    with blaming(path, CorpusError, MEND):
+        meta = read_yaml(path)
+        if not isinstance(meta, dict):
+            raise Damaged("expected a mapping of settings")
     return meta
 
 
@@ -202,6 +202,10 @@ def _attention(path: Path) -> tuple[tuple[tuple[int, ...], ...], np.ndarray]:
     axes = tuple(tuple(sorted({0, *(at[place] for at in points)})) for place in range(len(GRID)))
     if short := [name for name, axis in zip(GRID, axes, strict=True) if len(axis) < 3]:
         raise CorpusError(f"{path}: {', '.join(short)} has fewer than two points above 0; {MEND}")
+    if (cells := math.prod(map(len, axes))) > _MOST_CELLS:
+        raise CorpusError(
+            f"{path}: its {len(points):,} points lie on no grid, one of {cells:,} would hold them; {MEND}"
+        )
     grid = np.full([len(axis) for axis in axes], np.nan)
     for at, microseconds in points.items():
         grid[tuple(axis.index(value) for axis, value in zip(axes, at, strict=True))] = microseconds

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from firsttoken.study.errors import CorpusError
+from firsttoken.study.foreign.csv_text import columns, numbered, plain_number, records
+from firsttoken.study.foreign.faults import Damaged, blaming, shown
 
 MEND = "profile it again, or take another copy"
+_MOST = 1e12  # microseconds, tokens, requests: beyond every measurement
 
 
 def rows(path: Path, names: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
-    """(line, values by column) of a CSV file with the columns ``names``. Raises CorpusError."""
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            missing = [name for name in names if name not in (reader.fieldnames or ())]
-            if missing:
-                raise CorpusError(f"{path}: has no column {', '.join(missing)}; {MEND}")
-            found = [(reader.line_num, row) for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise CorpusError(f"{path}: cannot be read ({error}); {MEND}") from error
-    if not found:
-        raise CorpusError(f"{path}: holds no measurement; {MEND}")
+    """(line, text by column) of a CSV file with the columns ``names``. Raises CorpusError."""
+    with blaming(path, CorpusError, MEND):
+        lines = numbered(path)
+        there = columns(*next(lines, (1, "")))
+        if missing := [name for name in names if name not in there]:
+            raise Damaged(f"has no column {', '.join(missing)}")
+        found = list(records(lines, there))
+        if not found:
+            raise Damaged("holds no measurement")
     return found
 
 
 def number(path: Path, line: int, row: Mapping[str, str], name: str, *, least: float = 0.0) -> float:
-    """The finite value of column ``name``. Raises CorpusError for what is none, or below ``least``."""
+    """The value of column ``name``. Raises CorpusError for what is no number, and for one below ``least``."""
     try:
-        value = float(row[name])
-    except (TypeError, ValueError):
+        value = plain_number(row[name])
+    except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= least):
+    if not least <= value <= _MOST:
         floor = f" from {least:g} on" if math.isfinite(least) else ""
-        raise CorpusError(f"{path}, line {line}: {name} is {row[name]!r}, it must be a number{floor}; {MEND}")
+        raise CorpusError(f"{path}, line {line}: {name} is {shown(row[name])}, it must be a number{floor}; {MEND}")
     return value

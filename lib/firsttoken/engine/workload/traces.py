@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,14 +10,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from firsttoken.engine.workload.items import Item
 from firsttoken.study.errors import CorpusError
-from firsttoken.study.foreign.faults import Damaged, regular_size, shown
+from firsttoken.study.foreign.csv_text import Lines, columns, numbered, plain_number, records
+from firsttoken.study.foreign.faults import Damaged, blaming, shown
 from firsttoken.study.foreign.json_text import parse_json
 
-_PLAIN = re.compile(r"\s*-?\d+(\.\d*)?([eE][-+]?\d{1,2})?\s*")
 _MOST = 1e15  # a time in ms; tokens have a limit of their own
 _MOST_TOKENS = 10**8
 
@@ -49,10 +45,11 @@ class _Format:
 
 
 def _number(value: Any) -> float:
-    """A number as a trace writes it: Python's own spellings (1_0, inf) are none."""
-    if isinstance(value, bool) or not (isinstance(value, int | float) or _PLAIN.fullmatch(value)):
+    """A number as a trace writes it."""
+    if isinstance(value, bool):
         raise ValueError
-    if not abs(number := float(value)) <= _MOST:
+    number = plain_number(value) if isinstance(value, str) else float(value)
+    if not abs(number) <= _MOST:
         raise ValueError
     return number
 
@@ -93,10 +90,10 @@ def load_trace(path: str | Path, limit: int | None = None) -> RequestTrace:
         raise CorpusError(f"{path.name}: at least 1 request must be read, not {limit}")
     rows: list[tuple[float, int, int]] = []
     dropped = 0
-    with closing(_lines(path)) as lines:
-        shape, values = _opened(path, lines)
+    with blaming(path, CorpusError, "mend the line, or download the file again"), closing(numbered(path)) as lines:
+        shape, values = _opened(lines)
         for line, row in values:
-            time, prompt, output = _parsed(path, line, shape, row)
+            time, prompt, output = _parsed(line, shape, row)
             if prompt and output:
                 rows.append((time, prompt, output))
             else:
@@ -110,90 +107,40 @@ def load_trace(path: str | Path, limit: int | None = None) -> RequestTrace:
     return RequestTrace(shape.name, tuple(Item(round(t - start, 6), p, o) for t, p, o in rows), dropped)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines with something on them, numbered from 1; a progress bar where reading takes more than five seconds."""
-    number = 0
-    try:
-        regular_size(path)
-        label = {"desc": path.name, "unit": "B", "unit_scale": True, "delay": 5, "disable": None}
-        with path.open("rb") as file, tqdm(total=path.stat().st_size, **label) as bar:
-            for number, raw in enumerate(file, 1):
-                bar.update(len(raw))
-                if line := raw.decode("utf-8-sig" if number == 1 else "utf-8").strip():
-                    yield number, line
-    except UnicodeDecodeError as error:
-        raise CorpusError(
-            f"{path}, line {number}: this is not UTF-8 text; unpack the file if it is compressed, or save it as UTF-8"
-        ) from error
-    except (OSError, Damaged) as error:
-        reason = error if isinstance(error, Damaged) else error.strerror
-        raise CorpusError(f"cannot read the trace {path}: {reason}; check the path") from error
-
-
-def _opened(path: Path, lines: Iterator[tuple[int, str]]) -> tuple[_Format, Iterator[tuple[int, list[Any]]]]:
+def _opened(lines: Lines) -> tuple[_Format, Iterator[tuple[int, list[Any]]]]:
     """The format, and (line, [time, prompt, output]) of every request."""
     first = next(lines, None)
     if first is None:
-        raise CorpusError(f"{path} is empty; download it again")
+        raise Damaged("it is empty")
     if first[1].startswith("{"):
-        return _MOONCAKE, _json_rows(path, chain([first], lines))
+        return _MOONCAKE, _json_rows(chain([first], lines))
     number, header = first
-    names = [name.strip() for name in _fields(path, number, header)]
+    names = columns(number, header)
     shape = max((_AZURE, _BURSTGPT), key=lambda known: len({*known.columns} & {*names}))
-    if len(set(names)) < len(names):
-        raise CorpusError(f"{path}, line {number}: a column of the header is there twice; name each once")
     missing = [name for name in shape.columns if name not in names]
     if len(missing) == len(shape.columns):
-        raise CorpusError(
-            f"{path}, line {number}: no trace format has the header {header[:80]!r}; known are CSV of Azure LLM "
-            "inference (TIMESTAMP, ...) and BurstGPT (Timestamp, ...), and JSON lines of Mooncake"
+        raise Damaged(
+            f"line {number}: no trace format has the header {header[:80]!r}; known are CSV of Azure LLM inference "
+            "(TIMESTAMP, ...) and BurstGPT (Timestamp, ...), and JSON lines of Mooncake"
         )
     if missing:
-        raise CorpusError(
-            f"{path}, line {number}: the header lacks {', '.join(missing)}, which a trace of {shape.name} has; "
-            "download the file again, or name its columns so"
-        )
-    places = [names.index(name) for name in shape.columns]
-    return shape, _csv_rows(path, lines, len(names), places)
+        raise Damaged(f"line {number}: the header lacks {', '.join(missing)}, which a trace of {shape.name} has")
+    return shape, ((at, [row[name] for name in shape.columns]) for at, row in records(lines, names))
 
 
-def _csv_rows(
-    path: Path, lines: Iterator[tuple[int, str]], width: int, places: list[int]
-) -> Iterator[tuple[int, list[Any]]]:
-    for number, line in lines:
-        fields = _fields(path, number, line)
-        if len(fields) != width:
-            raise _torn(path, number, f"has {len(fields)} fields and the header {width}")
-        yield number, [fields[place] for place in places]
-
-
-def _json_rows(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, list[Any]]]:
+def _json_rows(lines: Lines) -> Iterator[tuple[int, list[Any]]]:
     for number, line in lines:
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise _torn(path, number, "is no complete JSON") from error
+            raise Damaged(f"line {number}: it is no complete JSON") from error
         missing = [name for name in _MOONCAKE.columns if not isinstance(row, dict) or name not in row]
         if missing:
-            raise CorpusError(
-                f"{path}, line {number}: it lacks {', '.join(missing)}, which a line of {_MOONCAKE.name} has; "
-                "download the file again, or name its fields so"
-            )
+            raise Damaged(f"line {number}: it lacks {', '.join(missing)}, which a line of {_MOONCAKE.name} has")
         yield number, [row[name] for name in _MOONCAKE.columns]
 
 
-def _fields(path: Path, number: int, line: str) -> list[str]:
-    try:
-        return next(csv.reader([line]))
-    except csv.Error as error:
-        raise _torn(path, number, f"is no CSV ({error})") from error
-
-
-def _torn(path: Path, number: int, what: str) -> CorpusError:
-    return CorpusError(f"{path}, line {number}: it is torn or altered, it {what}; download the file again")
-
-
-def _parsed(path: Path, number: int, shape: _Format, row: list[Any]) -> tuple[float, int, int]:
+def _parsed(number: int, shape: _Format, row: list[Any]) -> tuple[float, int, int]:
     """Seconds, prompt and output tokens of a row."""
     numbers = []
     for name, value, convert in zip(shape.columns, row, (shape.seconds, _number, _number), strict=True):
@@ -201,10 +148,8 @@ def _parsed(path: Path, number: int, shape: _Format, row: list[Any]) -> tuple[fl
             numbers.append(convert(value))
         except (ValueError, TypeError, OverflowError) as error:
             kind = "time" if convert is _clock else "number"
-            raise CorpusError(f"{path}, line {number}: {name} is {shown(value)}, no {kind}; mend the line") from error
+            raise Damaged(f"line {number}: {name} is {shown(value)}, no {kind}") from error
     for name, tokens in zip(shape.columns[1:], numbers[1:], strict=True):
         if not 0 <= tokens <= _MOST_TOKENS or tokens != int(tokens):
-            raise CorpusError(
-                f"{path}, line {number}: {name} is {tokens:g}, it must be a whole number from 0 on; mend the line"
-            )
+            raise Damaged(f"line {number}: {name} is {tokens:g}, it must be a whole number from 0 on")
     return numbers[0], int(numbers[1]), int(numbers[2])
