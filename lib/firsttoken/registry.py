@@ -18,6 +18,7 @@ _CROSSPOINT = "firsttoken.crosspoint.experiments"
 _KVREUSE = "firsttoken.kvreuse.experiments"
 _CHUNKED = "firsttoken.chunked.experiments"
 _SWARM = "firsttoken.swarm.experiments"
+_TOGETHER = "firsttoken.together"
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
@@ -232,6 +233,13 @@ EXPERIMENTS: dict[str, Experiment] = {
             "52",
             f"{_SWARM}.swarm_churn:swarm_churn",
             "churn_summary",
+        ),
+        Experiment(
+            "one_engine",
+            "Stages, stored prefixes and shared prompts on one engine",
+            "60",
+            f"{_TOGETHER}.one_engine:one_engine",
+            "one_engine_summary",
         ),
         Experiment(
             "reuse_training",

@@ -55,13 +55,14 @@ from firsttoken.study.record import Result
 
 SHORTER, FEWER = 32, 4
 LENGTHS = {"story_tokens", "tokens", "window_tokens", "max_tokens", "max_prompt_tokens", "prompt_tokens", "new_tokens"}
-LENGTHS |= {"contexts", "context_tokens", "continue_tokens", "sweep_tokens"}
+LENGTHS |= {"stored_tokens", "shared_tokens", "contexts", "context_tokens", "continue_tokens", "sweep_tokens"}
 COUNTS = {"passages", "items", "eval_items", "windows", "prompts", "closed_book", "calibration", "calibration_passages"}
 COUNTS |= {"stories", "watch_questions", "watch_windows", "search_windows", "steps", "clients", "readers"}
 AGAIN = {"rounds", "few_rounds", "repeats", "recomputes", "runs", "trials", "draws", "seeds", "copy_mib", "disk_mib"}
 AGAIN |= {"starts", "disk_starts"}
 FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "preemptions": 10, "short": 4, "long": 4}
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
+LAYERS |= {"one_engine": {"block_start", "block_end", "group_start", "group_end"}}
 LAYERS |= {"deferral": {"sizes"}, "transitions": {"layers", "transitions"}, "latency": {"layers"}}
 SMALL = {
     "capacity": {"requests": 6},
@@ -69,6 +70,8 @@ SMALL = {
     "eight_bits": {"batches": [1, 2], "context": 4},
     "chains": {"forwards": [1, 2], "forward_tokens": 4, "disk_repeats": 1, "clients": 8},
     "churn": {"servers": 12, "depth": 12, "events": 2},
+    "one_engine": {"sessions": 2, "session_tokens": 32, "session_new_tokens": 40, "beside_tokens": 100, "sharing": 2}
+    | {"gbit_per_s": 10.0},
     "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4},
 }
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]

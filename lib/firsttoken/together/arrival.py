@@ -18,19 +18,28 @@ from firsttoken.progressive.recovery.transitions import PrefillAgain
 from firsttoken.progressive.recovery.views import GrownView, moving
 from firsttoken.study.record import Rows
 
-PROMPT_TOKENS, NEW_TOKENS = 192, 300
 PLAIN_STEPS = 12
 
 
-def stage_arrives(model: PreTrainedModel, *, sessions: int, budget: int, rounds: int, block: range) -> Rows:
+def stage_arrives(
+    model: PreTrainedModel,
+    *,
+    sessions: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    budget: int,
+    rounds: int,
+    block: range,
+) -> Rows:
     """Rows {round, gap_s, moving_s, with_prompt_s, decode_s}, seconds between two tokens of those that stay.
 
-    ``sessions`` run, half of them move when the layers of ``block`` arrive. ``gap_s`` is the longest from the last
+    ``sessions`` of ``prompt_tokens`` run, half of them move when the layers of ``block`` arrive; ``new_tokens`` are
+    enough for nobody to end meanwhile. ``gap_s`` is the longest from the last
     token before to the end of the moving, ``moving_s`` their median, ``with_prompt_s`` the median while a new prompt is
     prefilled beside the same sessions under the same ``budget``, ``decode_s`` the median where nobody prefills.
     """
     stages = _stages(model, block)
-    blocks = (sessions + 1) * -(-(PROMPT_TOKENS + NEW_TOKENS) // 16)
+    blocks = (sessions + 1) * -(-(prompt_tokens + new_tokens) // 16)
     rows: Rows = []
     with closing(LiveExecutor(model, blocks)) as executor:
         for number in range(rounds):
@@ -40,9 +49,9 @@ def stage_arrives(model: PreTrainedModel, *, sessions: int, budget: int, rounds:
                 executor, EngineConfig(scheduler="sarathi", watermark=0.0, requests=sessions + 1, token_budget=budget)
             )
             vocabulary = model.config.vocab_size
-            prompts = [[(7 * n + i) % vocabulary for n in range(PROMPT_TOKENS)] for i in range(sessions + 1)]
+            prompts = [[(7 * n + i) % vocabulary for n in range(prompt_tokens)] for i in range(sessions + 1)]
             open_ = [
-                engine.submit(prompts[session], Sampling(NEW_TOKENS), moves=session < sessions // 2)
+                engine.submit(prompts[session], Sampling(new_tokens), moves=session < sessions // 2)
                 for session in range(sessions)
             ]
             staying = open_[sessions // 2 :]

@@ -26,7 +26,6 @@ from firsttoken.link import Link, LinkConfig
 from firsttoken.study.errors import LinkError
 from firsttoken.study.record import Rows
 
-NEW_TOKENS = 480
 PLAIN_STEPS = 40
 
 
@@ -39,6 +38,7 @@ def over_a_link(
     group: Group,
     gbit_per_s: float,
     running: int,
+    new_tokens: int,
     budget: int,
     rounds: int,
 ) -> Rows:
@@ -60,14 +60,14 @@ def over_a_link(
     link = LinkConfig(gbit_per_s)
     buffers = Buffers(sent_pieces(pieces, group, model.config.num_hidden_layers, Schedule.PIPELINED))
     config = EngineConfig(scheduler="sarathi", watermark=0.0, requests=running + 1, token_budget=budget)
-    blocks = running * -(-(16 + NEW_TOKENS) // 16) + -(-(tokens + 16) // 16)
+    blocks = running * -(-(16 + new_tokens) // 16) + -(-(tokens + 16) // 16)
     asked = [*context, *suffix[0].tolist()]
     rows: Rows = []
     with closing(LiveExecutor(served, blocks)) as executor:
         for number in range(-1, rounds):  # the first to warm up
             told = first_token(model, prefix, pieces, group, Link(link), suffix, Schedule.PIPELINED, buffers=buffers)
             engine = Engine(executor, config)
-            others = [engine.submit([other + 1] * 16, Sampling(NEW_TOKENS)) for other in range(running)]
+            others = [engine.submit([other + 1] * 16, Sampling(new_tokens)) for other in range(running)]
             while not all(len(request.times_s) > PLAIN_STEPS for request in others):
                 engine.step()
             plain = _gaps(others, [PLAIN_STEPS // 2] * running)

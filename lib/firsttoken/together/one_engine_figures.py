@@ -1,0 +1,66 @@
+"""The figure and the table of notebook 60, drawn from a result alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.together.one_engine import ARRIVAL, LINK
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_PANELS = (  # scene, unit, what is drawn by the rows' names, and the goal: so many times which
+    (ARRIVAL, "ms", {"decode_s": "nobody prefills", "with_prompt_s": "beside a new prompt"}, 1.25, "with_prompt_s"),
+    (LINK, "s", {"alone_s": "alone, pipelined", "beside_s": "beside eight who run"}, 1.15, "alone_s"),
+    (LINK, "ms", {"plain_tbt_s": "only decodes", "tbt_s": "while it comes"}, 1.25, "plain_tbt_s"),
+)
+_MORE = {"moving_s": "four of eight move, median", "gap_s": "four of eight move, longest"}
+_TITLES = ("Gaps between tokens of those who stay", "First token of a stored prefix", "P99 between tokens of who runs")
+
+
+def goals(result: Result) -> Figure:
+    """Every round of the three scenes that are timed, their medians, and where the goal lies."""
+    import matplotlib.pyplot as plt
+
+    names = [drawn | (_MORE if place == 0 else {}) for place, (_, _, drawn, _, _) in enumerate(_PANELS)]
+    fig, axes = plt.subplots(3, figsize=(9, 6), height_ratios=[len(drawn) + 1 for drawn in names])
+    for ax, title, drawn, (scene, unit, _, times, base) in zip(axes, _TITLES, names, _PANELS, strict=True):
+        _panel(ax, [row for row in result.rows if row["scene"] == scene], drawn, 1e3 if unit == "ms" else 1.0)
+        goal = times * result.summary[f"{scene}_{base}"]["value"] * (1e3 if unit == "ms" else 1.0)
+        ax.axvline(goal, color=COLOURS["target"], linestyle="--", linewidth=1.5, label=f"goal: {times:g} times")
+        ax.set_title(title, loc="left", fontsize=11)
+        ax.set_xlabel(unit)
+        ax.set_xlim(left=0)
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize=9, frameon=False, borderaxespad=0.1)
+    return fig
+
+
+def _panel(ax: Axes, rows: Rows, drawn: dict[str, str], scale: float) -> None:
+    look = LOOKS["measured"]
+    for place, name in enumerate(drawn):
+        values = sorted(scale * row[name] for row in rows)
+        ax.plot(values, [place] * len(values), look.marker, color=look.colour, alpha=0.45, markersize=6)
+        median = values[len(values) // 2]
+        ax.plot([median] * 2, [place - 0.3, place + 0.3], color=look.colour, linewidth=2.5)
+    ax.set_yticks(range(len(drawn)), list(drawn.values()))
+    ax.set_ylim(len(drawn) - 0.5, -0.5)
+
+
+def goal_rows(result: Result) -> Rows:
+    """The ratios that the goals are of, with the seconds behind them."""
+    found, config = result.summary, result.parameters["one_engine"]
+    said = (
+        ("longest gap / gap beside a prompt", "≤ 1.25", "longest_gap_over_prompt"),
+        ("median gap meanwhile / gap beside a prompt", "", "median_gap_over_prompt"),
+        ("stored prefix: first token in the engine / alone", "≤ 1.15", "restored_ttft_over_alone"),
+        ("stored prefix: P99 between tokens / of plain steps", "≤ 1.25", "restored_tbt_over_plain"),
+        (f"prefills of a prompt that {config['sharing']} share", "1", "shared_prefills"),
+        ("the same, nothing shared", "", "apart_prefills"),
+        ("all first tokens, shared, s", "", "shared_s"),
+        ("all first tokens, nothing shared, s", "", "apart_s"),
+    )
+    return [{"measure": what, "goal": goal, "measured": interval(found[name], 2)} for what, goal, name in said]
