@@ -106,9 +106,9 @@ def start_ours(
         row["bytes"] = sum(link.bytes_moved for link in links)
         if spec.recover:
             row |= _recover(spec, manifest, links, skeleton, view, variant, prompt)
-            view.activate(skeleton.model)
         if spec.digest:
             row["weights_sha256"] = _digest(skeleton.model)
+        view.activate(skeleton.model)
         return row | {"prefill_warm_s": _warm(skeleton.model, prompt)}
 
     return token, more

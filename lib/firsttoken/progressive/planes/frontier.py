@@ -80,8 +80,8 @@ def precision_frontier(profile: Profile) -> Outcome:
     """Every case's bytes, answers and perplexity beside those of the exact weights in its dtype, and beside those of
     layers that wait.
 
-    Computed in float32 everywhere, from weights that nothing has rounded: so fp16 and bf16 are both cut from the origin,
-    and a result does not hang on what a processor computes in.
+    Computed in float32 everywhere, from weights that nothing has rounded: so fp16 and bf16 are both cut from the
+    origin, and a result does not hang on what a processor computes in.
     """
     config = profile.section("precision", PrecisionConfig)
     quality = profile.section("quality", QualityConfig)
