@@ -14,7 +14,7 @@ from firsttoken.progressive.checkpoint.plan import staged
 from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.coldstart.experiments import disk_speed, trial_specs
-from firsttoken.progressive.coldstart.harness import NONE, TrialLink, link_key, one_trial, wire_for
+from firsttoken.progressive.coldstart.harness import link_key, one_trial, wire_for
 from firsttoken.progressive.coldstart.materials import Checkpoint, write_stock
 from firsttoken.progressive.coldstart.summary import PROCESS, REQUEST, Measures, link_floor, ratio, values
 from firsttoken.progressive.coldstart.trial import TrialSpec
@@ -29,7 +29,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
-WHOLE, LAYERS = "whole_streamed", "progressive"
+WHOLE, LAYERS, LOSSLESS = "whole_streamed", "progressive", "lossless"
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Start:
 
 
 def precision_start(profile: Profile) -> Outcome:
-    """First tokens of the whole model, of the report's stages and of every split, from cold files over one link and
-    from this disk, each going on until all weights are there."""
+    """First tokens of the whole model as it is stored, of the report's stages and of every split, from cold files over
+    each link and from this disk, each going on until all weights are there."""
     config = profile.section("precision", PrecisionConfig)
     quality = profile.section("quality", QualityConfig)
     check(profile.section("served", ServedConfig).needs(), ModelFacts(profile.model))
@@ -53,8 +53,9 @@ def precision_start(profile: Profile) -> Outcome:
     disk = disk_speed(read)
     rows: Rows = []
     floors = {}
-    link = wire_for(config.gbit_per_s, Path(read.staged), disk)
-    for wire, rounds in ((link, config.starts), (TrialLink(0.0, NONE), config.disk_starts)):
+    links = ((config.gbit_per_s, config.starts), *((rate, config.few_starts) for rate in config.few_links))
+    for rate, rounds in links:
+        wire = wire_for(rate, Path(read.staged), disk)
         found: Rows = []
         for round_ in tqdm(range(rounds), desc=f"cold starts, {wire.name}", unit="round", disable=None):
             found.append(one_trial(read, wire) | {"round": round_})
@@ -83,23 +84,23 @@ def _starts(profile: Profile, config: PrecisionConfig, questions: str, served: S
 
     block = served.plan.block
     by_layer = specs(f"{block[0]}-{block[-1]}-bare", staged(source.names, served.plan))
-    starts = [Start(WHOLE, by_layer(WHOLE), 3), Start(LAYERS, by_layer(LAYERS), 3)]
+    starts = [Start(name, replace(by_layer(name), digest=True), 3) for name in (WHOLE, LAYERS)]
     for split in config.start_splits:
         made = specs(f"planes-{split.replace(' ', '-')}", by_planes(source.shapes, [range(depth)], split))
-        spec = replace(made("progressive"), recover=planes_of(split) > 1)
+        spec = replace(made("progressive"), recover=planes_of(split) > 1, digest=True)
         starts.append(Start(split, spec, planes_of(split)))
     return starts
 
 
 def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Measures:
-    """By link and start: TTFT from arrival and from process creation, over the plain whole model's; bytes before the
-    first token and in all; time until every weight is exact over the whole model's."""
+    """By link and start: TTFT from arrival and from process creation, over the plain whole model's and the losslessly
+    coded one's; bytes before the first token and in all; time until every weight is exact over the whole model's."""
     summary: Measures = {}
     for key in dict.fromkeys(link_key(row) for row in rows):
         found = [row for row in rows if link_key(row) == key]
         plain = values(found, "read", "bytes")[0]
         complete = [row | {REQUEST: row[REQUEST] + _later(row)} for row in found if row["variant"] != "read"]
-        exact = {row["token_id"] for row in found if row["variant"] == WHOLE}
+        exact = {row["weights_sha256"] for row in found if row["variant"] == WHOLE}
         for name in dict.fromkeys(row["variant"] for row in complete):
             end = f"{name.replace(' ', '_')}_{key}"
             summary[f"request_s_{end}"] = bootstrap(values(found, name, REQUEST), "median").summary("s")
@@ -110,11 +111,13 @@ def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Measures:
             summary[f"request_over_whole_{end}"] = ratio(found, name, WHOLE).summary("x")
             summary[f"process_over_whole_{end}"] = ratio(found, name, WHOLE, PROCESS).summary("x")
             summary[f"full_over_whole_{end}"] = ratio(complete, name, WHOLE).summary("x")
+            same = {row["weights_sha256"] for row in found if row["variant"] == name} == exact
+            summary[f"same_weights_{end}"] = {"value": same, "unit": "bit by bit, in every start"}
+            if LOSSLESS in {row["variant"] for row in found} - {name}:
+                summary[f"request_over_lossless_{end}"] = ratio(found, name, LOSSLESS).summary("x")
             if any("full_bytes" in row for row in found if row["variant"] == name):
                 share = values(found, name, "full_bytes")[0] / plain
                 summary[f"full_share_{end}"] = {"value": share, "unit": "of the bytes"}
-                same = {row["full_token_id"] for row in found if row["variant"] == name} == exact
-                summary[f"same_token_{end}"] = {"value": same, "unit": "as the whole model's, every start"}
     return summary
 
 

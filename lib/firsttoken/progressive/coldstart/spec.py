@@ -19,8 +19,9 @@ class TrialSpec:
     ``gbit_per_s`` shapes our own reads with a token bucket (0: not at all; a limit in the kernel is the parent's).
     ``server`` is the address of a data server that has the staged weights; config and tokenizer are here even then.
     ``stages`` are loaded instead of the variant's own, where given; ``recover`` loads the later ones after the first
-    token. With an empty ``prompt`` (random weights have no tokenizer) it is ``prompt_tokens`` arbitrary ids. ``dtype``
-    is what computes ("stored": the checkpoint's own); to convert the weights is part of loading them.
+    token, and ``digest`` tells the sha256 of all weights in the end. With an empty ``prompt`` (random weights have no
+    tokenizer) it is ``prompt_tokens`` arbitrary ids. ``dtype`` is what computes ("stored": the checkpoint's own); to
+    convert the weights is part of loading them.
     """
 
     variant: str
@@ -37,6 +38,7 @@ class TrialSpec:
     spawned_s: float = 0.0
     stages: tuple[int, ...] = ()
     recover: bool = False
+    digest: bool = False
 
     @property
     def weights(self) -> Folder:

@@ -5,6 +5,7 @@ Loaders are imported where they are used: a worker has only its own in memory.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -105,7 +106,9 @@ def start_ours(
         row["bytes"] = sum(link.bytes_moved for link in links)
         if spec.recover:
             row |= _recover(spec, manifest, links, skeleton, view, variant, prompt)
-            view.activate(skeleton.model)
+        if spec.digest:
+            row["weights_sha256"] = _digest(skeleton.model)
+        view.activate(skeleton.model)
         return row | {"prefill_warm_s": _warm(skeleton.model, prompt)}
 
     return token, more
@@ -126,6 +129,14 @@ def _recover(
     row["cpu_full_s"], row["full_bytes"] = cpu_seconds(), sum(link.bytes_moved for link in links)
     view.activate(skeleton.model)
     return row | {"full_token_id": _prefill(skeleton.model, prompt)}
+
+
+def _digest(model: Any) -> str:
+    """The sha256 of all weights, in the order of their names."""
+    digest = hashlib.sha256()
+    for _, weights in sorted(model.named_parameters()):
+        digest.update(weights.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _prefill(model: Any, prompt: Any) -> int:

@@ -44,14 +44,15 @@ def coded_bytes(model: PreTrainedModel, split: str, dtype: str) -> Bytes:
 
 @contextmanager
 def coarse(model: PreTrainedModel, split: str, dtype: str) -> Iterator[PreTrainedModel]:
-    """``model`` with every matrix as the first plane of its weights in ``dtype`` makes it; exact again after it."""
-    exact = {parameter: parameter.data for parameter in model.parameters() if parameter.dim() > 1}
+    """``model`` as the first plane of its weights in ``dtype`` makes it, vectors whole; as it was after it."""
+    exact = {parameter: parameter.data for parameter in model.parameters()}
     made = cutter(split, dtype)
     try:
         for parameter, data in exact.items():
             words = data.to(STORED[dtype]).contiguous().view(-1).view(torch.int16)
-            streams = made.cut(words, 0)
-            parameter.data = made.first(streams, len(words)).view(STORED[dtype]).view(data.shape).to(data.dtype)
+            if parameter.dim() > 1:
+                words = made.first(made.cut(words, 0), len(words))
+            parameter.data = words.view(STORED[dtype]).view(data.shape).to(data.dtype)
         yield model
     finally:
         for parameter, data in exact.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +29,7 @@ from firsttoken.study.stats import bootstrap
 STORIES = "stories"  # the task of rows that a model of full-precision origin gives
 EXACT, PRUNED, HEALED = "s0", "layers", "layers_healed"
 SHORT = {"F16": "fp16", "BF16": "bf16"}
+SAFETENSORS = {"float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class PrecisionConfig:
     """``cuts`` are splits with the dtype whose bits they cut, "bits of BF16"; ``items`` questions and ``windows`` of
     text score each, and, where somebody has brought that model, ``stories`` of ``story_tokens`` tokens of its own.
 
-    ``starts`` cold starts of each of ``start_splits`` over a link of ``gbit_per_s``, ``disk_starts`` from this disk,
-    of weights stored as ``stored``.
+    ``starts`` cold starts of each of ``start_splits`` over a link of ``gbit_per_s``, ``few_starts`` over each of
+    ``few_links`` (Gbit/s; 0 is this disk). What is served is stored as ``stored``.
     """
 
     cuts: tuple[str, ...]
@@ -46,7 +47,8 @@ class PrecisionConfig:
     stories: int
     story_tokens: int
     starts: int
-    disk_starts: int
+    few_starts: int
+    few_links: tuple[float, ...]
     start_splits: tuple[str, ...]
     gbit_per_s: float
     readers: int
@@ -57,6 +59,8 @@ class PrecisionConfig:
             split, _, dtype = case.rpartition(" of ")
             if dtype not in SPLITS.get(split, {}):
                 raise ProfileError(f"precision.cuts: no cut {case!r}; known: SPLIT of F16 or BF16, {', '.join(SPLITS)}")
+        if self.gbit_per_s in self.few_links:
+            raise ProfileError("precision.gbit_per_s and few_links: name every rate once")
         if odd := next((split for split in self.start_splits if split not in SPLITS), ""):
             raise ProfileError(f"precision.start_splits: no split {odd!r}; known: {', '.join(SPLITS)}")
 
@@ -73,33 +77,45 @@ def variant_name(split: str, dtype: str) -> str:
 
 
 def precision_frontier(profile: Profile) -> Outcome:
-    """Every case's bytes, answers and perplexity beside the served model's, and beside those of layers that wait."""
+    """Every case's bytes, answers and perplexity beside those of the exact weights in its dtype, and beside those of
+    layers that wait.
+
+    Computed in float32 everywhere, from weights that nothing has rounded: so fp16 and bf16 are both cut from the
+    origin, and a result does not hang on what a processor computes in.
+    """
     config = profile.section("precision", PrecisionConfig)
     quality = profile.section("quality", QualityConfig)
     sizes = quality.smaller(config.items, config.windows)
     place = profile.section("served", ServedConfig)
     check([*place.needs(), *sizes.needs()], ModelFacts(profile.model))
-    served = load_served(profile)
+    served = load_served(replace(profile, dtype="float32"))
     examine = Examination(sizes, served.tokenizer)
-    exact = examine.rows(EXACT, served.model)
-    rows = _sized(exact, 1.0, 1.0)
+    rows = _layer_rows(profile, served, examine, SAFETENSORS[config.stored])
+    exact = {SAFETENSORS[config.stored]: EXACT}
     for name, split, dtype in tqdm(list(config.each()), desc="planes", unit="case", disable=None):
         size = coded_bytes(served.model, split, dtype)
-        if planes_of(split) == 1:  # nothing is left out
-            answers = [row | {"variant": name} for row in exact]
+        if planes_of(split) == 1 and dtype in exact:  # nothing is left out
+            answers = [row | {"variant": name} for row in rows if row["variant"] == exact[dtype]]
         else:
             with coarse(served.model, split, dtype) as model:
                 answers = examine.rows(name, model)
-        rows += _sized(answers, size.first / size.plain, size.planes / size.plain)
-    share = _share_of_stage_1(served)
-    with at_stage(served, 1) as model:
-        rows += _sized(examine.rows(PRUNED, model), share, 1.0)
-    adapter = stage_adapters(place, best_recipe(profile))[1]
-    if adapter.exists():
-        with at_stage(served, 1, adapter) as model:
-            rows += _sized(examine.rows(HEALED, model), share, 1.0)
+        rows += _sized(answers, size.first / size.plain, size.planes / size.plain, exact.setdefault(dtype, name))
     found, note = _stories(config, profile.seed)
     return Outcome(rows + found, provenance=served.provenance | {"stories": note})
+
+
+def _layer_rows(profile: Profile, served: ServedModel, examine: Examination, stored: str) -> Rows:
+    """The exact model in the dtype ``stored``, and the same without the layers that wait, healed and not."""
+    share = _share_of_stage_1(served)
+    adapter = stage_adapters(profile.section("served", ServedConfig), best_recipe(profile))[1]
+    with coarse(served.model, "lossless", stored) as model:
+        rows = _sized(examine.rows(EXACT, model), 1.0, 1.0)
+        with at_stage(served, 1) as pruned:
+            rows += _sized(examine.rows(PRUNED, pruned), share, 1.0)
+        if adapter.exists():
+            with at_stage(served, 1, adapter) as healed:
+                rows += _sized(examine.rows(HEALED, healed), share, 1.0)
+    return rows
 
 
 def _share_of_stage_1(served: ServedModel) -> float:
@@ -109,8 +125,9 @@ def _share_of_stage_1(served: ServedModel) -> float:
     return 1 - gone / sum(p.numel() for p in parameters.values())
 
 
-def _sized(rows: Rows, first: float, planes: float) -> Rows:
-    return [row | {"first_share": first, "planes_share": planes} for row in rows]
+def _sized(rows: Rows, first: float, planes: float, exact: str = EXACT) -> Rows:
+    """``rows`` with their bytes before the first token and in all, and the variant that has their exact weights."""
+    return [row | {"first_share": first, "planes_share": planes, "exact": exact} for row in rows]
 
 
 def _stories(config: PrecisionConfig, seed: int) -> tuple[Rows, str]:
@@ -152,21 +169,23 @@ def next_tokens(model: PreTrainedModel, told: Tensor) -> Tensor:
 def _story_rows(name: str, model: PreTrainedModel, told: Tensor, exact: Tensor, first: float, planes: float) -> Rows:
     same = (next_tokens(model, told) == exact).double().mean(1).tolist()
     scored = zip(text_scores(model, told), same, strict=True)
-    label = {"variant": name, "task": STORIES, "first_share": first, "planes_share": planes}
-    return [label | row | {"same_next": share} for row, share in scored]
+    label = {"variant": name, "task": STORIES}
+    return _sized([label | row | {"same_next": share} for row, share in scored], first, planes)
 
 
 def precision_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """Scores, drops, and bytes before the first token by variant; perplexity over the exact model's, paired."""
+    """Scores, drops, and bytes before the first token by variant; perplexity over the exact weights', paired."""
     asked = [row for row in rows if row["task"] != STORIES]
-    summary = summarise(asked, judged=QualityConfig.recorded(parameters).judged)
+    judged, summary = QualityConfig.recorded(parameters).judged, {}
+    for exact in dict.fromkeys(row["exact"] for row in asked):
+        summary |= summarise([row for row in asked if row["exact"] == exact], exact, judged)
     for kind, part in (("", asked), (f"{STORIES}_", [row for row in rows if row["task"] == STORIES])):
         for name in dict.fromkeys(row["variant"] for row in part):
             one = next(row for row in part if row["variant"] == name)
             for share in ("first_share", "planes_share"):
                 summary[f"{kind}{share}_{name}"] = {"value": one[share], "unit": "of the plain bytes"}
             task = STORIES if kind else "text"
-            losses = column(part, name, task, "text_nll"), column(part, EXACT, task, "text_nll")
+            losses = column(part, name, task, "text_nll"), column(part, one["exact"], task, "text_nll")
             summary[f"{kind}perplexity_over_exact_{name}"] = bootstrap(losses[0] - losses[1], exp_mean).summary("x")
             if kind:
                 same = column(part, name, task, "same_next")

@@ -1,0 +1,192 @@
+"""The figures and tables of notebook 17, drawn from results alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from firsttoken.progressive.coldstart.harness import link_key
+from firsttoken.progressive.coldstart.precision import LAYERS, LOSSLESS, WHOLE
+from firsttoken.progressive.coldstart.summary import values
+from firsttoken.progressive.planes.frontier import EXACT, HEALED, PRUNED, STORIES
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.show import interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PANELS = {
+    "em_drop": "EM lost, points",
+    "f1_drop": "F1 lost, points",
+    "perplexity_over_exact": "perplexity, times the exact weights'",
+}
+GOALS = {"em_drop": 3.0, "f1_drop": 3.0, "perplexity_over_exact": 1.05}
+GOAL_BYTES = 0.36
+SHARES = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+TIMES = (1, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 5, 10, 20, 50, 100)
+STARTS = {WHOLE: "whole model, plain", LOSSLESS: "whole model, coded without loss", LAYERS: "stages of layers"}
+
+
+def kind(variant: str) -> tuple[str, str]:
+    """The look of a variant of the frontier, and what a legend calls all like it."""
+    if variant in (PRUNED, HEALED):
+        return ("none", "8 of 30 layers wait") if variant == PRUNED else ("ours", "8 of 30 layers wait, healed")
+    if variant == EXACT or variant.startswith(LOSSLESS):
+        return "S0", "all bits, plain or coded"
+    return ("measured", "low bits wait") if variant.startswith("bits") else ("other", "rounded in groups of 32 first")
+
+
+def called(variant: str) -> str:
+    """What a table calls a variant."""
+    if variant in (EXACT, PRUNED, HEALED):
+        return {EXACT: "plain", PRUNED: "layers", HEALED: "layers, healed"}[variant]
+    split, _, dtype = variant.rpartition("_")
+    return f"{split.replace('_', ' ')} of {dtype}"
+
+
+def variants(result: Result, task: str = "") -> Iterator[str]:
+    """The variants of the frontier that were measured on ``task``, f"{STORIES}_" or the served model's own."""
+    start = f"{task}first_share_"
+    return (name.removeprefix(start) for name in result.summary if name.startswith(start))
+
+
+def frontier(result: Result) -> Figure:
+    """Bytes before the first token against what is lost with them: of the served model, and of the one whose weights
+    were trained in full precision (hollow)."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 3, figsize=(11, 4.6))
+    for ax, (measure, label) in zip(axes, PANELS.items(), strict=True):
+        ax.axvline(GOAL_BYTES, color=COLOURS["target"], linestyle="--", linewidth=1)
+        ax.axhline(GOALS[measure], color=COLOURS["target"], linestyle="--", linewidth=1, label="goals")
+        for task in ("", f"{STORIES}_") if measure == "perplexity_over_exact" else ("",):
+            _points(ax, result, measure, task)
+        ax.set(xscale="log", xlabel="bytes before the first token, of the plain model's", ylabel=label)
+        ax.set_xlim(0.18, 1.1)
+        ax.xaxis.set_ticks(SHARES, [f"{share:g}" for share in SHARES])
+        ax.xaxis.set_ticks([], minor=True)
+    axes[2].set(yscale="log")
+    low, high = axes[2].get_ylim()
+    ticks = [tick for tick in TIMES if low <= tick <= high]
+    axes[2].yaxis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes[2].yaxis.set_ticks([], minor=True)
+    handles = dict(zip(*reversed(axes[2].get_legend_handles_labels()), strict=True))
+    fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
+    return fig
+
+
+def _points(ax: Axes, result: Result, measure: str, task: str) -> None:
+    for variant in variants(result, task):
+        entry = result.summary.get(f"{task}{measure}_{variant}")
+        if entry is None:  # what everything is compared with loses nothing
+            entry = {"value": 0.0}
+        look, label = kind(variant)
+        x, y = result.summary[f"{task}first_share_{variant}"]["value"], entry["value"]
+        reach = [[max(0.0, y - entry.get("low", y))], [max(0.0, entry.get("high", y) - y)]]
+        face = "white" if task else COLOURS[look]
+        ax.errorbar(
+            [x],
+            [y],
+            yerr=reach,
+            fmt=LOOKS[look].marker,
+            color=COLOURS[look],
+            markerfacecolor=face,
+            markersize=7,
+            capsize=3,
+            label=f"{label}; trained in full precision" if task else label,
+        )
+
+
+def frontier_rows(result: Result) -> Rows:
+    """Every variant: bytes before the first token and in all, what EM and F1 lose, and perplexity on both origins."""
+    rows: Rows = []
+    for variant in variants(result):
+        found = {name: result.summary.get(f"{name}_{variant}") for name in PANELS}
+        stories = [result.summary.get(f"{STORIES}_{name}_{variant}") for name in ("first_share", PERPLEXITY)]
+        rows.append(
+            {
+                "first": called(variant),
+                "bytes first": _share(result.summary[f"first_share_{variant}"]),
+                "in all": _share(result.summary[f"planes_share_{variant}"]),
+                "EM lost, points": interval(found["em_drop"]),
+                "F1 lost, points": interval(found["f1_drop"]),
+                "perplexity, x": interval(found[PERPLEXITY], 3),
+                "stories: bytes first": _share(stories[0]),
+                "stories: perplexity, x": interval(stories[1], 3),
+            }
+        )
+    return rows
+
+
+PERPLEXITY = "perplexity_over_exact"
+
+
+def _share(entry: Mapping[str, Any] | None) -> str:
+    return "" if entry is None else f"{entry['value']:.3f}"
+
+
+def plan_name(start: str) -> str:
+    """What figures and tables call a start."""
+    return STARTS.get(start, f"{start} first" if "bits" in start and start != "bits" else "low bits wait")
+
+
+def starts(result: Result) -> Figure:
+    """Seconds from the request's arrival to the first token and until every weight is exact, by plan and link, over
+    what the bytes of each take at the rate read alone."""
+    import matplotlib.pyplot as plt
+
+    links = list(dict.fromkeys(link_key(row) for row in result.rows))
+    fig, axes = plt.subplots(1, len(links), figsize=(4.2 * len(links) + 1.5, 3.6), sharey=True, squeeze=False)
+    for ax, key in zip(axes[0], links, strict=True):
+        found = [row for row in result.rows if link_key(row) == key]
+        names = list(dict.fromkeys(row["variant"] for row in found if row["variant"] != "read"))
+        whole = float(np.median(values(found, "read", "load_s")))
+        for place, name in enumerate(names):
+            end = f"{name.replace(' ', '_')}_{key}"
+            entry, look = (
+                result.summary[f"request_s_{end}"],
+                _LOOKS.get(name, "measured" if name == "bits" else "other"),
+            )
+            floor = whole * result.summary[f"first_share_{end}"]["value"]
+            ax.plot([floor], [place], "|", color=COLOURS["floor"], markersize=16, markeredgewidth=2, label="its bytes")
+            ax.plot([entry["low"], entry["high"]], [place, place], color=COLOURS[look], linewidth=3)
+            ax.plot([entry["value"]], [place], LOOKS[look].marker, color=COLOURS[look], markersize=8)
+            if over := result.summary.get(f"full_over_whole_{end}"):
+                full = over["value"] * result.summary[f"request_s_{WHOLE}_{key}"]["value"]
+                ax.plot([full], [place], "D", color=COLOURS[look], markerfacecolor="white", label="every weight exact")
+        ax.set(xlabel="s from the request's arrival", title=found[0]["link"], xlim=(0, None))
+        ax.set_yticks(range(len(names)), [plan_name(name) for name in names])
+    axes[0][0].invert_yaxis()
+    handles = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
+    fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
+    return fig
+
+
+_LOOKS = {WHOLE: "S0", LOSSLESS: "S0", LAYERS: "none"}
+
+
+def start_rows(result: Result) -> Rows:
+    """Every plan over every link: bytes, seconds, and what they are of the plain whole model's."""
+    rows: Rows = []
+    for key in dict.fromkeys(link_key(row) for row in result.rows):
+        found = [row for row in result.rows if link_key(row) == key and row["variant"] != "read"]
+        for name in dict.fromkeys(row["variant"] for row in found):
+            end = f"{name.replace(' ', '_')}_{key}"
+            measured = {
+                "TTFT, s": (f"request_s_{end}", 2),
+                "from process creation, s": (f"process_s_{end}", 2),
+                "TTFT / whole": (f"request_over_whole_{end}", 3),
+                "all exact / whole": (f"full_over_whole_{end}", 3),
+            }
+            rows.append(
+                {
+                    "plan and link": f"{plan_name(name)}, {found[0]['link']}",
+                    "bytes first": _share(result.summary[f"first_share_{end}"]),
+                    **{title: interval(result.summary.get(name), digits) for title, (name, digits) in measured.items()},
+                }
+            )
+    return rows
