@@ -69,6 +69,15 @@ SMALL = {
     "eight_bits": {"batches": [1, 2], "context": 4},
     "chains": {"forwards": [1, 2], "forward_tokens": 4, "disk_repeats": 1, "clients": 8},
     "churn": {"servers": 12, "depth": 12, "events": 2},
+    "survival": {
+        "tokens": 5,
+        "prompt_tokens": 8,
+        "servers": 2,
+        "delay_ms": 1,
+        "positions": [2],
+        "faults": ["kill", "cut"],
+    },
+    "transport": {"tokens": 4, "prompt_tokens": 8, "chains": [1, 3]},
     "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4},
 }
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
