@@ -1,4 +1,4 @@
-"""Server processes, and those behind a relay of this one, to be killed, stopped and cut off by tests and experiments."""
+"""Server processes, some behind a relay of this one, for tests and experiments to kill, stop and cut off."""
 
 from __future__ import annotations
 

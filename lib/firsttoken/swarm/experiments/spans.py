@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ IMPORTS = ("firsttoken.options", "transformers.models.llama.modeling_llama")  # 
 def split_evenly(depth: int, servers: int) -> list[str]:
     """``depth`` blocks as ``servers`` spans a:b, as even as they can be."""
     edges = [depth * place // servers for place in range(servers + 1)]
-    return [f"{a}:{b}" for a, b in zip(edges, edges[1:], strict=False)]
+    return [f"{a}:{b}" for a, b in pairwise(edges)]
 
 
 @contextmanager

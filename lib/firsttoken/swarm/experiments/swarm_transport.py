@@ -1,4 +1,4 @@
-"""What the way through servers on this machine takes: steps of chains beside those of the same blocks in one process."""
+"""What the way through servers of this machine takes: a chain's steps beside those of its blocks in one process."""
 
 from __future__ import annotations
 
