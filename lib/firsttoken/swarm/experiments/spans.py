@@ -13,10 +13,13 @@ import torch
 from torch import nn
 
 from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.assets.layers import layers_of
 from firsttoken.assets.models import Loaded, load_model
 from firsttoken.engine.engine import Engine
+from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import Sampling
+from firsttoken.engine.segments import LocalSegment
 from firsttoken.study import paths, warm
 from firsttoken.study.clock import Stopwatch
 from firsttoken.study.profile import Profile
@@ -52,8 +55,9 @@ def prompt_of(loaded: Loaded, tokens: int, seed: int) -> list[int]:
 
 @contextmanager
 def local_engine(model: nn.Module, tokens: int) -> Iterator[Engine]:
-    """The engine over all blocks in this process."""
-    executor = LiveExecutor(model, -(-tokens // 16))
+    """The engine over all blocks in this process, fused as servers fuse theirs."""
+    fused = LocalSegment([fuse_layer(layer) for layer in layers_of(model)])
+    executor = LiveExecutor(model, -(-tokens // 16), segments=[fused])
     try:
         yield Engine(executor)
     finally:
