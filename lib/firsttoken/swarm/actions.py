@@ -42,6 +42,7 @@ def _serve(options: argparse.Namespace) -> None:
         options.key,
         access,
         limits,
+        options.train,
     )
     asyncio.run(_until_told(config, model))
 
