@@ -153,8 +153,8 @@ def serve(options: argparse.Namespace) -> int:
 
         options.folder = converted(PINNED)
     names = ("folder", "gbit_per_s", "replicas", "host", "port", "device", "scheduler", "preemption", "share_prefixes")
-    names += ("kv_blocks", "max_running", "max_waiting")
-    settings = {name: getattr(options, name) for name in names}
+    names += ("kv_blocks", "max_running", "max_waiting", "swarm_token_file", "swarm_tls_ca", "swarm_step_s")
+    settings = {name: getattr(options, name) for name in names} | {"swarm": tuple(options.swarm)}
     serve_forever(ServiceConfig(**settings, api_key=read_key(options.api_key_file)))
     return OK
 

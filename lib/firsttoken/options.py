@@ -154,6 +154,8 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         help="holds the key that clients must send (default: that of FIRSTTOKEN_API_KEY, or none)",
     )
 
+    swarm_options.add_client_options(added)
+
     swarm_options.add_options(command("swarm", "Run a model over servers of its blocks (needs firsttoken[swarm])."))
 
     added = command("doctor", "Print this machine, its versions, its assets and its free disk.")

@@ -214,6 +214,22 @@ EXPERIMENTS: dict[str, Experiment] = {
             LONG,
         ),
         Experiment(
+            "swarm_survival",
+            "Servers killed, stopped and cut off",
+            "50",
+            f"{_SWARM}.swarm_survival:swarm_survival",
+            "survival_summary",
+            ("quick", "full"),
+        ),
+        Experiment(
+            "swarm_transport",
+            "What the way through servers takes",
+            "50",
+            f"{_SWARM}.swarm_transport:swarm_transport",
+            "transport_summary",
+            ("quick", "full"),
+        ),
+        Experiment(
             "eight_bits",
             "Weights and hidden states in 8 bits",
             "51",

@@ -8,6 +8,28 @@ from pathlib import Path
 from firsttoken import option_values
 
 
+def add_client_options(serve: argparse.ArgumentParser) -> None:
+    """What ``firsttoken serve`` is told of a swarm that has the model's blocks."""
+    serve.add_argument(
+        "--swarm",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="a server of a swarm that has the model's blocks, may be repeated: only its ends are loaded here",
+    )
+    serve.add_argument("--swarm-token-file", type=Path, metavar="FILE", help="a file with the swarm's token")
+    serve.add_argument(
+        "--swarm-tls-ca", type=Path, metavar="FILE", help="the certificate (PEM) that the swarm's servers are known by"
+    )
+    serve.add_argument(
+        "--swarm-step-s",
+        type=option_values.whole(1, 3600),
+        default=5,
+        metavar="S",
+        help="seconds after which a server of the swarm that is silent is replaced (default: 5)",
+    )
+
+
 def add_options(swarm: argparse.ArgumentParser) -> None:
     """What ``firsttoken swarm`` can do, each with its options; the choice is ``action``."""
     actions = swarm.add_subparsers(required=True, metavar="ACTION", dest="action")
@@ -49,6 +71,7 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--key", type=Path, help="the file of this server's key, made where there is none (default: a new key)"
     )
+    serve.add_argument("--train", action="store_true", help="answer passes of training, too (the blocks stay frozen)")
     serve.add_argument("--tls-cert", type=Path, help="this server's certificate (PEM)")
     serve.add_argument("--tls-key", type=Path, help="its private key (PEM)")
     serve.add_argument(

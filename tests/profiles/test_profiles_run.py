@@ -72,6 +72,15 @@ SMALL = {
     "churn": {"servers": 12, "depth": 12, "events": 2},
     "one_engine": {"sessions": 2, "session_tokens": 32, "session_new_tokens": 40, "beside_tokens": 100, "sharing": 2}
     | {"gbit_per_s": 10.0},
+    "survival": {
+        "tokens": 5,
+        "prompt_tokens": 8,
+        "servers": 2,
+        "delay_ms": 1,
+        "positions": [2],
+        "faults": ["kill", "cut"],
+    },
+    "transport": {"tokens": 4, "prompt_tokens": 8, "chains": [1, 3]},
     "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4},
 }
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]

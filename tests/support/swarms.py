@@ -1,22 +1,16 @@
-"""Swarms of a tiny model: servers in this process where nothing has to die, processes of their own where it has."""
+"""Swarms of a tiny model: servers in this process, where nothing has to die."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from cutting import Relay
 from plain_tokens import Plain
 
-from firsttoken.study import warm
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.limits import ServerLimits
@@ -56,63 +50,3 @@ class Here:
 
     def close(self) -> None:
         wait_for(self._stack.aclose())
-
-
-class Member:
-    """A server process behind a relay: what others know of it is the relay's address."""
-
-    def __init__(self, folder: Path, blocks: str, peers: Sequence[str]) -> None:
-        self.blocks = blocks
-        self.relay = Relay()
-        command = ["swarm", "serve", "--model", str(folder), "--blocks", blocks, "--dtype", "float32"]
-        command += ["--address", self.relay.address, *(word for peer in peers for word in ("--registry", peer))]
-        self._process = subprocess.Popen(
-            warm.command("firsttoken", command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self.pid = 0
-
-    def ready(self) -> Member:
-        """Wait until it serves."""
-        if not self.pid:
-            line = self._process.stdout.readline()
-            found = re.search(r"by process (\d+)", line)
-            assert found, line
-            self.pid = int(found[1])
-            self.relay.lead_to(self._listening())
-        return self
-
-    def _listening(self) -> int:
-        """The port that the process listens on: the announced one is the relay's."""
-        inodes = {os.readlink(f"/proc/{self.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{self.pid}/fd")}
-        for table in ("tcp", "tcp6"):
-            for fields in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                    return int(fields[1].split(":")[1], 16)
-        raise AssertionError("it does not listen")
-
-    def heal(self) -> None:
-        """Undo what does not end it."""
-        self.relay.heal()
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-    def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def cut(self) -> None:
-        self.relay.cut()
-
-    def hold(self) -> None:
-        self.relay.hold()
-
-    def close(self) -> None:
-        self._process.kill()
-        if self.pid:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process.stdout.close()
-        self.relay.close()

@@ -24,6 +24,10 @@ class ServiceConfig:
     sent to it for ``stalled_s`` seconds has gone.
     ``scheduler``, ``preemption``, ``share_prefixes`` as of the engine's configuration; ``kv_blocks`` None: as many as
     the limits ask for. With an ``api_key`` nobody else is served.
+
+    With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends here; who is silent for
+    ``swarm_step_s`` seconds is replaced. ``swarm_token_file`` and ``swarm_tls_ca`` as the swarm's own commands have
+    them.
     """
 
     folder: Path
@@ -45,14 +49,20 @@ class ServiceConfig:
     stalled_s: float = 60.0
     threads: int = 8
     api_key: str | None = field(default=None, repr=False)
+    swarm: tuple[str, ...] = ()
+    swarm_token_file: Path | None = None
+    swarm_tls_ca: Path | None = None
+    swarm_step_s: float = 5.0
 
     def __post_init__(self) -> None:
         for key in ("replicas", "max_running", "max_prompt_tokens", "max_new_tokens", "max_choices", "threads"):
             if getattr(self, key) < 1:
                 raise StageError(f"serve: {key} must be 1 or more, not {getattr(self, key)}")
+        if self.swarm and (self.replicas > 1 or self.preemption != "recompute" or self.gbit_per_s):
+            raise StageError("serve: over a swarm there is one replica, preemption recomputes, and no link is shaped")
         if self.max_waiting < 0:
             raise StageError(f"serve: max_waiting must be 0 or more, not {self.max_waiting}")
-        for key in ("body_s", "stalled_s"):
+        for key in ("body_s", "stalled_s", "swarm_step_s"):
             if not getattr(self, key) > 0:
                 raise StageError(f"serve: {key} must be above 0, not {getattr(self, key)}")
         if not 1 <= self.port <= 65535:

@@ -11,6 +11,7 @@ from firsttoken.study.dtypes import AUTO
 
 if TYPE_CHECKING:
     from firsttoken.progressive.recovery.server import GrowingServer
+    from firsttoken.service.over_swarm import SwarmServer
 
 
 def is_staged(folder: Path) -> bool:
@@ -21,11 +22,11 @@ def is_staged(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and not any(folder.glob("*.safetensors"))
 
 
-def serve_model(config: ServiceConfig) -> GrowingServer:
+def serve_model(config: ServiceConfig) -> GrowingServer | SwarmServer:
     """The model of ``config``, which begins to load and takes requests from now on.
 
-    Raises ProfileError for a scheduler, policy or pool that the engine does not have; what the folder lacks, the server
-    itself reports.
+    Raises ProfileError for a scheduler, policy or pool that the engine does not have, and as a SwarmServer; what the
+    folder lacks, a server that grows reports itself.
     """
     from dataclasses import replace
 
@@ -51,6 +52,10 @@ def serve_model(config: ServiceConfig) -> GrowingServer:
         engine=engine,
         preemption=make_policy(config.preemption),
     )
+    if config.swarm:
+        from firsttoken.service.over_swarm import SwarmServer
+
+        return SwarmServer(config, limits)
     links, growth = [Link(LinkConfig(config.gbit_per_s))], Growth if is_staged(config.folder) else PlainGrowth
     server = GrowingServer(config.folder, links, limits, device=config.device, dtype=AUTO, growth=growth)
     server.start()

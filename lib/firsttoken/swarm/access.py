@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,6 +86,12 @@ class Access:
         if not _is_loopback(address.rpartition(":")[0].strip("[]")):
             raise SwarmError(f"{address} is on another machine: give --tls-ca, the certificate that it is known by")
         return grpc.aio.insecure_channel(address, options)
+
+
+def check_installed() -> None:
+    """Raises SwarmError where a swarm's packages are not installed."""
+    if missing := [name for name in ("grpc", "cryptography") if find_spec(name) is None]:
+        raise SwarmError(f"{missing[0]} is not installed: pip install 'firsttoken[swarm]'")
 
 
 def server_options(width: int) -> list[tuple[str, int]]:

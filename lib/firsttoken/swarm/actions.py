@@ -11,8 +11,7 @@ import sys
 import torch
 
 from firsttoken.study import dtypes
-from firsttoken.study.errors import SwarmError
-from firsttoken.swarm.access import Access
+from firsttoken.swarm.access import Access, check_installed
 from firsttoken.swarm.blocks import depth_of, model_sha256, parse_blocks
 from firsttoken.swarm.limits import ServerLimits
 from firsttoken.swarm.patience import Patience
@@ -23,8 +22,7 @@ from firsttoken.swarm.swarm import Swarm
 
 def run(options: argparse.Namespace) -> None:
     """The action that was chosen. Raises SwarmError, ModelError and RequestError."""
-    if missing := _missing():
-        raise SwarmError(f"{missing} is not installed: pip install 'firsttoken[swarm]'")
+    check_installed()
     {"serve": _serve, "generate": _generate, "list": _list}[options.action](options)
 
 
@@ -44,6 +42,7 @@ def _serve(options: argparse.Namespace) -> None:
         options.key,
         access,
         limits,
+        options.train,
     )
     asyncio.run(_until_told(config, model))
 
@@ -118,9 +117,3 @@ def _list(options: argparse.Namespace) -> None:
         await swarm.close()
 
     asyncio.run(look())
-
-
-def _missing() -> str:
-    from importlib.util import find_spec
-
-    return next((name for name in ("grpc", "cryptography") if find_spec(name) is None), "")

@@ -22,6 +22,7 @@ from firsttoken.swarm.registry import Registry
 from firsttoken.swarm.service import BlockService
 from firsttoken.swarm.session import Sessions
 from firsttoken.swarm.stack import BlockStack
+from firsttoken.swarm.tuning.frozen import FrozenBlocks
 
 _GRACE_S = 0.5  # for the steps that are under way when a server is told to end
 
@@ -31,7 +32,7 @@ class ServerConfig:
     """``blocks`` of the model in ``folder``, computed in ``dtype``, served on ``host`` and ``port`` (0: a free one).
 
     ``address`` is what others are told (HOST:PORT; by default where it listens), ``peers`` are members to begin with,
-    ``key`` the file of its key (None: a new one).
+    ``key`` the file of its key (None: a new one). One that ``trains`` answers passes of training, too.
     """
 
     folder: Path
@@ -44,17 +45,19 @@ class ServerConfig:
     key: Path | None = None
     access: Access = field(default_factory=Access)
     limits: ServerLimits = field(default_factory=ServerLimits)
+    trains: bool = False
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server that is up: its ``record``, its ``sessions`` and what it knows of others; ``failed`` is done when it
-    cannot go on."""
+    """A server that is up: its ``record``, its ``sessions``, what it knows of others, its ``frozen`` blocks where it
+    trains; ``failed`` is done when it cannot go on."""
 
     record: Record
     sessions: Sessions
     registry: Registry
     failed: asyncio.Future
+    frozen: FrozenBlocks | None = None
 
 
 @asynccontextmanager
@@ -67,7 +70,8 @@ async def serving(config: ServerConfig, model: str) -> AsyncIterator[Running]:
     key, registry = server_key(config.key), Registry()
     batcher = Batcher(stack, config.limits.batch_tokens)
     sessions = Sessions(batcher, model, config.limits)
-    service = BlockService(sessions, registry, public_hex(key), config.access)
+    frozen = FrozenBlocks(config.folder, config.blocks, config.dtype) if config.trains else None
+    service = BlockService(sessions, registry, public_hex(key), config.access, frozen)
     throughput = stack.measured_throughput()
     server, port = await service.start(config.host, config.port)
     now = time.time()
@@ -84,7 +88,7 @@ async def serving(config: ServerConfig, model: str) -> AsyncIterator[Running]:
     announcer = Announcer(record, key, registry, config.peers, config.access, config.limits.expiry_s, stack.width)
     tasks = asyncio.create_task(batcher.serve()), asyncio.create_task(announcer.run())
     try:
-        yield Running(record, sessions, registry, tasks[1])
+        yield Running(record, sessions, registry, tasks[1], frozen)
         with suppress(SwarmError):
             await announcer.leave()
     finally:
@@ -93,3 +97,5 @@ async def serving(config: ServerConfig, model: str) -> AsyncIterator[Running]:
         await asyncio.gather(*tasks, return_exceptions=True)
         await server.stop(_GRACE_S)
         batcher.close()
+        if frozen is not None:
+            frozen.close()

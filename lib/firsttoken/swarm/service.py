@@ -1,4 +1,4 @@
-"""The two calls of a server over gRPC: a session of steps, and an exchange of records. Bytes in, bytes out."""
+"""The calls of a server over gRPC: a session of steps, a pass of training, an exchange of records. Bytes in and out."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from firsttoken.swarm.access import Access, server_options
 from firsttoken.swarm.registry import Registry, TwinError, hear, tell
 from firsttoken.swarm.room import LostError
 from firsttoken.swarm.session import IdleError, Sessions
+from firsttoken.swarm.tuning.frozen import FrozenBlocks
 
 if TYPE_CHECKING:
     import grpc
 
 SERVICE = "firsttoken.Swarm"
-SESSION, EXCHANGE = f"/{SERVICE}/Session", f"/{SERVICE}/Exchange"
+SESSION, EXCHANGE, PASS = f"/{SERVICE}/Session", f"/{SERVICE}/Exchange", f"/{SERVICE}/Pass"
 
 
 class BlockService:
-    """``sessions`` and ``registry``, served to whom ``access`` admits; ``server`` is the subkey that it goes by."""
+    """``sessions``, passes through ``frozen`` (None: this server does not train) and ``registry``, served to whom
+    ``access`` admits; ``server`` is the subkey that it goes by."""
 
-    def __init__(self, sessions: Sessions, registry: Registry, server: str, access: Access) -> None:
+    def __init__(
+        self, sessions: Sessions, registry: Registry, server: str, access: Access, frozen: FrozenBlocks | None = None
+    ) -> None:
         self.sessions = sessions
         self.registry = registry
         self.server = server
         self.access = access
+        self.frozen = frozen
 
     async def start(self, host: str, port: int) -> tuple[grpc.aio.Server, int]:
         """Listen; the server and its port. Raises SwarmError as ``Access.listen``."""
@@ -35,6 +40,7 @@ class BlockService:
         handlers = {
             "Session": grpc.stream_stream_rpc_method_handler(self._session),
             "Exchange": grpc.unary_unary_rpc_method_handler(self._exchange),
+            "Pass": grpc.unary_unary_rpc_method_handler(self._pass),
         }
         server = grpc.aio.server(options=server_options(self.sessions.batcher.stack.width))
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -46,6 +52,18 @@ class BlockService:
         headers = await self._admitted(context)
         try:
             await self.sessions.serve(context, headers)
+        except asyncio.CancelledError:  # the client is gone
+            raise
+        except Exception as error:
+            await _abort(context, error)
+
+    async def _pass(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        headers = await self._admitted(context)
+        try:
+            layers, _ = self.sessions.opened(headers)
+            if self.frozen is None:
+                raise SwarmError("this server does not train: start one with --train")
+            return await self.frozen.answer(data, layers, self.sessions.batcher.stack.width)
         except asyncio.CancelledError:  # the client is gone
             raise
         except Exception as error:

@@ -42,7 +42,7 @@ class Sessions:
         """Answer a client until it goes. Raises SwarmError for a session of another model, version or blocks, and what
         its steps raise; its sequences are gone then."""
         try:
-            layers, coding = self._opened(headers)
+            layers, coding = self.opened(headers)
         except FirstTokenError:
             with suppress(IdleError):  # a client that is still sending would not hear why
                 await self._within(context.read(), "said nothing")
@@ -90,7 +90,8 @@ class Sessions:
         except TimeoutError:
             raise IdleError(f"the client {what} for {self.limits.idle_s:g} s; open a session again") from None
 
-    def _opened(self, headers: dict[str, str]) -> tuple[range, str]:
+    def opened(self, headers: dict[str, str]) -> tuple[range, str]:
+        """Blocks and coding that a call asks for. Raises SwarmError, RequestError, BusyError for what is not here."""
         version, model, blocks, coding = (headers.get(name, "") for name in HEADERS)
         held = self.batcher.stack.blocks
         if version != VERSION:

@@ -61,6 +61,15 @@ class Swarm:
         """Do not ask this one for a while, unless nobody else has its blocks."""
         self._banned[server] = time.monotonic() + self.patience.ban_s
 
+    async def check(self, layers: range) -> None:
+        """Raises SwarmError when nobody answers at the addresses given, or one of ``layers`` is served by nobody."""
+        await self.look()
+        if not any(address in self._pings for address in self.peers):
+            raise SwarmError(
+                f"nobody of a swarm answers at {', '.join(self.peers)}: name HOST:PORT of one of its servers"
+            )
+        self._best(layers, set())
+
     async def route(self, layers: range, why: str = "") -> list[tuple[Hop, Record]]:
         """The fastest chain through ``layers``, at once where one is known.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.preemption.recompute import Recompute
+from firsttoken.study.errors import BusyError, RequestError
 
 BLOCK_TOKENS = 16
 POOL_TOKENS = 16_384  # 0.4 GB of keys and values of the default model in 16 bits
@@ -47,3 +48,15 @@ class GrowthConfig:
     def host_blocks(self) -> int:
         """Of the pool that victims are swapped to; 0 where all of them recompute."""
         return 0 if self.preemption is None or isinstance(self.preemption, Recompute) else self.blocks
+
+    def check(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Raises RequestError for a prompt or a length outside the limits."""
+        if not 1 <= prompt_tokens <= self.max_prompt_tokens:
+            raise RequestError(f"the prompt has {prompt_tokens} tokens; 1 to {self.max_prompt_tokens} are taken")
+        if not 1 <= max_new_tokens <= self.max_new_tokens:
+            raise RequestError(f"max_tokens is {max_new_tokens}; 1 to {self.max_new_tokens} can be asked for")
+
+    def check_room(self, sessions: int) -> None:
+        """Raises BusyError where ``sessions`` are open and no more are taken."""
+        if sessions >= self.max_sessions:
+            raise BusyError(f"{self.max_sessions} requests are open, which is all that is served; try again later")

@@ -79,20 +79,12 @@ class GrowingServer:
         Raises RequestError for a prompt or a length outside the limits and BusyError when all places are taken; what
         the model cannot take, and what goes wrong later, the stream raises.
         """
-        limits = self.config
-        max_new_tokens = sampling.max_tokens if isinstance(sampling, Sampling) else sampling
-        if not 1 <= len(prompt_ids) <= limits.max_prompt_tokens:
-            raise RequestError(f"the prompt has {len(prompt_ids)} tokens; 1 to {limits.max_prompt_tokens} are taken")
-        if not 1 <= max_new_tokens <= limits.max_new_tokens:
-            raise RequestError(f"max_tokens is {max_new_tokens}; 1 to {limits.max_new_tokens} can be asked for")
+        self.config.check(len(prompt_ids), sampling.max_tokens if isinstance(sampling, Sampling) else sampling)
         asked = prompt_ids, sampling if isinstance(sampling, Sampling) else Sampling(sampling), upgrade
         with self._change:
             if self._growth.closing.is_set():
                 raise BusyError("the server is shutting down")
-            if len(self._sessions) >= limits.max_sessions:
-                raise BusyError(
-                    f"{limits.max_sessions} requests are open, which is all that is served; try again later"
-                )
+            self.config.check_room(len(self._sessions))
             session = Stream(self._leave, self._forget, events)
             self._sessions[session] = asked
             if self._server is not None:

@@ -1,0 +1,78 @@
+"""What the experiments on real servers share: a model as its folder, its spans, and what it says in this process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.assets.layers import layers_of
+from firsttoken.assets.models import Loaded, load_model
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.fused import fuse_layer
+from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.request import Sampling
+from firsttoken.engine.segments import LocalSegment
+from firsttoken.study import paths, warm
+from firsttoken.study.clock import Stopwatch
+from firsttoken.study.profile import Profile
+
+IMPORTS = ("firsttoken.options", "transformers.models.llama.modeling_llama")  # of a server that starts
+
+
+def split_evenly(depth: int, servers: int) -> list[str]:
+    """``depth`` blocks as ``servers`` spans a:b, as even as they can be."""
+    edges = [depth * place // servers for place in range(servers + 1)]
+    return [f"{a}:{b}" for a, b in pairwise(edges)]
+
+
+@contextmanager
+def stored(profile: Profile) -> Iterator[tuple[Path, Loaded]]:
+    """The model of ``profile`` in a folder of its own, stored in bfloat16, and loaded from there in float32, which all
+    members compute in: what is rounded once is the same for all."""
+    paths.CACHE.mkdir(parents=True, exist_ok=True)
+    loaded = load_model(profile.model, dtype=torch.bfloat16)
+    with warm.warmed(IMPORTS), tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="swarm-") as folder:
+        loaded.model.save_pretrained(folder)
+        here = load_model(folder, with_tokenizer=False)
+        yield Path(folder), Loaded(here.model, loaded.tokenizer, loaded.provenance)
+
+
+def prompt_of(loaded: Loaded, tokens: int, seed: int) -> list[int]:
+    """The beginning of the held-out text; random ids for a model without a tokenizer."""
+    if loaded.tokenizer is None:
+        draw = torch.Generator().manual_seed(seed)
+        return torch.randint(loaded.model.config.vocab_size, (tokens,), generator=draw).tolist()
+    return token_windows(running_text("test"), loaded.tokenizer, tokens, 1)[0].tolist()
+
+
+@contextmanager
+def local_engine(model: nn.Module, tokens: int) -> Iterator[Engine]:
+    """The engine over all blocks in this process, fused as servers fuse theirs."""
+    fused = LocalSegment([fuse_layer(layer) for layer in layers_of(model)])
+    executor = LiveExecutor(model, -(-tokens // 16), segments=[fused])
+    try:
+        yield Engine(executor)
+    finally:
+        executor.close()
+
+
+def timed_steps(
+    engine: Engine, prompt: Sequence[int], tokens: int, before: Any = None
+) -> tuple[list[int], list[float]]:
+    """What ``engine`` says greedily, and seconds of each step; ``before`` (token's place) is called before each."""
+    request, seconds = engine.submit(prompt, Sampling(tokens)), []
+    while not request.finished:
+        if before is not None:
+            before(len(request.output))
+        with Stopwatch() as watch:
+            engine.step()
+        seconds.append(watch.seconds)
+    return request.output, seconds

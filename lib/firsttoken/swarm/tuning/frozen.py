@@ -1,0 +1,109 @@
+"""A server's side of training: its blocks, frozen, forward and backward, with the LoRA that each pass brings.
+
+Nothing is kept between two passes: backward computes forward again, so clients cannot disturb each other, and another
+server can take over at any pass. The blocks are stock ones, beside the fused ones that generate and have no gradients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from firsttoken.study.errors import BusyError, RequestError, SwarmError
+from firsttoken.swarm.blocks import load_span
+from firsttoken.swarm.tuning.passes import Adapters, Pass, decode_pass, encode_pass
+
+MOST_WAITING = 16  # passes; a client whose pass is refused asks another server, or again
+
+
+class FrozenBlocks:
+    """``blocks`` of the model in ``folder`` in ``dtype``, loaded when the first pass comes; one pass at a time."""
+
+    def __init__(self, folder: Path, blocks: range, dtype: torch.dtype) -> None:
+        self.blocks = blocks
+        self._folder, self._dtype = folder, dtype
+        self._model: Any = None
+        self._waiting = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="firsttoken-passes")
+
+    async def answer(self, data: bytes, layers: range, width: int) -> bytes:
+        """The message of the answer to that of a pass. Raises RequestError for one that no server takes, BusyError
+        where too many wait."""
+        if self._waiting >= MOST_WAITING:
+            raise BusyError(f"{self._waiting} passes wait here, and no more are taken")
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, data, layers, width)
+        finally:
+            self._waiting -= 1
+
+    def close(self) -> None:
+        """End the thread when its pass is done."""
+        self._thread.shutdown(wait=False)
+
+    def _answer(self, data: bytes, layers: range, width: int) -> bytes:
+        try:
+            one = decode_pass(data, width)
+        except SwarmError as error:
+            raise RequestError(str(error)) from error
+        return encode_pass(self.run(layers, one))
+
+    def run(self, layers: range, one: Pass) -> Pass:
+        """``hidden`` after ``layers``; backward, its gradient and those of the adapters. Raises RequestError for
+        adapters that do not fit."""
+        if self._model is None:
+            self._model = load_span(self._folder, self.blocks, self._dtype)
+        if one.gradient is None:
+            with torch.no_grad():
+                return Pass(self._forward(layers, one.hidden, one.adapters, one.scaling), {})
+        hidden = one.hidden.detach().requires_grad_()
+        adapters = {
+            where: tuple(half.detach().requires_grad_() for half in halves) for where, halves in one.adapters.items()
+        }
+        out = self._forward(layers, hidden, adapters, one.scaling)
+        inputs = [hidden, *(half for halves in adapters.values() for half in halves)]
+        first, *halves = torch.autograd.grad(out, inputs, one.gradient.to(out.dtype))
+        pairs = zip(adapters, zip(halves[::2], halves[1::2], strict=True), strict=True)
+        return Pass(first, dict(pairs))
+
+    def _forward(self, layers: range, hidden: Tensor, adapters: Adapters, scaling: float) -> Tensor:
+        decoder = self._model.model
+        positions = torch.arange(hidden.shape[1])[None]
+        hidden = hidden.to(self._dtype)
+        rotary = decoder.rotary_emb(hidden, positions)
+        with ExitStack() as hooked:
+            for (layer, name), (a, b) in adapters.items():
+                if layer not in layers:
+                    raise RequestError(f"LoRA of layer {layer} came to blocks [{layers.start}, {layers.stop})")
+                linear = _linear(decoder.layers[layer - self.blocks.start], name, layer)
+                if (a.shape[1], b.shape[0]) != (linear.in_features, linear.out_features):
+                    raise RequestError(f"LoRA of {name} in layer {layer} does not fit its module")
+                hooked.enter_context(_added(linear, a, b, scaling))
+            for layer in decoder.layers[layers.start - self.blocks.start : layers.stop - self.blocks.start]:
+                hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+        return hidden
+
+
+def _linear(layer: nn.Module, name: str, number: int) -> nn.Linear:
+    try:
+        found = layer.get_submodule(name)
+    except AttributeError:
+        found = None
+    if not isinstance(found, nn.Linear):
+        raise RequestError(f"layer {number} has no linear module {name!r} for LoRA")
+    return found
+
+
+def _added(linear: nn.Linear, a: Tensor, b: Tensor, scaling: float) -> Any:
+    """LoRA beside ``linear`` until the handle is left."""
+
+    def add(_: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
+        return out + ((args[0].to(a.dtype) @ a.t()) @ b.t()).to(out.dtype) * scaling
+
+    return linear.register_forward_hook(add)
