@@ -6,8 +6,10 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ import torch
 from cutting import Relay
 from plain_tokens import Plain
 
+import firsttoken.options  # noqa: F401  (servers are copies of this process, and need it)
 from firsttoken.study import warm
+from firsttoken.swarm.actions import run  # noqa: F401  (as above)
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.limits import ServerLimits
@@ -116,3 +120,32 @@ class Member:
         self._process.wait()
         self._process.stdout.close()
         self.relay.close()
+
+
+@contextmanager
+def copied(address: Path) -> Iterator[None]:
+    """A copy of this process, whose copies the servers are: none of them spends seconds on imports.
+
+    Made before gRPC has begun, which does not survive being copied.
+    """
+    if not warm.possible() or warm.SOCKET in os.environ:
+        yield  # each server imports everything itself, or there is such a copy
+        return
+    copy = os.fork()
+    if not copy:
+        try:
+            os.setsid()
+            silent = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(silent, stream)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not what pytest has put there
+            warm.serve(str(address), ())
+        finally:
+            os._exit(0)
+    while not address.exists():
+        time.sleep(0.01)
+    os.environ[warm.SOCKET] = str(address)
+    yield
+    del os.environ[warm.SOCKET]
+    os.kill(copy, signal.SIGTERM)
+    os.waitpid(copy, 0)
