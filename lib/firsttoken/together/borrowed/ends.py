@@ -1,4 +1,4 @@
-"""What a replica that borrows needs of a checkpoint: the ends first, and by which name its neighbour knows the model."""
+"""What a replica that borrows needs of a checkpoint: the ends first, and what its neighbour calls the model."""
 
 from __future__ import annotations
 
