@@ -218,7 +218,7 @@ def test_a_silent_neighbour_is_not_waited_for_once_all_layers_are_here(replica, 
     ("spoilt", "said"),
     [
         ("model", "has blocks of the model [0-9a-f]{12}, not of 'another'"),
-        ("blocks", r"has blocks \[0, 4\), not \[0, 6\)"),
+        ("blocks", r"has blocks \[2, 6\), not \[0, 6\)"),
         ("unreachable", "connect"),
         ("gone", "no more are taken"),
     ],
@@ -229,7 +229,7 @@ def test_a_neighbour_that_cannot_lend_is_a_plain_wait(replica, neighbour, asked,
     if spoilt == "model":
         changed["model"] = "another"
     elif spoilt == "blocks":
-        changed["address"] = here.serve((0, 4))[0].record.address
+        changed["address"] = here.serve((2, DEPTH))[0].record.address
     elif spoilt == "unreachable":
         changed["address"] = "127.0.0.1:9"
     else:
@@ -257,9 +257,12 @@ def test_an_address_beyond_this_machine_wants_a_certificate(lent):
         Loan("192.0.2.1:4000", "model", DEPTH, 32)
 
 
-def test_requests_that_share_prefixes_are_refused(lent, replica):
-    with pytest.raises(SwarmError, match="share no prefixes"):
-        replica(config=EngineConfig(share_prefixes=True))
+def test_requests_that_share_prefixes_are_refused(lent, neighbour):
+    shared = EngineConfig(share_prefixes=True)
+    loan = Loan("127.0.0.1:9", "model", DEPTH, 32)
+    with closing(LiveExecutor(lent, 4)) as executor, pytest.raises(SwarmError, match="share no prefixes"):
+        BorrowingReplica(executor, lent.model.layers, Arrivals(DEPTH), loan, shared)
+    loan.close()
 
 
 @pytest.fixture
