@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,9 @@ from typing import Any
 import torch
 from plain_tokens import Plain
 
+import firsttoken.options  # noqa: F401  (servers are copies of this process, and need it)
+from firsttoken.study import warm
+from firsttoken.swarm.actions import run  # noqa: F401  (as above)
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.limits import ServerLimits
@@ -50,3 +57,32 @@ class Here:
 
     def close(self) -> None:
         wait_for(self._stack.aclose())
+
+
+@contextmanager
+def copied(address: Path) -> Iterator[None]:
+    """A copy of this process, whose copies the servers are: none of them spends seconds on imports.
+
+    Made before gRPC has begun, which does not survive being copied.
+    """
+    if not warm.possible() or warm.SOCKET in os.environ:
+        yield  # each server imports everything itself, or there is such a copy
+        return
+    copy = os.fork()
+    if not copy:
+        try:
+            os.setsid()
+            silent = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(silent, stream)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not what pytest has put there
+            warm.serve(str(address), ())
+        finally:
+            os._exit(0)
+    while not address.exists():
+        time.sleep(0.01)
+    os.environ[warm.SOCKET] = str(address)
+    yield
+    del os.environ[warm.SOCKET]
+    os.kill(copy, signal.SIGTERM)
+    os.waitpid(copy, 0)

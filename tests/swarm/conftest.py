@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 from plain_tokens import TOLERANCE, generated
-from swarms import DEPTH, Asked, Here
+from swarms import DEPTH, Asked, Here, copied
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import firsttoken.options  # noqa: F401  (servers are copies of this process, and need it)
 from firsttoken.assets.shapes import shape_config
-from firsttoken.study import warm
-from firsttoken.swarm.actions import run  # noqa: F401  (as above)
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.remote import RemoteModel
 
@@ -82,29 +75,6 @@ def client(folder: Path) -> Iterator[Callable[..., RemoteModel]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def parent(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A copy of this process, whose copies the servers are: none of them spends seconds on imports.
-
-    Made when a model has been, for its imports, and before gRPC has begun, which does not survive being copied.
-    """
-    if not warm.possible():
-        yield  # each server imports everything itself
-        return
-    address = str(tmp_path_factory.mktemp("warm") / "socket")
-    copy = os.fork()
-    if not copy:
-        try:
-            os.setsid()
-            silent = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
-                os.dup2(silent, stream)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not what pytest has put there
-            warm.serve(address, ())
-        finally:
-            os._exit(0)
-    while not os.path.exists(address):
-        time.sleep(0.01)
-    os.environ[warm.SOCKET] = address
-    yield
-    del os.environ[warm.SOCKET]
-    os.kill(copy, signal.SIGTERM)
-    os.waitpid(copy, 0)
+    """Made when a model has been, for its imports."""
+    with copied(tmp_path_factory.mktemp("warm") / "socket"):
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +52,13 @@ def check_shard(path: Path) -> Header:
 
 def combined_sha256(files: list[Path]) -> str:
     """One hex sha256 for a list of files: that of their own sha256 sums and names, in name order."""
-    lines = "".join(f"{file_sha256(file)}  {file.name}\n" for file in sorted(files))
-    return hashlib.sha256(lines.encode()).hexdigest() if len(files) > 1 else file_sha256(files[0])
+    return sum_of_sums({file: file_sha256(file) for file in files})
+
+
+def sum_of_sums(sums: Mapping[Path, str]) -> str:
+    """What :func:`combined_sha256` says of files whose sha256 ``sums`` are known."""
+    lines = "".join(f"{sums[file]}  {file.name}\n" for file in sorted(sums))
+    return hashlib.sha256(lines.encode()).hexdigest() if len(sums) > 1 else next(iter(sums.values()))
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -137,7 +137,8 @@ class Engine:
         """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet, for a prefix from
         elsewhere only until it is worth to look again.
 
-        Passes on what the executor raises; the requests that it ran can then only be cancelled.
+        Passes on what the executor raises. Nothing of that step counts then: where prefixes are not shared, the next
+        one takes the same works again unless they are cancelled.
         """
         works = self._next_works()
         if not works:

@@ -77,7 +77,7 @@ class Chain:
         behind = [Stretch(one.number, min(line.known.get(one.number, 0), one.start), one.end) for one in stretches]
         out: list[list[Tensor]] = [[] for _ in behind]
         places = {one.number: place for place, one in enumerate(behind)}
-        for message in _messages(behind):
+        for message in messages_of(behind):
             rows = [self._edges.of(one.number, line.layers.start)[0, one.start : one.end] for one in message]
             said = await line.run(message, torch.cat(rows))
             for one, part in zip(message, said.split([one.end - one.start for one in message]), strict=True):
@@ -116,7 +116,7 @@ class Chain:
         ]
 
 
-def _messages(stretches: Sequence[Stretch]) -> list[list[Stretch]]:
+def messages_of(stretches: Sequence[Stretch]) -> list[list[Stretch]]:
     """``stretches`` in as many messages as they need, a sequence's tokens in order."""
     messages: list[list[Stretch]] = [[]]
     room = MOST_TOKENS

@@ -46,13 +46,14 @@ class Line:
         self.layers = layers
         self.known: dict[int, int] = {}
         self.steps = 0
+        self.moved_bytes = 0  # of messages, both ways
         self._coding, self._patience = coding, patience
         opened = zip(HEADERS, (VERSION, model, f"{layers.start}:{layers.stop}", coding), strict=True)
         self._call = channel.stream_stream(SESSION)(metadata=(*opened, *headers))
         self._turn = asyncio.Lock()
 
-    async def run(self, stretches: Sequence[Stretch], hidden: Tensor) -> Tensor:
-        """``hidden`` [tokens, hidden] of ``stretches``, end to end, after the layers.
+    async def run(self, stretches: Sequence[Stretch], hidden: Tensor, first: int = 0) -> Tensor:
+        """``hidden`` [tokens, hidden] of ``stretches``, end to end, after the layers, or after those from ``first`` on.
 
         Raises ServerFault when this server does not answer in time, or nonsense, RequestError for what every server
         refuses.
@@ -61,7 +62,9 @@ class Line:
         limit_s = self._patience.limit_s(rows)
         try:
             async with asyncio.timeout(limit_s):
-                data = await self._exchange(encode(hidden, self._coding, stretches))
+                message = encode(hidden, self._coding, stretches, first=first)
+                data = await self._exchange(message)
+            self.moved_bytes += len(message) + len(data)
             out = decode(data, self._coding, hidden.shape[1], dtype, rows).hidden
         except TimeoutError:
             raise ServerFault(f"{self.name} did not answer within {limit_s:.1f} s") from None

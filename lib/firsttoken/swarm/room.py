@@ -28,10 +28,11 @@ class Rows(NamedTuple):
 
 @dataclass
 class Tenant:
-    """One sequence of a session: its blocks, and tokens whose keys and values are in them."""
+    """One sequence of a session: its blocks, and tokens whose keys and values are in them, from layer ``first`` on."""
 
     blocks: list[int] = field(default_factory=list)
     cached: int = 0
+    first: int = 0
 
 
 class Room:
@@ -44,17 +45,20 @@ class Room:
         self.context = context
         self.held = 0  # sequences, of all sessions
 
-    def place(self, mine: dict[int, Tenant], stretches: Sequence[Stretch]) -> list[Work]:
+    def place(self, mine: dict[int, Tenant], stretches: Sequence[Stretch], first: int = 0) -> list[Work]:
         """The works of a step of a session whose sequences are ``mine``; takes the blocks that they need, or none.
 
-        Raises LostError for a step that begins behind what is cached, RequestError beyond the context, BusyError where
-        there is no room.
+        The step begins at layer ``first``: a client may leave layers out from then on, as they have come to it.
+        Raises LostError for a step that begins behind what is cached, or at layers that were left out, RequestError
+        beyond the context, BusyError where there is no room.
         """
         needs: list[int] = []
         for one in stretches:
             cached = mine[one.number].cached if one.number in mine else 0
             if one.start > cached:
                 raise LostError(f"sequence {one.number} has {cached} tokens here, and the step begins at {one.start}")
+            if one.start and first < mine[one.number].first:
+                raise LostError(f"sequence {one.number} has nothing here of layer {first}, where the step begins")
             if one.end > self.context:
                 raise RequestError(f"sequence {one.number} of {one.end} tokens exceeds the context of {self.context}")
             had = len(mine[one.number].blocks) if one.number in mine else 0
@@ -69,7 +73,7 @@ class Room:
         for one, need in zip(stretches, needs, strict=True):
             tenant = mine.setdefault(one.number, Tenant())
             tenant.blocks += [taken.pop() for _ in range(need)]
-            tenant.cached = one.start  # what lies behind is written anew
+            tenant.cached, tenant.first = one.start, first  # what lies behind is written anew
             rows = Rows(one.number, list(tenant.blocks), range(self.context))  # a copy: the session may end meanwhile
             works.append(Work(rows, one.start, one.end, one.start))
         return works

@@ -77,7 +77,10 @@ class Sessions:
         self.room.leave(mine, message.over)
         if message.hidden is None:
             return True
-        works = self.room.place(mine, message.stretches)
+        if message.first and message.first not in layers:
+            raise RequestError(f"layer {message.first} is not among the session's [{layers.start}, {layers.stop})")
+        layers = range(message.first or layers.start, layers.stop)
+        works = self.room.place(mine, message.stretches, layers.start)
         out = await self.batcher.run(layers, works, message.hidden)
         self.room.computed(mine, message.stretches)
         await self._within(context.write(encode(out, coding)), "did not read its answer")

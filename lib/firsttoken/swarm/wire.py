@@ -39,17 +39,22 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """``hidden`` [tokens, hidden] of ``stretches``, end to end (None: it has none); sequences that are ``over``."""
+    """``hidden`` [tokens, hidden] of ``stretches``, end to end (None: it has none); sequences that are ``over``.
+
+    ``first`` is the layer that the states enter, 0 for the first of the session's.
+    """
 
     stretches: tuple[Stretch, ...]
     hidden: Tensor | None
     over: tuple[int, ...] = ()
+    first: int = 0
 
 
 @dataclass(frozen=True)
 class _ToldStep:
     stretches: tuple[tuple[_Count, _Count, _Count], ...] = ()
     over: tuple[Annotated[int, at_least(0)], ...] = ()
+    first: _Count = 0
 
 
 def most_bytes(width: int) -> int:
@@ -57,9 +62,11 @@ def most_bytes(width: int) -> int:
     return MOST_TOKENS * width * 5 + _ROOM  # int8 with a scale for each number is as large as it gets
 
 
-def encode(hidden: Tensor | None, coding: str, stretches: Sequence[Stretch] = (), over: Collection[int] = ()) -> bytes:
+def encode(
+    hidden: Tensor | None, coding: str, stretches: Sequence[Stretch] = (), over: Collection[int] = (), first: int = 0
+) -> bytes:
     """The bytes of a message; an answer has neither ``stretches`` nor ``over``. Raises SwarmError as ``pack``."""
-    told = {"stretches": list(stretches), "over": list(over)}
+    told = {"stretches": list(stretches), "over": list(over)} | ({"first": first} if first else {})
     tensors = {} if hidden is None else _coded(hidden, coding)
     return save(tensors, {"step": json.dumps(told)})
 
@@ -83,7 +90,7 @@ def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int
     stretches = tuple(Stretch(*one) for one in told.stretches)
     rows = _rows(stretches) if tokens is None else tokens
     if not header.tensors and not rows:
-        return Message(stretches, None, told.over)
+        return Message(stretches, None, told.over, told.first)
     main = header.tensors.get("codes" if coding == "int8" else "hidden")
     if main is None or (coding != "int8" and len(header.tensors) > 1):
         raise SwarmError(f"a message holds {', '.join(sorted(header.tensors)) or 'nothing'}, no hidden states {coding}")
@@ -95,7 +102,7 @@ def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int
     hidden = unpack(tensors, dtype) if coding == "int8" else tensors["hidden"].to(dtype)
     if not torch.isfinite(hidden).all():
         raise SwarmError("hidden states hold NaN or infinity: whoever computed them computed nonsense")
-    return Message(stretches, hidden, told.over)
+    return Message(stretches, hidden, told.over, told.first)
 
 
 def _rows(stretches: Sequence[Stretch]) -> int:

@@ -24,6 +24,7 @@ from firsttoken.study.record import Rows
 from firsttoken.study.system.pagecache import evict, resident_fraction
 
 KERNEL, BUCKET, SERVER, NONE = "kernel", "bucket", "data server", "none"
+TRIAL = "firsttoken.progressive.coldstart.trial"
 A_LINK = " a link"  # of a name: there are several such links side by side
 
 
@@ -76,8 +77,8 @@ def run_trials(rounds: Sequence[Sequence[TrialSpec]], wire: TrialLink, seed: int
     return rows
 
 
-def one_trial(spec: TrialSpec, wire: TrialLink, timeout_s: float = 600.0) -> dict[str, object]:
-    """One trial over ``wire``; its row says how cold the files were."""
+def one_trial(spec: TrialSpec, wire: TrialLink, timeout_s: float = 600.0, module: str = TRIAL) -> dict[str, object]:
+    """One trial over ``wire``, by ``module``; its row says how cold the files were."""
     files = [path for folder in {spec.staged, spec.stock} for path in sorted(Path(folder).rglob("*.safetensors"))]
     resident = make_cold(files) if wire.cold else make_warm(files)
     touch_memory(sum(path.stat().st_size for path in files))
@@ -89,7 +90,7 @@ def one_trial(spec: TrialSpec, wire: TrialLink, timeout_s: float = 600.0) -> dic
         elif wire.shaped_by == SERVER:
             server = held.enter_context(data_server(folder, wire.gbit_per_s))
         spec = replace(spec, gbit_per_s=bucket, server=server, spawned_s=time.monotonic())
-        command = [sys.executable, "-m", "firsttoken.progressive.coldstart.trial", json.dumps(asdict(spec))]
+        command = [sys.executable, "-m", module, json.dumps(asdict(spec))]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, preexec_fn=join)
         except subprocess.TimeoutExpired as error:

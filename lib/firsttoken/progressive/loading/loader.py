@@ -208,12 +208,13 @@ class StageLoad:
     def _gate(self, index: int) -> Callable[..., None]:
         def wait(*_: object) -> None:
             start = time.perf_counter()
-            self._await(index)
+            self.await_part(index)
             self.stalled_s += time.perf_counter() - start
 
         return wait
 
-    def _await(self, index: int) -> None:
+    def await_part(self, index: int) -> None:
+        """Wait until part ``index`` of those in forward order is in its place. Raises what ended the load before."""
         self._ready[index].wait()
         if index not in self._copied:
             raise self._error or ModelError("the load was stopped")
@@ -242,5 +243,5 @@ class StageLoad:
         if self._error:
             raise self._error
         for index in range(len(self._parts)):
-            self._await(index)
+            self.await_part(index)
         return self.view

@@ -1,0 +1,1 @@
+"""A replica that is still loading borrows from a warm neighbour the layers that have not come."""

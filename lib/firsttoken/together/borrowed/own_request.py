@@ -1,0 +1,40 @@
+"""A client of a neighbour whose request never ends:
+
+    python -m firsttoken.together.borrowed.own_request FOLDER ADDRESS
+
+Says "running" after its first tokens, and when a line comes the times of all of them, on ``time.monotonic``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+from firsttoken.engine.request import Sampling
+from firsttoken.swarm.remote import RemoteModel
+
+PROMPT, TOKENS, WARM = 64, 1024, 8
+
+
+def main(folder: Path, address: str) -> None:
+    """One request after another, until a line comes."""
+    ended = threading.Event()
+    times: list[float] = []
+    with RemoteModel(folder, [address]) as model:
+        threading.Thread(target=lambda: (sys.stdin.readline(), ended.set()), daemon=True).start()
+        while not ended.is_set():
+            request = model.engine.submit(range(1, PROMPT + 1), Sampling(TOKENS))
+            while not (request.finished or ended.is_set()):
+                model.engine.step()
+                times.append(time.monotonic())
+                if len(times) == WARM:
+                    print("running", flush=True)
+            model.engine.cancel(request)
+    print(json.dumps(times), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
