@@ -50,7 +50,8 @@ class Skeleton:
         build: Build = build_on_meta,
     ) -> None:
         check_side(folder, manifest, CONFIG)
-        self.model = build(folder, dtype or torch_dtype(manifest.dtype))
+        self.dtype = dtype or torch_dtype(manifest.dtype)
+        self.model = build(folder, self.dtype)
         self.folder, self.device = folder, torch.device(device)
         self.model.model.rotary_emb.to(self.device)
         self.layers: list[nn.Module] = list(self.model.model.layers)
@@ -181,10 +182,9 @@ class StageLoad:
 
     def _computing(self, weights: Tensor) -> Tensor:
         """``weights`` in the dtype that computes, in memory that goes with them."""
-        dtype = self._skeleton.model.dtype
-        if weights.dtype == dtype:
+        if weights.dtype == self._skeleton.dtype:
             return weights
-        return fresh(tuple(weights.shape), dtype, self._skeleton.device).copy_(weights)
+        return fresh(tuple(weights.shape), self._skeleton.dtype, self._skeleton.device).copy_(weights)
 
     def _parameter(self, part: PartFile, name: str) -> nn.Parameter:
         module, leaf = self._target(part, name)

@@ -128,7 +128,8 @@ def _timeline(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Pro
         dtype=profile.dtype_name,
         recover=case != STILL,
     )
-    return timeline_process(asdict(spec), case)
+    rows = timeline_process(asdict(spec), case)
+    return [row for row in rows if row["row"] != "memory" or not row["at_s"]]  # the first is what it grew from
 
 
 def refinement_summary(rows: Rows, parameters: Mapping[str, Any]) -> Measures:
@@ -141,9 +142,12 @@ def refinement_summary(rows: Rows, parameters: Mapping[str, Any]) -> Measures:
     summary["copy_gb_per_s"] = {"value": copied, "unit": "GB/s"}
     (size,) = (row["bytes"] for row in rows if row["row"] == "model")
     runs = range(parameters["refinement"]["runs"])
+    peaks: dict[str, list[float | None]] = {}
     for case in dict.fromkeys(row["case"] for row in rows if "case" in row):
         found = [[row for row in rows if row.get("case") == case and row["run"] == run] for run in runs]
-        summary |= {f"{name}_{case}": entry for name, entry in _case(found, size, parameters).items()}
+        summary |= {f"{name}_{case}": entry for name, entry in _case(found, parameters).items()}
+        peaks[case] = [peak_growth(each, size) for each in found]
+    summary |= _peaks({case: each for case, each in peaks.items() if None not in each})
     merged = [row for row in rows if "merged_bytes" in row and row["case"] == KEPT]
     if merged:
         rates = [row["merged_bytes"] / 1e9 / row["merging_s"] for row in merged]
@@ -161,7 +165,17 @@ def refinement_summary(rows: Rows, parameters: Mapping[str, Any]) -> Measures:
     return summary
 
 
-def _case(runs: list[Rows], size: int, parameters: Mapping[str, Any]) -> Measures:
+def _peaks(peaks: Mapping[str, list[float]]) -> Measures:
+    """By how much the process grew, over the weights as they compute, and over what the plain whole model's did."""
+    unit = "x the weights as they compute"
+    found = {f"peak_over_model_{case}": bootstrap(each, "median").summary(unit) for case, each in peaks.items()}
+    for case in peaks.keys() - {WHOLE} if WHOLE in peaks else ():
+        shares = [own / whole for own, whole in zip(peaks[case], peaks[WHOLE], strict=True)]
+        found[f"peak_over_whole_{case}"] = bootstrap(shares, "median").summary("x")
+    return found
+
+
+def _case(runs: list[Rows], parameters: Mapping[str, Any]) -> Measures:
     """The measures of one timeline over its ``runs``."""
     gaps = [high - low for rows in runs for low, high in token_gaps(rows)]
     short = [
@@ -180,9 +194,6 @@ def _case(runs: list[Rows], size: int, parameters: Mapping[str, Any]) -> Measure
             found["refining_step_ms"] = bootstrap([1000 * gap for gaps in within for gap in gaps], "median").summary(
                 "ms"
             )
-    peaks = [peak_growth(rows, size) for rows in runs]
-    if None not in peaks:
-        found["peak_over_model"] = bootstrap(peaks, "median").summary("x the weights as they compute")
     return found
 
 

@@ -73,6 +73,7 @@ def load_rows(result: Result) -> Rows:
             "longest gap meanwhile, ms": interval(found.get(f"longest_gap_ms_{case}"), 0),
             "of a step": interval(found.get(f"longest_gap_over_step_{case}"), 2),
             "peak memory / model": interval(found.get(f"peak_over_model_{case}"), 2),
+            "/ plain model's": interval(found.get(f"peak_over_whole_{case}"), 2),
         }
         for case, name in CASES.items()
         if f"short_requests_{case}" in found
