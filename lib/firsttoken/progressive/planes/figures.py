@@ -134,6 +134,37 @@ def _share(entry: Mapping[str, Any] | None) -> str:
     return "" if entry is None else f"{entry['value']:.3f}"
 
 
+BOUNDS: tuple[tuple[str, str, float], ...] = (
+    ("EM lost, points", "em_drop", 3.0),
+    ("F1 lost, points", "f1_drop", 3.0),
+    ("perplexity, x", PERPLEXITY, 1.05),
+    ("perplexity, x", f"{STORIES}_{PERPLEXITY}", 1.05),
+    ("perplexity, x", f"{STORIES}_{PERPLEXITY}", 1.01),
+)
+"""Of the record: what is bounded, its measure and the most of it that is acceptable."""
+
+
+def record_rows(result: Result) -> Rows:
+    """The fewest bytes before the first acceptable token, by model and bound: where the measured value keeps to it, and
+    where its whole interval does."""
+    rows: Rows = []
+    for what, measure, most in BOUNDS:
+        task = f"{STORIES}_" if measure.startswith(STORIES) else ""
+        model = "TinyStories 15 M" if task else result.parameters["model"]
+        found: dict[str, list[tuple[float, str]]] = {"value": [], "high": []}
+        for variant in variants(result, task):
+            entry = result.summary.get(f"{measure}_{variant}", {"value": 0.0})
+            share = result.summary[f"{task}first_share_{variant}"]["value"]
+            for bound, kept in found.items():
+                if entry.get(bound, entry["value"]) <= most:
+                    kept.append((share, called(variant)))
+        if any(found.values()):
+            fewest = {bound: "{1}: {0:.3f}".format(*min(kept)) if kept else "none" for bound, kept in found.items()}
+            kept = {"as measured": fewest["value"], "for the whole interval": fewest["high"]}
+            rows.append({"model and bound": f"{model}: {what} <= {most:g}", **kept})
+    return rows
+
+
 def plan_name(start: str) -> str:
     """What figures and tables call a start."""
     return STARTS.get(start, f"{start} first" if "bits" in start and start != "bits" else "low bits wait")

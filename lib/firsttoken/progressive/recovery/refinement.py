@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -62,6 +62,8 @@ class RefinementConfig:
             raise ProfileError(f"refinement.split: no split {self.split!r}; known: {', '.join(SPLITS)}")
         if odd := set(self.timelines) - {WHOLE, STILL, KEPT, AGAIN}:
             raise ProfileError(f"refinement.timelines: no timeline {min(odd)!r}; known: whole, still, kept, again")
+        if min(self.contexts) < 2 or self.continue_tokens < 1:
+            raise ProfileError("refinement.contexts must be 2 tokens or more, and continue_tokens 1")
 
     def needs(self) -> list[Need]:
         """The context and the text hold the longest sequence, the context an answer and a token more."""
@@ -80,7 +82,8 @@ def refinement_under_load(profile: Profile) -> Outcome:
     check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
     served = load_served(profile)
     stored = DTYPES[profile.section("precision", PrecisionConfig).stored]
-    cut, whole = planes_checkpoint(served, stored, config.split), whole_checkpoint(served)
+    cut = planes_checkpoint(served, stored, config.split)
+    whole = whole_checkpoint(replace(served, stored=stored))
     device, dtype = profile.torch_device(), profile.torch_dtype()
     provenance, prompt, size = served.provenance, _prompt(profile, config, served), _bytes(served, dtype)
     longest = max(config.contexts) + config.continue_tokens
