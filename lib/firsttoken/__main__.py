@@ -12,11 +12,11 @@ from firsttoken.experiments import run_experiment
 from firsttoken.options import parser
 from firsttoken.registry import EXPERIMENTS, find_experiment
 from firsttoken.study import dtypes, paths, storage
-from firsttoken.study.errors import AssetError, FirstTokenError
+from firsttoken.study.errors import AssetError, FirstTokenError, StageError
 from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, notebook_title
-from firsttoken.study.profile import check_used, load_profile, profile_names
+from firsttoken.study.profile import Profile, check_used, load_profile, profile_names
 from firsttoken.study.record import pick, result_path
 from firsttoken.study.verdicts import show
 
@@ -125,13 +125,31 @@ def stage(options: argparse.Namespace) -> int:
     from firsttoken.progressive.staging import stage_model
 
     profile = load_profile(options.profile, **dict(options.set))
-    manifest = stage_model(profile, options.folder, options.adapters, options.planes)
+    split = options.planes
+    if split == "auto":
+        split = _measured_split(profile, options.budget, options.most_lost)
+    elif options.budget is not None or options.most_lost is not None:
+        raise StageError("--budget and --most-lost choose a split: add --planes auto, or leave them out")
+    manifest = stage_model(profile, options.folder, options.adapters, split)
     check_used(dict(options.set), profile.used)
     for number, brought in enumerate(manifest.stages, start=1):
         healed = f", adapter {_size(brought.adapter.bytes)}" if brought.adapter else ""
         print(f"stage {number} ({brought.name}): {len(brought.parts)} files, {_size(brought.bytes)}{healed}")
     print(f"{options.folder}: serve it with `firsttoken serve {options.folder}`")
     return OK
+
+
+def _measured_split(profile: Profile, budget: float | None, most_lost: float | None) -> str:
+    from firsttoken.progressive.planes import planner
+
+    if budget is None and most_lost is None:
+        raise StageError("--planes auto needs --budget SHARE, such as 0.36, or --most-lost PERCENT, such as 5")
+    found = planner.measured(profile)
+    for one in found:
+        print(f"{one.split}: {one.first_share:.3f} of the bytes first, perplexity {one.lost_pct:+.1f} %")
+    chosen = planner.choose(found, budget, most_lost).split
+    print(f"chosen: {chosen}")
+    return chosen
 
 
 def assemble(options: argparse.Namespace) -> int:

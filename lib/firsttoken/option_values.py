@@ -36,6 +36,17 @@ def rate(text: str) -> float:
     return rate
 
 
+def above_zero(most: float) -> Callable[[str], float]:
+    """A number above 0, ``most`` at most."""
+
+    def number(text: str) -> float:
+        if not 0 < (value := float(text)) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not above 0 and at most {most:g}")
+        return value
+
+    return number
+
+
 def whole(least: int, most: int) -> Callable[[str], int]:
     """A whole number within both ends."""
 

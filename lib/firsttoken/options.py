@@ -88,8 +88,14 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     setting_option(added)
     added.add_argument("--adapters", default="", help="ours, report or none (default: the profile's best)")
     added.add_argument(
-        "--planes", default="", choices=SPLITS, help="all layers in every stage, the first bits of their weights first"
+        "--planes",
+        default="",
+        choices=[*SPLITS, "auto"],
+        help="all layers in every stage, the first bits of their weights first; auto measures which split",
     )
+    share, percent = option_values.above_zero(1.0), option_values.above_zero(1000.0)
+    added.add_argument("--budget", type=share, metavar="SHARE", help="of auto: the most bytes of stage 1, of all")
+    added.add_argument("--most-lost", type=percent, metavar="PERCENT", help="of auto: the most perplexity it may cost")
 
     added = command("assemble", "Write the ordinary checkpoint that was staged, bit by bit.")
     added.add_argument("folder", type=option_values.folder, help="what `firsttoken stage` wrote")

@@ -101,6 +101,13 @@ EXPERIMENTS: dict[str, Experiment] = {
             "precision_start_summary",
         ),
         Experiment(
+            "refinement_under_load",
+            "Planes merged under running generations",
+            "17",
+            f"{_RECOVERY}.refinement:refinement_under_load",
+            "refinement_summary",
+        ),
+        Experiment(
             "environment",
             "What the engine runs on",
             "20",

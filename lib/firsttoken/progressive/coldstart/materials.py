@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 from firsttoken.assets.corpora import load_qa
 from firsttoken.progressive.checkpoint.manifest import Manifest
 from firsttoken.progressive.checkpoint.plan import staged, whole
-from firsttoken.progressive.checkpoint.sources import RandomSource, TensorSource
+from firsttoken.progressive.checkpoint.sources import ModelSource, Origin, RandomSource, TensorSource
 from firsttoken.progressive.checkpoint.writer import write_staged
+from firsttoken.progressive.planes.plan import by_planes
 from firsttoken.progressive.samples import qa_prompt
 from firsttoken.progressive.served import ServedConfig, ServedModel, load_served
 from firsttoken.progressive.stages import StagePlan
@@ -66,6 +68,22 @@ def whole_checkpoint(served: ServedModel) -> Checkpoint:
     manifest = write_staged(source, whole(source.names, served.plan.depth), folder)
     stock = write_stock(source, parent / f"{_name(served)}-stock")
     return Checkpoint(folder, stock, manifest, served.plan, served.provenance)
+
+
+def stored_source(served: ServedModel, stored: torch.dtype) -> ModelSource:
+    """The served model with its weights in ``stored``."""
+    origin = Origin(str(served.provenance["source"]), served.sha256, "real")
+    return ModelSource(served.model, served.tokenizer, origin, stored)
+
+
+def planes_checkpoint(served: ServedModel, stored: torch.dtype, split: str) -> Checkpoint:
+    """The served model in ``stored``, every matrix cut by ``split``, all layers in each stage."""
+    source, parent = stored_source(served, stored), paths.CACHE / "checkpoints"
+    name = f"{served.sha256[:12]}-{name_of(stored)}"
+    plan = by_planes(source.shapes, [range(served.plan.depth)], split)
+    folder = parent / f"{name}-planes-{split.replace(' ', '-')}"
+    manifest = write_staged(source, plan, folder)
+    return Checkpoint(folder, write_stock(source, parent / f"{name}-stock"), manifest, served.plan, served.provenance)
 
 
 def _name(served: ServedModel) -> str:

@@ -11,17 +11,15 @@ from tqdm import tqdm
 
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.progressive.checkpoint.plan import staged
-from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.coldstart.experiments import disk_speed, trial_specs
 from firsttoken.progressive.coldstart.harness import link_key, one_trial, wire_for
-from firsttoken.progressive.coldstart.materials import Checkpoint, write_stock
+from firsttoken.progressive.coldstart.materials import Checkpoint, planes_checkpoint, stored_source, write_stock
 from firsttoken.progressive.coldstart.summary import PROCESS, REQUEST, Measures, link_floor, ratio, values
 from firsttoken.progressive.coldstart.trial import TrialSpec
 from firsttoken.progressive.examination import QualityConfig
 from firsttoken.progressive.planes.frontier import PrecisionConfig
 from firsttoken.progressive.planes.layouts import planes_of
-from firsttoken.progressive.planes.plan import by_planes
 from firsttoken.progressive.served import ServedConfig, ServedModel, load_served
 from firsttoken.study import paths
 from firsttoken.study.dtypes import DTYPES
@@ -71,24 +69,18 @@ def precision_start(profile: Profile) -> Outcome:
 
 def _starts(profile: Profile, config: PrecisionConfig, questions: str, served: ServedModel) -> list[Start]:
     stored = DTYPES[config.stored]
-    origin = Origin(str(served.provenance["source"]), served.sha256, "real")
-    source = ModelSource(served.model, served.tokenizer, origin, stored)
-    parent, depth = paths.CACHE / "checkpoints", served.plan.depth
-    name = f"{served.sha256[:12]}-{config.stored}"
+    source, parent = stored_source(served, stored), paths.CACHE / "checkpoints"
+    name, block = f"{served.sha256[:12]}-{config.stored}", served.plan.block
+    folder = parent / f"{name}-{block[0]}-{block[-1]}-bare"
+    manifest = write_staged(source, staged(source.names, served.plan), folder)
     stock = write_stock(source, parent / f"{name}-stock")
-
-    def specs(folder: str, plan: Any) -> Any:
-        manifest = write_staged(source, plan, parent / f"{name}-{folder}")
-        checkpoint = Checkpoint(parent / f"{name}-{folder}", stock, manifest, served.plan, served.provenance)
-        return trial_specs(profile, checkpoint, questions, config.readers)
-
-    block = served.plan.block
-    by_layer = specs(f"{block[0]}-{block[-1]}-bare", staged(source.names, served.plan))
+    bare = Checkpoint(folder, stock, manifest, served.plan, served.provenance)
+    by_layer = trial_specs(profile, bare, questions, config.readers)
     starts = [Start(name, replace(by_layer(name), digest=True), 3) for name in (WHOLE, LAYERS)]
     for split in config.start_splits:
-        made = specs(f"planes-{split.replace(' ', '-')}", by_planes(source.shapes, [range(depth)], split))
-        spec = replace(made("progressive"), recover=planes_of(split) > 1, digest=True)
-        starts.append(Start(split, spec, planes_of(split)))
+        cut = planes_checkpoint(served, stored, split)
+        spec = trial_specs(profile, cut, questions, config.readers)("progressive")
+        starts.append(Start(split, replace(spec, recover=planes_of(split) > 1, digest=True), planes_of(split)))
     return starts
 
 

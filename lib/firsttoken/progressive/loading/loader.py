@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from firsttoken.assets.empty_model import build_on_meta, put
 from firsttoken.link import Link
@@ -24,7 +24,7 @@ from firsttoken.progressive.checkpoint.layout import CONFIG
 from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, check_side
 from firsttoken.progressive.loading.blobs import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
-from firsttoken.progressive.loading.memory import BUFFERS, memory_for
+from firsttoken.progressive.loading.memory import BUFFERS, Memory, PassingMemory, fresh, memory_for
 from firsttoken.progressive.loading.placement import Build, torch_dtype, untied_shapes
 from firsttoken.progressive.loading.reader import Blob, BlobReader
 from firsttoken.progressive.loading.views import StageView, check_whole, make_view
@@ -50,7 +50,8 @@ class Skeleton:
         build: Build = build_on_meta,
     ) -> None:
         check_side(folder, manifest, CONFIG)
-        self.model = build(folder, dtype or torch_dtype(manifest.dtype))
+        self.dtype = dtype or torch_dtype(manifest.dtype)
+        self.model = build(folder, self.dtype)
         self.folder, self.device = folder, torch.device(device)
         self.model.model.rotary_emb.to(self.device)
         self.layers: list[nn.Module] = list(self.model.model.layers)
@@ -96,7 +97,10 @@ class StageLoad:
         blobs = adapters + part_blobs(folder, manifest, stages)
         largest = max((blob.bytes for blob in blobs), default=0)
         # with several links files are read long before their turn, and hold their buffers until then
-        self._memory = memory_for(skeleton.device, largest, BUFFERS if len(links) == 1 else max(1, len(blobs)))
+        if len(links) == 1 and skeleton.device.type == "cpu" and all(part.plane for part in self._parts):
+            self._memory: Memory = PassingMemory()
+        else:
+            self._memory = memory_for(skeleton.device, largest, BUFFERS if len(links) == 1 else max(1, len(blobs)))
         self._reader = reader or open_reader(
             folder, manifest, stages, links, threads=threads, verify=verify, allocate=self._memory.allocate
         )
@@ -162,17 +166,25 @@ class StageLoad:
                 continue
             raw = data[entry.start - first : entry.end - first]
             raw = raw.clone() if part.cut else raw  # a norm need not hold the memory of streams
-            put(*self._target(part, name), raw.view(torch_dtype(entry.dtype)).reshape(entry.shape))
+            put(*self._target(part, name), self._computing(raw.view(torch_dtype(entry.dtype)).reshape(entry.shape)))
         if part.plane:
             self._skeleton.planes.place(part, file, partial(self._parameter, part))
+            self._memory.let_go(file)
         else:
             for name in part.cut:
-                put(*self._target(part, name), first_weights(part, name, file, self._skeleton.device))
+                weights = first_weights(part, name, file, self._skeleton.device)
+                put(*self._target(part, name), self._computing(weights))
         if self._manifest.tied and part.layer is None:
             head, embedding = self._targets["lm_head"], self._targets["embed_tokens"]
             head._parameters["weight"] = embedding._parameters["weight"]
         self.placing_s += time.perf_counter() - begin
         return copied
+
+    def _computing(self, weights: Tensor) -> Tensor:
+        """``weights`` in the dtype that computes, in memory that goes with them."""
+        if weights.dtype == self._skeleton.dtype:
+            return weights
+        return fresh(tuple(weights.shape), self._skeleton.dtype, self._skeleton.device).copy_(weights)
 
     def _parameter(self, part: PartFile, name: str) -> nn.Parameter:
         module, leaf = self._target(part, name)

@@ -36,10 +36,14 @@ class Cutter(ABC):
     def first(self, streams: Sequence[Tensor], count: int) -> Tensor:
         """Words [count] from the first plane alone: exact where it is the only one."""
         words = torch.empty(count, dtype=torch.int16, device=streams[0].device)
-        for start in range(0, count, BLOCK):
+        self.fill(words, streams)
+        return words
+
+    def fill(self, words: Tensor, streams: Sequence[Tensor]) -> None:
+        """As ``first``, into words [count] that are there."""
+        for start in range(0, len(words), BLOCK):
             block = words[start : start + BLOCK]
             self._begin(block, self._within(streams, 0, start, len(block)))
-        return words
 
     def refine(self, words: Tensor, plane: int, streams: Sequence[Tensor], start: int = 0) -> None:
         """Bring ``words``, made of all planes below ``plane``, to what they are with it, in place; once a plane.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from firsttoken.progressive.checkpoint.manifest import PartFile
+from firsttoken.progressive.loading.memory import fresh
 from firsttoken.progressive.planes.codec import decode
 from firsttoken.progressive.planes.cutting import cutter
 from firsttoken.progressive.planes.layouts import BLOCK, SPLITS
@@ -22,16 +25,24 @@ AT_ONCE = 4 * BLOCK
 Merge = Callable[[], None]
 
 
+class Merging(NamedTuple):
+    """``words`` of 16 bits that were merged between two steps, in ``seconds``."""
+
+    words: int
+    seconds: float
+
+
 class Planes:
     """What has been merged into the weights of one model.
 
     Merges are in place, so the model is never there twice: every view of it has the better weights as they come.
     ``between`` calls a merge when nobody computes with the weights: at once, or where an engine runs between two of its
-    steps.
+    steps. ``spent`` is what each of these calls took (on a GPU, until it was launched).
     """
 
     def __init__(self) -> None:
         self.between: Callable[[Merge], Any] = lambda merge: merge()
+        self.spent: list[Merging] = []
         self._merged: dict[tuple[str, int], int] = {}  # words, by tensor and plane: none is merged twice
 
     def place(self, part: PartFile, file: memoryview, parameters: Callable[[str], nn.Parameter]) -> None:
@@ -41,12 +52,18 @@ class Planes:
         for name in part.cut:
             for count, merge in self._merges(part, name, file, parameters(name)):
                 if waiting and words + count > AT_ONCE:
-                    self.between(_all(waiting))
+                    self.between(partial(self._together, waiting, words))
                     waiting, words = [], 0
                 waiting.append(merge)
                 words += count
         if waiting:
-            self.between(_all(waiting))
+            self.between(partial(self._together, waiting, words))
+
+    def _together(self, merges: list[Merge], words: int) -> None:
+        begin = time.perf_counter()
+        for merge in merges:
+            merge()
+        self.spent.append(Merging(words, time.perf_counter() - begin))
 
     def _merges(
         self, part: PartFile, name: str, file: memoryview, parameter: nn.Parameter
@@ -84,7 +101,8 @@ def first_weights(part: PartFile, name: str, file: memoryview, device: torch.dev
     """The tensor ``name`` from its first plane, in the dtype and shape that it has. Raises ModelError."""
     tensor = part.cut[name]
     streams = decoded(part, name, file, device)
-    words = cutter(part.split, tensor.dtype).first(streams, math.prod(tensor.shape))
+    words = fresh((math.prod(tensor.shape),), torch.int16, device)
+    cutter(part.split, tensor.dtype).fill(words, streams)
     return words.view(STORED[tensor.dtype]).view(tensor.shape)
 
 
@@ -101,11 +119,3 @@ def decoded(part: PartFile, name: str, file: memoryview, device: torch.device) -
         data = decode(codec, file[entry.start : entry.end], kind.bytes(count), f"{part.name}: {key}")
         streams.append(torch.frombuffer(data, dtype=torch.uint8).to(device))
     return streams
-
-
-def _all(merges: list[Merge]) -> Merge:
-    def run() -> None:
-        for merge in merges:
-            merge()
-
-    return run

@@ -79,7 +79,7 @@ class Growth:
             if arrived is None:
                 return
             view = arrived
-            self.note(stage, "arrived")
+            self.note(stage, "arrived", **self._merging())
             yield view
 
     def insist(
@@ -118,6 +118,16 @@ class Growth:
             load = self._loading
         if load:
             load.close()
+
+    def _merging(self) -> dict[str, float]:
+        """What it took to merge the planes of a stage that has come in planes: bytes of the weights, seconds in all and
+        of the longest merge between two steps."""
+        spent, self.skeleton.planes.spent = self.skeleton.planes.spent, []
+        if not spent:
+            return {}
+        seconds = [merging.seconds for merging in spent]
+        size = 2 * sum(merging.words for merging in spent)
+        return {"merged_bytes": size, "merging_s": sum(seconds), "longest_merge_s": max(seconds)}
 
     def _bring(self, stage: int, previous: StageView) -> StageView:
         return self._load(stage, previous).wait()

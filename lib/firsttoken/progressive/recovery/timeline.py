@@ -90,8 +90,13 @@ def _one(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile,
         device=str(profile.torch_device()),
         dtype=profile.dtype_name,
     )
+    return timeline_process(asdict(spec), case)
+
+
+def timeline_process(spec: Mapping[str, Any], case: str) -> Rows:
+    """The rows of one timeline in a process of its own. Raises FirstTokenError when it fails, with its last line."""
     command = [sys.executable, "-m", "firsttoken.progressive.recovery.timeline_trial"]
-    done = subprocess.run(command, input=json.dumps(asdict(spec)), capture_output=True, text=True)
+    done = subprocess.run(command, input=json.dumps(spec), capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise FirstTokenError(f"the timeline of {case} failed: {reason}")
@@ -139,16 +144,21 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dic
 
 
 def _growth(rows: Rows, run: int) -> float | None:
-    """By how many times the model's bytes the process grew at its peak, from the moment its libraries were in memory.
+    """By how many times the model's bytes the process grew in one run; None where one of these is unknown."""
+    mine = [row for row in rows if row["run"] == run]
+    return peak_growth(mine, next(row.get("model_bytes") for row in mine if row["row"] == "peak"))
+
+
+def peak_growth(rows: Rows, model_bytes: int | None) -> float | None:
+    """By how many times ``model_bytes`` the process grew at its peak, from the moment its libraries were in memory.
 
     None where one of these is unknown.
     """
-    mine = [row for row in rows if row["run"] == run]
-    before = next(row["rss_bytes"] for row in mine if row["row"] == "memory")
-    peak = next(row for row in mine if row["row"] == "peak")
-    if before is None or peak["rss_bytes"] is None or "model_bytes" not in peak:
+    before = next(row["rss_bytes"] for row in rows if row["row"] == "memory")
+    peak = next(row["rss_bytes"] for row in rows if row["row"] == "peak")
+    if None in (before, peak, model_bytes):
         return None
-    return (peak["rss_bytes"] - before) / peak["model_bytes"]
+    return (peak - before) / model_bytes
 
 
 def _tokens(rows: Rows, run: int) -> Rows:

@@ -21,12 +21,16 @@ from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.device_memory import device_now, device_peak
 from firsttoken.progressive.recovery.limits import GrowthConfig
 from firsttoken.progressive.recovery.server import GrowingServer
+from firsttoken.progressive.recovery.transitions import TRANSITIONS
 from firsttoken.study.system.footprint import MemoryGrowth, resident
 
 
 @dataclass(frozen=True)
 class TimelineSpec:
-    """What the parent asks for; see ``timeline.TimelineConfig``."""
+    """What the parent asks for; see ``timeline.TimelineConfig``. Without ``recover`` it stays at stage 1.
+
+    ``policy`` is what becomes of requests that ``upgrade``, by its name in ``transitions``.
+    """
 
     folder: str
     prompt: list[int]
@@ -39,6 +43,8 @@ class TimelineSpec:
     threads: int
     device: str
     dtype: str
+    recover: bool = True
+    policy: str = "prefill again"
 
 
 def main(spec: TimelineSpec) -> list[dict[str, Any]]:
@@ -48,8 +54,15 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
     growth = MemoryGrowth()
     rows: list[dict[str, Any]] = [{"row": "memory", "at_s": 0.0, "rss_bytes": growth.before}]
     link = Link(LinkConfig(spec.gbit_per_s))
-    limits = GrowthConfig(max_sessions=spec.clients, max_prompt_tokens=len(spec.prompt), max_new_tokens=spec.new_tokens)
-    server = GrowingServer(Path(spec.folder), [link], limits, device=spec.device, dtype=spec.dtype)
+    limits = GrowthConfig(
+        recover=spec.recover,
+        max_sessions=spec.clients,
+        max_prompt_tokens=len(spec.prompt),
+        max_new_tokens=spec.new_tokens,
+    )
+    server = GrowingServer(
+        Path(spec.folder), [link], limits, device=spec.device, dtype=spec.dtype, policy=TRANSITIONS[spec.policy]
+    )
     start = time.monotonic()
     server.start()
     threads = [threading.Thread(target=_client, args=(server, spec, i, start, rows)) for i in range(spec.clients)]
