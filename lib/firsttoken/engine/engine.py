@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.brought import PrefixSource
 from firsttoken.engine.config import USUAL, EngineConfig
-from firsttoken.engine.executor import Executor
+from firsttoken.engine.executor import DeviceLost, Executor
 from firsttoken.engine.leap import leap
 from firsttoken.engine.preemption import POLICIES, policy_of
 from firsttoken.engine.preemption.base import PreemptionPolicy
@@ -137,8 +137,17 @@ class Engine:
         """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet, for a prefix from
         elsewhere only until it is worth to look again.
 
-        Passes on what the executor raises; the requests that it ran can then only be cancelled.
+        Where the device is lost its requests begin again; who did so too often ends with a ``failure``. Passes on what
+        else the executor raises; the requests that it ran can then only be cancelled.
         """
+        try:
+            return self._step()
+        except DeviceLost as lost:
+            for request in filter(lost.ends, self.scheduler.lose()):
+                self.end(request)
+            return []
+
+    def _step(self) -> list[tuple[Request, int]]:
         works = self._next_works()
         if not works:
             return []
