@@ -9,7 +9,8 @@ from itertools import count
 from typing import Any, NoReturn
 
 from firsttoken.engine.apart.config import WorkerConfig
-from firsttoken.engine.apart.process import WorkerGone, WorkerProcess
+from firsttoken.engine.apart.nursery import Nursery, WorkerGone
+from firsttoken.engine.apart.process import WorkerProcess
 from firsttoken.engine.apart.told import Told
 from firsttoken.engine.apart.wire import Order, chances_of, pack, reply_of
 from firsttoken.engine.executor import DeviceLost, Limits
@@ -38,11 +39,16 @@ class ApartExecutor:
         self.blocks = config.blocks
         self.lost = 0  # workers so far
         self._serials = count(1)
+        self._nursery = Nursery()
         self.worker: WorkerProcess | None = None
         try:
             self._start()
         except WorkerGone as gone:
+            self.close()
             raise WorkerError(f"{gone}; it was to host {config.model}") from gone
+        except BaseException:
+            self.close()
+            raise
 
     def now(self) -> float:
         """The machine's monotonic clock."""
@@ -103,26 +109,29 @@ class ApartExecutor:
         raise CacheError("a worker process takes no hidden states from elsewhere")
 
     def close(self) -> None:
-        """End the worker."""
-        if self.worker is not None:
-            self.worker.close()
-            self.worker = None
+        """End the worker, and where it comes from."""
+        self._end()
+        self._nursery.close()
 
     def _start(self) -> None:
         """Raises WorkerGone, and what the worker says of the model."""
         self._told = Told()
-        self.worker = WorkerProcess()
+        self.worker = WorkerProcess(self._nursery, self.config.start_s)
         try:
-            self.worker.receive(self.config.start_s)  # it is there: what is sent before is lost
             self.limits = Limits(*self._say("host", asdict(self.config), self.config.start_s))
         except BaseException:
-            self.close()
+            self._end()
             raise
 
+    def _end(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
     def _ask(self, what: str, content: Any) -> Any:
+        if self.worker is None and (fault := self._fault_of_start()):
+            raise DeviceLost(fault, self.config.retries)
         try:
-            if self.worker is None:
-                self._start()
             return self._say(what, content(), self.config.step_s)
         except WorkerGone as gone:
             self._replace(str(gone))
@@ -147,12 +156,16 @@ class ApartExecutor:
     def _replace(self, why: str) -> NoReturn:
         """Raises DeviceLost, with another worker in the place of the one that is lost, if one starts."""
         self.lost += 1
-        self.close()
+        self._end()
+        raise DeviceLost("; ".join(filter(None, (why, self._fault_of_start()))), self.config.retries)
+
+    def _fault_of_start(self) -> str:
+        """Why no worker starts; nothing where one does."""
         try:
             self._start()
         except (WorkerGone, FirstTokenError) as error:
-            why = f"{why}, and another does not start: {error}"
-        raise DeviceLost(why, self.config.retries)
+            return f"no worker starts: {error}"
+        return ""
 
 
 class _Returning(Movement):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors.torch import load_file
 from torch import nn
 
 from firsttoken.assets.checkpoint import weight_files
@@ -27,8 +28,6 @@ def hosted_model(config: WorkerConfig) -> nn.Module:
 
 
 def _lean(folder: Path, config: WorkerConfig) -> LeanModel:
-    from safetensors.torch import load_file
-
     model = lean_on_meta(folder, DTYPES[config.dtype])
     model.model.rotary_emb.to(config.device)
     for file in weight_files(folder):

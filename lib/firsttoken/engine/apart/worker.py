@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ import zmq
 
 from firsttoken.engine.apart.config import WorkerConfig
 from firsttoken.engine.apart.hosting import hosted_model
+from firsttoken.engine.apart.nursery import FORKS
 from firsttoken.engine.apart.wire import (
     MOST_BYTES,
     Order,
@@ -127,12 +131,49 @@ def _hosted(config: WorkerConfig) -> HostedExecutor:
     return HostedExecutor(executor)
 
 
+def nurse() -> None:
+    """A worker for each address that comes as a line, one after another, until the engine is gone: its process id is
+    told, and, once it has ended, its status."""
+    while address := sys.stdin.buffer.readline().decode().strip():
+        watched, held = os.pipe()  # the copy holds this end, so it ends as that does
+        worker = os.fork() if FORKS else 0
+        if not worker:
+            if not FORKS:
+                _say(os.getpid())
+            _live(address)
+        os.close(held)
+        os.setpgid(worker, worker)  # what it starts can be ended with it
+        _say(worker)
+        ending = select.poll()
+        ending.register(watched, select.POLLIN)
+        ending.register(sys.stdin, 0)
+        if any(handle != watched for handle, _ in ending.poll()):
+            os.killpg(worker, signal.SIGKILL)
+        _say(os.waitpid(worker, 0)[1])
+        os.close(watched)
+
+
+def _live(address: str) -> None:
+    os.dup2(2, 1)  # what is printed is no process id
+    threading.Thread(target=_end_with_the_engine, name="engine", daemon=True).start()
+    try:
+        serve(address)
+    finally:
+        os._exit(1)
+
+
 def _end_with_the_engine() -> None:
-    """Its end of this pipe is closed by itself, or by the system when it dies."""
-    sys.stdin.buffer.read()
+    """Its end of standard input is closed by itself, or by the system when it dies."""
+    ending = select.poll()
+    ending.register(sys.stdin, 0)
+    ending.poll()
     os._exit(0)
 
 
+def _say(number: int) -> None:
+    with suppress(BrokenPipeError):
+        os.write(1, f"{number}\n".encode())
+
+
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_the_engine, name="engine", daemon=True).start()
-    serve(sys.argv[1])
+    nurse()
