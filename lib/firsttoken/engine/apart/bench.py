@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import pairwise
 
 import torch
 
@@ -38,7 +39,7 @@ def step_ms(executor: Executor, running: int, steps: int) -> list[float]:
     while engine.busy:
         engine.step()
         times.append(time.perf_counter())
-    return [1e3 * (after - before) for before, after in zip(times, times[1:], strict=False)]
+    return [1e3 * (after - before) for before, after in pairwise(times)]
 
 
 def main() -> None:
