@@ -163,7 +163,7 @@ def host_free(executor: Executor) -> int:
     """Blocks of the host pool that nobody has."""
     if isinstance(executor, SimulatedExecutor):
         return executor._host_free
-    arena = executor.arena
+    arena = getattr(executor, "arena", None)  # a worker's is in its own process
     return arena.free if arena is not None else 0
 
 
@@ -220,15 +220,19 @@ class Lab:
         own = {name: options.pop(name) for name in names if name in options}
         return self._run(SimulatedExecutor(costs or Toy(), blocks, **({"block_tokens": 4} | own)), policy, options)
 
+    def on(self, executor: Executor, *, policy: PreemptionPolicy | None = None, **config: Any) -> Run:
+        """An engine on an executor that somebody else closes."""
+        trace = Trace()
+        engine = Engine(executor, EngineConfig(**({"watermark": 0.0} | config)), policy=policy, trace=trace)
+        return Run(engine, trace, host_free(executor))
+
     def close(self) -> None:
         while self._executors:
             self._executors.pop().close()
 
     def _run(self, executor: Executor, policy: PreemptionPolicy | None, config: dict[str, Any]) -> Run:
         self._executors.append(executor)
-        trace = Trace()
-        engine = Engine(executor, EngineConfig(**({"watermark": 0.0} | config)), policy=policy, trace=trace)
-        return Run(engine, trace, host_free(executor))
+        return self.on(executor, policy=policy, **config)
 
 
 @pytest.fixture(scope="module")

@@ -81,6 +81,13 @@ class BlockPool:
             if (key := self._keys.pop(block, None)) is not None:
                 del self._found[key]
 
+    def forget(self) -> None:
+        """No block holds what it held: none can be found until it is published again."""
+        self._blank += self._kept
+        self._kept.clear()
+        self._keys.clear()
+        self._found.clear()
+
     def check(self) -> None:
         """Assert that every block is free or has owners, none is both or twice, and keys and blocks are pairs."""
         free = [*self._blank, *self._kept]

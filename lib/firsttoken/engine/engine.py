@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.brought import PrefixSource
 from firsttoken.engine.config import USUAL, EngineConfig
-from firsttoken.engine.executor import Executor
+from firsttoken.engine.executor import DeviceLost, Executor
 from firsttoken.engine.leap import leap
 from firsttoken.engine.preemption import POLICIES, policy_of
 from firsttoken.engine.preemption.base import PreemptionPolicy
@@ -137,9 +137,18 @@ class Engine:
         """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet, for a prefix from
         elsewhere only until it is worth to look again.
 
-        Passes on what the executor raises. Nothing of that step counts then: where prefixes are not shared, the next
-        one takes the same works again unless they are cancelled.
+        Where the device is lost its requests begin again; who did so too often ends with a ``failure``. Passes on what
+        else the executor raises. Nothing of that step counts then: where prefixes are not shared, the next one takes
+        the same works again unless they are cancelled.
         """
+        try:
+            return self._step()
+        except DeviceLost as lost:
+            for request in filter(lost.ends, self.scheduler.lose()):
+                self.end(request)
+            return []
+
+    def _step(self) -> list[tuple[Request, int]]:
         works = self._next_works()
         if not works:
             return []

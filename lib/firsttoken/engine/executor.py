@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from firsttoken.engine.request import Request
 from firsttoken.engine.work import Work
+from firsttoken.study.errors import WorkerError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,8 +42,30 @@ class SwapIn(Protocol):
         """Wait until they have, and say how long they took."""
 
 
+class DeviceLost(Exception):
+    """All that an executor held of the requests is gone. What it is asked from now on works, or raises this again.
+
+    Whoever had something there is begun again, up to ``retries`` times without a new token in between.
+    """
+
+    def __init__(self, reason: str, retries: int) -> None:
+        super().__init__(reason)
+        self._retries = retries
+
+    def ends(self, request: Request) -> bool:
+        """Count it; whether that was once too often for ``request``, whose failure it then is."""
+        request.losses += 1
+        if request.losses <= self._retries:
+            return False
+        request.failure = WorkerError(f"the request was begun {request.losses} times without a token between: {self}")
+        return True
+
+
 class Executor(Protocol):
-    """Runs steps and moves keys and values, on a clock of its own."""
+    """Runs steps and moves keys and values, on a clock of its own.
+
+    ``execute``, ``swap_out``, ``swap_in`` and what this returns may raise DeviceLost.
+    """
 
     limits: Limits
     block_tokens: int

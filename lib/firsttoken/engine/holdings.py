@@ -97,6 +97,18 @@ class Holdings(Queues):
                 self.stand(request, Phase.RUNNING)
         request.turn(view, None if again and elsewhere else redo)
 
+    def lose(self) -> list[Request]:
+        """The device is lost, with all keys and values: who had any there, or in its host, waits before all who never
+        ran, and computes them again. Those requests, the first come first."""
+        self.pool.forget()
+        self.brought.clear()
+        had = sorted([*self.running, *self.restoring, *self.swapped], key=lambda request: request.order)
+        for request in reversed(had):
+            self.preemptor.lose(request)
+            self._release(request)
+            self.go_first(request)
+        return had
+
     def _await(self, request: Request) -> None:
         """Its prefix comes from elsewhere; nobody else may share what is computed upon it."""
         if self.prefixes is not None:

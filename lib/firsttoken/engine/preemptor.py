@@ -12,16 +12,17 @@ from firsttoken.engine.request import Request
 from firsttoken.engine.work import Work
 
 MOVED = "moved to another view"
+LOST = "device lost"
 
 
 @dataclass(frozen=True)
 class Recovery:
     """One preemption and what undoing it took, in seconds; the parts as CPS Table 2 has them.
 
-    ``reason`` says who decided: "policy", or the engine for a "partial prefill", a "host pool full", or ``MOVED``.
-    ``tokens`` were swapped, or processed again in however many steps until all that was lost was there (the last step's
-    may be more); ``recompute_s`` is their share of these steps, by tokens. Who is preempted again on the way has two
-    recoveries.
+    ``reason`` says who decided: "policy", or the engine for a "partial prefill", a "host pool full", ``MOVED`` or
+    ``LOST``. ``tokens`` were swapped, or processed again in however many steps until all that was lost was there (the
+    last step's may be more); ``recompute_s`` is their share of these steps, by tokens. Who is preempted again on the
+    way has two recoveries.
     """
 
     request: int
@@ -79,6 +80,17 @@ class Preemptor:
         self._give_up(request)
         self._interrupt(request)
         self._open[request.number] = Recovery(request.number, Action.RECOMPUTE, MOVED, 0, self.executor.now())
+
+    def lose(self, request: Request) -> None:
+        """What it had cached, on the device or in the host, is gone; nothing is learned of a way back that was open."""
+        request.transfer = request.host = None
+        self._prefills.pop(request.number, None)
+        interrupted = self._open.pop(request.number, None)
+        if interrupted is not None and self._recovered is not None:
+            self._recovered(interrupted)
+        request.forget()
+        if request.computed:
+            self._open[request.number] = Recovery(request.number, Action.RECOMPUTE, LOST, 0, self.executor.now())
 
     def restore(self, request: Request) -> None:
         """Begin to bring a swapped request back into the blocks it has been given."""

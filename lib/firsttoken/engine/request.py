@@ -101,6 +101,8 @@ class Request:
         self.chances: list[Chance] = []  # of the output, where they were asked for
         self.prompt_chances: list[Chance] = []  # of the prompt from its second token on
         self.preemptions = 0
+        self.losses = 0  # of the device it ran on, since its last token
+        self.failure: Exception | None = None  # why it ended early, where it was not the client's wish
         self._generator: torch.Generator | None = None
 
     @property
@@ -173,6 +175,7 @@ class Request:
         """Take the next token; whether it is the last."""
         self.tokens.append(token)
         self.times_s.append(now_s)
+        self.losses = 0
         return len(self.times_s) >= self.sampling.max_tokens or token in self.sampling.stop
 
     @property

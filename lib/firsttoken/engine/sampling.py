@@ -26,6 +26,17 @@ def next_tokens(logits: torch.Tensor, works: Sequence[Work]) -> list[int]:
     return tokens
 
 
+def pass_over(request: Request, vocabulary: int) -> None:
+    """Let the generator of ``request`` stand where it does after the draws that have made its output.
+
+    A draw takes as many numbers as the ``vocabulary`` has tokens, whatever the shares are.
+    """
+    if request.sampling.temperature > 0:
+        shares = torch.ones(vocabulary, dtype=torch.float64)
+        for _ in request.output:
+            torch.multinomial(shares, 1, generator=request.generator)
+
+
 def _draw(logits: torch.Tensor, request: Request) -> int:
     """One draw from the tempered distribution, cut to the nucleus (Holtzman et al., ICLR 2020)."""
     sampling = request.sampling

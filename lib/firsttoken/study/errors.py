@@ -47,6 +47,10 @@ class BusyError(FirstTokenError):
     """The server has as many requests open as it takes; ask again later."""
 
 
+class WorkerError(FirstTokenError):
+    """A worker process does not start, or was lost more often than a request is begun again."""
+
+
 class StorageError(FirstTokenError):
     """A disk is full, or a folder cannot be written."""
 

@@ -11,7 +11,8 @@ from firsttoken.engine.work import Work
 
 
 class AdaptiveBudget(Sarathi):
-    """The step may take ``tbt_s``, by what the last steps took; ``prefill_tokens`` bound it where nobody decodes.
+    """The step may take ``tbt_s``, and ``stretch`` times what its decodes alone would, by what the last steps took;
+    ``prefill_tokens`` bound it where nobody decodes.
 
     No budget is chosen by hand. ``token_budget`` holds until enough steps were seen. A prompt always goes on by a
     block, so that decodes alone cannot starve it.
@@ -31,6 +32,7 @@ class AdaptiveBudget(Sarathi):
         most = max(self.bounds.prefill_tokens, self.bounds.token_budget)
         if not decodes:
             return most
+        seconds = min(seconds, self.bounds.stretch * self.pace.decode_s([work.start for work in decodes]))
         begun = next((request.cached for request in self.running if not request.decoding), 0)
         found = self.pace.most_tokens([work.start for work in decodes], begun, seconds, most)
         return self.bounds.token_budget - len(decodes) if found is None else max(found, self.block_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -39,6 +40,12 @@ class Pace:
             self._since += 1
         if self._since >= (REFIT if self._prices is not None else 1) and len(self._steps[True]) >= LEAST:
             self._fit()
+
+    def decode_s(self, contexts: Sequence[int]) -> float:
+        """Seconds of a step that decodes over ``contexts`` and does nothing else; no bound before enough was seen."""
+        if self._prices is None:
+            return math.inf
+        return float(np.dot(step_parts([], contexts), self._prices)) * self._margin
 
     def most_tokens(self, contexts: Sequence[int], cached: int, seconds: float, most: int) -> int | None:
         """Tokens of a prompt with ``cached`` tokens behind it, up to ``most``, with which a step that also decodes over

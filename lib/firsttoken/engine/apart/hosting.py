@@ -1,0 +1,46 @@
+"""The model that a worker hosts: lean where its folder lets it, since a worker that is lost is waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import nn
+
+from firsttoken.assets.checkpoint import weight_files
+from firsttoken.assets.empty_model import put
+from firsttoken.engine.apart.config import WorkerConfig
+from firsttoken.engine.fused import fuse
+from firsttoken.lean.build import lean_on_meta
+from firsttoken.lean.config import OtherWay
+from firsttoken.lean.model import LeanModel
+from firsttoken.study.dtypes import DTYPES
+from firsttoken.study.errors import ModelError
+
+
+def hosted_model(config: WorkerConfig) -> nn.Module:
+    """The model of ``config``. Raises ModelError and AssetError as ``load_model``."""
+    try:
+        model = _lean(Path(config.model), config) if Path(config.model).is_dir() else _stock(config)
+    except OtherWay:
+        model = _stock(config)
+    return fuse(model) if config.fused else model
+
+
+def _lean(folder: Path, config: WorkerConfig) -> LeanModel:
+    model = lean_on_meta(folder, DTYPES[config.dtype])
+    model.model.rotary_emb.to(config.device)
+    for file in weight_files(folder):
+        for name, tensor in load_file(file, config.device).items():
+            if not name.endswith(".rotary_emb.inv_freq"):  # of old checkpoints; transformers passes it over, too
+                put(model, name, tensor)
+    model.tie_weights()
+    if missing := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise ModelError(f"{folder} lacks {len(missing)} tensors, first {missing[0]}; copy the whole checkpoint")
+    return model
+
+
+def _stock(config: WorkerConfig) -> nn.Module:
+    from firsttoken.assets.models import load_model
+
+    return load_model(config.model, dtype=DTYPES[config.dtype], device=config.device, with_tokenizer=False).model
