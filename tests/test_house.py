@@ -90,7 +90,8 @@ def test_the_commands_of_the_pages_run_as_they_stand(monkeypatch):
     found = [words for words in commands(*pages) if "EXPERIMENT" not in words]
     assert {"stage", "serve", "measure", "claims", "fetch", "doctor"} <= {words[0] for words in found}
     asked = []
-    monkeypatch.setattr(main_module, "run_experiment", lambda name, profile: asked.append((name, profile)) or RESULT)
+    ran = "firsttoken.experiments.run_experiment"
+    monkeypatch.setattr(ran, lambda name, profile: asked.append((name, profile)) or RESULT)
     monkeypatch.setattr(main_module, "check_used", lambda settings, used: None)
     monkeypatch.setattr("firsttoken.progressive.staging.stage_model", lambda *a: asked.append((a[0], a)) or STAGED)
     for words in found:

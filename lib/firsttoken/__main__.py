@@ -1,4 +1,7 @@
-"""The command line: what each command does, which is a few calls of the library."""
+"""The command line: what each command does, which is a few calls of the library.
+
+Each imports what it needs, so that ``serve`` listens before torch is there.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from firsttoken import ledger, running
-from firsttoken.experiments import run_experiment
 from firsttoken.options import parser
 from firsttoken.registry import EXPERIMENTS, find_experiment
-from firsttoken.study import dtypes, paths, storage
+from firsttoken.study import paths, storage
 from firsttoken.study.errors import AssetError, FirstTokenError, StageError
 from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import describe, machine_slug
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Run the notebooks in order; a failing one does not keep the others from running."""
+    from firsttoken import ledger, running
+
     notebooks = notebook_paths(options.only)
     if options.list:
         for path in notebooks:
@@ -59,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace) -> int:
     """Run experiments without notebooks."""
+    from firsttoken.experiments import run_experiment
+
     profile, used = load_profile(options.profile, **dict(options.set)), set[str]()
     for name in options.experiments:
         find_experiment(name)
@@ -74,6 +79,7 @@ def measure(options: argparse.Namespace) -> int:
 
 def capacity(options: argparse.Namespace) -> int:
     """Find the capacity of one scheduler and print it beside the record's."""
+    from firsttoken import ledger
     from firsttoken.chunked import standing
     from firsttoken.chunked.contest import Contest
 
@@ -88,6 +94,8 @@ def capacity(options: argparse.Namespace) -> int:
 
 def claims(options: argparse.Namespace) -> int:
     """Print the claims table, write the pages that show it, or check that they do."""
+    from firsttoken import ledger
+
     if not (options.check or options.update):
         print(ledger.table(options.machine))
         return OK
@@ -166,10 +174,9 @@ def serve(options: argparse.Namespace) -> int:
     from firsttoken.service.launch import serve_forever
 
     if options.folder is None:
-        from firsttoken.assets.gguf import converted
-        from firsttoken.assets.models import PINNED
+        from firsttoken.assets.gguf import PINNED, converted
 
-        options.folder = converted(PINNED)
+        options.folder = converted(PINNED, sums=False)
     names = ("folder", "gbit_per_s", "replicas", "host", "port", "device", "scheduler", "preemption", "share_prefixes")
     names += ("kv_blocks", "max_running", "max_waiting", "swarm_token_file", "swarm_tls_ca", "swarm_step_s")
     settings = {name: getattr(options, name) for name in names} | {"swarm": tuple(options.swarm)}
@@ -189,6 +196,7 @@ def doctor(options: argparse.Namespace) -> int:
     """Print what this machine is and what is there."""
     from firsttoken.assets.fetch import load_lock
     from firsttoken.engine.native.library import compiler
+    from firsttoken.study import dtypes
 
     machine = describe()
     if options.missing:

@@ -9,9 +9,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import torch
+from typing import TYPE_CHECKING, Annotated
 
 from firsttoken.assets.lock import asset_path, file_sha256, pinned
 from firsttoken.assets.quiet import quiet_transformers
@@ -21,6 +19,10 @@ from firsttoken.study.foreign.faults import blaming
 from firsttoken.study.foreign.json_text import read_json
 from firsttoken.study.foreign.schema import shaped, some
 
+if TYPE_CHECKING:
+    import torch
+
+PINNED = "smollm2-135m"
 _MANIFEST = "manifest.json"
 
 
@@ -36,26 +38,28 @@ class _Converted:
     files: Annotated[dict[str, _File], some]
 
 
-def converted(name: str) -> Path:
+def converted(name: str, *, sums: bool = True) -> Path:
     """The folder CACHE/models/<name> with the fp32 weights of a pinned GGUF asset, converted when it is not there.
 
     An intact folder (sizes on every call, sha256 once per process, against its manifest) is used as it is; a damaged
-    one, or one made from another GGUF, is made again. Raises AssetError when the GGUF itself is absent or damaged, and
-    ModelError when the reloaded weights differ from the converted ones.
+    one, or one made from another GGUF, is made again. Without ``sums``, which take seconds, sizes have to do. Raises
+    AssetError when the GGUF itself is absent or damaged, and ModelError when the reloaded weights differ from the
+    converted ones.
     """
     folder = paths.CACHE / "models" / name
     gguf_sha256 = pinned(name).sha256
-    if not _intact(folder, gguf_sha256):
+    if not _intact(folder, gguf_sha256, sums):
         _convert(asset_path(name), gguf_sha256, folder)
     return folder
 
 
-def _intact(folder: Path, gguf_sha256: str) -> bool:
+def _intact(folder: Path, gguf_sha256: str, sums: bool = True) -> bool:
     try:
         with blaming(folder / _MANIFEST, ModelError, "it is made again"):
             manifest = shaped(_Converted, read_json(folder / _MANIFEST))
             return manifest.gguf_sha256 == gguf_sha256 and all(
-                (folder / file).stat().st_size == entry.bytes and file_sha256(folder / file) == entry.sha256
+                (folder / file).stat().st_size == entry.bytes
+                and (not sums or file_sha256(folder / file) == entry.sha256)
                 for file, entry in manifest.files.items()
             )
     except ModelError:
@@ -86,6 +90,7 @@ def _convert(gguf: Path, gguf_sha256: str, folder: Path) -> None:
 
 
 def _save_dequantised(gguf: Path, folder: Path) -> None:
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
@@ -101,6 +106,7 @@ def _save_dequantised(gguf: Path, folder: Path) -> None:
 
 
 def _check_reload(model: torch.nn.Module, folder: Path) -> None:
+    import torch
     from transformers import AutoModelForCausalLM
 
     reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)

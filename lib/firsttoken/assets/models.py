@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
-from firsttoken.assets.gguf import converted
+from firsttoken.assets.gguf import PINNED, converted
 from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import read_config
 from firsttoken.assets.quiet import quiet_transformers
@@ -24,7 +24,6 @@ from firsttoken.study.errors import ModelError
 if TYPE_CHECKING:  # to learn what a model is made of needs none of it
     from transformers import PretrainedConfig, PreTrainedModel
 
-PINNED = "smollm2-135m"
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 

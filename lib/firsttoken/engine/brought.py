@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.request import Request
 from firsttoken.engine.work import Redo
 from firsttoken.study.errors import FirstTokenError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PrefixSource(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.brought import Bringing
 from firsttoken.engine.preemption.base import Action
@@ -10,8 +12,10 @@ from firsttoken.engine.prefixes import PrefixSharing
 from firsttoken.engine.queues import Queues
 from firsttoken.engine.request import Phase, Request
 from firsttoken.engine.victims import Victim
-from firsttoken.engine.views import View
 from firsttoken.engine.work import Work
+
+if TYPE_CHECKING:
+    from firsttoken.engine.views import View
 
 
 class Holdings(Queues):

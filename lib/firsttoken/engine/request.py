@@ -8,12 +8,12 @@ from enum import StrEnum
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from firsttoken.engine.work import Redo, Work
 from firsttoken.study.errors import RequestError
 
 if TYPE_CHECKING:
+    import torch
+
     from firsttoken.engine.brought import PrefixSource
     from firsttoken.engine.chances import Chance
     from firsttoken.engine.views import View
@@ -168,6 +168,8 @@ class Request:
     def generator(self) -> torch.Generator:
         """The source of this request's draws, made on first use."""
         if self._generator is None:
+            import torch
+
             self._generator = torch.Generator().manual_seed(self.sampling.seed)
         return self._generator
 

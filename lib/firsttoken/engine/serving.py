@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from firsttoken.engine.chances import Chance
-from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import GREEDY, Request, Sampling
-from firsttoken.engine.views import Transition, View
 from firsttoken.study.errors import BusyError, RequestError
+
+if TYPE_CHECKING:  # clients may come before what computes has been imported
+    from firsttoken.engine.chances import Chance
+    from firsttoken.engine.engine import Engine
+    from firsttoken.engine.views import Transition, View
 
 
 class TokenSink(Protocol):

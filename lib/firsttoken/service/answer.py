@@ -5,17 +5,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
 
+from firsttoken.engine.request import Sampling
+from firsttoken.progressive.recovery.server import GrowingServer
 from firsttoken.service.choice import AnswerChoice, Piece
 from firsttoken.service.inbox import Inbox
 from firsttoken.service.metrics import Metrics
 from firsttoken.service.schema import ChatRequest, CompletionRequest, ServedRequest
 from firsttoken.service.text import Vocabulary
 from firsttoken.study.errors import RequestError
-
-if TYPE_CHECKING:
-    from firsttoken.progressive.recovery.server import GrowingServer
 
 _SEEDS = 2**63
 
@@ -86,8 +84,6 @@ class Answers:
             choice.session.cancel()
 
     def _open(self, number: int, ids: Sequence[int], echo: str, seed: int) -> None:
-        from firsttoken.engine.request import Sampling
-
         asked, likeliest = self.asked, self.asked.likeliest
         sampling = Sampling(
             self._most(len(ids)),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from firsttoken.progressive.recovery.server import GrowingServer
 from firsttoken.service import replies
 from firsttoken.service.answer import Answers
 from firsttoken.service.config import ServiceConfig
@@ -28,9 +28,6 @@ from firsttoken.service.responses import Streamed, leaving, whole
 from firsttoken.service.schema import ChatRequest, CompletionRequest, ServedRequest, parse_request
 from firsttoken.service.text import Vocabulary, read_vocabulary
 from firsttoken.study.errors import FirstTokenError, RequestError
-
-if TYPE_CHECKING:
-    from firsttoken.progressive.recovery.server import GrowingServer
 
 MOST_BODY_BYTES = 1_000_000
 _PAGE = Path(__file__).with_name("page.html")
@@ -166,12 +163,16 @@ def build_app(replica: Replica, server: GrowingServer, config: ServiceConfig) ->
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # a redirect would repeat whatever Host was sent
+    app.state.begin = server.start  # to load: not before whoever listens has imported what it needs
     app.state.close = server.close  # for who ends the process, before connections are waited for
     return app
 
 
-def build_replica(config: ServiceConfig, name: str) -> Starlette:
-    """The replica ``name`` of the service. Loading begins, and goes on after the return."""
+def build_replica(
+    config: ServiceConfig, name: str, broken: Callable[[FirstTokenError], None] = lambda error: None
+) -> Starlette:
+    """The replica ``name`` of the service, whose model begins to load when ``state.begin`` is called. ``broken`` is
+    told of what leaves it no hope."""
     vocabulary = read_vocabulary(config.folder, config.max_prompt_tokens)
-    server = serve_model(config)
+    server = serve_model(config, broken)
     return build_app(Replica(server, vocabulary, config, name), server, config)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import encodings.unicode_escape  # noqa: F401  # which Jinja's lexer asks for, when torch may be on its way in
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from jinja2.exceptions import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from firsttoken.study.errors import ModelError, RequestError
 from firsttoken.study.foreign.faults import blaming, read_bytes
@@ -29,8 +36,6 @@ class ChatTemplate:
 
         Raises RequestError where there is no template, and for a conversation that it refuses or cannot show.
         """
-        from jinja2 import TemplateError
-
         if not self.text:
             raise RequestError("messages: this model has no chat template; ask /v1/completions")
         try:
@@ -40,12 +45,6 @@ class ChatTemplate:
 
     def _compiled(self) -> Any:
         """In a sandbox: the template came with the model. Jinja keeps what it has compiled by its text."""
-        import json
-        from datetime import datetime
-
-        from jinja2.exceptions import TemplateError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         def refuse(message: str) -> None:
             raise TemplateError(message)

@@ -13,6 +13,7 @@ from typing import Any
 
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.process import listening
+from firsttoken.service.text import read_vocabulary
 from firsttoken.study.errors import StageError
 from firsttoken.study.system.allowance import cores
 
@@ -38,8 +39,10 @@ _OBJECTS_BYTES = 80 << 20  # nothing is kept in Ray's object store, which would 
 def replicas(config: ServiceConfig) -> Iterator[None]:
     """Answers on its port for the time of the block, by as many replicas as ``config`` says.
 
-    Raises StageError when ray is missing or runs already, or when a replica or Ray itself does not start.
+    Raises ModelError for a folder without a tokenizer, and StageError when ray is missing or runs already, or when a
+    replica or Ray itself does not start.
     """
+    read_vocabulary(config.folder, config.max_prompt_tokens)  # for an error of it to be this process's
     with listening(config):  # to know that it can be had, before seconds are spent
         pass
     ray, serve = _import_ray()
@@ -84,7 +87,9 @@ def _application(config: ServiceConfig, usable: int, serve: ModuleType) -> Any:
 
         from firsttoken.service.app import build_replica
 
-        return build_replica(config, get_replica_context().replica_id.unique_id)
+        app = build_replica(config, get_replica_context().replica_id.unique_id)
+        app.state.begin()
+        return app
 
     deployment = serve.deployment(
         serve.ingress(build)(),

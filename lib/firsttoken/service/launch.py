@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from firsttoken.assets.checkpoint import weight_files
 from firsttoken.assets.model_config import read_config
 from firsttoken.progressive.checkpoint.manifest import check_files, read_manifest
+from firsttoken.service.cluster import replicas
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.model import is_staged
+from firsttoken.service.process import one_process
+from firsttoken.study.errors import FirstTokenError
 
 _EXAMPLE = (
     """curl -N {url}/v1/completions -d '{{"prompt": "The capital of France is", "max_tokens": 32, "stream": true}}'"""
@@ -20,38 +23,40 @@ _EXAMPLE = (
 
 
 @contextmanager
-def running(config: ServiceConfig) -> Iterator[str]:
+def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = lambda error: None) -> Iterator[str]:
     """The service, up and answering /health while its weights arrive, for the time of the block; its URL.
 
-    One replica is this process; several are processes of their own behind Ray Serve. Raises ModelError for a folder
+    One replica is this process; several are processes of their own behind Ray Serve. ``broken`` is told when this
+    process can never answer. Raises ModelError for a folder
     that cannot be served, and StageError when what serves is not installed, when the port is taken, or when something
     does not start.
     """
-    from firsttoken.service.text import read_vocabulary
-
     config = replace(config, folder=config.folder.resolve())  # replicas may have another working directory
     if is_staged(config.folder):
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
         weight_files(config.folder)
         read_config(config.folder)
-    read_vocabulary(config.folder, config.max_prompt_tokens)
-    if config.replicas == 1:
-        from firsttoken.service.process import one_process as serving
-    else:
-        from firsttoken.service.cluster import replicas as serving
-    with serving(config):
+    with one_process(config, broken) if config.replicas == 1 else replicas(config):
         yield f"http://{config.host}:{config.port}"
 
 
 def serve_forever(config: ServiceConfig) -> None:
-    """Serve until Ctrl-C or SIGTERM, then shut down. Raises as :func:`running` does."""
-    ended = threading.Event()
-    with running(config) as url:
+    """Serve until Ctrl-C or SIGTERM, then shut down. Raises as :func:`running`, and StageError when it cannot go on."""
+    ended, faults = threading.Event(), list[FirstTokenError]()
+
+    def broken(error: FirstTokenError) -> None:
+        faults.append(error)
+        ended.set()
+
+    with running(config, broken) as url:
         before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
         print(f"{config.model} is served at {url}; Ctrl-C ends it. Try:", flush=True)
         print(f"  {_EXAMPLE.format(url=url)}", flush=True)
         ended.wait()
-        print("shutting down", flush=True)
+        if not faults:
+            print("shutting down", flush=True)
     for number, handler in before.items():
         signal.signal(number, handler)
+    if faults:
+        raise faults[0]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from firsttoken.crosspoint.policies import make_policy
+from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.manifest import MANIFEST
+from firsttoken.progressive.recovery.growth import Growth
+from firsttoken.progressive.recovery.limits import STALL_FREE, GrowthConfig
+from firsttoken.progressive.recovery.plain import PlainGrowth
+from firsttoken.progressive.recovery.server import GrowingServer
 from firsttoken.service.config import ServiceConfig
 from firsttoken.study.dtypes import AUTO
+from firsttoken.study.errors import FirstTokenError
 
 if TYPE_CHECKING:
-    from firsttoken.progressive.recovery.server import GrowingServer
     from firsttoken.service.over_swarm import SwarmServer
 
 
@@ -22,21 +30,12 @@ def is_staged(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and not any(folder.glob("*.safetensors"))
 
 
-def serve_model(config: ServiceConfig) -> GrowingServer | SwarmServer:
-    """The model of ``config``, which begins to load and takes requests from now on.
+def serve_model(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> GrowingServer | SwarmServer:
+    """The model of ``config``, which takes requests from now on and begins to load when it is started.
 
     Raises ProfileError for a scheduler, policy or pool that the engine does not have, and as a SwarmServer; what the
-    folder lacks, a server that grows reports itself.
+    folder lacks, a server that grows reports itself, and to ``broken`` what leaves no hope.
     """
-    from dataclasses import replace
-
-    from firsttoken.crosspoint.policies import make_policy
-    from firsttoken.link import Link, LinkConfig
-    from firsttoken.progressive.recovery.growth import Growth
-    from firsttoken.progressive.recovery.limits import STALL_FREE, GrowthConfig
-    from firsttoken.progressive.recovery.plain import PlainGrowth
-    from firsttoken.progressive.recovery.server import GrowingServer
-
     engine = replace(
         STALL_FREE,
         scheduler=config.scheduler,
@@ -57,6 +56,4 @@ def serve_model(config: ServiceConfig) -> GrowingServer | SwarmServer:
 
         return SwarmServer(config, limits)
     links, growth = [Link(LinkConfig(config.gbit_per_s))], Growth if is_staged(config.folder) else PlainGrowth
-    server = GrowingServer(config.folder, links, limits, device=config.device, dtype=AUTO, growth=growth)
-    server.start()
-    return server
+    return GrowingServer(config.folder, links, limits, device=config.device, dtype=AUTO, growth=growth, broken=broken)

@@ -51,6 +51,9 @@ class SwarmServer:
         self._closed = False
         self._server = Server(self._model.engine, limits.max_sessions, _explained)
 
+    def start(self) -> None:
+        """As of a GrowingServer; here everything is there from the beginning."""
+
     def submit(
         self,
         prompt_ids: Sequence[int],

@@ -5,16 +5,18 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from firsttoken.service.config import ServiceConfig
-from firsttoken.study.errors import StageError
+from firsttoken.study.errors import FirstTokenError, StageError
 
 
 @contextmanager
-def one_process(config: ServiceConfig) -> Iterator[None]:
-    """Answers on its port for the time of the block. Raises StageError when uvicorn is missing or does not start."""
+def one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> Iterator[None]:
+    """Answers on its port for the time of the block, in which the model begins to load. ``broken`` as of the replica.
+
+    Raises StageError when uvicorn is missing or does not start."""
     try:
         import uvicorn
 
@@ -22,7 +24,7 @@ def one_process(config: ServiceConfig) -> Iterator[None]:
     except ImportError as error:
         raise StageError('serve needs uvicorn and starlette: pip install "firsttoken[serve]"') from error
     with listening(config) as listener:
-        app = build_replica(config, "replica-0")
+        app = build_replica(config, "replica-0", broken)
         settings = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=5)
         server = uvicorn.Server(settings)
         thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
@@ -32,6 +34,7 @@ def one_process(config: ServiceConfig) -> Iterator[None]:
                 if not thread.is_alive():
                     raise StageError(f"the service did not start on {config.host}:{config.port}: choose another --port")
                 time.sleep(0.005)
+            app.state.begin()
             yield
         finally:
             app.state.close()  # whoever is open is told, and no connection has to be waited for

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _KEPT: ContextVar[list[float] | None] = ContextVar("kept", default=None)
 
@@ -32,7 +33,11 @@ def kept(seconds: float) -> None:
 
 def synchronise(device: torch.device | str | None = None) -> None:
     """Wait until a CUDA ``device`` has finished what was queued; does nothing for a CPU or None."""
-    if device is not None and torch.device(device).type == "cuda":
+    if device is None:
+        return
+    import torch
+
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 

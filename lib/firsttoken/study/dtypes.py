@@ -12,15 +12,17 @@ import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-
-import torch
+from typing import TYPE_CHECKING
 
 from firsttoken.study import paths
 from firsttoken.study.clock import timed
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import identity
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:  # a profile is read, and a service listens, before anybody needs it
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"
 AS_STORED = "stored"
 CHECKPOINT = "bfloat16"  # what checkpoints are written in where nobody says otherwise, whatever computes
@@ -45,6 +47,8 @@ class ProductRates:
 
 def computing(device: torch.device | str) -> torch.dtype:
     """The dtype that ``device`` computes in fastest: bfloat16 or float32."""
+    import torch
+
     device = torch.device(device)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
@@ -54,6 +58,8 @@ def computing(device: torch.device | str) -> torch.dtype:
 
 def why(device: torch.device | str) -> str:
     """One line that says which dtype ``device`` computes in, and on what ground."""
+    import torch
+
     name = name_of(computing(device))
     if torch.device(device).type == "cuda":
         return f"{name}: this GPU has {'' if name == 'bfloat16' else 'no '}bf16 instructions"
@@ -64,16 +70,27 @@ def why(device: torch.device | str) -> str:
 
 def resolve(name: str, device: torch.device | str) -> torch.dtype:
     """The dtype called ``name``; "auto" is that of :func:`computing`. A line warns of bf16 on a CPU slow at it."""
+    import torch
+
     if name == AUTO:
         return computing(device)
     if name == "bfloat16" and torch.device(device).type == "cpu":
         _warn_if_slow()
-    return DTYPES[name]
+    return named(name)
+
+
+def named(name: str) -> torch.dtype:
+    """torch.bfloat16 of "bfloat16", which is one of ``DTYPES``."""
+    import torch
+
+    return {known: getattr(torch, known) for known in DTYPES}[name]
 
 
 def serving(name: str, stored: torch.dtype, device: torch.device | str) -> torch.dtype:
     """The dtype that a checkpoint of ``stored`` weights computes in: "stored" as it is, "auto" as it is unless these
     are halves that a CPU is slow at, which are widened to float32, else the one called ``name``."""
+    import torch
+
     if name == AS_STORED or (name == AUTO and (torch.device(device).type != "cpu" or stored == computing(device))):
         return stored
     return torch.float32 if name == AUTO else resolve(name, device)
@@ -81,6 +98,8 @@ def serving(name: str, stored: torch.dtype, device: torch.device | str) -> torch
 
 def autocast(model: torch.nn.Module) -> AbstractContextManager:
     """What training computes in: bf16 autocast where the device is fast at it or the weights are halves, else fp32."""
+    import torch
+
     weight = next(model.parameters())
     if weight.dtype == torch.float32 and computing(weight.device) == torch.float32:
         return nullcontext()
@@ -109,6 +128,8 @@ def cpu_rates() -> ProductRates:
 
 
 def _measure() -> ProductRates:
+    import torch
+
     native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     rows, inner, columns = _PRODUCT
     gflop, fastest = 2 * rows * inner * columns / 1e9, {"float32": math.inf, "bfloat16": math.inf}
@@ -117,7 +138,7 @@ def _measure() -> ProductRates:
     try:
         for _ in range(_TURNS):
             for name in fastest:
-                left, right = (torch.ones(shape, dtype=DTYPES[name]) for shape in ((rows, inner), (inner, columns)))
+                left, right = (torch.ones(shape, dtype=named(name)) for shape in ((rows, inner), (inner, columns)))
                 fastest[name] = min(fastest[name], *timed(lambda a=left, b=right: torch.mm(a, b), repeats=2))
     finally:
         torch.set_num_threads(threads)

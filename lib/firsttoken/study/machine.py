@@ -13,8 +13,6 @@ import subprocess
 from functools import cache
 from typing import Any
 
-import torch
-
 from firsttoken.study.system.allowance import cores, memory_bytes
 from firsttoken.study.system.processor import cpu_model, cpuinfo, virtualised
 
@@ -57,6 +55,8 @@ def machine_slug() -> str:
 
 def identity() -> dict[str, Any]:
     """What a kept measurement of this machine hangs on: another value, and it is another machine or another torch."""
+    import torch
+
     return {"slug": machine_slug(), "cpu": cpu_model(), "flags": sorted(cpu_flags()), "torch": torch.__version__}
 
 
@@ -86,6 +86,8 @@ def slugify(name: str) -> str:
 
 def gpu_description() -> dict[str, Any] | None:
     """Name, memory in bytes and driver version of the first CUDA device; None without one."""
+    import torch
+
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)

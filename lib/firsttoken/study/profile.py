@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from firsttoken.study import dtypes, paths
 from firsttoken.study.dtypes import AUTO, DTYPES
@@ -20,6 +18,9 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.foreign.faults import Damaged, blaming
 from firsttoken.study.foreign.schema import between, shaped, unknown
 from firsttoken.study.foreign.yaml_text import read_yaml
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Profile", "Settings", "build_config", "check_used", "load_profile", "profile_names", "unknown"]
 
@@ -75,6 +76,8 @@ class Profile:
 
     def torch_device(self) -> torch.device:
         """The device to run on; "auto" is CUDA where there is one. Raises ProfileError for a missing CUDA device."""
+        import torch
+
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ProfileError(f"profile {self.name} asks for CUDA and torch sees no CUDA device; try --profile quick")
         if self.device == "auto":
@@ -92,7 +95,7 @@ class Profile:
 
     def stored_dtype(self) -> torch.dtype:
         """The dtype that checkpoints are written in: with "auto" the same on every machine, whatever computes there."""
-        return DTYPES[dtypes.CHECKPOINT if self.dtype == AUTO else self.dtype]
+        return dtypes.named(dtypes.CHECKPOINT if self.dtype == AUTO else self.dtype)
 
 
 def profile_names() -> list[str]:

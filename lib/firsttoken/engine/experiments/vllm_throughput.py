@@ -56,9 +56,9 @@ def answers(model: str, prompts: list[list[int]], new_tokens: int, dtype: str, a
     from transformers import AutoConfig
 
     from firsttoken.engine.kv import KVShape
-    from firsttoken.study.dtypes import DTYPES
+    from firsttoken.study.dtypes import named
 
-    shape = KVShape.of(AutoConfig.from_pretrained(model), DTYPES[dtype], BLOCK_TOKENS)
+    shape = KVShape.of(AutoConfig.from_pretrained(model), named(dtype), BLOCK_TOKENS)
     blocks = sum(shape.blocks(len(prompt) + new_tokens) for prompt in prompts)
     compiles = shutil.which(os.environ.get("CXX", "g++")) is not None
     llm = vllm.LLM(

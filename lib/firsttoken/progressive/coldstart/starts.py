@@ -21,7 +21,7 @@ from firsttoken.progressive.coldstart.spec import PhaseClock, TrialSpec
 from firsttoken.progressive.coldstart.variants import StartVariant
 from firsttoken.progressive.loading.reader import BlobReader
 from firsttoken.study.clock import timed
-from firsttoken.study.dtypes import DTYPES
+from firsttoken.study.dtypes import DTYPES, named
 from firsttoken.study.system.footprint import cpu_seconds
 
 More = Callable[[float], dict[str, Any]]
@@ -64,7 +64,7 @@ def start_peer(
     """Somebody else's loader, then the prefill: the first token, and what to measure after it."""
     from firsttoken.progressive.loading.peers import load_with
 
-    model = load_with(variant.peer, Path(spec.stock), DTYPES.get(spec.dtype), spec.device)
+    model = load_with(variant.peer, Path(spec.stock), _dtype(spec), spec.device)
     marks.phase("load")
     token = _prefill(model, prompt)
     marks.phase("prefill")
@@ -81,9 +81,7 @@ def start_ours(
 
     folder = Path(spec.staged)
     manifest = read_manifest(folder)
-    skeleton = Skeleton(
-        folder, manifest, spec.device, DTYPES.get(spec.dtype), build_lean if variant.lean else build_on_meta
-    )
+    skeleton = Skeleton(folder, manifest, spec.device, _dtype(spec), build_lean if variant.lean else build_on_meta)
     marks.phase("build")
     options = {"threads": spec.readers, "verify": variant.verify, "reader": reader}
     load = StageLoad(spec.weights, manifest, variant.stages, links, skeleton, skeleton.empty_view(), **options)
@@ -129,6 +127,10 @@ def _recover(
     row["cpu_full_s"], row["full_bytes"] = cpu_seconds(), sum(link.bytes_moved for link in links)
     view.activate(skeleton.model)
     return row | {"full_token_id": _prefill(skeleton.model, prompt)}
+
+
+def _dtype(spec: TrialSpec) -> torch.dtype | None:
+    return named(spec.dtype) if spec.dtype in DTYPES else None
 
 
 def _digest(model: Any) -> str:

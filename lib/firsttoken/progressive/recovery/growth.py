@@ -1,22 +1,31 @@
-"""Bringing the stages of one checkpoint one after another, each until it is there (ProgressiveServe, 3.4.2)."""
+"""Bringing the stages of one checkpoint one after another, each until it is there (ProgressiveServe, 3.4.2).
+
+Whoever imports this has imported no torch yet: :meth:`Growth.prepare` does, while the first bytes come.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from firsttoken.assets.lock import first_line
+from firsttoken.lean.importing import uncollected
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
-from firsttoken.progressive.loading.blobs import adapter_blobs, part_blobs
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
-from firsttoken.progressive.loading.placement import build_lean, torch_dtype
-from firsttoken.progressive.loading.views import StageView
+from firsttoken.progressive.loading.blobs import adapter_blobs, open_reader, part_blobs
+from firsttoken.progressive.loading.reader import BlobReader
 from firsttoken.study import dtypes
+from firsttoken.study.errors import FirstTokenError
+
+if TYPE_CHECKING:
+    from firsttoken.progressive.loading.loader import StageLoad
+    from firsttoken.progressive.loading.views import StageView
 
 LONGEST_PAUSE_S = 60.0
 
@@ -39,6 +48,7 @@ class Growth:
         retry_s: float,
     ) -> None:
         self.stages, self.bytes_total, self.error = 0, 0, ""
+        self.prepared = False
         self.events: list[dict[str, Any]] = []
         self.closing = threading.Event()
         self._folder, self._links, self._device, self._dtype = folder, list(links), device, dtype
@@ -47,6 +57,7 @@ class Growth:
         self._started_s = time.monotonic()
         self._lock = threading.Lock()
         self._loading: StageLoad | None = None
+        self._early: BlobReader | None = None  # of stage 1, begun before torch was there
 
     def note(self, stage: int, what: str, **more: float) -> None:
         """Remember that ``what`` happened to ``stage``, now."""
@@ -57,8 +68,32 @@ class Growth:
         """Bytes that came over all links, those of failed attempts included."""
         return sum(link.bytes_moved for link in self._links)
 
+    def prepare(self) -> None:
+        """Import all that computes, and let stage 1 be read meanwhile. Raises what an import raises."""
+        self.read_ahead()
+        fresh = "torch" not in sys.modules
+        with uncollected() if fresh else nullcontext():  # what a process in mid-life holds may be garbage
+            from firsttoken.engine import engine, live  # noqa: F401
+            from firsttoken.progressive.loading import loader  # noqa: F401
+            from firsttoken.progressive.recovery import transitions, views  # noqa: F401
+        self.prepared = True
+
+    def read_ahead(self) -> None:
+        """Begin to read stage 1, where that can be done without torch; what is wrong with it is for :meth:`first`."""
+        if self._device != "cpu":  # the load wants pinned memory
+            return
+        with suppress(FirstTokenError):
+            manifest = read_manifest(self._folder)
+            with self._lock:
+                if self.closing.is_set():
+                    return
+                self._early = open_reader(self._folder, manifest, [1], self._links, threads=self._threads)
+
     def first(self) -> StageLoad:
         """Begin to load stage 1. Raises ModelError, StageError or LinkError when it cannot begin."""
+        from firsttoken.progressive.loading.loader import Skeleton
+        from firsttoken.progressive.loading.placement import build_lean, torch_dtype
+
         manifest = read_manifest(self._folder)
         self.stages = len(manifest.stages)
         self.bytes_total = sum(
@@ -115,9 +150,10 @@ class Growth:
         """Stop the load that is under way, and begin no other."""
         self.closing.set()
         with self._lock:
-            load = self._loading
-        if load:
-            load.close()
+            load, early = self._loading, self._early
+        for reading in (load, early):
+            if reading:
+                reading.close()
 
     def _merging(self) -> dict[str, float]:
         """What it took to merge the planes of a stage that has come in planes: bytes of the weights, seconds in all and
@@ -133,9 +169,12 @@ class Growth:
         return self._load(stage, previous).wait()
 
     def _load(self, stage: int, previous: StageView) -> StageLoad:
-        load = StageLoad(
-            self._folder, self._manifest, [stage], self._links, self.skeleton, previous, threads=self._threads
-        )
+        from firsttoken.progressive.loading.loader import StageLoad
+
+        with self._lock:
+            early, self._early = self._early, None  # whose it is from now on
+        options = {"threads": self._threads, "reader": early}
+        load = StageLoad(self._folder, self._manifest, [stage], self._links, self.skeleton, previous, **options)
         with self._lock:
             self._loading = load
         if self.closing.is_set():

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-
-import torch
-from torch import nn
+from threading import Thread
+from typing import TYPE_CHECKING
 
 from firsttoken.assets.checkpoint import weight_files
-from firsttoken.assets.layers import layers_of
 from firsttoken.assets.model_config import read_config
 from firsttoken.lean.config import OtherWay, lean_config
-from firsttoken.progressive.loading.peers import load_with
-from firsttoken.progressive.loading.placement import torch_dtype
-from firsttoken.progressive.loading.views import StageView, make_view
-from firsttoken.progressive.planes.placing import Planes
 from firsttoken.progressive.recovery.growth import Growth
 from firsttoken.study import dtypes
+from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.system.reading import read_ahead
+
+if TYPE_CHECKING:  # as of a growth: imported in its turn
+    import torch
+    from torch import nn
+
+    from firsttoken.progressive.loading.views import StageView
 
 
 class Whole:
@@ -28,6 +30,12 @@ class Whole:
     failure: Exception | None = None
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
+        import torch
+
+        from firsttoken.assets.layers import layers_of
+        from firsttoken.progressive.loading.views import make_view
+        from firsttoken.progressive.planes.placing import Planes
+
         self.model = _loaded(folder, dtype, device)
         self.device = torch.device(device)
         self.planes = Planes()  # no bits of it are still to come
@@ -48,6 +56,8 @@ class Whole:
 
     def release(self) -> None:
         """As :meth:`Skeleton.release`."""
+        from torch import nn
+
         self.model.model.layers = nn.ModuleList()
         del self.view
 
@@ -61,6 +71,8 @@ def _loaded(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
         from firsttoken.assets.models import load_model
 
         return load_model(str(folder), dtype=dtype, device=device, with_tokenizer=False).model
+    from firsttoken.progressive.loading.peers import load_with
+
     return load_with("lean", folder, dtype, device)
 
 
@@ -69,8 +81,21 @@ class PlainGrowth(Growth):
 
     bytes_moved = 0
 
+    def prepare(self) -> None:
+        """As of a growth; of transformers nothing, which only few folders ask for."""
+        super().prepare()
+        from firsttoken.progressive.loading import peers  # noqa: F401
+
+    def read_ahead(self) -> None:
+        """Let the system bring the files into memory, which are mapped afterwards."""
+        with suppress(FirstTokenError):
+            for file in weight_files(self._folder):
+                Thread(target=read_ahead, args=(file,), daemon=True).start()
+
     def first(self) -> Whole:
         """Read it all. Raises ModelError for a folder that transformers cannot read."""
+        from firsttoken.progressive.loading.placement import torch_dtype
+
         self.stages = 1
         files = weight_files(self._folder)
         self.bytes_total = sum(file.stat().st_size for file in files)

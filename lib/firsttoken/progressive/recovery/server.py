@@ -1,38 +1,41 @@
 """Serving from the first stage on, while the later ones arrive (ProgressiveServe, 3.4.2).
 
-One thread brings the stages. The engine's own thread runs the requests, all that are open in each step; between two
-steps, and nowhere else, a stage that has arrived whole becomes the one that new requests begin with. What happens to
-open ones is their policy's affair (``transitions.py``).
+Requests are taken at once (``reception.py``). One thread imports what computes and brings the stages; every import of
+torch is its own, so that no two threads wait for each other's. The engine's thread runs the requests, all that are open
+in each step; between two steps, and nowhere else, a stage that has arrived whole becomes the one that new requests
+begin with. What happens to open ones is their policy's affair (``transitions.py``).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.assets.lock import first_line
 from firsttoken.engine.preemptor import MOVED, Recovery
-from firsttoken.engine.request import Sampling
-from firsttoken.engine.serving import Server, Standing, Stream, TokenSink
+from firsttoken.engine.serving import Server
 from firsttoken.link import Link
-from firsttoken.progressive.loading.views import StageView
 from firsttoken.progressive.recovery.growth import Growth
 from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, GrowthConfig
-from firsttoken.progressive.recovery.transitions import PrefillAgain, Transition
-from firsttoken.progressive.recovery.views import GrownView, moving
-from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
+from firsttoken.progressive.recovery.reception import Reception
+from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, StageError
+
+if TYPE_CHECKING:  # imported by the thread that grows, while requests are already taken
+    from firsttoken.progressive.loading.views import StageView
+    from firsttoken.progressive.recovery.transitions import Transition
+    from firsttoken.progressive.recovery.views import GrownView
 
 PAUSE_S = 0.05  # between two layers that are fused, which takes 10 ms each
 
 
-class GrowingServer:
+class GrowingServer(Reception):
     """Serves the staged checkpoint in ``folder``, fetched over ``links``, while it arrives; ``dtype`` as in
-    :func:`firsttoken.study.dtypes.serving`. Another ``growth`` serves another kind of folder."""
+    :func:`firsttoken.study.dtypes.serving`. Another ``growth`` serves another kind of folder. ``broken`` is told, by
+    another thread, of what leaves no hope: something that computes cannot be imported."""
 
     def __init__(
         self,
@@ -44,81 +47,22 @@ class GrowingServer:
         dtype: str = "stored",
         policy: Transition | None = None,
         growth: type[Growth] = Growth,
+        broken: Callable[[FirstTokenError], None] = lambda error: None,
     ) -> None:
-        self.config = config = config or GrowthConfig()
-        self._growth = growth(folder, links, device=device, dtype=dtype, threads=config.threads, retry_s=config.retry_s)
-        self._policy = policy or PrefillAgain()
-        self._change = threading.Condition()
-        self._sessions: dict[Stream, tuple[Sequence[int], Sampling, bool]] = {}  # open, with what each asked for
-        self._server: Server | None = None
+        config = config or GrowthConfig()
+        options = {"device": device, "dtype": dtype, "threads": config.threads, "retry_s": config.retry_s}
+        super().__init__(growth(folder, links, **options), config)
+        self._policy, self._broken = policy, broken
         self._gates = ExitStack()  # at layers that have not arrived
         self._told = threading.Event()  # the status says what the clients are about to hear
-        self._stage = 0
         self._last: GrownView  # that was made; stage 1 makes the first
         self._thread: threading.Thread | None = None
-
-    # the client's side
 
     def start(self) -> None:
         """Begin to load and to serve; returns at once."""
         self._growth.note(0, "started")
         self._thread = threading.Thread(target=self._grow, name="growth", daemon=True)
         self._thread.start()
-
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling | int,
-        upgrade: bool = False,
-        events: TokenSink | None = None,
-    ) -> Stream:
-        """Open a generation; a number is as many greedy tokens. ``upgrade`` moves it to a better stage when one comes,
-        else it ends as it began.
-
-        Its tokens go to ``events`` if given, else the stream has them. Returns at once.
-        Raises RequestError for a prompt or a length outside the limits and BusyError when all places are taken; what
-        the model cannot take, and what goes wrong later, the stream raises.
-        """
-        self.config.check(len(prompt_ids), sampling.max_tokens if isinstance(sampling, Sampling) else sampling)
-        asked = prompt_ids, sampling if isinstance(sampling, Sampling) else Sampling(sampling), upgrade
-        with self._change:
-            if self._growth.closing.is_set():
-                raise BusyError("the server is shutting down")
-            self.config.check_room(len(self._sessions))
-            session = Stream(self._leave, self._forget, events)
-            self._sessions[session] = asked
-            if self._server is not None:
-                self._server.add(session, *asked)
-        return session
-
-    def status(self) -> dict[str, Any]:
-        """Stage, state and what happened so far; times in seconds since the start."""
-        growth = self._growth
-        with self._change:
-            stage = self._stage
-            complete = bool(stage) and (stage == growth.stages or not self.config.recover)
-            state = "degraded" if growth.error else "complete" if complete else "recovering" if stage else "loading"
-            return {
-                "stage": stage,
-                "stages": growth.stages,
-                "state": state,
-                "error": growth.error or None,
-                "events": list(growth.events),
-                "sessions": len(self._sessions),
-                "bytes_loaded": growth.bytes_moved,
-                "bytes_total": growth.bytes_total,
-            }
-
-    def standing(self) -> Standing:
-        """What the engine holds now; what waits for stage 1 waits there."""
-        with self._change:
-            server, waiting = self._server, len(self._sessions)
-        return Standing(waiting=waiting) if server is None else server.standing()
-
-    def wait_stage(self, stage: int, timeout_s: float) -> bool:
-        """Wait until requests are served by ``stage`` or a later one; False when ``timeout_s`` is over first."""
-        with self._change:
-            return self._change.wait_for(lambda: self._stage >= stage, timeout_s)
 
     def close(self) -> None:
         """End every session, the load that is under way, and both threads."""
@@ -128,24 +72,10 @@ class GrowingServer:
         if self._thread is not None:
             self._thread.join()
 
-    # what the streams call
-
-    def _leave(self, session: Stream, wait: bool) -> None:
-        with self._change:
-            server = self._server
-        if server is not None:
-            server.leave(session, wait)
-        else:
-            session.end()
-
-    def _forget(self, session: Stream) -> None:
-        with self._change:
-            self._sessions.pop(session, None)
-
-    # the growing side
-
     def _grow(self) -> None:
         """Stage 1, with requests computing behind its layers as they arrive; then the others, one after another."""
+        if not self._prepare():
+            return
         if (view := self._growth.insist(1, self._begin, self._end_all)) is not None:
             self._serving(view.stage)
             self._bring_the_others(view)
@@ -155,8 +85,28 @@ class GrowingServer:
             self._growth.closing.wait()
         self._end_all(BusyError("the server was closed"))
 
+    def _prepare(self) -> bool:
+        """Import what computes. Where that fails it would every time: nobody is served, and whoever asks learns why."""
+        try:
+            self._growth.prepare()
+            from firsttoken.progressive.recovery.transitions import PrefillAgain
+
+            self._policy = self._policy or PrefillAgain()
+            return True
+        except Exception as error:
+            self._growth.error = f"what computes cannot be imported: {first_line(error)}"
+            with self._change:
+                self._hopeless = StageError(f"{self._growth.error}; install firsttoken again")
+                self._growth.closing.set()
+            self._end_all(self._hopeless)
+            self._broken(self._hopeless)
+            return False
+
     def _begin(self) -> StageView:
         """Load stage 1, and serve with what is there of it. Raises what the load raises."""
+        from firsttoken.engine.engine import Engine
+        from firsttoken.engine.live import LiveExecutor
+
         load = self._growth.first()
         skeleton = self._growth.skeleton
         executor = LiveExecutor(
@@ -195,9 +145,13 @@ class GrowingServer:
                     return
 
     def _view(self, modules: StageView) -> GrownView:
+        from firsttoken.progressive.recovery.views import GrownView
+
         return GrownView(self._growth.skeleton.model, modules, self._policy)
 
     def _take_over(self, view: GrownView) -> None:
+        from firsttoken.progressive.recovery.views import moving
+
         self._server.publish(view, moving(self._policy))
         self._serving(view.stage)
 

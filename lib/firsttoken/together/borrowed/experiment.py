@@ -63,8 +63,8 @@ class BorrowedConfig:
 
 
 def borrowed_start(profile: Profile) -> Outcome:
-    """Rows {what: start, variant, gbit_per_s, rtt_ms, round, ...} of fresh processes, and {what: neighbour, beside, ...}
-    of what the neighbour's own request had meanwhile, tokens in so many seconds."""
+    """Rows {what: start, variant, gbit_per_s, rtt_ms, round, ...} of fresh processes, and {what: neighbour, beside,
+    ...} of what the neighbour's own request had meanwhile, tokens in so many seconds."""
     config = profile.section("borrowed", BorrowedConfig)
     check(profile.section("served", ServedConfig).needs(), ModelFacts(profile.model))
     checkpoint, folder = _materials(profile)
