@@ -19,6 +19,7 @@ from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, notebook_title
 from firsttoken.study.profile import Profile, check_used, load_profile, profile_names
 from firsttoken.study.record import pick, result_path
+from firsttoken.study.system.waiting import wait_briefly
 from firsttoken.study.verdicts import show
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -180,12 +181,15 @@ def serve(options: argparse.Namespace) -> int:
     names = ("folder", "gbit_per_s", "replicas", "host", "port", "device", "scheduler", "preemption", "share_prefixes")
     names += ("kv_blocks", "max_running", "max_waiting", "swarm_token_file", "swarm_tls_ca", "swarm_step_s")
     settings = {name: getattr(options, name) for name in names} | {"swarm": tuple(options.swarm)}
+    if options.swarm:
+        wait_briefly()
     serve_forever(ServiceConfig(**settings, api_key=read_key(options.api_key_file)))
     return OK
 
 
 def swarm(options: argparse.Namespace) -> int:
     """Serve blocks of a model, or use and list the servers that do."""
+    wait_briefly()
     from firsttoken.swarm.actions import run as act
 
     act(options)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from firsttoken.study.errors import SwarmError
-from firsttoken.swarm.member import Member
+from firsttoken.swarm.member import SwarmMember
 from firsttoken.swarm.swarm import Swarm
 
 _TOGETHER_S = 60.0  # within which a swarm has to come together
@@ -22,15 +22,15 @@ class Fleet:
 
     def __init__(self, folder: Path, spans: Sequence[str], delay_s: float = 0.0, spares: int = 1) -> None:
         self.folder, self.spans, self.spares, self._delay_s = folder, tuple(spans), spares, delay_s
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, SwarmMember] = {}
         self.door = self.start(self.spans[0]).ready().address
         for blocks in (*self.spans[1:], *self.spans * spares):
             self.start(blocks)
         self.settle()
 
-    def start(self, blocks: str) -> Member:
+    def start(self, blocks: str) -> SwarmMember:
         """One more server, on its way."""
-        member = Member(self.folder, blocks, list(self.members), self._delay_s)
+        member = SwarmMember(self.folder, blocks, list(self.members), self._delay_s)
         self.members[member.address] = member
         return member
 
@@ -49,7 +49,7 @@ class Fleet:
             time.sleep(0.02)
         raise SwarmError(f"the swarm did not come together: {dict(counts)} of {', '.join(self.spans)}")
 
-    def replace(self, member: Member) -> None:
+    def replace(self, member: SwarmMember) -> None:
         """Another in the place of one that is dead."""
         del self.members[member.address]
         if member.address == self.door:

@@ -71,7 +71,7 @@ class ServerProcess:
         self._process.stderr.close()
 
 
-class Member(ServerProcess):
+class SwarmMember(ServerProcess):
     """Behind a relay, whose link takes ``delay_s`` seconds each way."""
 
     def __init__(self, folder: Path, blocks: str, peers: Sequence[str], delay_s: float = 0.0) -> None:

@@ -24,7 +24,7 @@ from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.experiments.spans import local_engine, prompt_of, split_evenly, stored, timed_steps
 from firsttoken.swarm.fleet import Fleet
 from firsttoken.swarm.line import Line
-from firsttoken.swarm.member import FAULTS, Member
+from firsttoken.swarm.member import FAULTS, SwarmMember
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.registry import tell
 from firsttoken.swarm.remote import RemoteModel
@@ -122,7 +122,7 @@ class _Study:
         fleet, model = self.fleet, self.model
         fleet.settle()
         fleet.known_to(model.swarm)
-        hit: list[tuple[int, str, Member, float]] = []
+        hit: list[tuple[int, str, SwarmMember, float]] = []
 
         def strike(place: int) -> None:
             if fault := faults.get(place):
