@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from growing import PATIENCE, PROMPT, events_of
@@ -33,8 +35,10 @@ def checkpoint(staged) -> Checkpoint:
 
 
 @pytest.fixture
-def planes(stage) -> Checkpoint:
-    return checkpoint(stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, [range(6)], "4 bits")))
+def planes(stage, tmp_path) -> Checkpoint:
+    """Beside where the same model is staged otherwise."""
+    made = checkpoint(stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, [range(6)], "4 bits")))
+    return replace(made, staged=made.staged.rename(tmp_path / "in-planes"))
 
 
 def test_after_the_hand_over_exact_weights_are_nearer(planes):

@@ -15,6 +15,7 @@ from firsttoken.progressive.planes.files import STORED
 from firsttoken.progressive.planes.layouts import SPLITS, planes_of
 from firsttoken.progressive.quality import text_scores
 from firsttoken.progressive.served import load_served
+from firsttoken.progressive.staging import RANDOM
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
 
@@ -35,8 +36,10 @@ class Sensitivity:
 def measured(profile: Profile) -> list[Sensitivity]:
     """The model of ``profile`` by every split that is considered, on running text; half a minute for 135 M weights.
 
-    Raises StageError for a model without a tokenizer, and for weights of a dtype that no split cuts.
+    Raises StageError for random weights, a model without a tokenizer, and weights of a dtype that no split cuts.
     """
+    if profile.model.startswith(RANDOM):
+        raise StageError("random weights say nothing of text, so nothing can be lost: name a split for --planes")
     served = load_served(profile)
     windows = token_windows(running_text("validation"), served.tokenizer, WINDOW_TOKENS, WINDOWS)
     return sensitivities(served.model, windows, STORED[served.stored or served.model.dtype])
