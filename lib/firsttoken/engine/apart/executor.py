@@ -12,7 +12,7 @@ from firsttoken.engine.apart.config import WorkerConfig
 from firsttoken.engine.apart.nursery import Nursery, WorkerGone
 from firsttoken.engine.apart.process import WorkerProcess
 from firsttoken.engine.apart.told import Told
-from firsttoken.engine.apart.wire import Order, chances_of, pack, reply_of
+from firsttoken.engine.apart.wire import WorkerOrder, chances_of, pack, reply_of
 from firsttoken.engine.executor import DeviceLost, Limits
 from firsttoken.engine.request import Request
 from firsttoken.engine.swap.path import Moved, Movement
@@ -139,7 +139,7 @@ class ApartExecutor:
     def _say(self, what: str, content: Any, timeout_s: float) -> Any:
         """The worker's answer to an order. Raises WorkerGone, and the exception that it raised."""
         serial = next(self._serials)
-        self.worker.send(pack(Order(serial, what, *self._told.forgotten(), content)))
+        self.worker.send(pack(WorkerOrder(serial, what, *self._told.forgotten(), content)))
         try:
             reply = reply_of(self.worker.receive(timeout_s))
         except WorkerError as error:

@@ -41,7 +41,7 @@ class ToldWork(NamedTuple):
     fresh: Fresh | None
 
 
-class Order(NamedTuple):
+class WorkerOrder(NamedTuple):
     """What a worker is to do, after it has forgotten requests that are ``over`` and given up ``dropped`` (start,
     blocks) spans of its host pool."""
 
@@ -52,7 +52,7 @@ class Order(NamedTuple):
     content: Any
 
 
-class Reply(NamedTuple):
+class WorkerReply(NamedTuple):
     """To the order of this ``serial``: its ``content``, or the name of an exception and its text."""
 
     serial: int
@@ -68,14 +68,14 @@ def pack(message: tuple[Any, ...]) -> bytes:
     return data
 
 
-def order_of(data: bytes) -> Order:
+def order_of(data: bytes) -> WorkerOrder:
     """Raises WorkerError for what is no order."""
-    return Order(*_parts(data, (int, str, list, list, object)))
+    return WorkerOrder(*_parts(data, (int, str, list, list, object)))
 
 
-def reply_of(data: bytes) -> Reply:
+def reply_of(data: bytes) -> WorkerReply:
     """Raises WorkerError for what is no reply."""
-    return Reply(*_parts(data, (int, str, object)))
+    return WorkerReply(*_parts(data, (int, str, object)))
 
 
 def works_of(content: Any, blocks: int) -> list[ToldWork]:

@@ -19,9 +19,9 @@ from firsttoken.engine.apart.hosting import hosted_model
 from firsttoken.engine.apart.nursery import FORKS
 from firsttoken.engine.apart.wire import (
     MOST_BYTES,
-    Order,
-    Reply,
     ToldWork,
+    WorkerOrder,
+    WorkerReply,
     order_of,
     pack,
     sampling_of,
@@ -45,7 +45,7 @@ class HostedExecutor:
         self._moving: dict[int, Movement] = {}
         self._orders: dict[str, Callable[..., Any]] = {"out": self._out, "in": self._in, "arrived": self._arrived}
 
-    def obey(self, order: Order) -> Any:
+    def obey(self, order: WorkerOrder) -> Any:
         """The content of the answer. Raises what goes wrong."""
         for number in order.over:
             if (request := self._known.pop(number, None)) is not None:  # a step that failed may not have told of it
@@ -111,11 +111,11 @@ def serve(address: str) -> None:
             if hosted is None:
                 hosted = _hosted(shaped(WorkerConfig, order.content))
                 limits = hosted.executor.limits
-                data = pack(Reply(order.serial, "", (limits.context, limits.vocabulary)))
+                data = pack(WorkerReply(order.serial, "", (limits.context, limits.vocabulary)))
             else:
-                data = pack(Reply(order.serial, "", hosted.obey(order)))
+                data = pack(WorkerReply(order.serial, "", hosted.obey(order)))
         except Exception as error:  # the engine decides what it means
-            data = pack(Reply(order.serial, type(error).__name__, str(error)))
+            data = pack(WorkerReply(order.serial, type(error).__name__, str(error)))
         socket.send(data)
 
 
