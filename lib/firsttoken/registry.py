@@ -18,6 +18,7 @@ _CROSSPOINT = "firsttoken.crosspoint.experiments"
 _KVREUSE = "firsttoken.kvreuse.experiments"
 _CHUNKED = "firsttoken.chunked.experiments"
 _SWARM = "firsttoken.swarm.experiments"
+_BORROWED = "firsttoken.together.borrowed"
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
@@ -232,6 +233,13 @@ EXPERIMENTS: dict[str, Experiment] = {
             "52",
             f"{_SWARM}.swarm_churn:swarm_churn",
             "churn_summary",
+        ),
+        Experiment(
+            "borrowed_start",
+            "A start that borrows from a warm neighbour",
+            "56",
+            f"{_BORROWED}.experiment:borrowed_start",
+            f"{_BORROWED}.summary:borrowed_start_summary",
         ),
         Experiment(
             "reuse_training",
