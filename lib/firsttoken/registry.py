@@ -265,6 +265,13 @@ EXPERIMENTS: dict[str, Experiment] = {
             "one_engine_summary",
         ),
         Experiment(
+            "borrowed_start",
+            "A start that borrows from a warm neighbour",
+            "56",
+            f"{_TOGETHER}.borrowed.experiment:borrowed_start",
+            f"{_TOGETHER}.borrowed.summary:borrowed_start_summary",
+        ),
+        Experiment(
             "reuse_training",
             "Models to share between",
             "30",

@@ -13,13 +13,16 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from swarms import Here
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -52,6 +55,8 @@ from firsttoken.study.experiment import EVERY_PROFILE
 from firsttoken.study.foreign.yaml_text import parse_yaml
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Result
+from firsttoken.together.borrowed import experiment as borrowed
+from firsttoken.together.borrowed import trial as borrowed_trial
 
 SHORTER, FEWER = 32, 4
 LENGTHS = {"story_tokens", "tokens", "window_tokens", "max_tokens", "max_prompt_tokens", "prompt_tokens", "new_tokens"}
@@ -81,6 +86,7 @@ SMALL = {
         "faults": ["kill", "cut"],
     },
     "transport": {"tokens": 4, "prompt_tokens": 8, "chains": [1, 3]},
+    "borrowed": {"tokens": 4, "main_rounds": 2, "busy_rounds": 1, "alone_s": 0.2},
     "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4},
 }
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
@@ -199,12 +205,29 @@ def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedP
     """A trial without a process of its own; there is no other command."""
     if command[:2] != [sys.executable, "-m"]:
         raise FileNotFoundError(command[0])
-    if command[2].endswith("timeline_trial"):
-        answer: Any = timeline_trial.main(timeline_trial.TimelineSpec(**json.loads(options["input"])))
+    if command[2] == borrowed.TRIAL:
+        told = json.loads(command[-1]) | {"spawned_s": trial.INTERPRETER_UP, "gbit_per_s": 0.0, "cores": ()}
+        answer: Any = {"variant": told["variant"]} | borrowed_trial.main(borrowed_trial.BorrowSpec(**told))
+    elif command[2].endswith("timeline_trial"):
+        answer = timeline_trial.main(timeline_trial.TimelineSpec(**json.loads(options["input"])))
     else:
         spec = trial.TrialSpec(**json.loads(command[-1]) | {"spawned_s": trial.INTERPRETER_UP, "gbit_per_s": 0.0})
         answer = {"variant": spec.variant} | trial.main(spec)
     return subprocess.CompletedProcess(command, 0, json.dumps(answer), "")
+
+
+@contextmanager
+def lender(folder: Path, depth: int, *_: Any) -> Iterator[str]:
+    """A warm neighbour in this process."""
+    with closing(Here(folder)) as here:
+        yield here.serve((0, depth))[0].record.address
+
+
+class Busy:
+    """A neighbour's own request with a token every tenth of a second."""
+
+    def times_s(self) -> list[float]:
+        return [time.monotonic() - 0.1 * n for n in range(1000)]
 
 
 class NoLimit:
@@ -280,6 +303,9 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(stats, "_resampled", lambda sample, stat, _, rng: resampled(sample, stat, 20, rng))
         patch.setattr(harness, "available", lambda folder: None)
         patch.setattr(harness, "KernelLimit", NoLimit)
+        patch.setattr(borrowed, "warm_neighbour", lender)
+        patch.setattr(borrowed, "shaped", lambda address, *_: nullcontext(address))
+        patch.setattr(borrowed, "own_request", lambda *_: nullcontext(Busy()))
         for place in (coldstart, deferral, precision):
             patch.setattr(place, "disk_speed", lambda read: 100.0)
         for place in ("converted", "_from_hub"):

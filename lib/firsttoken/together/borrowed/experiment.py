@@ -26,10 +26,10 @@ from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.system.cores import two_halves
 from firsttoken.together.borrowed.ends import ends_first
 from firsttoken.together.borrowed.neighbour import own_request, shaped, warm_neighbour
+from firsttoken.together.borrowed.summary import ALONE
 from firsttoken.together.borrowed.trial import BORROWED, PRUNED, WHOLE, BorrowSpec
 
 TRIAL = "firsttoken.together.borrowed.trial"
-ALONE = "alone"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class BorrowedConfig:
 
 def borrowed_start(profile: Profile) -> Outcome:
     """Rows {what: start, variant, gbit_per_s, rtt_ms, round, ...} of fresh processes, and {what: neighbour, beside,
-    ...} of what the neighbour's own request had meanwhile, tokens in so many seconds."""
+    tokens, seconds} of what the neighbour's own request had meanwhile."""
     config = profile.section("borrowed", BorrowedConfig)
     check(profile.section("served", ServedConfig).needs(), ModelFacts(profile.model))
     checkpoint, folder = _materials(profile)
