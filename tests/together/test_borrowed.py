@@ -27,7 +27,7 @@ from firsttoken.progressive.loading.loader import Skeleton, StageLoad
 from firsttoken.study.errors import LinkError, SwarmError
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
-from firsttoken.swarm.member import Member
+from firsttoken.swarm.member import SwarmMember
 from firsttoken.swarm.patience import Patience
 from firsttoken.together.borrowed.arrivals import Arrivals, follow
 from firsttoken.together.borrowed.ends import neighbours_name
@@ -164,13 +164,13 @@ def test_what_is_taken_over_is_what_would_have_been_computed(replica, neighbour,
 
 
 @pytest.fixture(scope="module")
-def member(ends_folder) -> Iterator[Callable[[], Member]]:
+def member(ends_folder) -> Iterator[Callable[[], SwarmMember]]:
     """A neighbour in a process of its own, another one when it has been killed."""
-    members: list[Member] = []
+    members: list[SwarmMember] = []
 
-    def up() -> Member:
+    def up() -> SwarmMember:
         if not members or members[-1].gone:
-            members.append(Member(ends_folder, f"0:{DEPTH}", []).ready())
+            members.append(SwarmMember(ends_folder, f"0:{DEPTH}", []).ready())
             members[-1].gone = False
         return members[-1]
 
