@@ -160,6 +160,9 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         help="holds the key that clients must send (default: that of FIRSTTOKEN_API_KEY, or none)",
     )
 
+    added.add_argument(
+        "--worker", action="store_true", help="the model in a process of its own, replaced where it dies or hangs"
+    )
     swarm_options.add_client_options(added)
 
     swarm_options.add_options(command("swarm", "Run a model over servers of its blocks (needs firsttoken[swarm])."))

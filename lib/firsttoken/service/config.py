@@ -28,6 +28,8 @@ class ServiceConfig:
     With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends here; who is silent for
     ``swarm_step_s`` seconds is replaced. ``swarm_token_file`` and ``swarm_tls_ca`` as the swarm's own commands have
     them.
+
+    With a ``worker`` the model computes in a process of its own, which is replaced where it dies or hangs.
     """
 
     folder: Path
@@ -53,6 +55,7 @@ class ServiceConfig:
     swarm_token_file: Path | None = None
     swarm_tls_ca: Path | None = None
     swarm_step_s: float = 5.0
+    worker: bool = False
 
     def __post_init__(self) -> None:
         for key in ("replicas", "max_running", "max_prompt_tokens", "max_new_tokens", "max_choices", "threads"):
@@ -60,6 +63,8 @@ class ServiceConfig:
                 raise StageError(f"serve: {key} must be 1 or more, not {getattr(self, key)}")
         if self.swarm and (self.replicas > 1 or self.preemption != "recompute" or self.gbit_per_s):
             raise StageError("serve: over a swarm there is one replica, preemption recomputes, and no link is shaped")
+        if self.worker and (self.swarm or self.gbit_per_s):
+            raise StageError("serve: a worker hosts a whole model of this machine: no swarm, and no link is shaped")
         if self.max_waiting < 0:
             raise StageError(f"serve: max_waiting must be 0 or more, not {self.max_waiting}")
         for key in ("body_s", "stalled_s", "swarm_step_s"):

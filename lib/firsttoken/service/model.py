@@ -16,10 +16,10 @@ from firsttoken.progressive.recovery.plain import PlainGrowth
 from firsttoken.progressive.recovery.server import GrowingServer
 from firsttoken.service.config import ServiceConfig
 from firsttoken.study.dtypes import AUTO
-from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.errors import FirstTokenError, StageError
 
 if TYPE_CHECKING:
-    from firsttoken.service.over_swarm import SwarmServer
+    from firsttoken.service.ready import ReadyServer
 
 
 def is_staged(folder: Path) -> bool:
@@ -30,7 +30,7 @@ def is_staged(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and not any(folder.glob("*.safetensors"))
 
 
-def serve_model(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> GrowingServer | SwarmServer:
+def serve_model(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> GrowingServer | ReadyServer:
     """The model of ``config``, which takes requests from now on and begins to load when it is started.
 
     Raises ProfileError for a scheduler, policy or pool that the engine does not have, and as a SwarmServer; what the
@@ -55,5 +55,18 @@ def serve_model(config: ServiceConfig, broken: Callable[[FirstTokenError], None]
         from firsttoken.service.over_swarm import SwarmServer
 
         return SwarmServer(config, limits)
+    if config.worker:
+        return _by_a_worker(config, limits)
     links, growth = [Link(LinkConfig(config.gbit_per_s))], Growth if is_staged(config.folder) else PlainGrowth
     return GrowingServer(config.folder, links, limits, device=config.device, dtype=AUTO, growth=growth, broken=broken)
+
+
+def _by_a_worker(config: ServiceConfig, limits: GrowthConfig) -> ReadyServer:
+    """Raises StageError where what a worker needs is not installed, and for a staged folder."""
+    if is_staged(config.folder):
+        raise StageError(f"serve: {config.folder} comes in stages, and a worker hosts whole models; leave --worker out")
+    try:
+        from firsttoken.service.over_worker import WorkerServer
+    except ImportError as error:
+        raise StageError('serve --worker needs pyzmq and msgpack: pip install "firsttoken[worker]"') from error
+    return WorkerServer(config, limits)

@@ -14,7 +14,7 @@ from firsttoken.engine.fused import fuse
 from firsttoken.lean.build import lean_on_meta
 from firsttoken.lean.config import OtherWay
 from firsttoken.lean.model import LeanModel
-from firsttoken.study.dtypes import DTYPES
+from firsttoken.study.dtypes import named
 from firsttoken.study.errors import ModelError
 
 
@@ -28,7 +28,7 @@ def hosted_model(config: WorkerConfig) -> nn.Module:
 
 
 def _lean(folder: Path, config: WorkerConfig) -> LeanModel:
-    model = lean_on_meta(folder, DTYPES[config.dtype])
+    model = lean_on_meta(folder, named(config.dtype))
     model.model.rotary_emb.to(config.device)
     for file in weight_files(folder):
         for name, tensor in load_file(file, config.device).items():
@@ -43,4 +43,4 @@ def _lean(folder: Path, config: WorkerConfig) -> LeanModel:
 def _stock(config: WorkerConfig) -> nn.Module:
     from firsttoken.assets.models import load_model
 
-    return load_model(config.model, dtype=DTYPES[config.dtype], device=config.device, with_tokenizer=False).model
+    return load_model(config.model, dtype=named(config.dtype), device=config.device, with_tokenizer=False).model

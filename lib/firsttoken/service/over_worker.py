@@ -1,0 +1,53 @@
+"""The service with its model in a worker process, which may die without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from firsttoken.assets.checkpoint import weight_files
+from firsttoken.assets.model_config import read_config
+from firsttoken.engine.apart.config import WorkerConfig
+from firsttoken.engine.apart.executor import ApartExecutor
+from firsttoken.engine.engine import Engine
+from firsttoken.progressive.loading.placement import torch_dtype
+from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, GrowthConfig
+from firsttoken.service.config import ServiceConfig
+from firsttoken.service.ready import ReadyServer
+from firsttoken.study import dtypes
+
+
+class WorkerServer(ReadyServer):
+    """Serves the plain folder of ``config``. Raises WorkerError for a worker that does not start, and ModelError."""
+
+    def __init__(self, config: ServiceConfig, limits: GrowthConfig) -> None:
+        stored = torch_dtype(read_config(config.folder).stored or "float32")
+        self._bytes = sum(file.stat().st_size for file in weight_files(config.folder))
+        self._executor = ApartExecutor(
+            WorkerConfig(
+                str(config.folder),
+                limits.blocks,
+                block_tokens=BLOCK_TOKENS,
+                host_blocks=limits.host_blocks,
+                dtype=dtypes.name_of(dtypes.serving(dtypes.AUTO, stored, config.device)),
+                device=config.device,
+                threads=torch.get_num_threads(),
+            )
+        )
+        engine = Engine(self._executor, limits.engine, policy=limits.preemption)
+        super().__init__(engine, limits, self._executor.close)
+
+    def status(self) -> dict[str, Any]:
+        """One stage that is there, and how many workers were lost."""
+        return {
+            "stage": 1,
+            "stages": 1,
+            "state": "complete",
+            "error": None,
+            "events": [],
+            "sessions": len(self._open),
+            "bytes_loaded": self._bytes,
+            "bytes_total": self._bytes,
+            "workers_lost": self._executor.lost,
+        }

@@ -1,0 +1,49 @@
+"""The service with its model in a worker process: answers go on when that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from services import free_port, serving, until
+
+from firsttoken.service.config import ServiceConfig
+from firsttoken.service.launch import running
+from firsttoken.study.errors import StageError
+
+
+def workers() -> set[int]:
+    """Copies of processes that this one has started for it."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().split("PPid:")[1].split()[0])
+    found = {process for process, parent in parents.items() if parents.get(parent) == os.getpid()}
+    return {process for process in found if b"apart.worker" in Path(f"/proc/{process}/cmdline").read_bytes()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the worker by /proc")
+def test_an_answer_outlives_its_worker(plain: Path) -> None:
+    with serving(plain, worker=True) as url:
+        (worker,) = workers()
+        asked = {"prompt": [5, 6, 7, 8], "max_tokens": 20, "temperature": 0}
+        expected = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()["choices"]
+        os.kill(worker, signal.SIGKILL)
+        again = httpx.post(f"{url}/v1/completions", json=asked, timeout=60)
+        assert again.status_code == 200 and again.json()["choices"] == expected
+        assert httpx.get(f"{url}/stage").json()["workers_lost"] == 1
+    until(lambda: not workers(), "no worker is left")
+
+
+def test_what_a_worker_cannot_host_is_refused(tiny: Path) -> None:
+    with (
+        pytest.raises(StageError, match="comes in stages"),
+        running(ServiceConfig(tiny, port=free_port(), worker=True)),
+    ):
+        pass
+    with pytest.raises(StageError, match="no swarm"):
+        ServiceConfig(tiny, worker=True, gbit_per_s=1.0)
