@@ -160,7 +160,7 @@ def serve(options: argparse.Namespace) -> int:
 
         options.folder = converted(PINNED, sums=False)
     names = ("folder", "gbit_per_s", "replicas", "host", "port", "device", "scheduler", "preemption", "share_prefixes")
-    names += ("kv_blocks", "max_running", "max_waiting")
+    names += ("kv_blocks", "max_running", "max_waiting", "prefix_store", "cluster")
     settings = {name: getattr(options, name) for name in names}
     serve_forever(ServiceConfig(**settings, api_key=read_key(options.api_key_file)))
     return OK
