@@ -52,8 +52,15 @@ def serve_forever(config: ServiceConfig) -> None:
         faults.append(error)
         ended.set()
 
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, before[number])  # a second time it ends at once, whatever is still being imported
+        ended.set()
+
     with running(config, broken) as url:
-        before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in before:
+            signal.signal(number, end)
         print(f"{config.model} is served at {url}; Ctrl-C ends it. Try:", flush=True)
         print(f"  {_EXAMPLE.format(url=url)}", flush=True)
         ended.wait()
