@@ -118,6 +118,11 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         help="more than 1: so many processes behind Ray Serve",
     )
     added.add_argument(
+        "--cluster",
+        metavar="HOST:PORT",
+        help="let a Ray cluster that runs there carry the replicas, which find the folder under the same path",
+    )
+    added.add_argument(
         "--host", type=option_values.host, default="127.0.0.1", help="address to listen on (default: this machine only)"
     )
     added.add_argument(
@@ -133,6 +138,12 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         help="how a preempted request comes back: recompute, swap, cross_point or online (default: recompute)",
     )
     added.add_argument("--share-prefixes", action="store_true", help="prompts that begin alike share KV blocks")
+    added.add_argument(
+        "--prefix-store",
+        type=option_values.folder,
+        metavar="DIR",
+        help="keys and values of prefixes that the whole model has computed before, as kvreuse's KVStore keeps them",
+    )
     added.add_argument(
         "--kv-blocks",
         type=option_values.whole(1, 10**8),

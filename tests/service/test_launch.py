@@ -71,6 +71,14 @@ def test_a_port_that_is_taken(tiny, taken):
     assert f"127.0.0.1:{taken}" in str(refusal(ServiceConfig(tiny, port=taken)))
 
 
+def test_a_store_of_prefixes_that_is_none(plain, tiny, tmp_path, port):
+    (tmp_path / "file").touch()
+    for absent in (tmp_path / "absent", tmp_path / "file"):
+        error = refusal(ServiceConfig(plain, prefix_store=absent, port=port))
+        assert isinstance(error, StageError) and f"there is no folder {absent}" in str(error)
+    assert "comes in stages" in str(refusal(ServiceConfig(tiny, prefix_store=tmp_path, port=port)))
+
+
 def test_no_ray(tiny, port, monkeypatch):
     for key in ("RAY_AUTH_TOKEN", *cluster._ENVIRONMENT):
         monkeypatch.setenv(key, "")  # so that what is set meanwhile is taken back
@@ -91,6 +99,27 @@ def test_a_ray_that_would_listen_to_the_world(tiny, port, monkeypatch):
     monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
     assert "every interface" in str(refusal(ServiceConfig(tiny, replicas=2, port=port)))
+
+
+@pytest.mark.parametrize("address", ["here", ":6379", "here:", "127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:x"])
+def test_a_cluster_without_an_address(tiny, port, address):
+    error = refusal(ServiceConfig(tiny, cluster=address, port=port))
+    assert str(error) == f"serve: a cluster is HOST:PORT, as `ray start --head` prints it, not {address!r}"
+
+
+def test_a_cluster_that_is_not_there(tiny, port):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = free.getsockname()[1]
+    error = refusal(ServiceConfig(tiny, cluster=f"127.0.0.1:{nobody}", port=port))
+    assert isinstance(error, StageError) and f"no Ray cluster answers at 127.0.0.1:{nobody}" in str(error)
+
+
+def test_a_cluster_that_takes_nobody(taken):
+    ray = BusyMachine(late=2)
+    with pytest.raises(StageError, match=f"the Ray cluster at 127.0.0.1:{taken} does not take us: The current node"):
+        cluster._join(ray, f"127.0.0.1:{taken}")
+    cluster._join(ray, f"127.0.0.1:{taken}")
+    assert (ray.tried, ray.ended) == (2, 1)
 
 
 class BusyMachine(types.SimpleNamespace):

@@ -14,6 +14,7 @@ from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.study.errors import BusyError, RequestError
 
 if TYPE_CHECKING:  # clients may come before what computes has been imported
+    from firsttoken.engine.brought import PrefixSource
     from firsttoken.engine.chances import Chance
     from firsttoken.engine.engine import Engine
     from firsttoken.engine.views import Transition, View
@@ -115,7 +116,8 @@ class Server:
     """Steps ``engine`` as long as requests are open. At most ``most`` are; use it as a context manager.
 
     Only its thread touches the engine. What others want is done between two steps, so a submission waits for one.
-    ``failed`` makes of what a step raises what the clients that were open are told; it may wait.
+    ``failed`` makes of what a step raises what the clients that were open are told; it may wait. ``sources``, once
+    it is set, says what is stored of how a prompt begins; only the engine's thread asks it.
     """
 
     def __init__(self, engine: Engine, most: int = 256, failed: Callable[[Exception], Exception] = _failed) -> None:
@@ -125,6 +127,7 @@ class Server:
         self._streams: dict[int, Stream] = {}
         self._wishes: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._closed = False
+        self.sources: Callable[[Sequence[int]], PrefixSource | None] | None = None
         self._thread = threading.Thread(target=self._loop, name="firsttoken-engine", daemon=True)
         self._thread.start()
 
@@ -228,7 +231,9 @@ class Server:
     def _accept(self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool) -> None:
         if len(self._streams) >= self._most:
             raise BusyError(f"{self._most} requests are open; ask again later")
-        stream.request = self._engine.submit(prompt, sampling, moves=moves)
+        asks = self.sources is not None and not sampling.prompt_logprobs  # which are of tokens that are computed
+        source = self.sources(prompt) if asks else None
+        stream.request = self._engine.submit(prompt, sampling, moves=moves, source=source)
         self._streams[stream.request.number] = stream
 
     def _drop(self, stream: Stream) -> None:

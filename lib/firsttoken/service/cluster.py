@@ -1,16 +1,18 @@
-"""Several replicas: Ray Serve on this machine, from the first to the last."""
+"""Several replicas: Ray Serve on this machine, from the first to the last, or on a cluster that runs already."""
 
 from __future__ import annotations
 
 import logging
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from firsttoken.assets.lock import first_line
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.process import listening
 from firsttoken.service.text import read_vocabulary
@@ -31,6 +33,7 @@ _ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
 _LATE = "timed out during startup"  # Ray gives its helpers 15 s to report their ports, which nothing can change
+_ANSWER_S = 5.0
 _STARTS = 3  # the next time they are in the page cache
 _OBJECTS_BYTES = 80 << 20  # nothing is kept in Ray's object store, which would take 30 % of the memory
 
@@ -45,9 +48,14 @@ def replicas(config: ServiceConfig) -> Iterator[None]:
     read_vocabulary(config.folder, config.max_prompt_tokens)  # for an error of it to be this process's
     with listening(config):  # to know that it can be had, before seconds are spent
         pass
-    ray, serve = _import_ray()
+    if config.cluster is not None:
+        check_cluster(config.cluster)
+    ray, serve = _import_ray(config.cluster is None)
     usable = cores()
-    _start_node(ray, max(usable, config.replicas))
+    if config.cluster is None:
+        _start_node(ray, max(usable, config.replicas))
+    else:
+        _join(ray, config.cluster)
     try:
         http = {"host": config.host, "port": config.port}
         try:
@@ -81,6 +89,26 @@ def _start_node(ray: ModuleType, usable: int) -> None:
                 raise StageError(f"Ray did not start in {tried} tries: is this machine very busy? Try again") from error
 
 
+def check_cluster(address: str) -> None:
+    """Raises StageError for what is no HOST:PORT, and where nobody listens: Ray would try for half a minute."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
+        raise StageError(f"serve: a cluster is HOST:PORT, as `ray start --head` prints it, not {address!r}")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
+            pass
+    except OSError as error:
+        raise StageError(f"serve: no Ray cluster answers at {address} ({error.strerror or error})") from error
+
+
+def _join(ray: ModuleType, address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:  # as above
+        ray.shutdown()
+        raise StageError(f"serve: the Ray cluster at {address} does not take us: {first_line(error)}") from error
+
+
 def _application(config: ServiceConfig, usable: int, serve: ModuleType) -> Any:
     def build() -> Any:  # called in the process of each replica
         from ray.serve import get_replica_context
@@ -104,12 +132,14 @@ def _application(config: ServiceConfig, usable: int, serve: ModuleType) -> Any:
     return deployment.bind()
 
 
-def _import_ray() -> tuple[ModuleType, ModuleType]:
-    """ray and ray.serve, told to stay on loopback, behind a token, and to report nothing to anybody."""
-    if sys.modules.get("ray") and os.environ.get(_LOOPBACK) != "0":
+def _import_ray(alone: bool) -> tuple[ModuleType, ModuleType]:
+    """ray and ray.serve. A node of our own, ``alone``, is told to stay on loopback, behind a token of its own, and to
+    report nothing to anybody; a cluster has settled that by itself."""
+    if alone and sys.modules.get("ray") and os.environ.get(_LOOPBACK) != "0":
         raise StageError("ray was imported before and would listen on every interface: serve from a fresh process")
-    os.environ.update(_ENVIRONMENT)
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if alone:
+        os.environ.update(_ENVIRONMENT)
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
         import ray
         from ray import serve

@@ -23,7 +23,8 @@ class ServiceConfig:
     answers to one request, and bodies that take longer than ``body_s`` seconds. A client that takes nothing of what is
     sent to it for ``stalled_s`` seconds has gone.
     ``scheduler``, ``preemption``, ``share_prefixes`` as of the engine's configuration; ``kv_blocks`` None: as many as
-    the limits ask for. With an ``api_key`` nobody else is served.
+    the limits ask for. ``prefix_store`` is a folder of KV files of a model that is not staged. The replicas run on the
+    Ray ``cluster`` at that address, or on this machine. With an ``api_key`` nobody else is served.
 
     With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends here; who is silent for
     ``swarm_step_s`` seconds is replaced. ``swarm_token_file`` and ``swarm_tls_ca`` as the swarm's own commands have
@@ -35,12 +36,14 @@ class ServiceConfig:
     folder: Path
     gbit_per_s: float = 0.0
     replicas: int = 1
+    cluster: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     device: str = "cpu"
     scheduler: str = "sarathi"
     preemption: str = "recompute"
     share_prefixes: bool = False
+    prefix_store: Path | None = None
     kv_blocks: int | None = None
     max_running: int = 64
     max_waiting: int = 64

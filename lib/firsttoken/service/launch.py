@@ -14,6 +14,7 @@ from firsttoken.progressive.checkpoint.manifest import check_files, read_manifes
 from firsttoken.service.cluster import replicas
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.model import is_staged
+from firsttoken.service.prefixes import check_prefixes
 from firsttoken.service.process import one_process
 from firsttoken.study.errors import FirstTokenError
 
@@ -26,18 +27,20 @@ _EXAMPLE = (
 def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = lambda error: None) -> Iterator[str]:
     """The service, up and answering /health while its weights arrive, for the time of the block; its URL.
 
-    One replica is this process; several are processes of their own behind Ray Serve. ``broken`` is told when this
-    process can never answer. Raises ModelError for a folder
+    One replica is this process; several, and those on a cluster, are processes of their own behind Ray Serve.
+    ``broken`` is told when this process can never answer. Raises ModelError for a folder
     that cannot be served, and StageError when what serves is not installed, when the port is taken, or when something
     does not start.
     """
     config = replace(config, folder=config.folder.resolve())  # replicas may have another working directory
+    check_prefixes(config, is_staged(config.folder))
     if is_staged(config.folder):
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
         weight_files(config.folder)
         read_config(config.folder)
-    with one_process(config, broken) if config.replicas == 1 else replicas(config):
+    alone = config.replicas == 1 and config.cluster is None
+    with one_process(config, broken) if alone else replicas(config):
         yield f"http://{config.host}:{config.port}"
 
 
@@ -49,8 +52,15 @@ def serve_forever(config: ServiceConfig) -> None:
         faults.append(error)
         ended.set()
 
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, before[number])  # a second time it ends at once, whatever is still being imported
+        ended.set()
+
     with running(config, broken) as url:
-        before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in before:
+            signal.signal(number, end)
         print(f"{config.model} is served at {url}; Ctrl-C ends it. Try:", flush=True)
         print(f"  {_EXAMPLE.format(url=url)}", flush=True)
         ended.wait()

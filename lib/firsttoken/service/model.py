@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from firsttoken.progressive.recovery.limits import STALL_FREE, GrowthConfig
 from firsttoken.progressive.recovery.plain import PlainGrowth
 from firsttoken.progressive.recovery.server import GrowingServer
 from firsttoken.service.config import ServiceConfig
+from firsttoken.service.prefixes import open_prefixes
 from firsttoken.study.dtypes import AUTO
 from firsttoken.study.errors import FirstTokenError, StageError
 
@@ -58,7 +60,11 @@ def serve_model(config: ServiceConfig, broken: Callable[[FirstTokenError], None]
     if config.worker:
         return _by_a_worker(config, limits)
     links, growth = [Link(LinkConfig(config.gbit_per_s))], Growth if is_staged(config.folder) else PlainGrowth
-    return GrowingServer(config.folder, links, limits, device=config.device, dtype=AUTO, growth=growth, broken=broken)
+    store, prefixes = config.prefix_store, None
+    if store is not None:
+        prefixes = partial(open_prefixes, config.folder, store, config.device)
+    options = {"device": config.device, "dtype": AUTO, "growth": growth, "broken": broken, "prefixes": prefixes}
+    return GrowingServer(config.folder, links, limits, **options)
 
 
 def _by_a_worker(config: ServiceConfig, limits: GrowthConfig) -> ReadyServer:

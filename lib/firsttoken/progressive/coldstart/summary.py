@@ -15,6 +15,8 @@ from firsttoken.study.stats import Along, Interval, bootstrap
 P95 = Along(lambda sample, axis: np.percentile(sample, 95, axis=axis))
 
 REQUEST, PROCESS, READY = "ttft_request_s", "ttft_process_s", "ready_s"
+LEAN = {"lean": "whole_streamed", "lean_progressive": "progressive"}
+"""Starts without transformers, and what each is held against: the same with it."""
 
 Measures = dict[str, dict[str, Any]]
 
@@ -161,7 +163,7 @@ def _lean(rows: Rows) -> Measures:
     none can do without: importing torch, or the bytes at the rate read alone, whichever takes longer."""
     measures: Measures = {}
     rate = values(rows, "read", "bytes")[0] / float(np.median(values(rows, "read", "load_s")))
-    for name, base in (("lean", "whole_streamed"), ("lean_progressive", "progressive")):
+    for name, base in LEAN.items():
         if not {name, base} <= {row["variant"] for row in rows}:
             continue
         bound = max(values(rows, name, "bytes")[0] / rate, float(np.median(values(rows, name, "torch_s"))))

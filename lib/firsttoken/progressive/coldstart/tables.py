@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, NONE, SERVER, files_were, link_key
+from firsttoken.progressive.coldstart.summary import LEAN
 from firsttoken.progressive.coldstart.variants import VARIANTS
 from firsttoken.study.record import Result
 from firsttoken.study.show import interval
@@ -31,6 +32,26 @@ def first_token_rows(result: Result, key: str) -> Table:
             entry = dict.fromkeys(entry, NOT_HERE)
         if any(entry.values()):
             rows.append({"variant": variant.label, **entry})
+    return rows
+
+
+def lean_rows(result: Result) -> Table:
+    """Starts without transformers over those with it, process to token, and over what none can do without: importing
+    torch, or the bytes at the rate read alone, whichever takes longer."""
+    rows: Table = []
+    for name, base in LEAN.items():
+        for key in sorted({link_key(row) for row in result.rows}):
+            if (over := result.summary.get(f"{name}_over_{base}_{key}")) is None:
+                continue
+            bound = result.summary[f"{name}_over_bound_{key}"]
+            rows.append(
+                {
+                    "lean start": f"{VARIANTS[name].label}, {key}",
+                    "asked": "<= 0.5",
+                    "/ the same with transformers": interval(over, 3),
+                    "/ max(import torch, its bytes)": interval(bound, 3),
+                }
+            )
     return rows
 
 

@@ -23,6 +23,7 @@ class Reception:
         self._sessions: dict[Stream, tuple[Sequence[int], Sampling, bool]] = {}  # open, with what each asked for
         self._server: Server | None = None
         self._stage = 0  # that new requests begin with
+        self._restored = 0  # requests that began with a stored prefix
         self._hopeless: StageError | None = None
 
     def submit(
@@ -66,6 +67,7 @@ class Reception:
                 "error": growth.error or None,
                 "events": list(growth.events),
                 "sessions": len(self._sessions),
+                "restored": self._restored,
                 "bytes_loaded": growth.bytes_moved,
                 "bytes_total": growth.bytes_total,
             }

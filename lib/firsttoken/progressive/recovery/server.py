@@ -25,9 +25,14 @@ from firsttoken.progressive.recovery.reception import Reception
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, StageError
 
 if TYPE_CHECKING:  # imported by the thread that grows, while requests are already taken
+    import torch
+
+    from firsttoken.engine.brought import PrefixSource
     from firsttoken.progressive.loading.views import StageView
     from firsttoken.progressive.recovery.transitions import Transition
     from firsttoken.progressive.recovery.views import GrownView
+
+    Prefixes = Callable[[torch.dtype], Callable[[Sequence[int]], PrefixSource | None]]
 
 PAUSE_S = 0.05  # between two layers that are fused, which takes 10 ms each
 
@@ -35,7 +40,8 @@ PAUSE_S = 0.05  # between two layers that are fused, which takes 10 ms each
 class GrowingServer(Reception):
     """Serves the staged checkpoint in ``folder``, fetched over ``links``, while it arrives; ``dtype`` as in
     :func:`firsttoken.study.dtypes.serving`. Another ``growth`` serves another kind of folder. ``broken`` is told, by
-    another thread, of what leaves no hope: something that computes cannot be imported."""
+    another thread, of what leaves no hope: something that computes cannot be imported.
+    ``prefixes`` is asked once, when the only stage is there, and then for what is stored of each prompt."""
 
     def __init__(
         self,
@@ -48,11 +54,12 @@ class GrowingServer(Reception):
         policy: Transition | None = None,
         growth: type[Growth] = Growth,
         broken: Callable[[FirstTokenError], None] = lambda error: None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         config = config or GrowthConfig()
         options = {"device": device, "dtype": dtype, "threads": config.threads, "retry_s": config.retry_s}
         super().__init__(growth(folder, links, **options), config)
-        self._policy, self._broken = policy, broken
+        self._policy, self._broken, self._prefixes = policy, broken, prefixes
         self._gates = ExitStack()  # at layers that have not arrived
         self._told = threading.Event()  # the status says what the clients are about to hear
         self._last: GrownView  # that was made; stage 1 makes the first
@@ -78,6 +85,7 @@ class GrowingServer(Reception):
             return
         if (view := self._growth.insist(1, self._begin, self._end_all)) is not None:
             self._serving(view.stage)
+            self._open_prefixes()
             self._bring_the_others(view)
             del view  # so that its layers go one by one as they are fused
             if self._last.stage == self._growth.stages:
@@ -130,6 +138,23 @@ class GrowingServer(Reception):
         server.between(self._gates.close)  # the gates go while no step passes them
         skeleton.planes.between = server.between
         return view
+
+    def _open_prefixes(self) -> None:
+        if self._prefixes is None:
+            return
+        try:
+            find = self._prefixes(next(self._growth.skeleton.model.parameters()).dtype)
+        except FirstTokenError as error:
+            self._growth.note(self._stage, f"no stored prefixes: {first_line(error)}")
+            return
+
+        def counted(prompt: Sequence[int]) -> PrefixSource | None:
+            source = find(prompt)
+            self._restored += source is not None
+            return source
+
+        self._server.sources = counted
+        self._growth.note(self._stage, "stored prefixes are used")
 
     def _bring_the_others(self, view: StageView) -> None:
         for better in self._growth.later(view) if self.config.recover else ():
