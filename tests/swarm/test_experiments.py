@@ -9,6 +9,8 @@ from firsttoken.study.profile import load_profile
 from firsttoken.swarm.chain_costs import BLOOM_BLOCKS, NETWORKS, published_compute_s
 from firsttoken.swarm.experiments.swarm_chains import ChainsConfig, chains_summary
 from firsttoken.swarm.experiments.swarm_churn import churn_summary, swarm_churn
+from firsttoken.swarm.experiments.swarm_survival import SurvivalConfig, survival_summary
+from firsttoken.swarm.experiments.swarm_transport import LOCAL, transport_summary
 from firsttoken.swarm.routing import best_chain
 from firsttoken.swarm.two_continents import CARDS, fourteen, twelve
 
@@ -66,6 +68,51 @@ def test_the_summary_of_a_run_made_by_hand() -> None:
     assert summary["crossover_memory_100m_100ms_gb"] == pytest.approx(3.0, rel=1e-3)
     assert summary["simulated_twelve_8_clients_slower_pct"] == 25
     assert summary["bloom_16_bits_nodes"] == 44 and summary["bloom_offload_pcie_4_0_x16_s"] == 5.5
+
+
+def struck(fault: str, recovery_s: float, generation: int, several: int = 1, equal: bool = True) -> dict:
+    """A row of a fault: a round trip of 20 ms, a prefill of 0.1 s, a time-out of 1 s for who is stopped."""
+    row = {"what": "fault", "fault": fault, "position": 3, "generation": generation, "faults_in_it": several}
+    times = {"prefill_s": 0.1, "round_trip_s": 0.02, "timeout_s": 1.0 if fault == "stop" else 0.0}
+    return row | times | {"recovery_s": recovery_s, "equal": equal}
+
+
+def test_recoveries_are_held_to_their_bounds() -> None:
+    rows = [struck("kill", 0.13, 1), struck("kill", 0.15, 2), struck("stop", 1.12, 3), struck("stop", 1.02, 4)]
+    rows += [struck("kill", 9.0, 5, several=2, equal=False), struck("stop", 9.0, 5, several=2, equal=False)]
+    rows += [{"what": "token", "generation": 0, "token": token, "seconds": 0.1} for token in range(4)]
+    summary = survival_summary(rows, {"survival": {"faults": ["kill", "stop"]}})
+    found = {name: entry["value"] for name, entry in summary.items()}
+    assert found["equal_pct"] == 100 and found["several_equal_pct"] == 0
+    assert found["within_bound_pct"] == 75, "0.15 s are beyond 0.1 s and two round trips"
+    assert found["kill_round_trips"] == pytest.approx(2.0) and found["stop_bound_s"] == pytest.approx(1.14)
+
+
+def test_the_transport_is_what_a_step_takes_longer() -> None:
+    rows = [
+        {"servers": servers, "round": number, "token": token, "seconds": seconds * (1 + number)}
+        for servers, seconds in ((LOCAL, 0.018), (1, 0.02))
+        for number in range(3)
+        for token in range(2, 6)
+    ]
+    found = transport_summary(rows, {"transport": {"chains": [1]}})
+    assert found["chain_1_share"]["value"] == pytest.approx(0.9)
+    assert found["chain_1_transport_ms"]["value"] == pytest.approx(4.0), "the median of three rounds"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"faults": ("flood",)}, "no fault 'flood'"),
+        ({"tokens": 0}, "at least 1"),
+        ({"positions": (12,)}, "must lie within the 12 tokens"),
+    ],
+)
+def test_a_survival_that_is_none_is_refused(change: dict, message: str) -> None:
+    usual = {"tokens": 12, "prompt_tokens": 8, "servers": 2, "delay_ms": 1.0, "step_s": 1.0, "positions": ()}
+    usual |= {"faults": ("kill",), "together": ("kill",), "together_times": 1}
+    with pytest.raises(ProfileError, match=message):
+        SurvivalConfig(**(usual | change))
 
 
 def test_a_study_of_nothing_is_refused() -> None:

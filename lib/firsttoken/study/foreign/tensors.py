@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ SIZES = {
 """Bytes of one number, by safetensors' name of its dtype."""
 
 _MOST = 100_000_000  # bytes of a header, safetensors' own limit
+_SHORT = 1024  # bytes of a header that is remembered
 METADATA = "__metadata__"
 
 
@@ -47,7 +49,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of a file by name, in the order of their bytes, and its metadata."""
+    """The tensors of a file by name, in the order of their bytes, and its metadata; to be read only."""
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
@@ -75,7 +77,14 @@ def header_of(data: bytes) -> Header:
     length = int.from_bytes(data[:8], "little")
     if not 0 < length <= min(len(data) - 8, _MOST):
         raise Damaged("it is truncated or no safetensors file")
-    return _header(data[8 : 8 + length], len(data))
+    text = bytes(data[8 : 8 + length])
+    return _known_header(text, len(data)) if length <= _SHORT else _header(text, len(data))
+
+
+@lru_cache(256)
+def _known_header(text: bytes, size: int) -> Header:
+    """As :func:`_header`, and read once: a stream of messages of one shape has one header."""
+    return _header(text, size)
 
 
 def _header(text: bytes, size: int) -> Header:

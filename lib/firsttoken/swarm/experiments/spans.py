@@ -15,6 +15,7 @@ from torch import nn
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.layers import layers_of
 from firsttoken.assets.models import Loaded, load_model
+from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.live import LiveExecutor
@@ -40,7 +41,8 @@ def stored(profile: Profile) -> Iterator[tuple[Path, Loaded]]:
     paths.CACHE.mkdir(parents=True, exist_ok=True)
     loaded = load_model(profile.model, dtype=torch.bfloat16)
     with warm.warmed(IMPORTS), tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="swarm-") as folder:
-        loaded.model.save_pretrained(folder)
+        with quiet_transformers():
+            loaded.model.save_pretrained(folder)
         here = load_model(folder, with_tokenizer=False)
         yield Path(folder), Loaded(here.model, loaded.tokenizer, loaded.provenance)
 

@@ -58,7 +58,7 @@ class SurvivalConfig:
                 raise ProfileError(f"survival.faults: no fault {fault!r}; {unknown(fault, FAULTS)}")
         if min(self.tokens, self.servers, self.together_times) < 1 or not 1 <= self.prompt_tokens <= MOST_TOKENS // 2:
             raise ProfileError(f"survival: every number must be at least 1, and a prompt at most {MOST_TOKENS // 2}")
-        if any(not 0 <= place < self.tokens for place in self.positions) or len(self.together) >= self.tokens:
+        if any(not 0 <= place < self.tokens for place in self.positions) or len(self.together) + 2 > self.tokens:
             raise ProfileError(f"survival.positions and together must lie within the {self.tokens} tokens")
 
     def needs(self) -> list[Need]:
@@ -115,7 +115,7 @@ class _Study:
         self.rows: Rows = []
         self.generation = 0
         self._turn = 0  # whose server of the chain is hit next
-        self._usual: list[float] = []  # seconds of the undisturbed steps
+        self._usual: list[float] = []  # seconds of the steps of the undisturbed generation
 
     def generate(self, faults: Mapping[int, str]) -> None:
         """One generation with ``faults`` by the token before whose step each comes."""
@@ -142,8 +142,9 @@ class _Study:
             self._usual = seconds
         shared = {"generation": self.generation, "equal": output == self.said, "faults_in_it": len(faults)}
         shared["replaced"] = len(model.chain.faults) - before
+        quiet = [one for token, one in enumerate(seconds) if token and token not in faults]
         for place, fault, member, round_trip_s in hit:
-            usual_s = self._usual[0] if place == 0 else statistics.median(self._usual[1:])
+            usual_s = self._usual[0] if place == 0 else statistics.median(quiet)
             tokens = len(self.prompt) if place == 0 else 1
             row = {"what": "fault", "fault": fault, "position": place, "blocks": member.blocks, **shared}
             row |= {"step_s": seconds[place], "recovery_s": seconds[place] - usual_s, "round_trip_s": round_trip_s}
