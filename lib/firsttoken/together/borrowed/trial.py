@@ -30,7 +30,7 @@ from firsttoken.progressive.loading.loader import Skeleton, StageLoad  # noqa: E
 from firsttoken.progressive.loading.placement import build_lean  # noqa: E402
 from firsttoken.study.dtypes import DTYPES  # noqa: E402
 from firsttoken.study.system.cores import stay_on  # noqa: E402
-from firsttoken.together.borrowed.arrivals import Arrivals, follow  # noqa: E402
+from firsttoken.together.borrowed.arrivals import LayerArrivals, follow  # noqa: E402
 from firsttoken.together.borrowed.ends import neighbours_name  # noqa: E402
 from firsttoken.together.borrowed.loan import Loan  # noqa: E402
 from firsttoken.together.borrowed.replica import CONFIG, BorrowingReplica  # noqa: E402
@@ -109,7 +109,7 @@ def _owned(executor: LiveExecutor, prompt: list[int], tokens: int) -> tuple[Requ
 
 
 def _borrowing(
-    spec: BorrowSpec, manifest: Manifest, executor: LiveExecutor, load: StageLoad, arrivals: Arrivals
+    spec: BorrowSpec, manifest: Manifest, executor: LiveExecutor, load: StageLoad, arrivals: LayerArrivals
 ) -> BorrowingReplica:
     config = executor.model.config
     name = neighbours_name(Path(spec.staged), manifest)
