@@ -100,7 +100,7 @@ def test_a_token_that_is_not_the_whole_models_is_counted():
 def test_figures_and_tables_are_drawn_from_a_result_alone():
     summary = borrowed_start_summary(ROWS, {"borrowed": ASKED})
     result = Result(
-        "borrowed_start", "quick", {"borrowed": ASKED}, {"slug": "x"}, {}, "", [0], "2026", 0.0, summary, ROWS, {}, {}
+        "borrowed_start", "quick", {"borrowed": ASKED}, {"slug": "x"}, {}, "", [0], "2026", 0.0, {}, ROWS, {}, summary
     )
     assert len(figures.first_tokens(result).axes) == 1 and len(figures.taking_over(result).axes) == 2
     assert figures.start_rows(result)[0]["over whole"].startswith("0.40")
