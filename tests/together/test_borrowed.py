@@ -29,7 +29,7 @@ from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.member import SwarmMember
 from firsttoken.swarm.patience import Patience
-from firsttoken.together.borrowed.arrivals import Arrivals, follow
+from firsttoken.together.borrowed.arrivals import LayerArrivals, follow
 from firsttoken.together.borrowed.ends import neighbours_name
 from firsttoken.together.borrowed.loan import Loan
 from firsttoken.together.borrowed.replica import BorrowingReplica
@@ -54,7 +54,7 @@ def replica(lent, neighbour) -> Iterator[Callable[..., BorrowingReplica]]:
 
     def make(address: str = "", config: EngineConfig = SMALL, model: str = "") -> BorrowingReplica:
         """Its layers are those of the whole model, and used when they are said to have come."""
-        arrivals, executor = Arrivals(DEPTH), LiveExecutor(lent, 64)
+        arrivals, executor = LayerArrivals(DEPTH), LiveExecutor(lent, 64)
         loan = Loan(address or neighbour.server.record.address, model or neighbour.model, DEPTH, 32, patience=PATIENCE)
         one = BorrowingReplica(executor, lent.model.layers, arrivals, loan, config)
         one.arrivals = arrivals
@@ -262,7 +262,7 @@ def test_requests_that_share_prefixes_are_refused(lent, neighbour):
     shared = EngineConfig(share_prefixes=True)
     loan = Loan("127.0.0.1:9", "model", DEPTH, 32)
     with closing(LiveExecutor(lent, 4)) as executor, pytest.raises(SwarmError, match="share no prefixes"):
-        BorrowingReplica(executor, lent.model.layers, Arrivals(DEPTH), loan, shared)
+        BorrowingReplica(executor, lent.model.layers, LayerArrivals(DEPTH), loan, shared)
     loan.close()
 
 

@@ -68,6 +68,8 @@ class ServiceConfig:
             raise StageError("serve: over a swarm there is one replica, preemption recomputes, and no link is shaped")
         if self.worker and (self.swarm or self.gbit_per_s):
             raise StageError("serve: a worker hosts a whole model of this machine: no swarm, and no link is shaped")
+        if (self.worker or self.swarm) and (self.prefix_store is not None or self.cluster is not None):
+            raise StageError("serve: stored prefixes and a cluster are for models that this process loads itself")
         if self.max_waiting < 0:
             raise StageError(f"serve: max_waiting must be 0 or more, not {self.max_waiting}")
         for key in ("body_s", "stalled_s", "swarm_step_s"):

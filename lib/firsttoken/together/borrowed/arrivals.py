@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from firsttoken.progressive.loading.loader import StageLoad
 
 
-class Arrivals:
+class LayerArrivals:
     """The ends of a model and its ``depth`` layers, which come in this order."""
 
     def __init__(self, depth: int) -> None:
@@ -52,9 +52,9 @@ class Arrivals:
             raise self._failure
 
 
-def follow(load: StageLoad, depth: int) -> Arrivals:
+def follow(load: StageLoad, depth: int) -> LayerArrivals:
     """The arrivals of a ``load`` whose parts are the ends and ``depth`` layers, as ``ends_first`` stages them."""
-    arrivals = Arrivals(depth)
+    arrivals = LayerArrivals(depth)
 
     def watch() -> None:
         try:

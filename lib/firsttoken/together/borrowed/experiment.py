@@ -70,7 +70,7 @@ def borrowed_start(profile: Profile) -> Outcome:
     checkpoint, folder = _materials(profile)
     ours, theirs = two_halves()
     threads = len(ours) or max(1, torch.get_num_threads())
-    specs = _Specs(profile, config, checkpoint, folder, ours, threads)
+    specs = _BorrowedStarts(profile, config, checkpoint, folder, ours, threads)
     depth = checkpoint.plan.depth
     rows: Rows = []
     with warm_neighbour(folder, depth, theirs, threads) as address:
@@ -112,7 +112,7 @@ def _materials(profile: Profile) -> tuple[Checkpoint, Path]:
     return checkpoint, folder
 
 
-class _Specs:
+class _BorrowedStarts:
     """Starts of one model that differ in their way, their link and their neighbour."""
 
     def __init__(
@@ -136,7 +136,7 @@ class _Specs:
 
 
 def _beside(
-    specs: _Specs,
+    specs: _BorrowedStarts,
     config: BorrowedConfig,
     folder: Path,
     addresses: tuple[str, str],

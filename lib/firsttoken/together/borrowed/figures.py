@@ -29,7 +29,7 @@ def first_tokens(result: Result) -> Figure:
             ends = [f"{link(rate)}_{trip(rtt)}" if way == BORROWED else link(rate) for rate in rates]
             _line(ax, rates, [result.summary[f"{way}_ttft_s_{end}"] for end in ends], way, name)
         half = [result.summary[f"{WHOLE}_ttft_s_{link(rate)}"]["value"] / 2 for rate in rates]
-        ax.plot(rates, half, "--", color=COLOURS["target"], linewidth=1.2, label="half of the whole model's")
+        ax.plot(rates, half, "--", color=COLOURS["S3"], linewidth=1.2, label="half of the whole model's")
         ax.set(xscale="log", yscale="log", xlabel="link, Gbit/s", title=f"neighbour {rtt:g} ms away")
         ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
         ax.set_xticks([], minor=True)

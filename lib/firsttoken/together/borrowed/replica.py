@@ -20,7 +20,7 @@ from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.segments import LocalSegment
 from firsttoken.engine.views import View
 from firsttoken.study.errors import SwarmError
-from firsttoken.together.borrowed.arrivals import Arrivals
+from firsttoken.together.borrowed.arrivals import LayerArrivals
 from firsttoken.together.borrowed.loan import Loan, NeighbourGone
 from firsttoken.together.borrowed.view import BorrowingView
 
@@ -38,7 +38,7 @@ class BorrowingReplica:
         self,
         executor: LiveExecutor,
         layers: Sequence[nn.Module],
-        arrivals: Arrivals,
+        arrivals: LayerArrivals,
         loan: Loan,
         config: EngineConfig = CONFIG,
     ) -> None:

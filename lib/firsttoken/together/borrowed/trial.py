@@ -30,7 +30,7 @@ from firsttoken.progressive.loading.loader import Skeleton, StageLoad  # noqa: E
 from firsttoken.progressive.loading.placement import build_lean  # noqa: E402
 from firsttoken.study.dtypes import DTYPES  # noqa: E402
 from firsttoken.study.system.cores import stay_on  # noqa: E402
-from firsttoken.together.borrowed.arrivals import follow  # noqa: E402
+from firsttoken.together.borrowed.arrivals import LayerArrivals, follow  # noqa: E402
 from firsttoken.together.borrowed.ends import neighbours_name  # noqa: E402
 from firsttoken.together.borrowed.loan import Loan  # noqa: E402
 from firsttoken.together.borrowed.replica import CONFIG, BorrowingReplica  # noqa: E402
@@ -74,8 +74,13 @@ def main(spec: BorrowSpec) -> dict[str, Any]:
     executor = LiveExecutor(skeleton.model, blocks, segments=own, device=skeleton.device, touched=False)
     with torch.inference_mode():
         if spec.variant == BORROWED:
-            replica = _borrowing(spec, manifest, executor, load)
+            arrivals = follow(load, skeleton.model.config.num_hidden_layers)
+            replica = _borrowing(spec, manifest, executor, load, arrivals)
+            built = time.perf_counter()
+            arrivals.wait()
+            ends = time.perf_counter()
             request, more = _borrowed(replica, prompt, spec.tokens, arrived)
+            more |= {"built_s": built - arrived, "ends_s": ends - arrived}
             replica.close()
         else:
             with load.streaming():
@@ -103,11 +108,13 @@ def _owned(executor: LiveExecutor, prompt: list[int], tokens: int) -> tuple[Requ
     return request, {"taken": [], "local_s": None, "lent_steps": 0, "lent_bytes": 0, "gone": ""}
 
 
-def _borrowing(spec: BorrowSpec, manifest: Manifest, executor: LiveExecutor, load: StageLoad) -> BorrowingReplica:
+def _borrowing(
+    spec: BorrowSpec, manifest: Manifest, executor: LiveExecutor, load: StageLoad, arrivals: LayerArrivals
+) -> BorrowingReplica:
     config = executor.model.config
     name = neighbours_name(Path(spec.staged), manifest)
     loan = Loan(spec.neighbour, name, config.num_hidden_layers, config.hidden_size)
-    return BorrowingReplica(executor, load.view.layers, follow(load, config.num_hidden_layers), loan)
+    return BorrowingReplica(executor, load.view.layers, arrivals, loan)
 
 
 def _borrowed(
