@@ -31,7 +31,8 @@ PROMPT_TOKENS = 16
 
 def step_ms(executor: Executor, running: int, steps: int) -> list[float]:
     """Milliseconds of each of so many steps in which ``running`` requests decode."""
-    engine = Engine(executor, EngineConfig(scheduler="sarathi", watermark=0.0, token_budget=running * PROMPT_TOKENS))
+    config = EngineConfig(scheduler="sarathi", watermark=0.0, requests=running, token_budget=running * PROMPT_TOKENS)
+    engine = Engine(executor, config)
     for request in range(running):
         engine.submit([request % 200 + 1] * PROMPT_TOKENS, Sampling(steps + 1))
     engine.step()
