@@ -22,6 +22,7 @@ from services import PATIENCE, byte_level, free_port, tiny_model, until
 
 from firsttoken.progressive.passlayer import pass_layers
 
+pytestmark = pytest.mark.long(seconds=25)
 KEY = "a-key"
 MISSING = {1: (1, 2, 3, 4), 2: (3, 4), 3: ()}  # layers of the staged one, by stage
 GATED = """
