@@ -68,7 +68,7 @@ def frontier(result: Result) -> Figure:
             _points(ax, result, measure, task)
         ax.set_xscale("log")
         ax.set_yscale("symlog", linthresh=GOALS[measure])
-        ax.set(ylabel=label, xlim=(0.18, 1.1))
+        ax.set(ylabel=label, xlim=(0.18, 1.1), ylim=(-GOALS[measure], 1.5 * ax.get_ylim()[1]))
         ax.xaxis.set_ticks(SHARES, [f"{share:g}" for share in SHARES])
         ax.xaxis.set_ticks([], minor=True)
         low, high = ax.get_ylim()
