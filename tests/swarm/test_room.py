@@ -51,3 +51,15 @@ def test_what_has_no_room_is_told(stretch, kind, said):
     with pytest.raises(kind, match=said):
         room.place({}, [stretch])
     assert room.pool.free == 8
+
+
+def test_layers_that_a_client_has_left_out_are_not_there_any_more():
+    """Until it sends its sequence again from the first token."""
+    room, mine = Room(8, 4, 2, 40), {}
+    for start, end, first in ((0, 5, 2), (5, 6, 3)):
+        room.place(mine, [Stretch(0, start, end)], first)
+        room.computed(mine, [Stretch(0, start, end)])
+    with pytest.raises(LostError, match="sequence 0 has nothing here of layer 2, where the step begins"):
+        room.place(mine, [Stretch(0, 6, 7)], 2)
+    room.place(mine, [Stretch(0, 0, 7)], 1)
+    assert mine[0].first == 1

@@ -20,6 +20,7 @@ WAY_LOOKS = {WHOLE: "S3", PRUNED: "S1", BORROWED: "measured"}
 def first_tokens(result: Result) -> Figure:
     """Seconds to the first token by the rate of the link, of the three ways, one panel a round trip."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     asked = result.parameters["borrowed"]
     rates, trips = sorted(asked["gbit_per_s"]), sorted(asked["rtt_ms"])
@@ -34,6 +35,7 @@ def first_tokens(result: Result) -> Figure:
         ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
         ax.set_xticks([], minor=True)
         ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
         ax.yaxis.set_minor_formatter("{x:g}")
         ax.tick_params(axis="y", which="minor", labelsize=8)
     axes[0, 0].set_ylabel("first token after the request, s")
