@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from firsttoken.assets.empty_model import build_on_meta, put
 from firsttoken.link import Link
@@ -24,7 +24,7 @@ from firsttoken.progressive.checkpoint.layout import CONFIG
 from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, check_side
 from firsttoken.progressive.loading.blobs import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
-from firsttoken.progressive.loading.memory import BUFFERS, Memory, PassingMemory, fresh, memory_for
+from firsttoken.progressive.loading.memory import BUFFERS, Memory, PassingMemory, memory_for, widened
 from firsttoken.progressive.loading.placement import Build, torch_dtype, untied_shapes
 from firsttoken.progressive.loading.reader import Blob, BlobReader
 from firsttoken.progressive.loading.views import StageView, check_whole, make_view
@@ -160,31 +160,24 @@ class StageLoad:
         file, first = self._reader.wait(self._first_part + index), part.data_start
         check_header(part, bytes(file[:first]))
         data, copied = self._memory.settle(file[first:])
-        begin = time.perf_counter()
+        begin, dtype = time.perf_counter(), self._skeleton.dtype
         for name, entry in part.brought.items():
             if name in part.cut:
                 continue
             raw = data[entry.start - first : entry.end - first]
             raw = raw.clone() if part.cut else raw  # a norm need not hold the memory of streams
-            put(*self._target(part, name), self._computing(raw.view(torch_dtype(entry.dtype)).reshape(entry.shape)))
+            put(*self._target(part, name), widened(raw.view(torch_dtype(entry.dtype)).reshape(entry.shape), dtype))
         if part.plane:
             self._skeleton.planes.place(part, file, partial(self._parameter, part))
             self._memory.let_go(file)
         else:
             for name in part.cut:
-                weights = first_weights(part, name, file, self._skeleton.device)
-                put(*self._target(part, name), self._computing(weights))
+                put(*self._target(part, name), widened(first_weights(part, name, file, self._skeleton.device), dtype))
         if self._manifest.tied and part.layer is None:
             head, embedding = self._targets["lm_head"], self._targets["embed_tokens"]
             head._parameters["weight"] = embedding._parameters["weight"]
         self.placing_s += time.perf_counter() - begin
         return copied
-
-    def _computing(self, weights: Tensor) -> Tensor:
-        """``weights`` in the dtype that computes, in memory that goes with them."""
-        if weights.dtype == self._skeleton.dtype:
-            return weights
-        return fresh(tuple(weights.shape), self._skeleton.dtype, self._skeleton.device).copy_(weights)
 
     def _parameter(self, part: PartFile, name: str) -> nn.Parameter:
         module, leaf = self._target(part, name)

@@ -31,6 +31,13 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return torch.frombuffer(host_memory(size), dtype=dtype, count=math.prod(shape)).view(shape)
 
 
+def widened(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """``weights`` as ``dtype``, in memory that goes with them."""
+    if weights.dtype == dtype:
+        return weights
+    return fresh(tuple(weights.shape), dtype, weights.device).copy_(weights)
+
+
 class Memory(Protocol):
     """What the loader asks of a place for weights."""
 
