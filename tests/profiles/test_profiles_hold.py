@@ -15,7 +15,7 @@ import torch
 
 from firsttoken.assets import models, needs
 from firsttoken.crosspoint.experiments import online, policies_replayed
-from firsttoken.kvreuse.experiments import setting
+from firsttoken.kvreuse.experiments import methods, setting
 from firsttoken.kvreuse.experiments.setting import HELD_OUT, ReuseConfig, Run
 from firsttoken.progressive.coldstart import experiments as coldstart
 from firsttoken.progressive.recovery import timeline
@@ -72,6 +72,7 @@ def true_world(truth: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(coldstart, "random_checkpoint", stop)
     monkeypatch.setattr(policies_replayed, "threshold_mix", stop)
     monkeypatch.setattr(online, "conversations", stop)
+    monkeypatch.setattr(methods, "times_here", lambda: None)  # known where prefill_latency was measured
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from firsttoken.progressive.planes.frontier import PrecisionConfig
 from firsttoken.progressive.planes.layouts import planes_of
 from firsttoken.progressive.served import ServedConfig, ServedModel, load_served
 from firsttoken.study import paths
-from firsttoken.study.dtypes import DTYPES
+from firsttoken.study.dtypes import named
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -68,7 +68,7 @@ def precision_start(profile: Profile) -> Outcome:
 
 
 def _starts(profile: Profile, config: PrecisionConfig, questions: str, served: ServedModel) -> list[Start]:
-    stored = DTYPES[config.stored]
+    stored = named(config.stored)
     source, parent = stored_source(served, stored), paths.CACHE / "checkpoints"
     name, block = f"{served.sha256[:12]}-{config.stored}", served.plan.block
     folder = parent / f"{name}-{block[0]}-{block[-1]}-bare"

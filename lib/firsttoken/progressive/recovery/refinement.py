@@ -22,7 +22,7 @@ from firsttoken.progressive.recovery.timeline import peak_growth, timeline_proce
 from firsttoken.progressive.recovery.timeline_trial import TimelineSpec
 from firsttoken.progressive.served import ServedConfig, ServedModel, load_served
 from firsttoken.study.clock import timed
-from firsttoken.study.dtypes import DTYPES
+from firsttoken.study.dtypes import named
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
@@ -81,7 +81,7 @@ def refinement_under_load(profile: Profile) -> Outcome:
     config = profile.section("refinement", RefinementConfig)
     check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
     served = load_served(profile)
-    stored = DTYPES[profile.section("precision", PrecisionConfig).stored]
+    stored = named(profile.section("precision", PrecisionConfig).stored)
     cut = planes_checkpoint(served, stored, config.split)
     whole = whole_checkpoint(replace(served, stored=stored))
     device, dtype = profile.torch_device(), profile.torch_dtype()
