@@ -346,6 +346,7 @@ def passages(split: str) -> list[tuple[str, str]]:
 
 SMALLER = {  # by the rule there are fewer transitions, whose number is in the name, and no copies of 1,024 tokens
     *("deviation_3", "per_block_of_memcpy", "coalesced_of_memcpy"),
+    *("kl_kept_256", "kl_coarse_256"),  # contexts are shorter
 }
 LEFT_OUT = {  # of the quick profile: more links, a second task
     "four_links_over_expected_1gbit_each",

@@ -23,8 +23,8 @@ class WorkerProcess:
     def __init__(self, nursery: Nursery, timeout_s: float) -> None:
         self._nursery = nursery
         self.folder = Path(tempfile.mkdtemp(prefix="firsttoken-"))
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
+        # the process's own context: one that is collected with its socket waits for that socket for ever
+        self._socket = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         address = f"ipc://{self.folder}/{secrets.token_hex(8)}"
@@ -64,5 +64,5 @@ class WorkerProcess:
         self._give_back()
 
     def _give_back(self) -> None:
-        self._context.destroy(linger=0)
+        self._socket.close(linger=0)
         shutil.rmtree(self.folder, ignore_errors=True)
