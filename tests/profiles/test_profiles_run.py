@@ -80,7 +80,7 @@ SMALL = {
     "survival": {
         "tokens": 5,
         "prompt_tokens": 8,
-        "servers": 2,
+        "servers": 3,
         "delay_ms": 1,
         "positions": [2],
         "faults": ["kill", "cut"],

@@ -60,6 +60,10 @@ class SurvivalConfig:
             raise ProfileError(f"survival: every number must be at least 1, and a prompt at most {MOST_TOKENS // 2}")
         if any(not 0 <= place < self.tokens for place in self.positions) or len(self.together) + 2 > self.tokens:
             raise ProfileError(f"survival.positions and together must lie within the {self.tokens} tokens")
+        if len(self.together) > self.servers:
+            raise ProfileError(
+                f"survival.together: {len(self.together)} faults for {self.servers} servers, one spare each"
+            )
 
     def needs(self) -> list[Need]:
         """The model has a block for each server, and the context."""
