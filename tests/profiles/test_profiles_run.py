@@ -60,7 +60,7 @@ from firsttoken.together.borrowed import trial as borrowed_trial
 
 SHORTER, FEWER = 32, 4
 LENGTHS = {"story_tokens", "tokens", "window_tokens", "max_tokens", "max_prompt_tokens", "prompt_tokens", "new_tokens"}
-LENGTHS |= {"stored_tokens", "shared_tokens", "contexts", "context_tokens", "continue_tokens", "sweep_tokens"}
+LENGTHS |= {"contexts", "context_tokens", "continue_tokens", "sweep_tokens"}
 COUNTS = {"passages", "items", "eval_items", "windows", "prompts", "closed_book", "calibration", "calibration_passages"}
 COUNTS |= {"stories", "watch_questions", "watch_windows", "search_windows", "steps", "clients", "readers"}
 AGAIN = {"rounds", "few_rounds", "repeats", "recomputes", "runs", "trials", "draws", "seeds", "copy_mib", "disk_mib"}
@@ -76,7 +76,7 @@ SMALL = {
     "chains": {"forwards": [1, 2], "forward_tokens": 4, "disk_repeats": 1, "clients": 8},
     "churn": {"servers": 12, "depth": 12, "events": 2},
     "one_engine": {"sessions": 2, "session_tokens": 32, "session_new_tokens": 40, "beside_tokens": 100, "sharing": 2}
-    | {"gbit_per_s": 10.0},
+    | {"gbit_per_s": 10.0, "stored_tokens": 32, "shared_tokens": 32},
     "survival": {
         "tokens": 5,
         "prompt_tokens": 8,

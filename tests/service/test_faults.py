@@ -39,6 +39,7 @@ def undisturbed(request: pytest.FixtureRequest) -> Iterator[Future | None]:
     before = httpx.post(f"{url}/v1/completions", json=ASKED, timeout=PATIENCE).json()["choices"]
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(httpx.post, f"{url}/v1/completions", json=ASKED | {"max_tokens": 80}, timeout=PATIENCE)
+        until(lambda: beside.done() or standing(url)[0], "it has its place before others take them")
         yield beside
         meanwhile = beside.result(PATIENCE)
     assert meanwhile.status_code == 200

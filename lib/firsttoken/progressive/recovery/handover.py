@@ -26,7 +26,7 @@ from firsttoken.study.stats import bootstrap
 KEEP, REDO = TRANSITIONS["naive"], TRANSITIONS["prefill again"]
 
 
-class _Loaded:
+class _Handed:
     """A checkpoint of which stages are brought one after another, in place, and requests that outlive it."""
 
     def __init__(
@@ -75,7 +75,7 @@ def handover_rows(
     """
     last = len(checkpoint.manifest.stages)
     cases = [(index, context) for index in range(len(windows)) for context in contexts]
-    model = _Loaded(checkpoint, device, dtype, max(contexts) + following, 3 * len(cases))
+    model = _Handed(checkpoint, device, dtype, max(contexts) + following, 3 * len(cases))
     model.bring(1)
     text = {case: (windows[case[0]][: case[1]], windows[case[0]][case[1] : case[1] + following]) for case in cases}
     probes = {case: (model.begun(before[:-1]), model.begun(before[:-1])) for case, (before, _) in text.items()}
@@ -113,7 +113,7 @@ def same_logits(
     """Whether what came in planes says after ``ids``, bit by bit, what the plain whole model says."""
     said = []
     for checkpoint in (planes, whole):
-        model = _Loaded(checkpoint, device, dtype, len(ids), 1)
+        model = _Handed(checkpoint, device, dtype, len(ids), 1)
         for stage in range(1, len(checkpoint.manifest.stages) + 1):
             model.bring(stage)
         said.append(model.begun(ids[:-1]).feed(ids[-1:]))

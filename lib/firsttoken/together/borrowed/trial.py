@@ -28,7 +28,7 @@ from firsttoken.progressive.coldstart.starts import tokenize  # noqa: E402
 from firsttoken.progressive.coldstart.variants import VARIANTS  # noqa: E402
 from firsttoken.progressive.loading.loader import Skeleton, StageLoad  # noqa: E402
 from firsttoken.progressive.loading.placement import build_lean  # noqa: E402
-from firsttoken.study.dtypes import DTYPES  # noqa: E402
+from firsttoken.study.dtypes import DTYPES, named  # noqa: E402
 from firsttoken.study.system.cores import stay_on  # noqa: E402
 from firsttoken.together.borrowed.arrivals import LayerArrivals, follow  # noqa: E402
 from firsttoken.together.borrowed.ends import neighbours_name  # noqa: E402
@@ -66,7 +66,7 @@ def main(spec: BorrowSpec) -> dict[str, Any]:
     prompt = tokenize(spec, VARIANTS["whole_streamed"])[0].tolist()
     folder, link = Path(spec.staged), Link(LinkConfig(spec.gbit_per_s))
     manifest = read_manifest(folder)
-    skeleton = Skeleton(folder, manifest, spec.device, DTYPES.get(spec.dtype), build_lean)
+    skeleton = Skeleton(folder, manifest, spec.device, named(spec.dtype) if spec.dtype in DTYPES else None, build_lean)
     load = StageLoad(folder, manifest, [1], [link], skeleton, skeleton.empty_view(), threads=spec.readers, verify=False)
     load.view.activate(skeleton.model)
     blocks = -(-(len(prompt) + spec.tokens) // 16) + 1
