@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING
 
 from firsttoken.study.plot import COLOURS, LOOKS
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
 
 _PANELS = (  # scene, unit, what is drawn by the rows' names, and the goal: so many times which
     (ARRIVAL, "ms", {"decode_s": "nobody prefills", "with_prompt_s": "beside a new prompt"}, 1.25, "with_prompt_s"),
-    (LINK, "s", {"alone_s": "alone, pipelined", "beside_s": "beside eight who run"}, 1.15, "alone_s"),
+    (LINK, "s", {"alone_s": "alone, pipelined", "beside_s": "beside those who run"}, 1.15, "alone_s"),
     (LINK, "ms", {"plain_tbt_s": "only decodes", "tbt_s": "while it comes"}, 1.25, "plain_tbt_s"),
 )
-_MORE = {"moving_s": "four of eight move, median", "gap_s": "four of eight move, longest"}
+_MORE = {"moving_s": "half of them move, median", "gap_s": "half of them move, longest"}
 _TITLES = ("Gaps between tokens of those who stay", "First token of a stored prefix", "P99 between tokens of who runs")
 
 
@@ -44,8 +45,7 @@ def _panel(ax: Axes, rows: Rows, drawn: dict[str, str], scale: float) -> None:
     for place, name in enumerate(drawn):
         values = sorted(scale * row[name] for row in rows)
         ax.plot(values, [place] * len(values), look.marker, color=look.colour, alpha=0.45, markersize=6)
-        median = values[len(values) // 2]
-        ax.plot([median] * 2, [place - 0.3, place + 0.3], color=look.colour, linewidth=2.5)
+        ax.plot([median(values)] * 2, [place - 0.3, place + 0.3], color=look.colour, linewidth=2.5)
     ax.set_yticks(range(len(drawn)), list(drawn.values()))
     ax.set_ylim(len(drawn) - 0.5, -0.5)
 
