@@ -46,6 +46,7 @@ def recoveries(result: Result) -> Figure:
 def token_times(result: Result) -> Figure:
     """Seconds of each token of the generation with several faults, beside the undisturbed one's."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator
 
     fig, ax = plt.subplots(figsize=(9, 3.6))
     struck = [row for row in result.rows if row["what"] == "fault" and row["faults_in_it"] > 1]
@@ -59,6 +60,8 @@ def token_times(result: Result) -> Figure:
             at = (row["position"], row["step_s"])
             ax.annotate(FAULTS[row["fault"]], at, (6, 4), textcoords="offset points", fontsize=9)
     ax.set(yscale="log", xlabel="token", ylabel="its step, s")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter("{x:g}")
     ax.margins(x=0.03, y=0.18)
     fig.legend(loc="outside lower center", ncols=2, fontsize=9)
