@@ -1,0 +1,47 @@
+"""The experiments of this room. Layers on other machines."""
+
+from __future__ import annotations
+
+from firsttoken.study.experiment import Experiment
+
+_SWARM = "firsttoken.swarm.experiments"
+
+EXPERIMENTS = (
+    Experiment(
+        "swarm_survival",
+        "Servers killed, stopped and cut off",
+        "50",
+        f"{_SWARM}.swarm_survival:swarm_survival",
+        "survival_summary",
+        ("quick", "full"),
+    ),
+    Experiment(
+        "swarm_transport",
+        "What the way through servers takes",
+        "50",
+        f"{_SWARM}.swarm_transport:swarm_transport",
+        "transport_summary",
+        ("quick", "full"),
+    ),
+    Experiment(
+        "eight_bits",
+        "Weights and hidden states in 8 bits",
+        "51",
+        f"{_SWARM}.eight_bits:eight_bits",
+        "eight_bits_summary",
+    ),
+    Experiment(
+        "swarm_chains",
+        "A chain of servers beside offloading",
+        "52",
+        f"{_SWARM}.swarm_chains:swarm_chains",
+        "chains_summary",
+    ),
+    Experiment(
+        "swarm_churn",
+        "A swarm whose servers come and go",
+        "52",
+        f"{_SWARM}.swarm_churn:swarm_churn",
+        "churn_summary",
+    ),
+)

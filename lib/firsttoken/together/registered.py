@@ -1,0 +1,24 @@
+"""The experiments of this room. What the systems do for one another."""
+
+from __future__ import annotations
+
+from firsttoken.study.experiment import Experiment
+
+_TOGETHER = "firsttoken.together"
+
+EXPERIMENTS = (
+    Experiment(
+        "one_engine",
+        "Stages, stored prefixes and shared prompts on one engine",
+        "60",
+        f"{_TOGETHER}.one_engine:one_engine",
+        "one_engine_summary",
+    ),
+    Experiment(
+        "borrowed_start",
+        "A start that borrows from a warm neighbour",
+        "56",
+        f"{_TOGETHER}.borrowed.experiment:borrowed_start",
+        f"{_TOGETHER}.borrowed.summary:borrowed_start_summary",
+    ),
+)
