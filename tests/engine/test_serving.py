@@ -12,7 +12,8 @@ import pytest
 
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
-from firsttoken.engine.serving import Server, Stream
+from firsttoken.engine.serving import Server
+from firsttoken.engine.streams import Stream
 from firsttoken.engine.swap.path import Moved, Movement
 from firsttoken.engine.work import Work
 from firsttoken.study.errors import BusyError, RequestError

@@ -10,7 +10,7 @@ from pathlib import Path
 from plain_tokens import Plain, check_greedy, generated, judged
 from transformers import AutoModelForCausalLM
 
-from firsttoken.engine.serving import Stream, TokenEvent
+from firsttoken.engine.streams import Stream, TokenEvent
 from firsttoken.progressive.loading.blobs import adapter_blobs, part_blobs
 from firsttoken.progressive.served import at_stage
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.loader import StageLoad
+from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.loading.views import StageView
 
 ALL = (1, 2, 3)

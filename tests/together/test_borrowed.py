@@ -23,7 +23,8 @@ from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import read_manifest
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.loader import StageLoad
+from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.study.errors import LinkError, SwarmError
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from firsttoken.engine.admission import check_admission
 from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.brought import PrefixSource
 from firsttoken.engine.config import USUAL, EngineConfig
@@ -23,7 +24,6 @@ from firsttoken.engine.trace import Step, Trace
 from firsttoken.engine.victims import VICTIMS
 from firsttoken.engine.views import Transition, View
 from firsttoken.engine.work import Kind, Work, parted
-from firsttoken.study.errors import RequestError
 
 LOOK_S = 0.001  # between two looks at what comes from elsewhere
 
@@ -91,16 +91,7 @@ class Engine:
         """
         arrival_s = self.executor.now() if arrival_s is None else arrival_s
         request = Request(self._numbers, prompt, sampling, arrival_s, moves=moves)
-        self._check(request)
-        if source is not None and not 0 < source.tokens < request.prompt_tokens:
-            raise RequestError(
-                f"a stored prefix of {source.tokens} tokens does not fit a prompt of {request.prompt_tokens}; "
-                "at least one token has to be computed"
-            )
-        if source is not None and sampling.prompt_logprobs:
-            raise RequestError(
-                "the chances of a prompt whose first tokens are brought are not known; ask for no source"
-            )
+        check_admission(request, source, self.executor, self.pool)
         request.source = source
         self._numbers += 1
         self._open[request.number] = request
@@ -237,15 +228,3 @@ class Engine:
         """The open ``request`` has its last token."""
         del self._open[request.number]
         self.scheduler.end(request)
-
-    def _check(self, request: Request) -> None:
-        limits, most = self.executor.limits, request.prompt_tokens + request.sampling.max_tokens
-        asked = f"a prompt of {request.prompt_tokens} tokens and {request.sampling.max_tokens} new ones"
-        if most > limits.context:
-            raise RequestError(f"{asked} exceed the model's context of {limits.context} tokens; ask for fewer")
-        usable = self.pool.count - self.pool.watermark
-        if -(-request.most_cached // self.executor.block_tokens) > usable:
-            room = usable * self.executor.block_tokens
-            raise RequestError(f"{asked} exceed the KV pool of {room} tokens; ask for fewer or make the pool larger")
-        if min(request.tokens) < 0 or max(request.tokens) >= limits.vocabulary:
-            raise RequestError(f"the prompt holds a token outside the vocabulary of {limits.vocabulary}")

@@ -5,37 +5,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from firsttoken.engine.request import GREEDY, Request, Sampling
+from firsttoken.engine.request import GREEDY, Sampling
+from firsttoken.engine.streams import Stream, TokenEvent
 from firsttoken.study.errors import BusyError, RequestError
 
 if TYPE_CHECKING:  # clients may come before what computes has been imported
     from firsttoken.engine.brought import PrefixSource
-    from firsttoken.engine.chances import Chance
     from firsttoken.engine.engine import Engine
     from firsttoken.engine.views import Transition, View
-
-
-class TokenSink(Protocol):
-    """Where a stream's tokens go: each in its turn, then None, or the error that ended it."""
-
-    def put(self, item: TokenEvent | Exception | None) -> None:
-        """Called from the engine's thread."""
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """A generated token, the stage that computed it (0: the model has none), and when (``time.monotonic`` seconds);
-    how likely it was, where that was asked for."""
-
-    token_id: int
-    stage: int
-    at_s: float
-    chance: Chance | None = None
 
 
 @dataclass(frozen=True)
@@ -46,66 +28,6 @@ class Standing:
     waiting: int = 0
     blocks_used: int = 0
     blocks: int = 0
-
-
-class Stream:
-    """The tokens of one request, in order; iterating waits for the next. ``request`` is None until an engine has it.
-
-    A client that goes away closes the stream (or leaves its ``with`` block): the request ends and its blocks are free.
-    ``leave`` is called for it, and ``ended`` before the client can know that there is no more. What goes to another
-    ``inbox`` cannot be read here.
-    """
-
-    def __init__(
-        self,
-        leave: Callable[[Stream, bool], None],
-        ended: Callable[[Stream], None] | None = None,
-        inbox: TokenSink | None = None,
-    ) -> None:
-        self.request: Request | None = None
-        self._leave = leave
-        self._ended = ended
-        self._events: queue.SimpleQueue = queue.SimpleQueue()
-        self._inbox = inbox or self._events
-
-    def __iter__(self) -> Iterator[int]:
-        """The tokens' ids; raises as ``events``."""
-        for event in self.events():
-            yield event.token_id
-
-    def events(self) -> Iterator[TokenEvent]:
-        """The tokens as they come. Raises what ended the request before it was done: a RequestError when the server was
-        closed or could not take it."""
-        while (event := self._events.get()) is not None:
-            if isinstance(event, Exception):
-                self._events.put(event)
-                raise event
-            yield event
-        self._events.put(None)  # who asks again does not wait for ever
-
-    def close(self) -> None:
-        """End the request, and wait until it has ended; does nothing when it is over."""
-        self._leave(self, True)
-
-    def cancel(self) -> None:
-        """End the request before the engine's next step, without waiting for it."""
-        self._leave(self, False)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def put(self, event: TokenEvent) -> None:
-        """Hand a token to the client."""
-        self._inbox.put(event)
-
-    def end(self, error: Exception | None = None) -> None:
-        """No more tokens."""
-        if self._ended is not None:
-            self._ended(self)
-        self._inbox.put(error)
 
 
 def _failed(error: Exception) -> Exception:

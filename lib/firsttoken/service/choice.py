@@ -11,7 +11,7 @@ from firsttoken.service.text import StopFilter, TextStream, Vocabulary
 
 if TYPE_CHECKING:
     from firsttoken.engine.request import Request
-    from firsttoken.engine.serving import Stream, TokenEvent
+    from firsttoken.engine.streams import Stream, TokenEvent
 
 
 @dataclass(frozen=True)

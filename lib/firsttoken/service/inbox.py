@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from firsttoken.engine.serving import TokenEvent
+    from firsttoken.engine.streams import TokenEvent
 
     Item = TokenEvent | Exception | None
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.serving import Server, Standing, Stream, TokenSink
+from firsttoken.engine.serving import Server, Standing
+from firsttoken.engine.streams import Stream, TokenSink
 from firsttoken.progressive.recovery.limits import GrowthConfig
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
 

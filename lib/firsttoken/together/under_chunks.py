@@ -21,7 +21,8 @@ from firsttoken.engine.engine import Engine
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.serving import Server, Stream, TokenEvent
+from firsttoken.engine.serving import Server
+from firsttoken.engine.streams import Stream, TokenEvent
 from firsttoken.study.dtypes import AUTO, name_of, resolve
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.record import Rows

@@ -14,9 +14,10 @@ from firsttoken.lean.model import LeanModel
 from firsttoken.lean.tokenizer import read_tokenizer
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import read_manifest
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.loading.lora import LoraLinear
 from firsttoken.progressive.loading.placement import build_lean
+from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
 

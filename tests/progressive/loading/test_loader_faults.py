@@ -15,8 +15,9 @@ from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.manifest import read_manifest, write_manifest
 from firsttoken.progressive.loading import loader as loading
 from firsttoken.progressive.loading.blobs import parts_of
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.loading.memory import HostMemory
+from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.served import at_stage
 from firsttoken.study.errors import FirstTokenError, LinkError, ModelError, StageError
 

@@ -19,9 +19,10 @@ from firsttoken.data_server import DataServer
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.loading.blobs import part_blobs
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.loading.reader import Blob, BlobReader
 from firsttoken.progressive.loading.remote import Remote, RemotePath
+from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.study.errors import LinkError, ModelError
 
 Serve = Callable[[Path], RemotePath]

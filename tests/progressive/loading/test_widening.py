@@ -10,8 +10,9 @@ from firsttoken.assets.models import as_stored
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.loading.peers import load_with
+from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.recovery.server import GrowingServer
 from firsttoken.study import dtypes
 

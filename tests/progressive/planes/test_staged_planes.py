@@ -16,8 +16,9 @@ from firsttoken.assets.lock import file_sha256
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import read_manifest, verify, write_manifest
 from firsttoken.progressive.checkpoint.plan import Stage
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.loading.placement import torch_dtype
+from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.planes.assemble import assemble
 from firsttoken.progressive.planes.layouts import SPLITS, planes_of
 from firsttoken.progressive.planes.plan import UNCUT, by_planes

@@ -23,7 +23,7 @@ from growing import (
 from plain_tokens import Plain, check_greedy, judged
 
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.serving import TokenEvent
+from firsttoken.engine.streams import TokenEvent
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.plan import coarse_first, whole
 from firsttoken.progressive.recovery.server import GrowingServer

@@ -16,7 +16,7 @@ from growing import (
     until,
 )
 
-from firsttoken.engine.serving import Stream
+from firsttoken.engine.streams import Stream
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.recovery.server import GrowingServer
 from firsttoken.study.errors import BusyError

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.plan import coarse_first
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.loader import StageLoad
+from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.loading.views import changed
 from firsttoken.progressive.recovery.probe import Probe
 from firsttoken.progressive.recovery.transitions import (

@@ -22,8 +22,9 @@ from firsttoken.progressive.checkpoint.plan import by_layers, whole
 from firsttoken.progressive.checkpoint.sources import FolderSource, Origin, RandomSource
 from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.coldstart.materials import write_stock
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.loading.lora import WEIGHTS, parse_adapter
+from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.study.content import sha256_of
 from firsttoken.study.errors import CacheError
 from fuzzing import mutators

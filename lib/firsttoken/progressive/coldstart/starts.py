@@ -76,8 +76,9 @@ def start_ours(
 ) -> tuple[int, More]:
     """Our loader, the prefill behind it or in its stream: the first token, and what to measure after it."""
     from firsttoken.assets.empty_model import build_on_meta
-    from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+    from firsttoken.progressive.loading.loader import StageLoad
     from firsttoken.progressive.loading.placement import build_lean
+    from firsttoken.progressive.loading.skeleton import Skeleton
 
     folder = Path(spec.staged)
     manifest = read_manifest(folder)

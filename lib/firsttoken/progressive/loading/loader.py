@@ -12,62 +12,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from firsttoken.assets.empty_model import build_on_meta, put
+from firsttoken.assets.empty_model import put
 from firsttoken.link import Link
-from firsttoken.progressive.checkpoint.completeness import check_complete, check_header
-from firsttoken.progressive.checkpoint.layout import CONFIG
+from firsttoken.progressive.checkpoint.completeness import check_header
 from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, check_side
 from firsttoken.progressive.loading.blobs import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
 from firsttoken.progressive.loading.memory import BUFFERS, Memory, PassingMemory, memory_for, widened
-from firsttoken.progressive.loading.placement import Build, torch_dtype, untied_shapes
+from firsttoken.progressive.loading.placement import torch_dtype
 from firsttoken.progressive.loading.reader import Blob, BlobReader
+from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.loading.views import StageView, check_whole, make_view
 from firsttoken.progressive.passlayer import PassLayer
-from firsttoken.progressive.planes.placing import Planes, first_weights
+from firsttoken.progressive.planes.placing import first_weights
 from firsttoken.study.errors import ModelError
-
-
-class Skeleton:
-    """The model of a staged checkpoint with no weights yet, and its layers by index whether they compute or not.
-
-    It computes in ``dtype``, or as it is stored; what arrives is converted as it is put in its place. ``build`` makes
-    the stock model, or the lean one (``placement.build_lean``). Raises ModelError for a config.json that is not the one
-    that was staged, or describes another model than the manifest.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
-        build: Build = build_on_meta,
-    ) -> None:
-        check_side(folder, manifest, CONFIG)
-        self.dtype = dtype or torch_dtype(manifest.dtype)
-        self.model = build(folder, self.dtype)
-        self.folder, self.device = folder, torch.device(device)
-        self.model.model.rotary_emb.to(self.device)
-        self.layers: list[nn.Module] = list(self.model.model.layers)
-        self.planes = Planes()
-        check_complete(folder, manifest, untied_shapes(self.model))
-
-    def empty_view(self) -> StageView:
-        """No layer has arrived."""
-        inner = self.model.model
-        ends = {"embed_tokens": inner.embed_tokens, "norm": inner.norm, "lm_head": self.model.lm_head}
-        return make_view(0, [PassLayer() for _ in self.layers], ends)
-
-    def release(self) -> None:
-        """Let go of the layers: the views that there are keep theirs, and no other can be made."""
-        self.layers.clear()
-        self.model.model.layers = nn.ModuleList()
 
 
 class StageLoad:

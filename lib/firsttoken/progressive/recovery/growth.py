@@ -91,8 +91,8 @@ class Growth:
 
     def first(self) -> StageLoad:
         """Begin to load stage 1. Raises ModelError, StageError or LinkError when it cannot begin."""
-        from firsttoken.progressive.loading.loader import Skeleton
         from firsttoken.progressive.loading.placement import build_lean, torch_dtype
+        from firsttoken.progressive.loading.skeleton import Skeleton
 
         manifest = read_manifest(self._folder)
         self.stages = len(manifest.stages)

@@ -13,7 +13,8 @@ from tqdm import tqdm
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.link import Link
 from firsttoken.progressive.coldstart.materials import Checkpoint
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.loader import StageLoad
+from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.loading.views import StageView
 from firsttoken.progressive.recovery.limits import BLOCK_TOKENS
 from firsttoken.progressive.recovery.probe import Probe

@@ -16,7 +16,8 @@ from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.link import Link
 from firsttoken.progressive.coldstart.materials import Checkpoint, bare_checkpoint, served_checkpoint
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad
+from firsttoken.progressive.loading.loader import StageLoad
+from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.loading.views import StageView
 from firsttoken.progressive.recovery.probe import Probe
 from firsttoken.progressive.recovery.transitions import TRANSITIONS, Transition

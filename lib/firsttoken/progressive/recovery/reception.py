@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.serving import Server, Standing, Stream, TokenSink
+from firsttoken.engine.serving import Server, Standing
+from firsttoken.engine.streams import Stream, TokenSink
 from firsttoken.progressive.recovery.growth import Growth
 from firsttoken.progressive.recovery.limits import GrowthConfig
 from firsttoken.study.errors import BusyError, StageError

@@ -26,8 +26,9 @@ from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest  
 from firsttoken.progressive.coldstart.spec import TrialSpec  # noqa: E402
 from firsttoken.progressive.coldstart.starts import tokenize  # noqa: E402
 from firsttoken.progressive.coldstart.variants import VARIANTS  # noqa: E402
-from firsttoken.progressive.loading.loader import Skeleton, StageLoad  # noqa: E402
+from firsttoken.progressive.loading.loader import StageLoad  # noqa: E402
 from firsttoken.progressive.loading.placement import build_lean  # noqa: E402
+from firsttoken.progressive.loading.skeleton import Skeleton  # noqa: E402
 from firsttoken.study.dtypes import DTYPES, named  # noqa: E402
 from firsttoken.study.system.cores import stay_on  # noqa: E402
 from firsttoken.together.borrowed.arrivals import LayerArrivals, follow  # noqa: E402
