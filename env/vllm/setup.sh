@@ -3,17 +3,12 @@
 # .venv-vllm/firsttoken.stamp remembers which lock it holds, so that a second run costs nothing.
 set -euo pipefail
 
-readonly PIP="26.3"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$root/env/venv.sh"
 lock="$root/env/vllm/requirements.lock"
 venv="$root/.venv-vllm"
 python="$venv/bin/python"
 stamp="$venv/firsttoken.stamp"
-
-fail() {
-    echo "firsttoken: $*" >&2
-    exit 2
-}
 
 if [[ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]]; then
     fail "the pinned vLLM is built for Linux on x86-64; this is $(uname -s) on $(uname -m)"
@@ -23,17 +18,10 @@ if [[ -f "$stamp" && "$(cat "$stamp")" == "$holds" ]] && "$python" -c 'import fi
     exit
 fi
 rm -f "$stamp"
-if ! "$python" -m pip --version >/dev/null 2>&1; then
-    base="${PYTHON:-python3}"
-    "$base" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null ||
-        fail "$base is no Python 3.11 to 3.14; set PYTHON=/path/to/python3.11"
-    "$base" -m venv --clear "$venv" ||
-        fail "$base cannot make $venv; Debian and Ubuntu need \`apt install python3-venv\`"
-fi
 echo "firsttoken: installing vLLM into .venv-vllm; some minutes"
 # torch alone brings what it needs (CUDA libraries, in some builds); of the rest, the lock names every package
-"$python" -m pip install --disable-pip-version-check "pip==$PIP" &&
-    "$python" -m pip install "$(grep '^torch==' "$lock")" &&
+bare_venv "$venv" 14
+"$python" -m pip install "$(grep '^torch==' "$lock")" &&
     "$python" -m pip install --no-deps -r "$lock" &&
     "$python" -m pip uninstall --yes -qq torchvision torchaudio torchcodec &&
     "$python" -m pip install --no-deps --no-build-isolation -e "$root" ||

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from firsttoken.link import Link
-from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
+from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, read_manifest, write_manifest
 from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.loading.views import StageView
+from firsttoken.study.errors import ModelError
 
 ALL = (1, 2, 3)
 
@@ -51,6 +55,24 @@ class Loads:
     def answer(self, ids: Tensor, view: StageView | None = None) -> Tensor:
         (view or self.view).activate(self.model)
         return self.model(ids, use_cache=False).logits
+
+
+def refused(staged, words: str) -> None:
+    """What reads the manifest, builds the model or loads the stages says so, in one line; those before it load."""
+    with pytest.raises(ModelError, match=words) as caught:
+        loads = Loads(staged)
+        for stage in range(1, len(loads.manifest.stages) + 1):
+            loads.bring(stage)
+    assert "\n" not in str(caught.value)
+
+
+def retold(staged, stage: int, index: int, change: Callable[[PartFile], list[PartFile]]) -> None:
+    """The manifest with other parts in the place of one, summed again as somebody would who knows of its hash."""
+    manifest = read_manifest(staged.folder)
+    stages, parts = list(manifest.stages), list(manifest.stages[stage - 1].parts)
+    parts[index : index + 1] = change(parts[index])
+    stages[stage - 1] = replace(stages[stage - 1], parts=tuple(parts))
+    write_manifest(staged.folder, replace(manifest, stages=tuple(stages)))
 
 
 @torch.inference_mode()

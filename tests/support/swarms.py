@@ -6,16 +6,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from plain_tokens import Plain
+from plain_tokens import TOLERANCE, Plain, generated
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import firsttoken.options  # noqa: F401  (servers are copies of this process, and need it)
+from firsttoken.assets.shapes import shape_config
 from firsttoken.study import warm
 from firsttoken.swarm.actions import run  # noqa: F401  (as above)
 from firsttoken.swarm.background import wait_for
@@ -32,6 +34,29 @@ class Asked:
 
     prompt: list[int]
     plain: Plain
+
+
+def varied() -> PreTrainedModel:
+    """Six layers whose tokens vary: with the usual weights it would repeat itself for ever."""
+    config = shape_config(f"tiny-{DEPTH}")
+    config.update({"initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+
+
+def asking(model: PreTrainedModel) -> Callable[[int, int], Asked]:
+    """Makes a prompt of so many tokens and the greedy answer to it of so many, none of them a near tie."""
+    draw = torch.Generator().manual_seed(4)
+
+    def ask(length: int, answer: int) -> Asked:
+        while True:
+            prompt = torch.randint(256, (length,), generator=draw).tolist()
+            plain = generated(model, prompt, answer)
+            if plain.margin > TOLERANCE and len(set(plain.tokens)) > answer // 2:
+                return Asked(prompt, plain)
+
+    return ask
 
 
 class Here:

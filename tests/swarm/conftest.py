@@ -7,24 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from plain_tokens import TOLERANCE, generated
-from swarms import DEPTH, Asked, Here, copied
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from swarms import Asked, Here, asking, copied, varied
+from transformers import PreTrainedModel
 
-from firsttoken.assets.shapes import shape_config
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.remote import RemoteModel
 
 
 @pytest.fixture(scope="session")
 def tiny() -> PreTrainedModel:
-    """Six layers whose tokens vary: with the usual weights it would repeat itself for ever."""
-    config = shape_config(f"tiny-{DEPTH}")
-    config.update({"initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    return varied()
 
 
 @pytest.fixture(scope="session")
@@ -38,17 +30,7 @@ def folder(tiny: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="session")
 def asked(tiny: PreTrainedModel) -> Callable[[int, int], Asked]:
-    """A prompt of so many tokens and the greedy answer to it of so many, none of them a near tie."""
-    draw = torch.Generator().manual_seed(4)
-
-    def ask(length: int, answer: int) -> Asked:
-        while True:
-            prompt = torch.randint(256, (length,), generator=draw).tolist()
-            plain = generated(tiny, prompt, answer)
-            if plain.margin > TOLERANCE and len(set(plain.tokens)) > answer // 2:
-                return Asked(prompt, plain)
-
-    return ask
+    return asking(tiny)
 
 
 @pytest.fixture

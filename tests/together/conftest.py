@@ -7,12 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
-from plain_tokens import TOLERANCE, generated
-from swarms import DEPTH, Asked, Here, copied
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from swarms import DEPTH, Asked, Here, asking, copied, varied
+from transformers import PreTrainedModel
 
-from firsttoken.assets.shapes import shape_config
 from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.together.borrowed.ends import ends_first
@@ -20,12 +17,7 @@ from firsttoken.together.borrowed.ends import ends_first
 
 @pytest.fixture(scope="session")
 def lent() -> PreTrainedModel:
-    """Layers whose tokens vary: with the usual weights it would repeat itself for ever."""
-    config = shape_config(f"tiny-{DEPTH}")
-    config.update({"initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    return varied()
 
 
 @pytest.fixture(scope="session")
@@ -39,17 +31,7 @@ def ends_folder(lent: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def asked(lent: PreTrainedModel) -> Callable[[int, int], Asked]:
-    """A prompt of so many tokens and the greedy answer to it of so many, none of them a near tie."""
-    draw = torch.Generator().manual_seed(4)
-
-    def ask(length: int, answer: int) -> Asked:
-        while True:
-            prompt = torch.randint(256, (length,), generator=draw).tolist()
-            plain = generated(lent, prompt, answer)
-            if plain.margin > TOLERANCE and len(set(plain.tokens)) > answer // 2:
-                return Asked(prompt, plain)
-
-    return ask
+    return asking(lent)
 
 
 @pytest.fixture

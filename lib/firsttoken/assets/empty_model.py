@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from firsttoken.assets.model_config import read_config
+from firsttoken.assets.on_meta import on_meta
 from firsttoken.study.errors import ModelError
 
 if TYPE_CHECKING:  # a lean start needs none of it
@@ -43,13 +44,8 @@ def build_on_meta(folder: Path, dtype: torch.dtype, layers: range | None = None)
 def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """A model of ``kind`` and ``config`` in eval mode, as :func:`build_on_meta` makes it."""
     config.dtype = dtype
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model = kind(config)
-    finally:
-        torch.set_default_dtype(before)
+    with on_meta(dtype):
+        model = kind(config)
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config)
     return model.eval().requires_grad_(False)

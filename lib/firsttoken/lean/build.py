@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from firsttoken.assets.on_meta import on_meta
 from firsttoken.lean.config import LeanConfig, lean_config
 from firsttoken.lean.layers import RotaryEmbedding
 from firsttoken.lean.model import LeanModel
@@ -19,12 +20,7 @@ def lean_on_meta(folder: Path, dtype: torch.dtype) -> LeanModel:
 
 def empty_lean(config: LeanConfig, dtype: torch.dtype) -> LeanModel:
     """A model of ``config`` in eval mode, as :func:`lean_on_meta` makes it."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model = LeanModel(config)
-    finally:
-        torch.set_default_dtype(before)
+    with on_meta(dtype):
+        model = LeanModel(config)
     model.model.rotary_emb = RotaryEmbedding(config)
     return model.eval().requires_grad_(False)

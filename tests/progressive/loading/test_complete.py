@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loads import ALL, Loads, stock_answer
+from loads import ALL, Loads, refused, retold, stock_answer
 from safetensors.torch import load_file, save_file
 
 from firsttoken.assets.lock import file_sha256
@@ -18,25 +18,6 @@ from firsttoken.study.errors import ModelError
 from firsttoken.study.foreign.tensors import read_header
 
 Q, OUT, K = (f"model.layers.4.self_attn.{name}_proj.weight" for name in "qok")
-
-
-def refused(staged, words: str) -> None:
-    """What reads the manifest, builds the model or loads the stages says so, in one line."""
-    with pytest.raises(ModelError, match=words) as caught:
-        loads = Loads(staged)
-        for stage in range(1, len(loads.manifest.stages) + 1):
-            loads.bring(stage)
-    assert "\n" not in str(caught.value)
-
-
-def edited(staged, stage: int, part: int, change) -> None:
-    """The manifest with another part, summed again as somebody would who knows of its hash."""
-    manifest = read_manifest(staged.folder)
-    stages, parts = list(manifest.stages), list(manifest.stages[stage - 1].parts)
-    made = change(parts[part])
-    parts[part : part + 1] = [made] if made else []
-    stages[stage - 1] = replace(stages[stage - 1], parts=tuple(parts))
-    write_manifest(staged.folder, replace(manifest, stages=tuple(stages)))
 
 
 def without(name):
@@ -82,7 +63,7 @@ def as_bf16(part):
 )
 def test_a_part_that_is_told_otherwise(stage, change, words):
     staged = stage()
-    edited(staged, 3, 0, change)
+    retold(staged, 3, 0, lambda part: [made] if (made := change(part)) else [])
     refused(staged, words)
 
 
@@ -129,7 +110,7 @@ def rewritten(staged, stage: int, part: int, change) -> None:
     change(tensors)
     save_file(tensors, path)
     told = {"tensors": read_header(path).tensors, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    edited(staged, stage, part, lambda part: replace(part, **told))
+    retold(staged, stage, part, lambda part: [replace(part, **told)])
 
 
 @pytest.mark.parametrize(

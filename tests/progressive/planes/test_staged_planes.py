@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from loads import Loads, stock_answer
+from loads import Loads, refused, retold, stock_answer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from firsttoken.__main__ import main
 from firsttoken.assets.lock import file_sha256
 from firsttoken.link import Link
-from firsttoken.progressive.checkpoint.manifest import read_manifest, verify, write_manifest
+from firsttoken.progressive.checkpoint.manifest import read_manifest, verify
 from firsttoken.progressive.checkpoint.plan import Stage
 from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.loading.placement import torch_dtype
@@ -118,24 +118,6 @@ def test_a_dtype_that_does_not_hold_what_is_stored_is_refused(stage_planes):
 # what is refused
 
 
-def refused(staged, words: str) -> None:
-    """The stages before the damage serve, and what is wrong is said in one line."""
-    with pytest.raises(ModelError, match=words) as caught:
-        loads = Loads(staged)
-        for stage in range(1, len(loads.manifest.stages) + 1):
-            loads.bring(stage)
-    assert "\n" not in str(caught.value)
-
-
-def changed(staged, stage: int, index: int, change) -> None:
-    """The manifest with another part, summed again as somebody would who knows of its hash."""
-    manifest = read_manifest(staged.folder)
-    stages, parts = list(manifest.stages), list(manifest.stages[stage - 1].parts)
-    parts[index : index + 1] = change(parts[index])
-    stages[stage - 1] = replace(stages[stage - 1], parts=tuple(parts))
-    write_manifest(staged.folder, replace(manifest, stages=tuple(stages)))
-
-
 def rewritten(staged, stage: int, index: int, change) -> None:
     """The file of a part with its streams changed, and a manifest that knows its new sizes and its new hash."""
 
@@ -147,7 +129,7 @@ def rewritten(staged, stage: int, index: int, change) -> None:
         sizes = {"tensors": read_header(path).tensors, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
         return [replace(part, **sizes)]
 
-    changed(staged, stage, index, told)
+    retold(staged, stage, index, told)
 
 
 def cut_otherwise(**told):
@@ -174,13 +156,13 @@ def cut_otherwise(**told):
 def test_a_manifest_that_tells_planes_otherwise(stage_planes, change, words):
     staged = stage_planes("bits")
     index = [part.layer for part in staged.manifest.stages[1].parts].index(1)
-    changed(staged, 2, index, change)
+    retold(staged, 2, index, change)
     refused(staged, words)
 
 
 def test_a_plane_that_no_stage_brings(stage_planes):
     staged = stage_planes("bits")
-    changed(staged, 2, len(staged.manifest.stages[1].parts) - 1, lambda part: [])
+    retold(staged, 2, len(staged.manifest.stages[1].parts) - 1, lambda part: [])
     refused(staged, "layer 5 .* lacks 1 of its planes: name them in a later stage; stage it again")
 
 
