@@ -33,9 +33,9 @@ def kind(variant: str) -> tuple[str, str]:
     if variant in (PRUNED, HEALED):
         return ("none", "8 of 30 layers wait") if variant == PRUNED else ("ours", "8 of 30 layers wait, healed")
     if variant.startswith("sparse"):
-        return "naive", "small weights wait"
+        return "sparse", "small weights wait"
     if "_later_" in variant or "_ends_" in variant:
-        return "S3", "mixed: the ends by another split, or layers wait too"
+        return "mixed", "mixed: the ends by another split, or layers wait too"
     if variant == EXACT or variant.startswith(LOSSLESS):
         return "S0", "all bits, plain or coded"
     if variant.startswith("bits"):
@@ -131,6 +131,12 @@ def frontier_rows(result: Result) -> Rows:
             }
         )
     return rows
+
+
+def mixed_rows(result: Result) -> Rows:
+    """Of :func:`frontier_rows` the plans that mix, and sparsity."""
+    names = {called(result, variant) for variant in variants(result) if kind(variant)[0] in ("mixed", "sparse")}
+    return [row for row in frontier_rows(result) if row["first"] in names]
 
 
 def _share(entry: Mapping[str, Any] | None) -> str:
