@@ -17,11 +17,13 @@ from firsttoken.progressive.checkpoint.names import layer_of
 from firsttoken.progressive.checkpoint.plan import LoadPlan
 from firsttoken.progressive.planes.assemble import assemble
 from firsttoken.progressive.planes.coarse import coarse, coded_bytes, layer_bytes
+from firsttoken.progressive.planes.frontier import PrecisionConfig, precision_frontier, precision_summary
 from firsttoken.progressive.planes.layouts import SPLITS, planes_of
 from firsttoken.progressive.planes.mixture import UNCUT, LaterLayers, Mixture
 from firsttoken.progressive.planes.plan import by_planes
 from firsttoken.progressive.planes.sparse import Sparse, sparse
-from firsttoken.study.errors import StageError
+from firsttoken.study.errors import ProfileError, StageError
+from firsttoken.study.profile import load_profile
 
 DEPTH = 6
 MATRICES, VECTOR = ("self_attn.q_proj", "mlp.down_proj"), "input_layernorm"
@@ -148,3 +150,35 @@ def test_the_largest_weights_in_a_share_of_the_bytes(make_model):
     assert all(torch.equal(before[name], one) for name, one in model.named_parameters())
     with pytest.raises(StageError, match="'sparse little' keeps no share of the bytes"):
         Sparse.parse("sparse little")
+
+
+@pytest.mark.parametrize(
+    ("cuts", "words"),
+    [
+        (["bits"], "precision.cuts: no cut 'bits'; known: a plan or 'sparse SHARE' of F16 or BF16"),
+        (["bits, ends half of BF16"], "precision.cuts: no split of weights is called 'half'"),
+        (["sparse 2 of BF16"], "precision.cuts: 'sparse 2' keeps no share of the bytes"),
+        (["bits of F16"], "precision.cuts: name 'lossless of F16' too"),
+    ],
+)
+def test_a_cut_that_is_none(cuts, words):
+    with pytest.raises(ProfileError, match=words):
+        load_profile("quick", **{"precision.cuts": cuts}).section("precision", PrecisionConfig)
+
+
+def test_mixtures_and_sparsity_stand_in_the_frontier_beside_exact_weights_of_their_dtype(paper, tmp_path):
+    cuts = ["bits of F16", "bits, 1:3 later, ends 8 bits of BF16", "sparse 0.5 of BF16", "lossless of F16"]
+    sections = {**paper.sections, "precision": {**paper.sections["precision"], "cuts": cuts, "items": 2, "windows": 1}}
+    profile = replace(paper, sections=sections)
+    rows = precision_frontier(profile).rows
+    exact = {row["variant"]: row["exact"] for row in rows}
+    mixed, pruned = "bits_1_3_later_ends_8_bits_bf16", "sparse_0_5_bf16"
+    assert exact | {"layers": "s0"} == exact
+    assert (exact["bits_fp16"], exact[mixed], exact[pruned]) == ("lossless_fp16", "s0", "s0")
+    summary = precision_summary(rows, profile.parameters())
+    for name in ("bits_fp16", mixed, pruned):
+        assert summary[f"perplexity_over_exact_{name}"]["value"] != 1 and f"em_drop_{name}" in summary
+    assert summary[f"first_share_{mixed}"]["value"] < summary["first_share_bits_fp16"]["value"]
+    with pytest.raises(StageError, match="the plan names the layers 4:9, and the model has 0:6"):
+        cuts[:] = ["bits, 4:9 later of BF16"]
+        precision_frontier(profile)

@@ -1,8 +1,7 @@
-"""The largest weights first instead of the first bits: sparsity at equal bytes, as a row to compare with.
+"""The largest weights first, to compare with: a mask of one bit a weight, and the values that are kept, coded.
 
-It travels as a mask of one bit a weight and the values that are kept, coded without loss. Layers keep different shares,
-after DLP (Chen et al., Dynamic Layerwise Pruning, ICML 2025): where the median weight is large few stand out, and less
-is kept. DLP weighs weights by activations too, which nobody has who has only the weights.
+After DLP (Chen et al., Dynamic Layerwise Pruning, ICML 2025) a layer keeps less where its median weight is large, so
+that few stand out; DLP looks at activations too, which nobody has who has only the weights.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NAME, SPREAD = "sparse ", 0.1  # of the shares that layers keep, to either side 
 
 @dataclass(frozen=True)
 class Sparse:
-    """As many of the largest weights of every layer as come to ``share`` of the plain bytes, mask and values."""
+    """As many of the largest weights as come to ``share`` of the plain bytes, mask and values."""
 
     share: float
     later, exact = (), False  # as a Mixture has them
@@ -42,10 +41,7 @@ class Sparse:
 
 @contextmanager
 def sparse(model: PreTrainedModel, kept: Sparse, dtype: str) -> Iterator[Bytes]:
-    """``model`` with its smallest weights 0, stored as ``dtype`` ("BF16"), and what it weighs so; as it was after it.
-
-    The share is met but for what large weights code better than small ones, 1 or 2 % of it.
-    """
+    """``model`` with its smallest weights 0, stored as ``dtype`` ("BF16"), and what it weighs so; as it was after it."""
     exact = {name: parameter.data for name, parameter in model.named_parameters()}
     stored = {name: data.to(STORED[dtype]) for name, data in exact.items()}
     matrices = {name: data for name, data in stored.items() if data.dim() > 1}
