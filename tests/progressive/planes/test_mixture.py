@@ -1,4 +1,4 @@
-"""Plans that mix bits and layers: every bit comes once, the end is exact, and what is no plan is refused in one line."""
+"""Plans that mix bits and layers: every bit comes once, the end is exact, and what is no plan is refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def test_every_bit_of_every_tensor_comes_once_in_the_order_of_the_forward_pass(m
     assert pieces(plan).keys() == SHAPES.keys()
     assert plan.layers(1) == tuple(layer for layer in range(DEPTH) if layer not in mixture.waiting)
     for stage in plan.stages:
-        places = [-1 if part.name == "embedding" else DEPTH if part.layer is None else part.layer for part in stage.parts]
+        places = [
+            -1 if part.name == "embedding" else DEPTH if part.layer is None else part.layer for part in stage.parts
+        ]
         assert places == sorted(places)
     # the control: a part left out, or brought again, is no plan
     number = data.draw(st.integers(0, len(plan.stages) - 1))
@@ -131,10 +133,16 @@ def test_a_first_stage_in_memory_is_the_one_that_is_staged(stage_planes, ids):
         assert torch.equal(model(ids, use_cache=False).logits, loads.answer(ids, first))
     assert all(torch.equal(before[name], one.data) for name, one in model.named_parameters())
     size, each = coded_bytes(model, mixture, "BF16"), layer_bytes(model, mixture, "BF16")
-    written = [sum(entry.end - entry.start for part in stage.parts for entry in part.tensors.values()) for stage in loads.manifest.stages]
+    written = [
+        sum(entry.end - entry.start for part in stage.parts for entry in part.tensors.values())
+        for stage in loads.manifest.stages
+    ]
     assert size.first == written[0] and size.planes == sum(written)
     assert size.first == sum(one.first for layer, one in each.items() if layer not in (2, 3))
-    with pytest.raises(StageError, match="do not fit a model of 6 layers"), coarse(model, Mixture("bits", (LaterLayers(5, 7),)), "BF16"):
+    with (
+        pytest.raises(StageError, match="do not fit a model of 6 layers"),
+        coarse(model, Mixture("bits", (LaterLayers(5, 7),)), "BF16"),
+    ):
         pass
 
 

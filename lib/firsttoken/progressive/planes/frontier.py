@@ -38,9 +38,10 @@ SAFETENSORS = {"float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """``cuts`` are plans (``planes.mixture``) with the dtype whose bits they cut, "bits of BF16", or the largest weights
-    in a share of the bytes, "sparse 0.354 of BF16"; ``items`` questions and ``windows`` of text score each, and, where
-    somebody has brought that model, ``stories`` of ``story_tokens`` tokens of its own each that leaves no layer out.
+    """``cuts`` are plans (``planes.mixture``) with the dtype whose bits they cut, "bits of BF16", or the largest
+    weights in a share of the bytes, "sparse 0.354 of BF16"; ``items`` questions and ``windows`` of text score each,
+    and, where somebody has brought that model, ``stories`` of ``story_tokens`` tokens of its own those without layers
+    that wait.
 
     ``starts`` cold starts of each of ``start_splits`` over a link of ``gbit_per_s``, ``few_starts`` over each of
     ``few_links`` (Gbit/s; 0 is this disk). What is served is stored as ``stored``.
@@ -62,7 +63,9 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         exact = {SAFETENSORS[self.stored], *(cut.dtype for cut in self.each() if cut.how.exact)}
         if odd := next((cut.dtype for cut in self.each() if cut.dtype not in exact), ""):
-            raise ProfileError(f"precision.cuts: name 'lossless of {odd}' too, which the others of {odd} are compared with")
+            raise ProfileError(
+                f"precision.cuts: name 'lossless of {odd}' too, which the others of {odd} are compared with"
+            )
         if self.gbit_per_s in self.few_links:
             raise ProfileError("precision.gbit_per_s and few_links: name every rate once")
         if odd := next((split for split in self.start_splits if split not in SPLITS), ""):

@@ -81,7 +81,7 @@ class Sensitivities:
 
 
 def measured(profile: Profile) -> tuple[TextLoss, Sensitivities]:
-    """The model of ``profile`` on running text, by every split of its layers and of its ends; a minute for 135 M weights.
+    """The model of ``profile`` on running text, by every split of its layers and of its ends.
 
     Raises StageError for random weights, a model without a tokenizer, and weights of a dtype that no split cuts.
     """
@@ -94,7 +94,7 @@ def measured(profile: Profile) -> tuple[TextLoss, Sensitivities]:
 
 
 def sensitivities(text: TextLoss, blocks: Mapping[tuple[int, int], float]) -> tuple[TextLoss, Sensitivities]:
-    """The parts of ``text``'s model, each by every split while the others are exact; and ``text`` with its ``exact``."""
+    """The parts of a model, each by every split while the others are exact; and ``text`` with its ``exact``."""
     text = replace(text, exact=replace(text, exact=0.0).nats(Mixture(EXACT)))
     shares, layers, ends = {}, {}, {EXACT: 0.0}
     for split in tqdm((*CONSIDERED, EXACT), desc="sensitivities", unit="split", disable=None):

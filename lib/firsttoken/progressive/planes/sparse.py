@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from firsttoken.progressive.checkpoint.names import layer_of
-from firsttoken.progressive.planes.codec import encode
 from firsttoken.progressive.planes.coarse import STORED, Bytes
+from firsttoken.progressive.planes.codec import encode
 from firsttoken.progressive.planes.cutting import cutter
 from firsttoken.study.errors import StageError
 
@@ -41,7 +41,7 @@ class Sparse:
 
 @contextmanager
 def sparse(model: PreTrainedModel, kept: Sparse, dtype: str) -> Iterator[Bytes]:
-    """``model`` with its smallest weights 0, stored as ``dtype`` ("BF16"), and what it weighs so; as it was after it."""
+    """``model`` with its smallest weights 0, stored as ``dtype``, and what it weighs so; as it was after it."""
     exact = {name: parameter.data for name, parameter in model.named_parameters()}
     stored = {name: data.to(STORED[dtype]) for name, data in exact.items()}
     matrices = {name: data for name, data in stored.items() if data.dim() > 1}
@@ -65,7 +65,7 @@ def sparse(model: PreTrainedModel, kept: Sparse, dtype: str) -> Iterator[Bytes]:
 
 
 def _shares(matrices: dict[str, Tensor], mean: float) -> dict[int | None, float]:
-    """What every layer keeps: ``mean`` on average, less where the median of its weights is a larger part of their mean."""
+    """What every layer keeps: ``mean`` on average, less where the median weight is a larger part of their mean."""
     layers: dict[int | None, list[Tensor]] = {}
     for name, data in matrices.items():
         layers.setdefault(layer_of(name), []).append(data.abs().float().flatten())
