@@ -49,12 +49,16 @@ def sparse(model: PreTrainedModel, kept: Sparse, dtype: str) -> Iterator[Bytes]:
     plain, mask = 2 * sum(data.numel() for data in stored.values()), weights // 8
     whole = plain - 2 * weights + mask
     every = sum(_coded(data, dtype) for data in matrices.values())
-    shares, values = _shares(matrices, (kept.share * plain - whole) / every), 0
-    for name, data in matrices.items():
-        sizes = data.abs().float().flatten()
-        least = sizes.kthvalue(max(1, len(sizes) - int(shares[layer_of(name)] * len(sizes)))).values
-        stored[name] = torch.where(data.abs() >= least, data, 0)
-        values += _coded(data[data.abs() >= least], dtype)
+    budget = kept.share * plain - whole
+    mean, values = budget / every, 0
+    for _ in range(2):  # large weights code better than all do: after one round it is known by how much
+        mean *= budget / values if values else 1
+        shares, values = _shares(matrices, mean), 0
+        for name, data in matrices.items():
+            sizes = data.abs().float().flatten()
+            least = sizes.kthvalue(max(1, len(sizes) - int(shares[layer_of(name)] * len(sizes)))).values
+            stored[name] = torch.where(data.abs() >= least, data, 0)
+            values += _coded(data[data.abs() >= least], dtype)
     try:
         for name, parameter in model.named_parameters():
             parameter.data = stored[name].to(parameter.dtype)
