@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from firsttoken.study import paths
 from firsttoken.study.files import replacing
+from firsttoken.study.png import few_colours
 from firsttoken.study.storage import storing
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ def save(fig: Figure, name: str) -> Path:
     for path, metadata in ((png.with_suffix(".svg"), {"Date": None}), (png, {"Software": None})):
         with storing(paths.FIGURES), replacing(path) as temporary:
             fig.savefig(temporary, metadata=metadata)
+            if path == png:
+                temporary.write_bytes(few_colours(temporary.read_bytes()))
     return png
 
 
