@@ -136,12 +136,12 @@ def stage(options: argparse.Namespace) -> int:
     from firsttoken.progressive.staging import stage_model
 
     profile = load_profile(options.profile, **dict(options.set))
-    split = options.planes
-    if split == "auto":
-        split = _measured_split(profile, options.budget, options.most_lost)
+    planes = options.planes
+    if planes == "auto":
+        planes = _measured_plan(profile, options.budget, options.most_lost)
     elif options.budget is not None or options.most_lost is not None:
-        raise StageError("--budget and --most-lost choose a split: add --planes auto, or leave them out")
-    manifest = stage_model(profile, options.folder, options.adapters, split)
+        raise StageError("--budget and --most-lost choose a plan: add --planes auto, or leave them out")
+    manifest = stage_model(profile, options.folder, options.adapters, planes)
     check_used(dict(options.set), profile.used)
     for number, brought in enumerate(manifest.stages, start=1):
         healed = f", adapter {_size(brought.adapter.bytes)}" if brought.adapter else ""
@@ -150,17 +150,17 @@ def stage(options: argparse.Namespace) -> int:
     return OK
 
 
-def _measured_split(profile: Profile, budget: float | None, most_lost: float | None) -> str:
+def _measured_plan(profile: Profile, budget: float | None, most_lost: float | None) -> str:
     from firsttoken.progressive.planes import planner
 
     if budget is None and most_lost is None:
         raise StageError("--planes auto needs --budget SHARE, such as 0.36, or --most-lost PERCENT, such as 5")
-    found = planner.measured(profile)
-    for one in found:
-        print(f"{one.split}: {one.first_share:.3f} of the bytes first, perplexity {one.lost_pct:+.1f} %")
-    chosen = planner.choose(found, budget, most_lost).split
-    print(f"chosen: {chosen}")
-    return chosen
+    text, found = planner.measured(profile)
+    for one in planner.worth_it(found):
+        print(f"{one.mixture}: {one.first_share:.3f} of the bytes first, perplexity {one.lost_pct:+.1f} % by its parts")
+    chosen = planner.choose(found, text.lost_pct, budget, most_lost)
+    print(f"chosen: {chosen.mixture}, perplexity {chosen.lost_pct:+.1f} % as measured")
+    return str(chosen.mixture)
 
 
 def assemble(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from firsttoken import __version__, option_values, swarm_options
 from firsttoken.progressive.planes.layouts import SPLITS
+from firsttoken.progressive.planes.mixture import SPELLED
 from firsttoken.registry import EXPERIMENTS
 from firsttoken.study.profile import profile_names
 
@@ -91,8 +92,8 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     added.add_argument(
         "--planes",
         default="",
-        choices=[*SPLITS, "auto"],
-        help="all layers in every stage, the first bits of their weights first; auto measures which split",
+        metavar="PLAN",
+        help=f"the first bits of weights first: {SPELLED}, with a SPLIT of {', '.join(SPLITS)}; auto measures which",
     )
     share, percent = option_values.above_zero(1.0), option_values.above_zero(1000.0)
     added.add_argument("--budget", type=share, metavar="SHARE", help="of auto: the most bytes of stage 1, of all")

@@ -114,6 +114,12 @@ def scaled(section: str, key: str, value: Any) -> Any:
     if key == "runs" and isinstance(value, list):
         value = [re.sub(r"(\d+) tokens", lambda found: f"{shorter(int(found[1]))} tokens", run) for run in value]
         return [re.sub(r"groups of (\d+)", lambda found: f"groups of {fewer(int(found[1]))}", run) for run in value]
+    if key == "cuts":
+        first = [
+            re.sub(r"(\d+):\d+", lambda found: f"{fewer(int(found[1]))}:{fewer(int(found[1])) + 1}", cut)
+            for cut in value
+        ]
+        return list(dict.fromkeys(first))
     if section == "reuse_training" and key == "adapters":
         return [re.sub(r"\d+$", "1", adapter) for adapter in value]
     if key in LAYERS.get(section, ()):

@@ -17,6 +17,7 @@ DRAWN_TOGETHER = (
     ("none", "report", "ours", "S0", "paper"),  # 12
     ("by perplexity", "none", "ours", "measured", "floor"),  # 14
     ("weights", "other", "configuration", "prefill", "floor"),  # 13
+    ("none", "ours", "S0", "measured", "other", "mixed", "sparse"),  # 17
     ("request boundary", "recompute", "boundary states", "droidspeak", "naive", "floor"),  # 16
     ("swap", "recompute", "cross-point", "bandwidth only", "online", "oracle", "floor", "other", "paper"),  # 22, 23
     ("coalesced", "swap", "overlapped", "recompute", "paper", "floor"),  # 21

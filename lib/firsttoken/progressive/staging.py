@@ -10,6 +10,7 @@ from firsttoken.progressive.checkpoint.plan import staged
 from firsttoken.progressive.checkpoint.sources import FolderSource, ModelSource, Origin, RandomSource, TensorSource
 from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.examination import QualityConfig
+from firsttoken.progressive.planes.mixture import Mixture
 from firsttoken.progressive.planes.plan import by_planes
 from firsttoken.progressive.recipe import RECIPES
 from firsttoken.progressive.served import ServedConfig, ServedModel, load_served
@@ -20,25 +21,26 @@ from firsttoken.study.profile import Profile
 RANDOM, NONE = "random:", "none"
 
 
-def stage_model(profile: Profile, folder: Path, recipe: str = "", split: str = "") -> Manifest:
+def stage_model(profile: Profile, folder: Path, recipe: str = "", planes: str = "") -> Manifest:
     """Write the model of ``profile`` to ``folder`` in three stages, A, B and C, with the adapters of ``recipe``.
 
     Without a recipe they are those of the profile's best; "none" leaves the stages unhealed, as random weights are.
     A folder without a task adapter is copied tensor by tensor, and random weights are drawn so: neither is ever whole
-    in memory. With a ``split`` (``planes.layouts``) it is all layers that come first, with the first bits of their
-    weights, and no adapter is needed: the other bits come in the stages after it.
-    Raises StageError for an unknown recipe or a missing adapter, and what loading and staging raise.
+    in memory. With ``planes`` (as ``planes.mixture`` has them SPELLED) the first bits of weights come first, without
+    adapters; the other bits, and layers that wait, come in the stages after it.
+    Raises StageError for an unknown recipe, a missing adapter and a plan that is none, and what loading and staging
+    raise.
     """
-    if split and recipe not in ("", NONE):
-        raise StageError(f"adapters of {recipe!r} heal layers that are missing, and planes leave none out: choose one")
+    if planes and recipe not in ("", NONE):
+        raise StageError(f"adapters of {recipe!r} heal stages of layers, and planes are none: choose one of both")
+    mixture = Mixture.parse(planes) if planes else None
     recipe = recipe or best_recipe(profile)
     if recipe not in (NONE, *RECIPES):
         raise StageError(f"no adapters of {recipe!r}; choose {', '.join(RECIPES)} or {NONE}")
     config = profile.section("served", ServedConfig)
     source = _source(profile, config)
-    if split:
-        depth = source.config.num_hidden_layers
-        return write_staged(source, by_planes(source.shapes, [range(depth)], split), folder)
+    if mixture:
+        return write_staged(source, by_planes(source.shapes, mixture), folder)
     plan = config.plan(source.config.num_hidden_layers)
     adapters = {} if recipe == NONE or profile.model.startswith(RANDOM) else stage_adapters(config, recipe)
     return write_staged(source, staged(source.names, plan), folder, adapters)

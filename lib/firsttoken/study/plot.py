@@ -41,6 +41,9 @@ LOOKS: dict[str, Look] = {
     "report": Look("#D55E00", "s"),
     "ours": Look("#633791", "D"),
     "by perplexity": Look("#3FA9C9", "s"),
+    # which bits wait
+    "mixed": Look("#F07800", "P"),
+    "sparse": Look("#6C84FC", "X"),
     # phases of a cold start
     "configuration": Look("#BACF67"),
     "weights": Look("#330E6F"),

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from firsttoken.progressive.planes.mixture import Mixture
 from firsttoken.progressive.planes.plan import by_planes
-
-LAYERS = 6
 
 
 @pytest.fixture
 def stage_planes(stage) -> Callable[..., object]:
-    """Stages a model of six layers by a split, all layers in the first stage unless ``groups`` says otherwise."""
+    """Stages a model of six layers by a plan, all layers in the first stage unless it says otherwise."""
 
-    def make(
-        split: str = "bits",
-        dtype: torch.dtype = torch.bfloat16,
-        groups: Sequence[Sequence[int]] = (range(LAYERS),),
-        ends: str = "",
-        kind: str = "llama",
-        tied: bool = True,
-    ):
-        return stage(kind, tied, dtype, plan=lambda shapes: by_planes(shapes, groups, split, ends))
+    def make(plan: str = "bits", dtype: torch.dtype = torch.bfloat16, kind: str = "llama", tied: bool = True):
+        return stage(kind, tied, dtype, plan=lambda shapes: by_planes(shapes, Mixture.parse(plan)))
 
     return make

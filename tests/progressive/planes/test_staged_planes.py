@@ -21,7 +21,8 @@ from firsttoken.progressive.loading.placement import torch_dtype
 from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.planes.assemble import assemble
 from firsttoken.progressive.planes.layouts import SPLITS, planes_of
-from firsttoken.progressive.planes.plan import UNCUT, by_planes
+from firsttoken.progressive.planes.mixture import Mixture
+from firsttoken.progressive.planes.plan import by_planes
 from firsttoken.study.errors import ModelError, StageError
 from firsttoken.study.foreign.tensors import read_header
 
@@ -61,7 +62,7 @@ def test_all_planes_in_one_load(stage_planes, ids, tmp_path):
 
 def test_planes_with_layers_deferred_and_the_ends_apart(stage_planes, ids, tmp_path):
     """Stage 1 lacks layers 2 and 3 and has the embedding as it is, the second brings them, the third the other bits."""
-    staged = stage_planes("bits", groups=[(0, 1, 4, 5), (2, 3)], ends=UNCUT)
+    staged = stage_planes("bits, 2:4 later, ends uncut")
     assert [stage.name for stage in staged.manifest.stages] == ["A", "B", "plane-2"]
     assert [part.layer for part in staged.manifest.stages[2].parts] == list(range(6))
     assert [bool(part.cut) for part in staged.manifest.stages[0].parts] == [False, True, True, True, True, False]
@@ -221,7 +222,7 @@ def test_weights_that_no_split_knows(stage_planes, tmp_path):
 def test_plans_that_do_not_hold(stage_planes):
     staged = stage_planes("bits in three")
     shapes = {name: tuple(tensor.shape) for name, tensor in staged.served.model.named_parameters()}
-    plan = by_planes(shapes, [range(6)], "bits in three")
+    plan = by_planes(shapes, Mixture("bits in three"))
     first, second, third = plan.stages
     for stages, words in (
         ((first, third, second), "plane 2 of .* comes where plane 1 is due"),
@@ -235,7 +236,7 @@ def test_plans_that_do_not_hold(stage_planes):
         with pytest.raises(StageError, match=words):
             replace(plan, stages=stages).check(list(shapes))
     with pytest.raises(StageError, match="no split of weights is called 'half'"):
-        by_planes(shapes, [range(6)], "half")
+        by_planes(shapes, Mixture("half"))
 
 
 def replace_part(stage: Stage, **told) -> Stage:
@@ -256,4 +257,4 @@ def test_the_command_line_stages_and_assembles(tmp_path, capsys):
     assert main(["assemble", str(tmp_path / "staged"), str(tmp_path / "whole")]) == 2
     assert "is there already" in capsys.readouterr().err
     assert main(["stage", str(tmp_path / "other"), "--planes", "bits", "--adapters", "ours", *chosen]) == 2
-    assert "planes leave none out" in capsys.readouterr().err
+    assert "planes are none" in capsys.readouterr().err

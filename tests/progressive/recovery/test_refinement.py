@@ -9,6 +9,7 @@ import torch
 from growing import PATIENCE, PROMPT, events_of
 
 from firsttoken.progressive.coldstart.materials import Checkpoint
+from firsttoken.progressive.planes.mixture import Mixture
 from firsttoken.progressive.planes.plan import by_planes
 from firsttoken.progressive.recovery.handover import handover_rows, handover_summary, same_logits
 from firsttoken.progressive.recovery.refinement import RefinementConfig, refinement_summary
@@ -37,7 +38,7 @@ def checkpoint(staged) -> Checkpoint:
 @pytest.fixture
 def planes(stage, tmp_path) -> Checkpoint:
     """Beside where the same model is staged otherwise."""
-    made = checkpoint(stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, [range(6)], "4 bits")))
+    made = checkpoint(stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, Mixture("4 bits"))))
     return replace(made, staged=made.staged.rename(tmp_path / "in-planes"))
 
 
@@ -61,7 +62,7 @@ def test_the_logits_of_the_end_are_those_of_the_plain_model(planes, stage):
 
 def test_a_server_tells_what_it_merged(stage, serve):
     """Each word of every matrix once; whoever was open goes on to its last token over what the first bits wrote."""
-    staged = stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, [range(6)], "bits"))
+    staged = stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, Mixture("bits")))
     server = serve(staged, policy=TRANSITIONS["naive"])
     session = server.submit(PROMPT, 200, upgrade=True)
     assert server.wait_stage(2, PATIENCE)

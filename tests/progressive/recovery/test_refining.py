@@ -9,6 +9,7 @@ from plain_tokens import check_greedy, judged
 from transformers import AutoModelForCausalLM
 
 from firsttoken.progressive.planes.assemble import assemble
+from firsttoken.progressive.planes.mixture import Mixture
 from firsttoken.progressive.planes.plan import by_planes
 from firsttoken.progressive.recovery.transitions import PrefillAgain, RequestBoundary
 
@@ -16,7 +17,7 @@ IN_BF16 = 0.05  # of logits up to 3: three steps of bf16 there, as both sides ro
 
 
 def in_planes(stage, split: str):
-    return stage(dtype=torch.bfloat16, plan=lambda shapes: by_planes(shapes, [range(6)], split))
+    return stage(dtype=torch.bfloat16, plan=lambda shapes: by_planes(shapes, Mixture(split)))
 
 
 @pytest.mark.parametrize("split", ["bits in three", "5 bits"])

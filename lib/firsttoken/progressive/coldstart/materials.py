@@ -15,6 +15,7 @@ from firsttoken.progressive.checkpoint.manifest import Manifest
 from firsttoken.progressive.checkpoint.plan import staged, whole
 from firsttoken.progressive.checkpoint.sources import ModelSource, Origin, RandomSource, TensorSource
 from firsttoken.progressive.checkpoint.writer import write_staged
+from firsttoken.progressive.planes.mixture import Mixture
 from firsttoken.progressive.planes.plan import by_planes
 from firsttoken.progressive.samples import qa_prompt
 from firsttoken.progressive.served import ServedConfig, ServedModel, load_served
@@ -80,7 +81,7 @@ def planes_checkpoint(served: ServedModel, stored: torch.dtype, split: str) -> C
     """The served model in ``stored``, every matrix cut by ``split``, all layers in each stage."""
     source, parent = stored_source(served, stored), paths.CACHE / "checkpoints"
     name = f"{served.sha256[:12]}-{name_of(stored)}"
-    plan = by_planes(source.shapes, [range(served.plan.depth)], split)
+    plan = by_planes(source.shapes, Mixture(split))
     folder = parent / f"{name}-planes-{split.replace(' ', '-')}"
     manifest = write_staged(source, plan, folder)
     return Checkpoint(folder, write_stock(source, parent / f"{name}-stock"), manifest, served.plan, served.provenance)

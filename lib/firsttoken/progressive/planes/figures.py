@@ -10,7 +10,7 @@ import numpy as np
 from firsttoken.progressive.coldstart.harness import link_key
 from firsttoken.progressive.coldstart.precision import LAYERS, LOSSLESS, WHOLE
 from firsttoken.progressive.coldstart.summary import values
-from firsttoken.progressive.planes.frontier import EXACT, HEALED, PRUNED, STORIES
+from firsttoken.progressive.planes.frontier import EXACT, HEALED, PRUNED, SHORT, STORIES, variant_name
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -32,21 +32,24 @@ def kind(variant: str) -> tuple[str, str]:
     """The look of a variant of the frontier, and what a legend calls all like it."""
     if variant in (PRUNED, HEALED):
         return ("none", "8 of 30 layers wait") if variant == PRUNED else ("ours", "8 of 30 layers wait, healed")
+    if variant.startswith("sparse"):
+        return "sparse", "small weights wait"
+    if "_later_" in variant or "_ends_" in variant:
+        return "mixed", "mixed: the ends by another split, or layers wait too"
     if variant == EXACT or variant.startswith(LOSSLESS):
         return "S0", "all bits, plain or coded"
-    return (
-        ("measured", "low bits wait")
-        if variant.startswith("bits")
-        else ("other", "rounded to so many bits in groups of 32")
-    )
+    if variant.startswith("bits"):
+        return "measured", "low bits wait"
+    return "other", "rounded to so many bits in groups of 32"
 
 
-def called(variant: str) -> str:
+def called(result: Result, variant: str) -> str:
     """What a table calls a variant."""
-    if variant in (EXACT, PRUNED, HEALED):
-        return {EXACT: "plain", PRUNED: "layers", HEALED: "layers, healed"}[variant]
-    split, _, dtype = variant.rpartition("_")
-    return f"{split.replace('_', ' ')} of {dtype}"
+    names = {EXACT: "plain", PRUNED: "layers", HEALED: "layers, healed"}
+    for case in result.parameters["precision"]["cuts"]:
+        how, _, dtype = case.rpartition(" of ")
+        names[variant_name(case)] = f"{how} of {SHORT[dtype]}"
+    return names[variant]
 
 
 def variants(result: Result, task: str = "") -> Iterator[str]:
@@ -117,7 +120,7 @@ def frontier_rows(result: Result) -> Rows:
         stories = [result.summary.get(f"{STORIES}_{name}_{variant}") for name in ("first_share", PERPLEXITY)]
         rows.append(
             {
-                "first": called(variant),
+                "first": called(result, variant),
                 "bytes first": _share(result.summary[f"first_share_{variant}"]),
                 "in all": _share(result.summary[f"planes_share_{variant}"]),
                 "EM lost, points": interval(found["em_drop"]),
@@ -128,6 +131,12 @@ def frontier_rows(result: Result) -> Rows:
             }
         )
     return rows
+
+
+def mixed_rows(result: Result) -> Rows:
+    """Of :func:`frontier_rows` the plans that mix, and sparsity."""
+    names = {called(result, variant) for variant in variants(result) if kind(variant)[0] in ("mixed", "sparse")}
+    return [row for row in frontier_rows(result) if row["first"] in names]
 
 
 def _share(entry: Mapping[str, Any] | None) -> str:
@@ -157,7 +166,7 @@ def record_rows(result: Result) -> Rows:
             share = result.summary[f"{task}first_share_{variant}"]["value"]
             for bound, kept in found.items():
                 if entry.get(bound, entry["value"]) <= most:
-                    kept.append((share, called(variant)))
+                    kept.append((share, called(result, variant)))
         if any(found.values()):
             fewest = {bound: "{1}: {0:.3f}".format(*min(kept)) if kept else "none" for bound, kept in found.items()}
             kept = {"as measured": fewest["value"], "for the whole interval": fewest["high"]}

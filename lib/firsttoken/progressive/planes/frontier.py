@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +18,14 @@ from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.assets.stories import story_model
 from firsttoken.progressive.examination import Examination, QualityConfig
 from firsttoken.progressive.gates import Summary, column, exp_mean, summarise
-from firsttoken.progressive.planes.coarse import coarse, coded_bytes
-from firsttoken.progressive.planes.layouts import SPLITS, planes_of
+from firsttoken.progressive.planes.coarse import Bytes, coarse, coded_bytes
+from firsttoken.progressive.planes.layouts import SPLITS
+from firsttoken.progressive.planes.mixture import Mixture
+from firsttoken.progressive.planes.sparse import NAME, Sparse, sparse
 from firsttoken.progressive.quality import text_scores
 from firsttoken.progressive.served import ServedConfig, ServedModel, at_stage, load_served
 from firsttoken.progressive.staging import best_recipe, stage_adapters
-from firsttoken.study.errors import AssetError, ProfileError
+from firsttoken.study.errors import AssetError, ProfileError, StageError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -34,8 +38,10 @@ SAFETENSORS = {"float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """``cuts`` are splits with the dtype whose bits they cut, "bits of BF16"; ``items`` questions and ``windows`` of
-    text score each, and, where somebody has brought that model, ``stories`` of ``story_tokens`` tokens of its own.
+    """``cuts`` are plans (``planes.mixture``) with the dtype whose bits they cut, "bits of BF16", or the largest
+    weights in a share of the bytes, "sparse 0.354 of BF16"; ``items`` questions and ``windows`` of text score each,
+    and, where somebody has brought that model, ``stories`` of ``story_tokens`` tokens of its own those without layers
+    that wait.
 
     ``starts`` cold starts of each of ``start_splits`` over a link of ``gbit_per_s``, ``few_starts`` over each of
     ``few_links`` (Gbit/s; 0 is this disk). What is served is stored as ``stored``.
@@ -55,25 +61,40 @@ class PrecisionConfig:
     stored: Literal["bfloat16", "float16"]
 
     def __post_init__(self) -> None:
-        for case in self.cuts:
-            split, _, dtype = case.rpartition(" of ")
-            if dtype not in SPLITS.get(split, {}):
-                raise ProfileError(f"precision.cuts: no cut {case!r}; known: SPLIT of F16 or BF16, {', '.join(SPLITS)}")
+        exact = {SAFETENSORS[self.stored], *(cut.dtype for cut in self.each() if cut.how.exact)}
+        if odd := next((cut.dtype for cut in self.each() if cut.dtype not in exact), ""):
+            raise ProfileError(
+                f"precision.cuts: name 'lossless of {odd}' too, which the others of {odd} are compared with"
+            )
         if self.gbit_per_s in self.few_links:
             raise ProfileError("precision.gbit_per_s and few_links: name every rate once")
         if odd := next((split for split in self.start_splits if split not in SPLITS), ""):
             raise ProfileError(f"precision.start_splits: no split {odd!r}; known: {', '.join(SPLITS)}")
 
-    def each(self) -> Iterator[tuple[str, str, str]]:
-        """Name, split and dtype of every case."""
+    def each(self) -> Iterator[Cut]:
+        """Every case. Raises ProfileError for one that is none."""
         for case in self.cuts:
-            split, _, dtype = case.rpartition(" of ")
-            yield variant_name(split, dtype), split, dtype
+            how, _, dtype = case.rpartition(" of ")
+            if dtype not in SHORT:
+                raise ProfileError(f"precision.cuts: no cut {case!r}; known: a plan or 'sparse SHARE' of F16 or BF16")
+            try:
+                yield Cut(variant_name(case), (Sparse if how.startswith(NAME) else Mixture).parse(how), dtype)
+            except StageError as error:
+                raise ProfileError(f"precision.cuts: {error}") from error
 
 
-def variant_name(split: str, dtype: str) -> str:
+class Cut(NamedTuple):
+    """A case: what its rows are called, and how weights of ``dtype`` are brought first."""
+
+    variant: str
+    how: Mixture | Sparse
+    dtype: str
+
+
+def variant_name(case: str) -> str:
     """What the variant of a case is called: "bits_bf16"."""
-    return f"{split.replace(' ', '_')}_{SHORT[dtype]}"
+    how, _, dtype = case.rpartition(" of ")
+    return re.sub(r"\W+", "_", f"{how} {SHORT[dtype]}")
 
 
 def precision_frontier(profile: Profile) -> Outcome:
@@ -92,23 +113,39 @@ def precision_frontier(profile: Profile) -> Outcome:
     examine = Examination(sizes, served.tokenizer)
     rows = _layer_rows(profile, served, examine, SAFETENSORS[config.stored])
     exact = {SAFETENSORS[config.stored]: EXACT}
-    for name, split, dtype in tqdm(list(config.each()), desc="planes", unit="case", disable=None):
-        size = coded_bytes(served.model, split, dtype)
-        if planes_of(split) == 1 and dtype in exact:  # nothing is left out
+    cuts = sorted(config.each(), key=lambda cut: not cut.how.exact)  # what a dtype's others are compared with first
+    for cut in cuts:
+        if isinstance(cut.how, Mixture):
+            cut.how.groups(served.plan.depth)  # before an hour is spent
+    for name, how, dtype in tqdm(cuts, desc="planes", unit="case", disable=None):
+        if how.exact and dtype in exact:  # nothing is left out
+            size = coded_bytes(served.model, how, dtype)
             answers = [row | {"variant": name} for row in rows if row["variant"] == exact[dtype]]
         else:
-            with coarse(served.model, split, dtype) as model:
-                answers = examine.rows(name, model)
+            with _first(served.model, how, dtype) as size:
+                answers = examine.rows(name, served.model)
         rows += _sized(answers, size.first / size.plain, size.planes / size.plain, exact.setdefault(dtype, name))
     found, note = _stories(config, profile.seed)
     return Outcome(rows + found, provenance=served.provenance | {"stories": note})
+
+
+@contextmanager
+def _first(model: PreTrainedModel, how: Mixture | Sparse, dtype: str) -> Iterator[Bytes]:
+    """What the first stage weighs, while ``model`` is what it makes of it."""
+    if isinstance(how, Sparse):
+        with sparse(model, how, dtype) as size:
+            yield size
+    else:
+        size = coded_bytes(model, how, dtype)
+        with coarse(model, how, dtype):
+            yield size
 
 
 def _layer_rows(profile: Profile, served: ServedModel, examine: Examination, stored: str) -> Rows:
     """The exact model in the dtype ``stored``, and the same without the layers that wait, healed and not."""
     share = _share_of_stage_1(served)
     adapter = stage_adapters(profile.section("served", ServedConfig), best_recipe(profile))[1]
-    with coarse(served.model, "lossless", stored) as model:
+    with coarse(served.model, Mixture("lossless"), stored) as model:
         rows = _sized(examine.rows(EXACT, model), 1.0, 1.0)
         with at_stage(served, 1) as pruned:
             rows += _sized(examine.rows(PRUNED, pruned), share, 1.0)
@@ -141,10 +178,11 @@ def _stories(config: PrecisionConfig, seed: int) -> tuple[Rows, str]:
     told = tell(model, config.stories, config.story_tokens, seed)
     exact = next_tokens(model, told)
     rows = _story_rows(EXACT, model, told, exact, 1.0, 1.0)
-    for name, split, dtype in config.each():
-        size = coded_bytes(model, split, dtype)
-        with coarse(model, split, dtype) as rounded:
-            rows += _story_rows(name, rounded, told, exact, size.first / size.plain, size.planes / size.plain)
+    for name, how, dtype in config.each():
+        if how.later:  # these are another model's layers
+            continue
+        with _first(model, how, dtype) as size:
+            rows += _story_rows(name, model, told, exact, size.first / size.plain, size.planes / size.plain)
     return rows, "llama2.c's 15 M TinyStories checkpoint, float32"
 
 

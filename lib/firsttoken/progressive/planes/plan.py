@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from firsttoken.progressive.checkpoint.names import EMBEDDING
+from firsttoken.progressive.checkpoint.names import EMBEDDING, layer_of
 from firsttoken.progressive.checkpoint.plan import LoadPlan, Part, Stage, by_layers
-from firsttoken.progressive.planes.layouts import SPLITS, planes_of
-from firsttoken.study.errors import StageError
-
-UNCUT = "uncut"
+from firsttoken.progressive.planes.layouts import planes_of
+from firsttoken.progressive.planes.mixture import UNCUT, Mixture
 
 
-def by_planes(
-    shapes: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[int]], split: str, ends: str = ""
-) -> LoadPlan:
-    """The first plane of every matrix, by groups of layers as ``by_layers`` has them; then plane after plane of all.
+def by_planes(shapes: Mapping[str, tuple[int, ...]], mixture: Mixture) -> LoadPlan:
+    """The first plane of every matrix, but for layers that come later; then these; then plane after plane of all.
 
-    ``shapes`` are those of the tensors by name. Vectors (norms, biases) come whole with the first plane. The embedding
-    and the head are cut by ``ends``, by default the same ``split``, or stay UNCUT. Each stage is in the order of the
-    forward pass. Raises StageError as ``by_layers`` does, and for a split that does not exist.
+    ``shapes`` are those of the tensors by name. Vectors (norms, biases) come whole with the first plane. Each stage is
+    in the order of the forward pass. Raises StageError as ``by_layers`` does, and for layers that do not fit.
     """
-    for name in (split, *({ends} - {"", UNCUT})):
-        if name not in SPLITS:
-            raise StageError(f"no split of weights is called {name!r}: choose one of {', '.join(SPLITS)}")
-    plan = by_layers(list(shapes), groups)
+    depth = len({layer_of(name) for name in shapes} - {None})
+    plan = by_layers(list(shapes), mixture.groups(depth))
     matrices = {name for name, shape in shapes.items() if len(shape) > 1 and 0 not in shape}
 
     def first(part: Part) -> Part:
-        chosen = split if part.layer is not None else ends or split
-        if chosen == UNCUT or matrices.isdisjoint(part.tensors):
+        split = mixture.split_of(part.layer)
+        if split == UNCUT or matrices.isdisjoint(part.tensors):
             return part
-        return replace(part, split=chosen, whole=tuple(name for name in part.tensors if name not in matrices))
+        return replace(part, split=split, whole=tuple(name for name in part.tensors if name not in matrices))
 
     stages = [replace(stage, parts=tuple(map(first, stage.parts))) for stage in plan.stages]
     cut = sorted((part for stage in stages for part in stage.parts if part.split), key=_forward)
