@@ -105,7 +105,7 @@ class _Validation:
         self.door = ""
         ups = [stack.enter_context(self._serving(span)) for span in (*self.spans, *self.spans)]
         self.keeper = ups[0]
-        self.model = stack.enter_context(RemoteModel(folder, [self.door], patience=Patience(refresh_s=600.0)))
+        self.model = stack.enter_context(RemoteModel(folder, [self.door], patience=Patience(step_s=30.0)))
 
     def honest(self, prompts: Sequence[list[int]]) -> Rows:
         """Every answer audited, and nobody lies."""
