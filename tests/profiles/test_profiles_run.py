@@ -68,7 +68,12 @@ AGAIN |= {"starts", "few_starts"}
 FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "preemptions": 10, "short": 4, "long": 4}
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
 LAYERS |= {"one_engine": {"block_start", "block_end", "group_start", "group_end"}}
-LAYERS |= {"deferral": {"sizes"}, "transitions": {"layers", "transitions"}, "latency": {"layers"}, "privacy": {"depths"}}
+LAYERS |= {
+    "deferral": {"sizes"},
+    "transitions": {"layers", "transitions"},
+    "latency": {"layers"},
+    "privacy": {"depths"},
+}
 SMALL = {
     "capacity": {"requests": 6},
     "pipeline": {"requests": 6},
@@ -87,7 +92,14 @@ SMALL = {
     },
     "transport": {"tokens": 4, "prompt_tokens": 8, "chains": [1, 3]},
     "borrowed": {"tokens": 4, "main_rounds": 2, "busy_rounds": 1, "alone_s": 0.2},
-    "validation": {"tokens": 3, "prompt_tokens": 4, "servers": 2, "batches": [1], "lies": ["noise"], "rates": [0.1, 1.0]},
+    "validation": {
+        "tokens": 3,
+        "prompt_tokens": 4,
+        "servers": 2,
+        "batches": [1],
+        "lies": ["noise"],
+        "rates": [0.1, 1.0],
+    },
     "privacy": {"train_windows": 4, "windows": 2, "batch": 2},
     "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4},
 }

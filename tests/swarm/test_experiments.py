@@ -124,7 +124,15 @@ def test_a_study_of_nothing_is_refused() -> None:
 
 
 def liar(lie: str, rate: float, caught_at: int, deposit: int = 0) -> dict:
-    return {"what": "liar", "lie": lie, "rate": rate, "caught_at": caught_at, "told": 9, "others": 0, "deposit": deposit}
+    return {
+        "what": "liar",
+        "lie": lie,
+        "rate": rate,
+        "caught_at": caught_at,
+        "told": 9,
+        "others": 0,
+        "deposit": deposit,
+    }
 
 
 def test_liars_are_counted_beside_what_the_draws_foresee() -> None:

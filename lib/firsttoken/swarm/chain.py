@@ -22,7 +22,7 @@ from firsttoken.swarm.wire import MOST_TOKENS, Stretch
 
 
 class Chain:
-    """``layers`` on the servers of ``swarm``; hidden states travel in ``coding``, ``auditor`` looks at what comes back."""
+    """``layers`` on the servers of ``swarm``; hidden states travel in ``coding``, ``auditor`` looks at answers."""
 
     def __init__(self, swarm: Swarm, layers: range, coding: str, auditor: Auditor | None = None) -> None:
         self.swarm = swarm

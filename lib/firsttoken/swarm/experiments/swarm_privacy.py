@@ -42,7 +42,10 @@ class PrivacyConfig:
     batch: int
 
     def __post_init__(self) -> None:
-        if min(self.train_windows, self.windows, self.window_tokens, self.batch) < 1 or min(self.depths, default=-1) < 0:
+        if (
+            min(self.train_windows, self.windows, self.window_tokens, self.batch) < 1
+            or min(self.depths, default=-1) < 0
+        ):
             raise ProfileError("privacy: depths are 0 or more, and every other number at least 1")
 
     def needs(self) -> list[Need]:
@@ -83,9 +86,7 @@ def swarm_privacy(profile: Profile) -> Outcome:
 
 
 @torch.inference_mode()
-def _entering(
-    model: nn.Module, windows: Tensor, config: PrivacyConfig
-) -> Iterator[tuple[Tensor, dict[int, Tensor]]]:
+def _entering(model: nn.Module, windows: Tensor, config: PrivacyConfig) -> Iterator[tuple[Tensor, dict[int, Tensor]]]:
     """Each batch of ``windows`` [batch, tokens], and by depth what enters that layer [batch, tokens, hidden]."""
     body, states = model.model, {}
     every, body.layers = body.layers, body.layers[: max(config.depths) + 1]

@@ -117,7 +117,9 @@ class _Validation:
             rows += [{"what": "audit", "batch": batch, "difference": one} for one in auditor.differences]
             computed = batch * (self.config.prompt_tokens + self.config.tokens - 1) * self.depth
             told = {"convicted": len(self.model.swarm.convicted), "inconclusive": auditor.ends[INCONCLUSIVE]}
-            rows.append({"what": "honest", "batch": batch, **told, "recomputed": auditor.recomputed, "computed": computed})
+            rows.append(
+                {"what": "honest", "batch": batch, **told, "recomputed": auditor.recomputed, "computed": computed}
+            )
         return rows
 
     def liar(self, lie: str, rate: float, trial: int, prompt: list[int], seed: int) -> dict[str, Any]:
