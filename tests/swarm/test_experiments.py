@@ -124,15 +124,8 @@ def test_a_study_of_nothing_is_refused() -> None:
 
 
 def liar(lie: str, rate: float, caught_at: int, deposit: int = 0) -> dict:
-    return {
-        "what": "liar",
-        "lie": lie,
-        "rate": rate,
-        "caught_at": caught_at,
-        "told": 9,
-        "others": 0,
-        "deposit": deposit,
-    }
+    row = {"what": "liar", "lie": lie, "rate": rate, "caught_at": caught_at}
+    return row | {"told": 9, "others": 0, "deposit": deposit}
 
 
 def test_liars_are_counted_beside_what_the_draws_foresee() -> None:
@@ -160,7 +153,7 @@ def test_a_validation_that_is_none_is_refused(change: dict, message: str) -> Non
 
 
 def test_what_enters_a_layer_is_read(tiny) -> None:
-    """All of it where no layer is local; behind three, a map learnt on the windows themselves reads more than chance."""
+    """All of it where no layer is local; behind three, a map that has seen the windows reads more than chance."""
     config = PrivacyConfig((0, 3), 4, 2, 32, 2)
     windows = torch.randint(256, (6, 32), generator=torch.Generator().manual_seed(7))
     known = torch.nn.functional.normalize(tiny.get_input_embeddings().weight, dim=1)

@@ -111,7 +111,7 @@ def test_places_go_to_the_highest_offers_and_the_books_are_exact(offers, waiting
             tasks[number] = asyncio.create_task(places.take(offer))
             await asyncio.sleep(0)
             if len(model) < waiting or (model and points > model[-1][0]):
-                model = sorted([*model[: waiting - 1] if len(model) == waiting else model, (points, number)], key=by)
+                model = sorted([*model[: waiting - (len(model) == waiting)], (points, number)], key=by)
             if leaves:
                 tasks[number].cancel()
                 model = [one for one in model if one[1] != number]

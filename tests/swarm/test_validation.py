@@ -217,10 +217,10 @@ def test_a_forged_commitment_convicts_nobody(change, said, case):
 def test_evidence_that_proves_nothing_is_refused(case):
     evidence, accuse, keeper = case
     other = replace(evidence, inputs=evidence.inputs + 1)
-    assert "is of other inputs or outputs: it proves nothing" in accuse(list(other.messages()))
+    assert "has signed other inputs or outputs: this proves nothing" in accuse(list(other.messages()))
     short = list(evidence.messages())[:-1]
     assert "proves nothing" in accuse(short)
-    charge, inputs, outputs = evidence.messages()
+    charge, inputs, _ = evidence.messages()
     assert "are not those that come next" in accuse([charge, inputs, inputs])
     assert "begins with a charge" in accuse([])
     for wrong in (b"{}", b"\xff", json.dumps(asdict(replace(evidence.charge, step=3))).encode()):

@@ -12,8 +12,8 @@ from firsttoken.study.errors import SwarmError
 class ServerLimits:
     """``sessions`` are open at most, and so many more ``waiting`` for a place; ``sequences`` in all of them, with keys
     and values of ``kv_tokens`` tokens; a batch has ``batch_tokens``. A session of which nothing is heard, or whose
-    answer is not read, for ``idle_s`` seconds is ended. A record is renewed three times in the ``expiry_s`` seconds that
-    it lives. Raises SwarmError for what is below 1 (0 for ``waiting``), or no time."""
+    answer is not read, for ``idle_s`` seconds is ended. A record is renewed three times in the ``expiry_s`` seconds
+    that it lives. Raises SwarmError for what is below 1 (0 for ``waiting``), or no time."""
 
     sessions: int = 64
     waiting: int = 0

@@ -29,8 +29,8 @@ class ServerFault(SwarmError):
 class Line:
     """``layers`` of ``model`` (sha256) on the server that ``name`` tells and ``channel`` leads to.
 
-    Hidden states travel in ``coding``. ``known`` are the tokens of each sequence that the server has seen, ``commitment``
-    what it vouches for of its latest answer.
+    Hidden states travel in ``coding``. ``known`` are the tokens of each sequence that the server has seen,
+    ``commitment`` what it vouches for of its latest answer.
     """
 
     def __init__(

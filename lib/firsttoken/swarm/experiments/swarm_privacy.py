@@ -1,7 +1,7 @@
 """What the first server of a chain can read of a prompt: tokens found from hidden states, by layers that stay local.
 
-Two attacks by whoever knows the model: the nearest embedding, and a linear map to embeddings, learnt from public text. A
-better attack finds more: what is measured is what is lost at least.
+Two attacks by whoever knows the model: the nearest embedding, and a linear map to embeddings, learnt from public text.
+A better attack finds more: what is measured is what is lost at least.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Servers that lie and clients that look: who is convicted within an answer, by the share of answers that is audited."""
+"""Servers that lie and clients that look: who is convicted within an answer, by the share of answers audited."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Evidence:
         self.charge.commitment.check()
         if not committed(self.charge.committed, self.charge.commitment.layers[0], self.inputs, self.outputs):
             raise SwarmError(
-                f"the commitment of {self.charge.commitment.server[:8]} is of other inputs or outputs: it proves nothing"
+                f"{self.charge.commitment.server[:8]} has signed other inputs or outputs: this proves nothing"
             )
 
     def messages(self) -> Iterator[bytes]:

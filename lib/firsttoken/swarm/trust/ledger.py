@@ -1,8 +1,8 @@
 """Accounts of points, as one member keeps them (PETALS, section 4, incentives): what was served, set aside, and spent.
 
 There is no consensus: each keeper has a ledger of its own, in memory, and its points are worth what the servers give
-for them that trust this keeper. Nothing stops who has two keys from signing receipts to himself, nor a client from signing
-none.
+for them that trust this keeper. Nothing stops who has two keys from signing receipts to himself, nor a client from
+signing none.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Ledger:
         return account
 
     def carry_out(self, order: Order, purpose: str) -> Account:
-        """Take the points of ``order``, which is of this ``purpose``, from its owner's account, into its deposit or away.
+        """Take the points of ``order``, of this ``purpose``, from its owner's account, into its deposit or away.
 
         Raises SwarmError for one that is forged, replayed, another keeper's or of another purpose, and for more points
         than there are.
