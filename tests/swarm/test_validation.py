@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -41,8 +42,14 @@ def said_by(model, one, tokens: int = ANSWER) -> list[int]:
     return request.output
 
 
-def look(model) -> None:
-    wait_for(model.swarm.look())
+def look(model, *ups) -> None:
+    """Until these servers are known to answer."""
+    until, wanted = time.monotonic() + 20, {up.record.server for up in ups}
+    while True:
+        wait_for(model.swarm.look())
+        if wanted <= {record.server for record in model.swarm.servers()}:
+            return
+        assert time.monotonic() < until, "the swarm did not come together"
 
 
 def lying(lie: str):
@@ -64,10 +71,10 @@ def test_a_liar_loses_its_deposit_and_its_place(lie, here, client, asked, tmp_pa
     (liar,) = here.serve((0, 3), peers=[door], key=tmp_path / "key", stack_of=lying(lie))
     deposit(keeper.ledger, liar.record.server, server_key(tmp_path / "key"))
     model, one = audited(client, door), asked(12, ANSWER)
+    look(model, liar)
     wait_for(model.chain._extend(0, model.chain.layers))  # the liar alone has these blocks
-    (honest,) = here.serve((0, 3), peers=[door])
-    here.serve((3, 6), peers=[door])
-    look(model)
+    (honest,), others = here.serve((0, 3), peers=[door]), here.serve((3, 6), peers=[door])
+    look(model, honest, *others)
     said = said_by(model, one)
     assert model.swarm.convicted == {liar.record.server} and model.chain.auditor.ends[CONVICTED] == 1
     assert [server for server, _ in model.chain.faults] == [liar.record.server]
@@ -77,7 +84,7 @@ def test_a_liar_loses_its_deposit_and_its_place(lie, here, client, asked, tmp_pa
     if lie != "seldom":  # convicted before its first answer was used
         assert check_greedy(said, one.plain) == ANSWER
     assert said_by(model, one) == said_by(model, one)
-    look(model)
+    wait_for(model.swarm.look())
     assert liar.record.server not in {record.server for record in model.swarm.servers()}
 
 
@@ -87,12 +94,12 @@ def test_what_a_liar_told_the_servers_behind_it_is_told_them_again(here, client,
     door = keeper.record.address
     (liar,) = here.serve((0, 3), peers=[door], stack_of=lying("lazy"))
     model, one = audited(client, door), asked(12, ANSWER)
+    look(model, liar)
     auditor, model.chain.auditor = model.chain.auditor, None
     request = model.engine.submit(one.prompt, Sampling(ANSWER))
     for _ in range(3):
         model.engine.step()
-    here.serve((0, 3), peers=[door])
-    look(model)
+    look(model, *here.serve((0, 3), peers=[door]))
     model.chain.auditor = auditor
     while not request.finished:
         model.engine.step()
@@ -105,6 +112,7 @@ def test_honest_servers_stand_whoever_shares_their_batch(here, client, asked):
     """And a witness that lies is convicted in their place."""
     ups = here.serve((0, 6), (0, 6))
     model = audited(client, ups[0].record.address)
+    look(model, *ups)
     known = [asked(length, ANSWER) for length in (1, 17, 40)]
     requests = [model.engine.submit(one.prompt, Sampling(ANSWER)) for one in known]
     model.engine.run()
@@ -113,10 +121,9 @@ def test_honest_servers_stand_whoever_shares_their_batch(here, client, asked):
     auditor = model.chain.auditor
     assert set(auditor.ends) == {AGREED} and len(auditor.differences) == ANSWER
     assert 0 < max(auditor.differences) < TOLERANCE / 10
-    wait_for(model.swarm.look())
     chosen = model.chain.lines[0][1].server
     (witness,) = here.serve((0, 6), peers=[ups[0].record.address], stack_of=lying("noise"))
-    look(model)
+    look(model, witness)
     model.swarm._pings = {a: s for a, s in model.swarm._pings.items() if a != other_of(ups, chosen)}
     assert check_greedy(said_by(model, known[0]), known[0].plain) == ANSWER
     assert model.swarm.convicted == {witness.record.server} and auditor.ends[WITNESS] == 1
@@ -140,6 +147,7 @@ def test_an_audit_is_inconclusive_where_somebody_is_gone(here, client, asked, fo
     assert auditor.ends == {INCONCLUSIVE: 2 * ANSWER} and auditor.differences == []
     (liar,) = here.serve((0, 6), peers=[door.record.address], stack_of=lying("noise"))
     lost = client(liar.record.address, audits=Audits(1.0, "127.0.0.1:1", public_hex(CLIENT)))
+    look(lost, liar, door)
     said_by(lost, one, 2)
     assert lost.chain.auditor.ends[INCONCLUSIVE] > 0 and lost.swarm.convicted == set()
     assert min(lost.chain.auditor.differences) > TOLERANCE  # it is seen, and not shown to anybody
@@ -149,6 +157,7 @@ def test_who_does_not_vouch_for_an_answer_is_left_out(here, client, asked):
     """Unsigned, or signed for other rows: no proof of a lie, and no reason to go on."""
     first, second = here.serve((0, 6), (0, 6))
     model, one = audited(client, first.record.address), asked(9, ANSWER)
+    look(model, first, second)
     said_by(model, one)
     chosen = model.chain.lines[0][1].server
     up = first if first.record.server == chosen else second
@@ -156,7 +165,8 @@ def test_who_does_not_vouch_for_an_answer_is_left_out(here, client, asked):
     for wrong, why in ((lambda *_: "", "carries no commitment"), (swapped(commit), "of other inputs or outputs")):
         model.chain.close()
         model.swarm._banned.clear()
-        model.swarm._pings[up.record.address] = 1e-9
+        for server in (first, second):
+            model.swarm._pings[server.record.address] = 0.0 if server is up else 1.0
         up.sessions.committer.commit = wrong
         assert check_greedy(said_by(model, one), one.plain) == ANSWER
         assert model.chain.faults[-1][0] == chosen and why in model.chain.faults[-1][1]
@@ -174,7 +184,7 @@ def case(here, client, asked):
     door = keeper.record.address
     (liar,) = here.serve((1, 4), peers=[door], stack_of=lying("noise"))
     model = client(door)
-    look(model)
+    look(model, liar)
 
     async def answer() -> Evidence:
         line = model.swarm.line(liar.record, range(1, 4), "float32")
@@ -257,8 +267,8 @@ def test_two_versions_of_a_block_live_side_by_side(here, client, asked, folder, 
     new = here.serve((0, 3), (3, 6), peers=[old[0].record.address])
     door = old[0].record.address
     clients = client(door), client(door, folder=newer)
-    for one in clients:
-        look(one)
+    for one, ups in zip(clients, (old, new), strict=True):
+        look(one, *ups)
     assert len(clients[0].swarm.registry.live(0.0)) == 4 == len(clients[1].swarm.registry.live(0.0))
     for one, ups, said in zip(clients, (old, new), (asked(12, ANSWER), asking(model)(12, ANSWER)), strict=True):
         assert {record.server for record in one.swarm.servers()} == {up.record.server for up in ups}
