@@ -129,7 +129,8 @@ def liar(lie: str, rate: float, caught_at: int, deposit: int = 0) -> dict:
 
 
 def test_liars_are_counted_beside_what_the_draws_foresee() -> None:
-    rows = [{"what": "audit", "batch": 1, "difference": one} for one in (1e-6, 2e-6, 5e-5)]
+    rows = [{"what": "audit", "batch": 1, "difference": one} for one in (1e-6, 2e-6, 3e-6)]
+    rows += [{"what": "rounding", "against": "float64", "difference": 5e-5}]
     rows += [{"what": "honest", "batch": 1, "convicted": 0, "inconclusive": 0, "recomputed": 300, "computed": 30}]
     rows += [liar("noise", 0.5, 0), liar("noise", 0.5, 3), liar("seldom", 0.5, 1), liar("seldom", 0.5, -1, DEPOSIT)]
     asked = {"validation": {"lies": ["noise", "seldom"], "rates": [0.5], "tokens": 2}}

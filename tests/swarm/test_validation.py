@@ -120,7 +120,7 @@ def test_honest_servers_stand_whoever_shares_their_batch(here, client, asked):
         assert check_greedy(request.output, one.plain) == ANSWER
     auditor = model.chain.auditor
     assert set(auditor.ends) == {AGREED} and len(auditor.differences) == ANSWER
-    assert 0 < max(auditor.differences) < TOLERANCE / 10
+    assert max(auditor.differences) < TOLERANCE / 10  # often none at all: the kernels add in one order
     chosen = model.chain.lines[0][1].server
     (witness,) = here.serve((0, 6), peers=[ups[0].record.address], stack_of=lying("noise"))
     look(model, witness)

@@ -23,6 +23,7 @@ from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256, parse_blocks
+from firsttoken.swarm.experiments.rounding import rounding
 from firsttoken.swarm.experiments.spans import split_evenly, stored
 from firsttoken.swarm.keys import public_hex, server_key
 from firsttoken.swarm.limits import ServerLimits
@@ -37,6 +38,7 @@ from firsttoken.swarm.trust.liar import LIES, SELDOM, LyingStack
 from firsttoken.swarm.trust.thanks import tell_keeper
 
 DEPOSIT = 1000  # points of each liar
+_ROUNDED = 8  # prompts whose states are computed in float64, too
 _LOOKS = 200  # until a client sees the liar before the honest server of its blocks
 
 
@@ -80,14 +82,17 @@ class ValidationConfig:
 
 
 def swarm_validation(profile: Profile) -> Outcome:
-    """Rows {what: audit, batch, difference}, {what: honest, batch, convicted, inconclusive, recomputed, computed} and
+    """Rows {what: rounding, against, difference}, {what: audit, batch, difference},
+    {what: honest, batch, convicted, inconclusive, recomputed, computed} and
     {what: liar, lie, rate, trial, caught_at, told, others, deposit}: caught_at is the token in whose step it was."""
     config = profile.section("validation", ValidationConfig)
     check(config.needs(), ModelFacts(profile.model))
     with stored(profile) as (folder, loaded), ExitStack() as stack:
         text = token_windows(running_text("test"), loaded.tokenizer, config.prompt_tokens, config.prompts).tolist()
         study = _Validation(stack, folder, len(layers_of(loaded.model)), config)
-        rows = study.honest(text[config.trials :])
+        rows = rounding(study.model.swarm, loaded.model, study.spans, text[:_ROUNDED]) + study.honest(
+            text[config.trials :]
+        )
         cases = [(lie, rate, trial) for lie in config.lies for rate in config.rates for trial in range(config.trials)]
         for number, (lie, rate, trial) in enumerate(tqdm(cases, desc="liars", disable=None)):
             rows.append(study.liar(lie, rate, trial, text[trial], profile.seed + number))
@@ -201,12 +206,18 @@ def validation_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, d
     of the tolerance; deposits left to those caught; what auditing every answer computes beside the answer."""
     asked = parameters["validation"]
     audits = [row["difference"] for row in rows if row["what"] == "audit"]
+    rounded = [row["difference"] for row in rows if row["what"] == "rounding"]
     honest = [row for row in rows if row["what"] == "honest"]
     liars = [row for row in rows if row["what"] == "liar"]
     wrong = max(row["convicted"] for row in honest) + sum(row["others"] for row in liars)
     measures = {
-        "honest_difference_of_tolerance": bootstrap([one / TOLERANCE for one in audits], "median").summary("x"),
-        "largest_honest_of_tolerance": {"value": max(audits) / TOLERANCE, "n": len(audits), "unit": "x"},
+        "rounding": bootstrap(rounded, "median").summary(),
+        "largest_audited": {"value": max(audits), "n": len(audits), "unit": ""},
+        "largest_honest_of_tolerance": {
+            "value": max(audits + rounded) / TOLERANCE,
+            "n": len(audits) + len(rounded),
+            "unit": "x",
+        },
         "honest_convicted": {"value": wrong, "n": len(audits) + len(liars), "unit": "servers"},
         "honest_alarms_pct": bootstrap([one > TOLERANCE for one in audits]).summary("%", 100),
         "inconclusive": {"value": sum(row["inconclusive"] for row in honest), "n": len(audits), "unit": "audits"},

@@ -88,8 +88,13 @@ def honest_rows(result: Result) -> Rows:
         {"of honest servers": "audits", "found": str(audits)},
         {"of honest servers": "found to differ, %", "found": interval(summary["honest_alarms_pct"], 1)},
         {"of honest servers": "convicted, those beside liars included", "found": summary["honest_convicted"]["value"]},
+        {"of honest servers": "largest difference in an audit", "found": f"{summary['largest_audited']['value']:.1e}"},
         {
-            "of honest servers": "largest difference, of the tolerance",
+            "of honest servers": "difference from float64 and from transformers, median",
+            "found": f"{summary['rounding']['value']:.1e}",
+        },
+        {
+            "of honest servers": "largest of all, in parts of the tolerance",
             "found": f"{summary['largest_honest_of_tolerance']['value']:.3f}",
         },
         {
