@@ -23,7 +23,7 @@ from firsttoken.swarm.records import Record
 from firsttoken.swarm.service import ACCUSE
 from firsttoken.swarm.swarm import Swarm
 from firsttoken.swarm.trust.commitments import committed, read_commitment
-from firsttoken.swarm.trust.court import TOLERANCE, Judgement, difference
+from firsttoken.swarm.trust.court import TOLERANCE, Sentence, difference
 from firsttoken.swarm.trust.evidence import Charge, Evidence
 from firsttoken.swarm.wire import MOST_TOKENS, Stretch
 
@@ -142,7 +142,7 @@ class Auditor:
             )
         except grpc.aio.AioRpcError as error:
             raise SwarmError(error.details() or error.code().name) from error
-        convicted = shaped(Judgement, parse_json(data)).convicted
+        convicted = shaped(Sentence, parse_json(data)).convicted
         if convicted:
             swarm.convicted.add(evidence.charge.commitment.server)
         return convicted

@@ -23,7 +23,7 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Sentence:
     """Whether the accused is ``convicted``, by what ``difference`` of a row's norm, and the points ``taken`` of it."""
 
     convicted: bool
@@ -39,7 +39,7 @@ class Court:
         self.folder, self.model, self.ledger, self.tolerance = folder, model, ledger, tolerance
         self._turn = asyncio.Lock()
 
-    async def judge(self, evidence: Evidence) -> Judgement:
+    async def judge(self, evidence: Evidence) -> Sentence:
         """Compute what the accused says it has, and convict it if that differs by more than the tolerance.
 
         Raises SwarmError, before anything is computed, for evidence that proves nothing, another model, and a server
@@ -54,8 +54,8 @@ class Court:
             there = await asyncio.to_thread(recomputed, self.folder, range(*commitment.layers), evidence.inputs)
             apart = difference(evidence.outputs, there[-len(evidence.outputs) :])
             if apart <= self.tolerance:
-                return Judgement(False, apart, 0)
-            return Judgement(True, apart, self.ledger.convict(commitment.server, evidence.charge.accuser))
+                return Sentence(False, apart, 0)
+            return Sentence(True, apart, self.ledger.convict(commitment.server, evidence.charge.accuser))
 
 
 def recomputed(folder: Path, layers: range, inputs: Tensor) -> Tensor:
