@@ -113,3 +113,9 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
         default=5,
         help="seconds after which a server that is silent is replaced (default: 5)",
     )
+    generate.add_argument(
+        "--audit-rate",
+        type=option_values.above_zero(1),
+        metavar="SHARE",
+        help="the share of answers that another server computes again; the first --registry judges who lied",
+    )

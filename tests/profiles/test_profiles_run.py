@@ -68,7 +68,12 @@ AGAIN |= {"starts", "few_starts"}
 FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "preemptions": 10, "short": 4, "long": 4}
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
 LAYERS |= {"one_engine": {"block_start", "block_end", "group_start", "group_end"}}
-LAYERS |= {"deferral": {"sizes"}, "transitions": {"layers", "transitions"}, "latency": {"layers"}}
+LAYERS |= {
+    "deferral": {"sizes"},
+    "transitions": {"layers", "transitions"},
+    "latency": {"layers"},
+    "privacy": {"depths"},
+}
 SMALL = {
     "capacity": {"requests": 6},
     "pipeline": {"requests": 6},
@@ -87,6 +92,8 @@ SMALL = {
     },
     "transport": {"tokens": 4, "prompt_tokens": 8, "chains": [1, 3]},
     "borrowed": {"tokens": 4, "main_rounds": 2, "busy_rounds": 1, "alone_s": 0.2},
+    "validation": {"tokens": 3, "prompt_tokens": 4, "servers": 2, "batches": [1], "lies": ["noise"], "rates": [0.1, 1]},
+    "privacy": {"train_windows": 4, "windows": 2, "batch": 2},
     "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4},
 }
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
@@ -353,6 +360,7 @@ def passages(split: str) -> list[tuple[str, str]]:
 SMALLER = {  # by the rule there are fewer transitions, whose number is in the name, and no copies of 1,024 tokens
     *("deviation_3", "per_block_of_memcpy", "coalesced_of_memcpy"),
     *("kl_kept_256", "kl_coarse_256"),  # contexts are shorter
+    "linear_8_pct",  # models have a quarter of their layers
 }
 LEFT_OUT = {  # of the quick profile: more links, a second task
     "four_links_over_expected_1gbit_each",

@@ -43,13 +43,15 @@ class Stretch(NamedTuple):
 class Message:
     """``hidden`` [tokens, hidden] of ``stretches``, end to end (None: it has none); sequences that are ``over``.
 
-    ``first`` is the layer that the states enter, 0 for the first of the session's.
+    ``first`` is the layer that the states enter, 0 for the first of the session's; ``commitment`` what the server that
+    answers vouches for, as JSON, "" where it does not.
     """
 
     stretches: tuple[Stretch, ...]
     hidden: Tensor | None
     over: tuple[int, ...] = ()
     first: int = 0
+    commitment: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,18 @@ def most_bytes(width: int) -> int:
 
 
 def encode(
-    hidden: Tensor | None, coding: str, stretches: Sequence[Stretch] = (), over: Collection[int] = (), first: int = 0
+    hidden: Tensor | None,
+    coding: str,
+    stretches: Sequence[Stretch] = (),
+    over: Collection[int] = (),
+    first: int = 0,
+    commitment: str = "",
 ) -> bytes:
-    """The bytes of a message; an answer has neither ``stretches`` nor ``over``. Raises SwarmError as ``pack``."""
+    """The bytes of a message; an answer has neither ``stretches`` nor ``over``, and a ``commitment`` where it has
+    one. Raises SwarmError as ``pack``."""
     told = {"stretches": list(stretches), "over": list(over)} | ({"first": first} if first else {})
     tensors = {} if hidden is None else _coded(hidden, coding)
-    return save(tensors, {"step": json.dumps(told)})
+    return save(tensors, {"step": json.dumps(told)} | ({"commitment": commitment} if commitment else {}))
 
 
 def _coded(hidden: Tensor, coding: str) -> dict[str, Tensor]:
@@ -104,7 +112,7 @@ def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int
     hidden = unpack(tensors, dtype) if coding == "int8" else tensors["hidden"].to(dtype)
     if not torch.isfinite(hidden).all():
         raise SwarmError("hidden states hold NaN or infinity: whoever computed them computed nonsense")
-    return Message(stretches, hidden, told.over, told.first)
+    return Message(stretches, hidden, told.over, told.first, header.metadata.get("commitment", ""))
 
 
 def _told(text: str) -> _ToldStep:
