@@ -85,6 +85,7 @@ SMALL = {
         "positions": [2],
         "faults": ["kill", "cut"],
     },
+    "swarm_tuning": {"rows": 2, "tokens": 8, "steps": 2, "rank": 1, "prompt_tokens": 2, "chains": [1, 3], "rounds": 1},
     "transport": {"tokens": 4, "prompt_tokens": 8, "chains": [1, 3]},
     "borrowed": {"tokens": 4, "main_rounds": 2, "busy_rounds": 1, "alone_s": 0.2},
     "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4},

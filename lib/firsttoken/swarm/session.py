@@ -45,7 +45,7 @@ class Sessions:
             layers, coding = self.opened(headers)
         except FirstTokenError:
             with suppress(IdleError):  # a client that is still sending would not hear why
-                await self._within(context.read(), "said nothing")
+                await self.within(context.read(), "said nothing")
             raise
         mine: dict[int, Tenant] = {}
         self.open += 1
@@ -66,7 +66,7 @@ class Sessions:
         """Read a message and answer it; False when the client has gone."""
         import grpc
 
-        data = await self._within(context.read(), "said nothing")
+        data = await self.within(context.read(), "said nothing")
         if data is grpc.aio.EOF:
             return False
         stack = self.batcher.stack
@@ -83,10 +83,11 @@ class Sessions:
         works = self.room.place(mine, message.stretches, layers.start)
         out = await self.batcher.run(layers, works, message.hidden)
         self.room.computed(mine, message.stretches)
-        await self._within(context.write(encode(out, coding)), "did not read its answer")
+        await self.within(context.write(encode(out, coding)), "did not read its answer")
         return True
 
-    async def _within(self, awaited, what: str):
+    async def within(self, awaited, what: str):
+        """What is awaited of a client. Raises IdleError, with ``what`` it did, when that takes too long."""
         try:
             async with asyncio.timeout(self.limits.idle_s):
                 return await awaited

@@ -23,9 +23,14 @@ _PAUSE_S = 0.05  # between two looks for somebody who serves what nobody does
 
 
 class Swarm:
-    """The servers of ``model`` (sha256) that the members at ``peers`` (HOST:PORT) tell of. Lives in one event loop."""
+    """The servers of ``model`` (sha256) that the members at ``peers`` (HOST:PORT) tell of. Lives in one event loop.
 
-    def __init__(self, model: str, peers: Sequence[str], width: int, access: Access, patience: Patience) -> None:
+    Its hidden states are ``width`` wide, and ``trained`` layers are trained through at most.
+    """
+
+    def __init__(
+        self, model: str, peers: Sequence[str], width: int, access: Access, patience: Patience, trained: int = 0
+    ) -> None:
         if not peers:
             raise SwarmError("a swarm is found by one of its servers: name HOST:PORT")
         self.model = model
@@ -33,7 +38,7 @@ class Swarm:
         self.registry = Registry()
         self.patience = patience
         self.access = access
-        self._width = width
+        self._width, self._trained = width, trained
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._pings: dict[str, float] = {}  # by address, of those that answered when they were asked last
         self._banned: dict[str, float] = {}  # by subkey, until when
@@ -95,7 +100,7 @@ class Swarm:
     def channel(self, address: str) -> grpc.aio.Channel:
         """The connection to ``address``, made when it is first asked for."""
         if address not in self._channels:
-            self._channels[address] = self.access.channel(address, self._width)
+            self._channels[address] = self.access.channel(address, self._width, self._trained)
         return self._channels[address]
 
     async def reconnect(self, address: str) -> None:
