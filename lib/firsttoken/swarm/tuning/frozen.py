@@ -26,32 +26,38 @@ MOST_KEPT = 4096  # tokens times layers whose values stay for backward
 
 
 class FrozenBlocks:
-    """``blocks`` of the model in ``folder`` in ``dtype``, loaded when the first pass comes; one pass at a time."""
+    """``blocks`` of the model in ``folder`` in ``dtype``, loaded when the first pass comes; one pass at a time, while
+    ``waiting`` others do."""
 
     def __init__(self, folder: Path, blocks: range, dtype: torch.dtype) -> None:
         self.blocks = blocks
         self._folder, self._dtype = folder, dtype
         self._model: Any = None
-        self._waiting = 0
+        self.waiting = 0
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="firsttoken-passes")
 
     async def answer(self, said: Callable[[], Awaitable[bytes]], layers: range, width: int) -> bytes:
         """The message of the answer to the pass that is ``said``. Raises RequestError for one that no server takes,
         BusyError, and does not listen, where too many wait."""
-        if self._waiting >= MOST_WAITING:
-            raise BusyError(f"{self._waiting} passes wait here, and no more are taken")
-        self._waiting += 1
+        if self.waiting >= MOST_WAITING:
+            raise BusyError(f"{self.waiting} passes wait here, and no more are taken")
+        self.waiting += 1
         try:
             data = await said()
             await self._turn.acquire()
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
         # A pass that runs cannot be stopped. The next has to wait for it even when its client has gone: in the queue of
         # the thread the messages of clients that went, too, would pile up behind it.
         job = asyncio.get_running_loop().run_in_executor(self._thread, self._answer, data, layers, width)
         job.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(job)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a pass runs."""
+        return self._turn.locked()
 
     def close(self) -> None:
         """End the thread when its pass is done."""
