@@ -115,7 +115,9 @@ def test_what_was_trained_is_held_to_the_run_that_it_should_equal() -> None:
         for servers in (0, 1)
         for number in range(2)
     ]
-    rows += [{"what": "folder", "kind": kind, "same_base": kind == "lora", "difference": 0.0} for kind in ("lora", "prompt")]
+    rows += [
+        {"what": "folder", "kind": kind, "same_base": kind == "lora", "difference": 0.0} for kind in ("lora", "prompt")
+    ]
     rows.append({"what": "fault", "step": 1, "replaced": 1})
     asked = {"swarm_tuning": {"steps": 2, "chains": [1], "rounds": 2}}
     found = {name: entry["value"] for name, entry in tuning_summary(rows, asked).items()}

@@ -70,7 +70,7 @@ def step_times(result: Result) -> Figure:
             floor = LOCAL_FLOOR * local_s
             ax.plot([floor, floor], [place - 0.35, place + 0.35], color=COLOURS["floor"], linewidth=2)
     handles = [
-        plt.Line2D([], [], color=COLOURS["measured"], marker=LOOKS["measured"].marker, label="median, with its interval"),
+        plt.Line2D([], [], color=COLOURS["measured"], marker=LOOKS["measured"].marker, label="median, its interval"),
         plt.Line2D([], [], color=COLOURS["single"], marker=LOOKS["single"].marker, linestyle="", label="a step"),
         plt.Line2D([], [], color=COLOURS["floor"], linewidth=2, label="the local step, its forward pass twice"),
     ]

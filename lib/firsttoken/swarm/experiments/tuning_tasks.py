@@ -73,7 +73,9 @@ def learn(
 def stock(model: nn.Module, folder: Path) -> Iterator[PeftModel]:
     """``model`` with what PEFT reads from ``folder``, to be trained; ``model`` alone again afterwards."""
     with quiet_transformers():
-        peft = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        peft = PeftModel.from_pretrained(model, str(folder))
+    for name, one in peft.named_parameters():  # PEFT's own switch is for all but prompts
+        one.requires_grad_("lora_" in name or "prompt" in name)
     try:
         yield peft
     finally:
