@@ -11,7 +11,7 @@ from firsttoken.swarm.experiments.swarm_chains import ChainsConfig, chains_summa
 from firsttoken.swarm.experiments.swarm_churn import churn_summary, swarm_churn
 from firsttoken.swarm.experiments.swarm_survival import SurvivalConfig, survival_summary
 from firsttoken.swarm.experiments.swarm_transport import LOCAL, transport_summary
-from firsttoken.swarm.experiments.swarm_tuning import TuningConfig, tuning_summary
+from firsttoken.swarm.experiments.swarm_tuning import SwarmTuningConfig, tuning_summary
 from firsttoken.swarm.routing import best_chain
 from firsttoken.swarm.two_continents import CARDS, fourteen, twelve
 
@@ -145,6 +145,6 @@ def test_a_survival_that_is_none_is_refused(change: dict, message: str) -> None:
 
 def test_a_study_of_nothing_is_refused() -> None:
     with pytest.raises(ProfileError, match="at most 512 together"):
-        TuningConfig(2, 500, 2, 4, 13, (1,), 1)
+        SwarmTuningConfig(2, 500, 2, 4, 13, (1,), 1)
     with pytest.raises(ProfileError, match="every number must be at least 1"):
         ChainsConfig((128,), 0, 1, (1,), 128, 1)

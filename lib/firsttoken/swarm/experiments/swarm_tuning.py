@@ -25,7 +25,7 @@ from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.experiments import tuning_tasks as tasks
 from firsttoken.swarm.experiments.spans import running, split_evenly, stored
-from firsttoken.swarm.experiments.tuning_tasks import HEAD, LORA, PROMPT, RATES, Step, Trained
+from firsttoken.swarm.experiments.tuning_tasks import HEAD, LORA, PROMPT, RATES, TunedStep, Trained
 from firsttoken.swarm.member import ServerProcess
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.tuning.adapters import Lora
@@ -40,7 +40,7 @@ _PATIENCE = Patience(step_s=60.0, refresh_s=600.0, ban_s=600.0, find_s=60.0)
 
 
 @dataclass(frozen=True)
-class TuningConfig:
+class SwarmTuningConfig:
     """Two tasks of ``rows`` rows of ``tokens`` tokens, all of them in each of ``steps`` steps: LoRA of ``rank`` and a
     soft prompt of ``prompt_tokens``. A step is timed ``rounds`` times in turns, in this process and through ``chains``
     of as many servers; all else runs through the longest of them. ProfileError for none."""
@@ -73,7 +73,7 @@ def swarm_tuning(profile: Profile) -> Outcome:
     """Rows {what: gradient, kind, name, difference}, relative to the largest of the tensor; {what: chain, servers,
     round, seconds, bytes} of a step of LoRA; {what: loss, run, kind, step, loss, seconds}; {what: folder, kind,
     same_base, difference} of the loss that stock PEFT has with it. All in float32."""
-    config = profile.section("swarm_tuning", TuningConfig)
+    config = profile.section("swarm_tuning", SwarmTuningConfig)
     check(config.needs(), ModelFacts(profile.model))
     with stored(profile) as (folder, loaded), ExitStack() as stack:
         depth, clients, ups = len(layers_of(loaded.model)), {}, []
@@ -83,7 +83,7 @@ def swarm_tuning(profile: Profile) -> Outcome:
             ups = stack.enter_context(running(folder, [*spans, *spare], trains=True))
             clients[servers] = stack.enter_context(RemoteTraining(folder, [ups[0].address], patience=_PATIENCE))
         beside = stack.enter_context(RemoteTraining(folder, [ups[0].address], patience=_PATIENCE))
-        study = _Study(folder, loaded, config, [clients[max(config.chains)], beside])
+        study = _TuningStudy(folder, loaded, config, [clients[max(config.chains)], beside])
         study.gradients()
         study.chains(clients)
         study.curves()
@@ -91,10 +91,10 @@ def swarm_tuning(profile: Profile) -> Outcome:
     return Outcome(study.rows, provenance=loaded.provenance.as_dict())
 
 
-class _Study:
+class _TuningStudy:
     """Through ``clients`` of one chain, a kind each, and by stock PEFT."""
 
-    def __init__(self, folder: Path, loaded: Loaded, config: TuningConfig, clients: list[RemoteTraining]) -> None:
+    def __init__(self, folder: Path, loaded: Loaded, config: SwarmTuningConfig, clients: list[RemoteTraining]) -> None:
         self.model, self.config, self.rows = loaded.model, config, []
         self.ids = tasks.windows(loaded, config.rows, config.tokens)
         self.clients = dict(zip(RATES, clients, strict=True))
@@ -180,11 +180,11 @@ class _Study:
 
     def _through(
         self, kind: str, client: RemoteTraining, steps: int, between: Callable[[int], None] = tasks.nothing
-    ) -> list[Step]:
+    ) -> list[TunedStep]:
         trained, ids = self._start(kind, client), self.ids[kind]
         return tasks.learn(lambda: client.loss(ids, ids), list(trained.parameters()), RATES[kind], steps, between)
 
-    def _locally(self, kind: str, steps: int) -> list[Step]:
+    def _locally(self, kind: str, steps: int) -> list[TunedStep]:
         begun = tasks.start(kind, self.model.config, self.config.prompt_tokens, self.config.rank)
         begun.save(self._saved / kind, self.sha256)
         with tasks.stock(self.model, self._saved / kind) as peft:
@@ -196,7 +196,7 @@ class _Study:
             difference = float((said[name] - one).abs().max() / one.abs().max())
             self.rows.append({"what": "gradient", "kind": kind, "name": name, "difference": difference})
 
-    def _keep(self, run: str, kind: str, said: list[Step]) -> None:
+    def _keep(self, run: str, kind: str, said: list[TunedStep]) -> None:
         row = {"what": "loss", "run": run, "kind": kind}
         self.rows += [{**row, "step": at, "loss": one.loss, "seconds": one.seconds} for at, one in enumerate(said)]
 

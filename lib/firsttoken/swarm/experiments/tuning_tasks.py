@@ -27,7 +27,7 @@ _LORA = "base_model.model.model.layers.{}.{}.lora_{}.default.weight"
 Trained = SoftPrompt | Lora
 
 
-class Step(NamedTuple):
+class TunedStep(NamedTuple):
     """The loss before a step of training, in nats a token, and the seconds of all of it."""
 
     loss: float
@@ -55,7 +55,7 @@ def learn(
     rate: float,
     steps: int,
     between: Callable[[int], None] = nothing,
-) -> list[Step]:
+) -> list[TunedStep]:
     """``steps`` of Adam; ``between`` is called with each one's number after its forward pass."""
     optimiser, said = torch.optim.Adam(parameters, rate), []
     for step in range(steps):
@@ -65,7 +65,7 @@ def learn(
             between(step)
             found.backward()
             optimiser.step()
-        said.append(Step(float(found.detach()), watch.seconds))
+        said.append(TunedStep(float(found.detach()), watch.seconds))
     return said
 
 
