@@ -25,7 +25,7 @@ from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.experiments import tuning_tasks as tasks
 from firsttoken.swarm.experiments.spans import running, split_evenly, stored
-from firsttoken.swarm.experiments.tuning_tasks import HEAD, LORA, PROMPT, RATES, TunedStep, Trained
+from firsttoken.swarm.experiments.tuning_tasks import HEAD, LORA, PROMPT, RATES, Trained, TunedStep
 from firsttoken.swarm.member import ServerProcess
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.tuning.adapters import Lora
