@@ -145,6 +145,6 @@ def test_a_survival_that_is_none_is_refused(change: dict, message: str) -> None:
 
 def test_a_study_of_nothing_is_refused() -> None:
     with pytest.raises(ProfileError, match="at most 512 together"):
-        SwarmTuningConfig(2, 500, 2, 4, 13, (1,), 1)
+        SwarmTuningConfig(2, 500, 2, 4, 13, (1,), 1, 0)
     with pytest.raises(ProfileError, match="every number must be at least 1"):
         ChainsConfig((128,), 0, 1, (1,), 128, 1)

@@ -45,13 +45,17 @@ def split_evenly(depth: int, servers: int) -> list[str]:
 
 
 @contextmanager
-def running(folder: Path, spans: Sequence[str], trains: bool = False) -> Iterator[list[ServerProcess]]:
+def running(
+    folder: Path, spans: Sequence[str], trains: bool = False, threads: int = 0
+) -> Iterator[list[ServerProcess]]:
     """A server process of each span, the first of which knows all. Raises SwarmError for one that does not start, and
     when they do not come together."""
     ups: list[ServerProcess] = []
     try:
         for span in spans:
-            ups.append(ServerProcess(folder, span, [ups[0].ready().address] if ups else [], trains=trains))
+            ups.append(
+                ServerProcess(folder, span, [ups[0].ready().address] if ups else [], trains=trains, threads=threads)
+            )
         for up in ups:
             up.ready()
         wait_for(_known(model_sha256(folder), ups))

@@ -43,7 +43,8 @@ _PATIENCE = Patience(step_s=60.0, refresh_s=600.0, ban_s=600.0, find_s=60.0)
 class SwarmTuningConfig:
     """Two tasks of ``rows`` rows of ``tokens`` tokens, all of them in each of ``steps`` steps: LoRA of ``rank`` and a
     soft prompt of ``prompt_tokens``. A step is timed ``rounds`` times in turns, in this process and through ``chains``
-    of as many servers; all else runs through the longest of them. ProfileError for none."""
+    of as many servers; all else runs through the longest of them. Each process has ``threads`` (0: one a core).
+    ProfileError for none."""
 
     rows: int
     tokens: int
@@ -52,10 +53,11 @@ class SwarmTuningConfig:
     prompt_tokens: int
     chains: tuple[int, ...]
     rounds: int
+    threads: int
 
     def __post_init__(self) -> None:
         ones = self.rows, self.rank, self.prompt_tokens, self.rounds, *self.chains
-        if min(ones) < 1 or min(self.steps, self.tokens) < 2:
+        if min(ones) < 1 or min(self.steps, self.tokens) < 2 or self.threads < 0:
             raise ProfileError("swarm_tuning: every number must be at least 1, steps and tokens at least 2")
         if self.tokens + self.prompt_tokens > MOST_TOKENS:
             raise ProfileError(f"swarm_tuning.tokens and prompt_tokens: at most {MOST_TOKENS} together")
@@ -75,12 +77,14 @@ def swarm_tuning(profile: Profile) -> Outcome:
     same_base, difference} of the loss that stock PEFT has with it. All in float32."""
     config = profile.section("swarm_tuning", SwarmTuningConfig)
     check(config.needs(), ModelFacts(profile.model))
+    if config.threads:
+        torch.set_num_threads(config.threads)
     with stored(profile) as (folder, loaded), ExitStack() as stack:
         depth, clients, ups = len(layers_of(loaded.model)), {}, []
         for servers in sorted(config.chains):
             spans = split_evenly(depth, servers)
             spare = spans[-1:] if servers == max(config.chains) else []
-            ups = stack.enter_context(running(folder, [*spans, *spare], trains=True))
+            ups = stack.enter_context(running(folder, [*spans, *spare], True, config.threads))
             clients[servers] = stack.enter_context(RemoteTraining(folder, [ups[0].address], patience=_PATIENCE))
         beside = stack.enter_context(RemoteTraining(folder, [ups[0].address], patience=_PATIENCE))
         study = _TuningStudy(folder, loaded, config, [clients[max(config.chains)], beside])
