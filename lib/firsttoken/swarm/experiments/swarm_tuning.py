@@ -77,8 +77,7 @@ def swarm_tuning(profile: Profile) -> Outcome:
     same_base, difference} of the loss that stock PEFT has with it. All in float32."""
     config = profile.section("swarm_tuning", SwarmTuningConfig)
     check(config.needs(), ModelFacts(profile.model))
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
     with stored(profile) as (folder, loaded), ExitStack() as stack:
         depth, clients, ups = len(layers_of(loaded.model)), {}, []
         for servers in sorted(config.chains):
