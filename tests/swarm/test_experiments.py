@@ -13,6 +13,7 @@ from firsttoken.swarm.experiments.swarm_churn import churn_summary, swarm_churn
 from firsttoken.swarm.experiments.swarm_privacy import PrivacyConfig, _entering, _features, _learnt, _nearest
 from firsttoken.swarm.experiments.swarm_survival import SurvivalConfig, survival_summary
 from firsttoken.swarm.experiments.swarm_transport import LOCAL, transport_summary
+from firsttoken.swarm.experiments.swarm_tuning import SwarmTuningConfig, tuning_summary
 from firsttoken.swarm.experiments.swarm_validation import DEPOSIT, ValidationConfig, validation_summary
 from firsttoken.swarm.routing import best_chain
 from firsttoken.swarm.two_continents import CARDS, fourteen, twelve
@@ -103,6 +104,33 @@ def test_the_transport_is_what_a_step_takes_longer() -> None:
     assert found["chain_1_transport_ms"]["value"] == pytest.approx(4.0), "the median of three rounds"
 
 
+def test_what_was_trained_is_held_to_the_run_that_it_should_equal() -> None:
+    off = {("alone", "lora"): 0.001, ("at_once", "prompt"): 0.002, ("killed", "lora"): 0.003}
+    rows = [{"what": "gradient", "kind": kind, "name": "w", "difference": 1e-6} for kind in ("prompt", "lora", "head")]
+    rows += [
+        {"what": "loss", "run": run, "kind": kind, "step": step, "loss": loss, "seconds": 1 + (run == "at_once")}
+        for run in ("stock", "alone", "at_once", "killed")
+        for kind in (("lora",) if run == "killed" else ("lora", "prompt"))
+        for step, loss in ((0, 4.0), (1, 2.0 + off.get((run, kind), 0.0)))
+    ]
+    rows += [
+        {"what": "chain", "servers": servers, "round": number, "seconds": (1 + servers) * (1 + number), "bytes": 5e6}
+        for servers in (0, 1)
+        for number in range(2)
+    ]
+    rows += [
+        {"what": "folder", "kind": kind, "same_base": kind == "lora", "difference": 0.0} for kind in ("lora", "prompt")
+    ]
+    rows.append({"what": "fault", "step": 1, "replaced": 1})
+    asked = {"swarm_tuning": {"steps": 2, "chains": [1], "rounds": 2}}
+    found = {name: entry["value"] for name, entry in tuning_summary(rows, asked).items()}
+    assert found["local_loss_difference"] == pytest.approx(0.001 / 2)
+    assert found["at_once_loss_difference"] == pytest.approx(0.002 / 2)
+    assert found["killed_loss_difference"] == pytest.approx(0.002 / 2.001), "to the same client's alone"
+    assert found["chain_1_over_local_x"] == 2 and found["chain_1_step_mb"] == 5 and found["folders_pct"] == 50
+    assert found["at_once_rate_x"] == 1 and found["lora_fell_nats"] == pytest.approx(1.999)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -119,6 +147,8 @@ def test_a_survival_that_is_none_is_refused(change: dict, message: str) -> None:
 
 
 def test_a_study_of_nothing_is_refused() -> None:
+    with pytest.raises(ProfileError, match="at most 512 together"):
+        SwarmTuningConfig(2, 500, 2, 4, 13, (1,), 1, 0)
     with pytest.raises(ProfileError, match="every number must be at least 1"):
         ChainsConfig((128,), 0, 1, (1,), 128, 1)
 

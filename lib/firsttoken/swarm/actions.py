@@ -29,6 +29,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _serve(options: argparse.Namespace) -> None:
     access = Access.read(options.token_file, options.tls_ca, options.tls_cert, options.tls_key)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     dtype, model = dtypes.resolve(options.dtype, "cpu"), model_sha256(options.model)
     blocks = _chosen(options, access, model)
     limits = ServerLimits(kv_tokens=options.kv_tokens, expiry_s=options.expiry_s)

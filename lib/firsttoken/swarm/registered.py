@@ -38,6 +38,13 @@ EXPERIMENTS = (
         "chains_summary",
     ),
     Experiment(
+        "swarm_tuning",
+        "Training through frozen servers",
+        "53",
+        f"{_SWARM}.swarm_tuning:swarm_tuning",
+        "tuning_summary",
+    ),
+    Experiment(
         "swarm_churn",
         "A swarm whose servers come and go",
         "52",

@@ -91,7 +91,7 @@ class RemoteModel:
             raise SwarmError("requests over a swarm share no prefixes: their keys and values are not here")
         self.model = load_ends(folder, dtype)
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
-        self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), patience or Patience(), bid)
+        self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), patience or Patience(), bid=bid)
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)
         self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[RemoteSegment(self.chain)], touched=False)

@@ -48,11 +48,13 @@ class BlockService:
         handlers = {
             "Session": grpc.stream_stream_rpc_method_handler(self._session),
             "Exchange": grpc.unary_unary_rpc_method_handler(self._exchange),
-            "Pass": grpc.unary_unary_rpc_method_handler(self._pass),
+            "Pass": grpc.stream_unary_rpc_method_handler(self._pass),
             "Accuse": grpc.stream_unary_rpc_method_handler(self._accuse),
             "Account": grpc.unary_unary_rpc_method_handler(self._account),
         }
-        server = grpc.aio.server(options=server_options(self.sessions.batcher.stack.width))
+        stack = self.sessions.batcher.stack
+        trained = len(stack.blocks) if self.frozen else 0
+        server = grpc.aio.server(options=server_options(stack.width, trained))
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         bound = self.access.listen(server, host, port)
         await server.start()
@@ -67,14 +69,22 @@ class BlockService:
         except Exception as error:
             await _abort(context, error)
 
-    async def _pass(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    async def _pass(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
+        """One message, taken from the client when there is a place for it: gRPC alone would take any number."""
+        import grpc
+
+        async def said() -> bytes:
+            if (data := await self.sessions.within(context.read(), "said nothing")) is grpc.aio.EOF:
+                raise RequestError("a pass came without a message")
+            return data
+
         headers = await self._admitted(context)
         try:
             layers, _ = self.sessions.opened(headers)
             self.sessions.places.check_free()
             if self.frozen is None:
                 raise SwarmError("this server does not train: start one with --train")
-            return await self.frozen.answer(data, layers, self.sessions.batcher.stack.width)
+            return await self.frozen.answer(said, layers, self.sessions.batcher.stack.width)
         except asyncio.CancelledError:  # the client is gone
             raise
         except Exception as error:

@@ -58,7 +58,7 @@ class Sessions:
             await self.places.take(headers.get(OFFER, ""))
         except FirstTokenError:
             with suppress(IdleError):  # a client that is still sending would not hear why
-                await self._within(context.read(), "said nothing")
+                await self.within(context.read(), "said nothing")
             raise
         mine: dict[int, Tenant] = {}
         try:
@@ -78,7 +78,7 @@ class Sessions:
         """Read a message and answer it; False when the client has gone."""
         import grpc
 
-        data = await self._within(context.read(), "said nothing")
+        data = await self.within(context.read(), "said nothing")
         if data is grpc.aio.EOF:
             return False
         stack = self.batcher.stack
@@ -99,10 +99,11 @@ class Sessions:
         if stack.dtype is CODINGS[coding] is torch.float32:  # what is rounded on the way is not what was computed
             trails = [mine[one.number].trail for one in message.stretches]
             commitment = self.committer.commit(layers, trails, message.stretches, message.hidden, out)
-        await self._within(context.write(encode(out, coding, commitment=commitment)), "did not read its answer")
+        await self.within(context.write(encode(out, coding, commitment=commitment)), "did not read its answer")
         return True
 
-    async def _within(self, awaited, what: str):
+    async def within(self, awaited, what: str):
+        """What is awaited of a client. Raises IdleError, with ``what`` it did, when that takes too long."""
         try:
             async with asyncio.timeout(self.limits.idle_s):
                 return await awaited

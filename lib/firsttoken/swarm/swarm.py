@@ -28,7 +28,8 @@ _PAUSE_S = 0.05  # between two looks for somebody who serves what nobody does
 class Swarm:
     """The servers of ``model`` (sha256) that the members at ``peers`` (HOST:PORT) tell of. Lives in one event loop.
 
-    ``bid`` is offered for a place at a server that has none; ``served`` are tokens x blocks by subkey.
+    Its hidden states are ``width`` wide, and ``trained`` layers are trained through at most. ``bid`` is offered for a
+    place at a server that has none; ``served`` are tokens x blocks by subkey.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Swarm:
         width: int,
         access: Access,
         patience: Patience,
+        trained: int = 0,
         bid: Bid | None = None,
     ) -> None:
         if not peers:
@@ -49,7 +51,7 @@ class Swarm:
         self.access = access
         self.bid = bid
         self.served: Counter[str] = Counter()
-        self._width = width
+        self._width, self._trained = width, trained
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._pings: dict[str, float] = {}  # by address, of those that answered when they were asked last
         self._banned: dict[str, float] = {}  # by subkey, until when
@@ -112,7 +114,7 @@ class Swarm:
     def channel(self, address: str) -> grpc.aio.Channel:
         """The connection to ``address``, made when it is first asked for."""
         if address not in self._channels:
-            self._channels[address] = self.access.channel(address, self._width)
+            self._channels[address] = self.access.channel(address, self._width, self._trained)
         return self._channels[address]
 
     def line(self, record: Record, layers: range, coding: str) -> Line:

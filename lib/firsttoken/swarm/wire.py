@@ -61,8 +61,14 @@ class _ToldStep:
     first: _Count = 0
 
 
-def most_bytes(width: int) -> int:
-    """Of a message of hidden states that are ``width`` wide: more is refused before it is received."""
+def most_bytes(width: int, trained: int = 0) -> int:
+    """Of a message of hidden states that are ``width`` wide: more is refused before it is received.
+
+    Where layers are ``trained`` through, of a pass: the states and their gradient, and for each layer 1,024 bytes of
+    LoRA for each value of a state, which is rank 8 beside all linear modules, or some 60 beside two.
+    """
+    if trained:
+        return 2 * MOST_TOKENS * width * 4 + trained * width * 1024 + _ROOM
     return MOST_TOKENS * width * 5 + _ROOM  # int8 with a scale for each number is as large as it gets
 
 
