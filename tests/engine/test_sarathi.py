@@ -114,6 +114,27 @@ def test_deadlines_let_a_step_take_the_slack(lab) -> None:
     assert all(at <= first.arrival_s + 5 + 2 * i + 1e-6 for i, at in enumerate(first.times_s))
 
 
+def test_who_is_behind_does_not_hold_up_the_prompts(lab) -> None:
+    """A prompt of 31 s makes the second half a minute late; two seconds beside it are still 90 tokens of the third."""
+    run = lab.simulated(4000, scheduler="deadline", token_budget=16, prefill_tokens=4096, requests=4, tbt_s=2, ttft_s=1)
+    offer(run, (3000, 1, 0.0), (4, 60, 0.1), (400, 1, 33.0))
+    run.finish()
+    late = run.requests[1]
+    assert late.times_s[0] > 30
+    assert run.requests[2].ttft_s < 20, "a block at a time, because somebody is late who will be late anyway"
+    assert max(after - before for before, after in pairwise(late.times_s)) <= 2 + 1e-9
+
+
+def test_who_gave_way_comes_back_before_shorter_prompts_begin(lab) -> None:
+    run = lab.simulated(8, scheduler="shortest_first", token_budget=16, requests=8, preemption="recompute")
+    offer(run, (8, 16, 0.0), (8, 16, 0.1), *((4, 3, 0.5 * i) for i in range(10, 80)))
+    run.until(lambda: run.requests[1].preemptions == 1)
+    away_s, had = run.engine.executor.now(), len(run.requests[1].times_s)
+    run.finish()
+    back_s = run.requests[1].times_s[had]
+    assert had and not [request for request in run.requests[2:] if away_s <= request.begun_s < back_s]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     asked=WORKLOADS,

@@ -100,7 +100,9 @@ def _by_table(config: BatchCostConfig, hardware: Hardware, costs: Costs) -> Rows
     for prompt in config.table_prompts:
         for piece in (*config.table_pieces, prompt):
             cuts = ((start, min(piece, prompt - start)) for start in range(0, prompt, piece))
-            rows.append({"of": "pieces", "prompt": prompt, "piece": piece, "ms": sum(_ms(costs, [cut]) for cut in cuts)})
+            rows.append(
+                {"of": "pieces", "prompt": prompt, "piece": piece, "ms": sum(_ms(costs, [cut]) for cut in cuts)}
+            )
     rows += [{"of": "tile", "tokens": n, "ms": _ms(costs, [(0, n)])} for n in (TILE, TILE + 1)]
     return [{"what": "table"} | row for row in rows]
 

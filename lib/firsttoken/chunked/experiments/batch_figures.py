@@ -30,10 +30,12 @@ def table_costs(result: Result) -> Figure:
     fig, ax = plt.subplots(figsize=(7, 4.2))
     rows = [row for row in result.rows if row["what"] == "table"]
     prefill = [(row["tokens"], row["ms"] / row["tokens"]) for row in rows if row["of"] == "prefill"]
-    ax.plot(*zip(*prefill, strict=True), "o-", color=COLOURS["prefill"], label="prompt alone, by its tokens")
+    ax.plot(*zip(*prefill, strict=True), "o-", color=COLOURS["chunks alone"], label="prompt alone, by its tokens")
     contexts = sorted({row["context"] for row in rows if row["of"] == "decode"})
     for context, dashes in zip(contexts, DASHES, strict=False):
-        mine = [(r["requests"], r["ms"] / r["requests"]) for r in rows if r["of"] == "decode" and r["context"] == context]
+        mine = [
+            (r["requests"], r["ms"] / r["requests"]) for r in rows if r["of"] == "decode" and r["context"] == context
+        ]
         label = f"decodes over {context:,} tokens each, by requests"
         ax.plot(*zip(*mine, strict=True), "s", ls=dashes, color=COLOURS["measured"], label=label)
     ax.set(xscale="log", yscale="log", xlabel="tokens of the step", ylabel="ms a token")
@@ -50,7 +52,7 @@ def live_costs(result: Result) -> Figure:
 
     config = result.parameters["batch_cost"]
     fig, (steps, pieces) = plt.subplots(1, 2, figsize=(12, 4.4))
-    cases = [(0, "prefill", "-", "chunk alone")]
+    cases = [(0, "measured", "-", "chunk alone")]
     for context, dashes in zip(config["contexts"], DASHES, strict=False):
         cases.append((context, "sarathi", dashes, f"beside {config['running']} decodes over {context:,} tokens"))
     sizes = [*config["pieces"], config["prompt"]]
@@ -69,7 +71,7 @@ def live_costs(result: Result) -> Figure:
         pieces.plot(list(at), list(at.values()), "|-", color=COLOURS["paper"], label=f"paper, {tokens:,} tokens")
     for prompt in config["table_prompts"]:
         over = [_table_pieces(result, prompt, piece) for piece in config["table_pieces"]]
-        pieces.plot(config["table_pieces"], over, "s-", color=COLOURS["sarathi"], markersize=4)
+        pieces.plot(config["table_pieces"], over, "s-", color=COLOURS["chunks alone"], markersize=4)
     found = [result.summary[f"live_pieces_{piece}_x"] for piece in config["pieces"]]
     values = np.array([(entry["value"], entry["low"], entry["high"]) for entry in found]).T
     ends = np.abs(values[1:] - values[0])
@@ -116,7 +118,9 @@ def table_rows(result: Result) -> Rows:
 def tile_rows(result: Result) -> Rows:
     """A token more than a tile, beside the paper's."""
     here, table = result.summary["live_tile_x"], result.summary["table_tile_x"]
-    return [{"what": "257 tokens / 256", "paper (A100)": 1.32, "live": interval(here, 2), "table": f"{table['value']:.2f}"}]
+    return [
+        {"what": "257 tokens / 256", "paper (A100)": 1.32, "live": interval(here, 2), "table": f"{table['value']:.2f}"}
+    ]
 
 
 def _steps_ms(result: Result, context: int, size: int) -> np.ndarray:

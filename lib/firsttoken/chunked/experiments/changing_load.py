@@ -1,4 +1,4 @@
-"""Schedulers under a load that changes, with a heavy tenant among light ones: simulated, one trace and clock for all."""
+"""Schedulers under a load that changes, with a heavy tenant among light ones: simulated, one load and clock for all."""
 
 from __future__ import annotations
 

@@ -113,7 +113,9 @@ def capacities(result: Result) -> Figure:
         for place, scheduler in enumerate(schedulers):
             mine = [r for r in rows if r["objective"] == objective and r["scheduler"] == scheduler]
             rates = [row["requests_per_s"] for row in mine]
-            dots(ax, place, scheduler, rates, result.summary[f"{scheduler.replace(' ', '_')}_{objective}_requests_per_s"])
+            dots(
+                ax, place, scheduler, rates, result.summary[f"{scheduler.replace(' ', '_')}_{objective}_requests_per_s"]
+            )
         base = result.summary[f"prefill_first_{objective}_requests_per_s"]["value"]
         ax.axvline(2 * base, color=COLOURS["target"], linestyle="--", linewidth=1.5)
         ax.annotate("twice prefill first", (2 * base, -0.6), (5, 0), textcoords="offset points", fontsize=9)

@@ -43,7 +43,9 @@ def course(result: Result) -> Figure:
     import matplotlib.pyplot as plt
 
     load = result.parameters["changing_load"]
-    rows = [row for row in result.rows if row["what"] == "phase" and row.get("objective", TIMES[STRICT]) == TIMES[STRICT]]
+    rows = [
+        row for row in result.rows if row["what"] == "phase" and row.get("objective", TIMES[STRICT]) == TIMES[STRICT]
+    ]
     names = [name for name in COURSE if name in _schedulers(result)]
     middles = (np.arange(len(load["factors"])) + 0.5) * load["phase_s"]
     fig, axes = plt.subplots(1, 2, figsize=(11, 4))
@@ -55,7 +57,9 @@ def course(result: Result) -> Figure:
                 ax.axvspan(*edges, color=COLOURS["other"], alpha=0.35, linewidth=0)
         for name in names:
             look = LOOKS[NAMES[name.partition(" ")[0]][0]]
-            mine = [[r[column] for r in rows if r["scheduler"] == name and r["phase"] == n] for n in range(len(middles))]
+            mine = [
+                [r[column] for r in rows if r["scheduler"] == name and r["phase"] == n] for n in range(len(middles))
+            ]
             there = [(at, scale * np.mean(each)) for at, each in zip(middles, mine, strict=True) if each]
             ax.plot(*zip(*there, strict=True), look.marker, ls="-", color=look.colour, label=told(name))
         ax.set(yscale="log", xlabel="time, s", ylabel=label, xlim=(0, load["phase_s"] * len(middles)))
