@@ -33,8 +33,8 @@ TILE = 256  # tokens; one more begins another tile (4.3)
 @dataclass(frozen=True)
 class BatchCostConfig:
     """Live, prompts of ``prompt`` tokens go through whole and in each of ``pieces``: alone, and beside ``running``
-    requests that decode over each of ``contexts``; then prompts of ``tile`` tokens and of one more. The first of
-    ``repeats`` and one warms up and is dropped. By the table, ``table_prompts`` go through in ``table_pieces``.
+    requests that decode over each of ``contexts``; then prompts of ``tile`` tokens and of one more. All of it
+    ``repeats`` times, after a whole prompt that warms up. By the table, ``table_prompts`` go in ``table_pieces``.
     """
 
     prompt: int
@@ -81,9 +81,11 @@ def batch_cost(profile: Profile) -> Outcome:
     longest = max(config.contexts), config.steps, max(config.prompt, config.tile + 1)
     with closing(LiveExecutor(loaded.model, LiveBatches.blocks_for(config.running, *longest))) as executor:
         draw = random.Random(profile.seed)
-        for repeat in tqdm(range(config.repeats + 1), desc="batches", disable=None):
+        with closing(LiveBatches(executor, loaded.model.config.vocab_size, 0, 0, 0)) as warming:
+            warming.prompt(config.prompt, config.prompt)
+        for repeat in tqdm(range(config.repeats), desc="batches", disable=None):
             found = _live(config, executor, loaded.model.config.vocab_size, draw)
-            rows += [row | {"repeat": repeat} for row in found if repeat]
+            rows += [row | {"repeat": repeat} for row in found]
     return Outcome(rows, provenance=loaded.provenance.as_dict() | {"table": hardware.provenance(costs)})
 
 
