@@ -21,6 +21,7 @@ PAPER = {  # prefill in pieces over whole, by prompt and piece: artifact of the 
     16383: {512: 0.995, 1024: 0.961, 2048: 0.805},
 }
 DASHES = ("-", "--", ":")
+BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
 
 
 def table_costs(result: Result) -> Figure:
@@ -66,7 +67,7 @@ def live_costs(result: Result) -> Figure:
     steps.axhline(decode, color=COLOURS["floor"], linestyle=":", label="decodes alone")
     steps.set_title("live, this model: median step, lines from the least to the most", fontsize=11)
     steps.set(yscale="log", xlabel="tokens of the chunk", ylabel="ms a step")
-    steps.legend(fontsize=9)
+    steps.legend(fontsize=9, **BELOW)
     for tokens, at in PAPER.items():
         pieces.plot(list(at), list(at.values()), "|-", color=COLOURS["paper"], label=f"paper, {tokens:,} tokens")
     for prompt in config["table_prompts"]:
@@ -84,7 +85,7 @@ def live_costs(result: Result) -> Figure:
     told = {"paper, Yi-34B, 2,047 to 16,383 tokens": next(iter(handles.values()))}
     told[_table_of(result)] = pieces.lines[len(PAPER)]
     told |= {label: handle for label, handle in handles.items() if label.startswith("live")}
-    pieces.legend(list(told.values()), list(told), fontsize=9)
+    pieces.legend(list(told.values()), list(told), fontsize=9, **BELOW)
     for ax in (steps, pieces):
         ax.set_xscale("log", base=2)
         _plain(ax)
@@ -140,5 +141,10 @@ def _table_of(result: Result) -> str:
 
 
 def _plain(ax: Axes) -> None:
+    from matplotlib.ticker import LogLocator
+
+    if ax.get_yscale() == "log":
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_minor_formatter("")
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.yaxis.set_major_formatter("{x:g}")

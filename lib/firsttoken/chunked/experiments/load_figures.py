@@ -41,6 +41,7 @@ def within(result: Result) -> Figure:
 def course(result: Result) -> Figure:
     """Phase by phase, the median first token of who arrived and the P99 of the gaps; bands are the busy phases."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     load = result.parameters["changing_load"]
     rows = [
@@ -63,7 +64,9 @@ def course(result: Result) -> Figure:
             there = [(at, scale * np.mean(each)) for at, each in zip(middles, mine, strict=True) if each]
             ax.plot(*zip(*there, strict=True), look.marker, ls="-", color=look.colour, label=told(name))
         ax.set(yscale="log", xlabel="time, s", ylabel=label, xlim=(0, load["phase_s"] * len(middles)))
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("")
     tbt_ms = 1e3 * TIMES[STRICT] * result.floors["decode_iteration"]["value"]
     axes[1].axhline(tbt_ms, color=COLOURS["target"], linestyle="--", linewidth=1.5, label="the objective")
     fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
