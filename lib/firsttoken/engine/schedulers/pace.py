@@ -38,6 +38,8 @@ class Pace:
             self._steps[bool(prefills)].append((parts, seconds))
             self._largest = max(self._largest, parts[1])
             self._since += 1
+            if prefills and self._prices is not None:  # at once: until the next fit there may be 16 such steps
+                self._margin = max(self._margin, seconds / max(float(np.dot(parts, self._prices)), 1e-9))
         if self._since >= (REFIT if self._prices is not None else 1) and len(self._steps[True]) >= LEAST:
             self._fit()
 
