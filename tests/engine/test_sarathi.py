@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.request import Phase, Sampling
 from firsttoken.engine.schedulers import REPORTED, SCHEDULERS, scheduler_named
+from firsttoken.engine.schedulers.pace import Pace
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.study.errors import ProfileError
 
@@ -91,6 +92,16 @@ def test_the_adaptive_budget_learns_what_a_step_takes(lab) -> None:
     taken = [step.seconds for step in run.trace.steps if step.contexts and step.prefills]
     late = [sum(new for _, new in step.prefills) for step in run.trace.steps if step.contexts and step.prefills][-5:-1]
     assert max(taken) <= 1.5 + 1e-9 and all(38 <= tokens <= 40 for tokens in late)
+
+
+def test_a_step_longer_than_foretold_counts_at_once() -> None:
+    """Ten prompt tokens a second, foretold exactly: half as many fit as soon as one step took twice as long."""
+    pace = Pace()
+    for tokens in (10, 20, 30, 40):
+        pace.observe([(0, tokens)], [], tokens / 10)
+    assert pace.most_tokens([], 0, 4.0, 1000) == 40
+    pace.observe([(0, 40)], [], 8.0)
+    assert pace.most_tokens([], 0, 4.0, 1000) == 20
 
 
 def test_a_step_is_stretched_so_far_and_no_further(lab) -> None:

@@ -70,6 +70,7 @@ class Pace:
         self._prices = relative_fit(parts, took)
         mixed = slice(len(self._steps[False]), None)
         off = took[mixed] / np.maximum(parts[mixed] @ self._prices, 1e-9)
-        self._margin = max(1.0, float(off.max()))  # at most one step in as many as are remembered is longer
+        # the longest that is remembered, and as much as they scatter: the contexts of the next ones are longer
+        self._margin = max(1.0, float(off.max() + off.std()))
         self._largest = float(parts[mixed, 1].max())
         self._since = 0
