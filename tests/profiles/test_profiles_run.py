@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from firsttoken.assets import corpora, models, needs, shapes
 from firsttoken.assets.qa_files import QAItem
 from firsttoken.chunked import bench
-from firsttoken.chunked.experiments import pipeline_bubbles, simulator_error
+from firsttoken.chunked.experiments import changing_load, pipeline_bubbles, simulator_error
 from firsttoken.chunked.hardware import Hardware
 from firsttoken.crosspoint.experiments import online
 from firsttoken.engine.costs.batches import BatchCosts
@@ -77,6 +77,8 @@ LAYERS |= {
 SMALL = {
     "capacity": {"requests": 6},
     "pipeline": {"requests": 6},
+    "changing_load": {"rate": 1.0, "phase_s": 2.0},
+    "batch_cost": {"prompt": 16, "pieces": [4, 8], "tile": 6, "contexts": [4]},
     "eight_bits": {"batches": [1, 2], "context": 4},
     "chains": {"forwards": [1, 2], "forward_tokens": 4, "disk_repeats": 1, "clients": 8},
     "churn": {"servers": 12, "depth": 12, "events": 2},
@@ -348,7 +350,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for place in (sharegpt, online):
             patch.setattr(place, "conversations", few_conversations)
         patch.setattr(Hardware, "read", lambda hardware: BatchCosts())
-        for place in (bench, pipeline_bubbles):
+        for place in (bench, changing_load, pipeline_bubbles):
             patch.setattr(place, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
         patch.setattr(bench, "capacity", lambda serve, objective, *, start: (start, serve(start)))
         patch.setattr(simulator_error, "brought", lambda name: folder)
@@ -371,6 +373,7 @@ SMALLER = {  # by the rule there are fewer transitions, whose number is in the n
     *("deviation_3", "per_block_of_memcpy", "coalesced_of_memcpy"),
     *("kl_kept_256", "kl_coarse_256"),  # contexts are shorter
     "linear_8_pct",  # models have a quarter of their layers
+    *("live_pieces_128_x", "live_together_128_over_apart_x"),  # and pieces
 }
 LEFT_OUT = {  # of the quick profile: more links, a second task
     "four_links_over_expected_1gbit_each",

@@ -75,6 +75,7 @@ LOOKS: dict[str, Look] = {
     "prefill first": Look("#9699FD", "s"),
     "hybrid batches": Look("#84B800", "^"),
     "chunks alone": Look("#3E4E7A", "v"),
+    "short first": Look("#3F0451", "D"),
 }
 """Who or what is drawn, with the one colour and marker that it has in every figure: no colour means two things. Those
 that stand in one figure differ for readers without red or green cones, too (``tests/study/test_plot.py``)."""
