@@ -105,6 +105,7 @@ def test_what_a_liar_told_the_servers_behind_it_is_told_them_again(here, client,
         model.engine.step()
     assert auditor.ends[CONVICTED] == 1
     assert liar.sessions.batcher.stack.told >= 4 and len(request.output) == ANSWER
+    assert [server for server, _ in model.chain.faults] == [liar.record.server]  # nobody behind it is blamed
     check_greedy(request.output[3:], generated(tiny, one.prompt + request.output[:3], ANSWER - 3))
 
 
