@@ -72,8 +72,8 @@ class SwarmTuningConfig:
 
 def swarm_tuning(profile: Profile) -> Outcome:
     """Rows {what: gradient, kind, name, difference}, relative to the largest of the tensor; {what: chain, servers,
-    round, block_share, seconds, bytes} of a step of LoRA; {what: loss, run, kind, step, loss, seconds}; {what: folder, kind,
-    same_base, difference} of the loss that stock PEFT has with it. All in float32."""
+    round, block_share, seconds, bytes} of a step of LoRA; {what: loss, run, kind, step, loss, seconds}; {what: folder,
+    kind, same_base, difference} of the loss that stock PEFT has with it. All in float32."""
     config = profile.section("swarm_tuning", SwarmTuningConfig)
     check(config.needs(), ModelFacts(profile.model))
     torch.set_num_threads(config.threads or torch.get_num_threads())
