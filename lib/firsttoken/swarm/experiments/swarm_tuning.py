@@ -35,7 +35,6 @@ from firsttoken.swarm.wire import MOST_TOKENS
 SAME = 1e-4  # of the largest value: what float32 may differ by
 STOCK, ALONE, AT_ONCE, KILLED = "stock", "alone", "at_once", "killed"
 LOCAL = 0  # servers: stock PEFT in the client's process
-LOCAL_FLOOR = 1.5  # of a local step: forward, and back to what is trained; servers keep nothing, and go forward twice
 _PATIENCE = Patience(step_s=60.0, refresh_s=600.0, ban_s=600.0, find_s=60.0)
 
 
@@ -73,8 +72,8 @@ class SwarmTuningConfig:
 
 def swarm_tuning(profile: Profile) -> Outcome:
     """Rows {what: gradient, kind, name, difference}, relative to the largest of the tensor; {what: chain, servers,
-    round, seconds, bytes} of a step of LoRA; {what: loss, run, kind, step, loss, seconds}; {what: folder, kind,
-    same_base, difference} of the loss that stock PEFT has with it. All in float32."""
+    round, block_share, seconds, bytes} of a step of LoRA; {what: loss, run, kind, step, loss, seconds}; {what: folder,
+    kind, same_base, difference} of the loss that stock PEFT has with it. All in float32."""
     config = profile.section("swarm_tuning", SwarmTuningConfig)
     check(config.needs(), ModelFacts(profile.model))
     torch.set_num_threads(config.threads or torch.get_num_threads())
@@ -131,14 +130,14 @@ class _TuningStudy:
 
     def chains(self, clients: Mapping[int, RemoteTraining]) -> None:
         """A step of LoRA in this process and through each chain, in turns; the first turn only warms up."""
-        ids = self.ids[LORA]
+        share = tasks.block_share(self.model)
         for number in range(-1, self.config.rounds):
             for servers in (LOCAL, *clients):
                 before = clients[servers].chain.moved_bytes if servers else 0
                 steps = self._through(LORA, clients[servers], 1) if servers else self._locally(LORA, 1)
                 moved = clients[servers].chain.moved_bytes - before if servers else 0
                 if number >= 0:
-                    row = {"what": "chain", "servers": servers, "round": number, "tokens": ids.numel()}
+                    row = {"what": "chain", "servers": servers, "round": number, "block_share": share}
                     self.rows.append({**row, "seconds": steps[0].seconds, "bytes": moved})
 
     def curves(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
-from firsttoken.swarm.experiments.swarm_tuning import ALONE, AT_ONCE, KILLED, LOCAL, LOCAL_FLOOR, STOCK
+from firsttoken.swarm.experiments.swarm_tuning import ALONE, AT_ONCE, KILLED, LOCAL, STOCK
 from firsttoken.swarm.experiments.tuning_tasks import HEAD, LORA, PROMPT
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def step_times(result: Result) -> Figure:
 
     fig, ax = plt.subplots(figsize=(9, 3.4))
     chains = _chains(result)
-    local_s = result.summary["local_step_s"]["value"]
+    share = next(row["block_share"] for row in result.rows if row["what"] == "chain")
+    twice_s = (1 + share / 2) * result.summary["local_step_s"]["value"]
     for place, servers in enumerate(chains):
         seconds = [row["seconds"] for row in result.rows if row["what"] == "chain" and row["servers"] == servers]
         entry = result.summary[f"{_key(servers)}_step_s"]
@@ -67,12 +68,11 @@ def step_times(result: Result) -> Figure:
         ax.plot([entry["low"], entry["high"]], [place, place], color=COLOURS["measured"], linewidth=2)
         ax.plot(entry["value"], place, LOOKS["measured"].marker, color=COLOURS["measured"], markersize=8)
         if servers:
-            floor = LOCAL_FLOOR * local_s
-            ax.plot([floor, floor], [place - 0.35, place + 0.35], color=COLOURS["floor"], linewidth=2)
+            ax.plot([twice_s, twice_s], [place - 0.35, place + 0.35], color=COLOURS["floor"], linewidth=2)
     handles = [
         plt.Line2D([], [], color=COLOURS["measured"], marker=LOOKS["measured"].marker, label="median, its interval"),
         plt.Line2D([], [], color=COLOURS["single"], marker=LOOKS["single"].marker, linestyle="", label="a step"),
-        plt.Line2D([], [], color=COLOURS["floor"], linewidth=2, label="the local step, its forward pass twice"),
+        plt.Line2D([], [], color=COLOURS["floor"], linewidth=2, label="the local step, forward through blocks twice"),
     ]
     ax.set_yticks(range(len(chains)), [_name(servers) for servers in chains])
     ax.set(ylim=(len(chains) - 0.5, -0.5), xlim=(0, None), xlabel="a step of LoRA, s")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from firsttoken.assets import corpora
+from firsttoken.assets.layers import layers_of
 from firsttoken.assets.models import Loaded
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.study.clock import Stopwatch
@@ -92,6 +93,12 @@ def stock_loss(peft: PeftModel, ids: Tensor) -> Tensor:
 def stock_parameters(peft: PeftModel) -> list[nn.Parameter]:
     """What is trained."""
     return [one for one in peft.parameters() if one.requires_grad]
+
+
+def block_share(model: nn.Module) -> float:
+    """Of a forward pass's products, those of the blocks: the rest is the head's."""
+    blocks = sum(one.numel() for layer in layers_of(model) for one in layer.parameters())
+    return blocks / (blocks + model.lm_head.weight.numel())
 
 
 def head_loss(hidden: Tensor, head: nn.Linear) -> Tensor:
