@@ -93,6 +93,7 @@ def test_the_commands_of_the_pages_run_as_they_stand(monkeypatch):
     ran = "firsttoken.experiments.run_experiment"
     monkeypatch.setattr(ran, lambda name, profile: asked.append((name, profile)) or RESULT)
     monkeypatch.setattr(main_module, "check_used", lambda settings, used: None)
+    monkeypatch.setattr(main_module, "_measured_plan", lambda *a: "bits")  # a minute of measuring
     monkeypatch.setattr("firsttoken.progressive.staging.stage_model", lambda *a: asked.append((a[0], a)) or STAGED)
     for words in found:
         options = parser(main_module.COMMANDS).parse_args(words)
