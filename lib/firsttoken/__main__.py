@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from firsttoken.options import parser
 from firsttoken.registry import EXPERIMENTS, find_experiment
 from firsttoken.study import paths, storage
-from firsttoken.study.errors import AssetError, FirstTokenError, StageError
+from firsttoken.study.errors import AssetError, FirstTokenError, ProfileError, StageError
 from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, notebook_title
@@ -49,7 +49,9 @@ def run(options: argparse.Namespace) -> int:
             print(f"{path.name[:2]}  {notebook_title(path)}")
         return OK
     profile = load_profile(options.profile)
-    ran = running.run_notebooks(notebooks, profile, again=options.again)
+    if options.publish and profile.name != "quick":
+        raise ProfileError(f"notebooks/ shows the quick profile, not {profile.name}; leave out --publish")
+    ran = running.run_notebooks(notebooks, profile, again=options.again, published=options.publish)
     print(f"\n{ledger.table(profile=profile.name)}\n")
     for what, folder in (("figures", paths.FIGURES), ("results", paths.RESULTS / machine_slug() / profile.name)):
         print(f"{what}: {folder}")

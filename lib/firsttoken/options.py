@@ -45,6 +45,7 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     profile_option(added)
     added.add_argument("--only", nargs="+", metavar="NN", help="numbers of the notebooks to run (default: all)")
     added.add_argument("--again", action="store_true", help="run those too of which nothing has changed since they ran")
+    added.add_argument("--publish", action="store_true", help="put what they show into notebooks/, to be committed")
     added.add_argument("--list", action="store_true", help="list the notebooks and stop")
 
     added = command("measure", "Run experiments without notebooks, as on a GPU machine.")

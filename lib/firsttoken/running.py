@@ -12,6 +12,7 @@ from firsttoken.study.errors import NotebookError
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.notebooks import notebook_paths, run_notebook
 from firsttoken.study.profile import Profile
+from firsttoken.study.publishing import publish
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class Ran:
     kept: int
 
 
-def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool) -> Ran:
-    """Run ``notebooks`` in order; a failing one does not keep the others from running.
+def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool, published: bool) -> Ran:
+    """Run ``notebooks`` in order, put what they show into the repository's copies where that is to be ``published``; a
+    failing one does not keep the others from running.
 
     A run of all is recorded, with the seconds that those which were kept took when they ran.
 
@@ -42,11 +44,15 @@ def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool) -
                 if not again and (stamp := runs.is_kept(path, profile)):
                     print(f"kept, ran {stamp['at']} in {stamp['seconds']:.0f} s", flush=True)
                     seconds[path.stem], kept = stamp["seconds"], kept + 1
-                    continue
-                seconds[path.stem] = run_notebook(path, profile.name)
-                runs.keep(path, profile, seconds[path.stem])
-                rest = expected.of(left)
-                print(f"{seconds[path.stem]:6.1f} s" + (f"   about {_minutes(rest)} left" if rest else ""), flush=True)
+                else:
+                    seconds[path.stem] = run_notebook(path, profile.name)
+                    runs.keep(path, profile, seconds[path.stem])
+                    rest = expected.of(left)
+                    print(
+                        f"{seconds[path.stem]:6.1f} s" + (f"   about {_minutes(rest)} left" if rest else ""), flush=True
+                    )
+                if published:
+                    publish(path, profile.name)
             except NotebookError as error:
                 failed += 1
                 print(f"failed\n{error}", flush=True)

@@ -72,6 +72,12 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
         "--key", type=Path, help="the file of this server's key, made where there is none (default: a new key)"
     )
     serve.add_argument("--train", action="store_true", help="answer passes of training, too (the blocks stay frozen)")
+    serve.add_argument(
+        "--threads",
+        type=option_values.whole(0, 1024),
+        default=0,
+        help="threads to compute with (default: one for each core)",
+    )
     serve.add_argument("--tls-cert", type=Path, help="this server's certificate (PEM)")
     serve.add_argument("--tls-key", type=Path, help="its private key (PEM)")
     serve.add_argument(
@@ -112,4 +118,10 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
         type=option_values.whole(1, 3600),
         default=5,
         help="seconds after which a server that is silent is replaced (default: 5)",
+    )
+    generate.add_argument(
+        "--audit-rate",
+        type=option_values.above_zero(1),
+        metavar="SHARE",
+        help="the share of answers that another server computes again; the first --registry judges who lied",
     )

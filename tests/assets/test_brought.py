@@ -54,6 +54,8 @@ def test_what_is_missing_or_altered_is_told(folder: Path) -> None:
         brought("pair")
     with pytest.raises(AssetError, match=r"there is no pear, and no such files are pinned; known: pair"):
         brought("pear")
+    with pytest.raises(AssetError, match=r"no folder .*nowhere; name the one that holds the files"):
+        bring(folder / "nowhere")
     (folder / "pair" / "b.csv").write_bytes(b"3,5\n")
     with pytest.raises(AssetError, match=r"b.csv is not the pinned file of pair; take it from https://example.org"):
         bring(folder)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.request import Phase, Sampling
 from firsttoken.engine.schedulers import REPORTED, SCHEDULERS, scheduler_named
+from firsttoken.engine.schedulers.pace import Pace
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.study.errors import ProfileError
 
@@ -93,6 +94,16 @@ def test_the_adaptive_budget_learns_what_a_step_takes(lab) -> None:
     assert max(taken) <= 1.5 + 1e-9 and all(38 <= tokens <= 40 for tokens in late)
 
 
+def test_a_step_longer_than_foretold_counts_at_once() -> None:
+    """Ten prompt tokens a second, foretold exactly: half as many fit as soon as one step took twice as long."""
+    pace = Pace()
+    for tokens in (10, 20, 30, 40):
+        pace.observe([(0, tokens)], [], tokens / 10)
+    assert pace.most_tokens([], 0, 4.0, 1000) == 40
+    pace.observe([(0, 40)], [], 8.0)
+    assert pace.most_tokens([], 0, 4.0, 1000) == 20
+
+
 def test_a_step_is_stretched_so_far_and_no_further(lab) -> None:
     """One of four decodes takes 1.4 s here, with 42 prompt tokens 1.3 times that."""
     run = lab.simulated(
@@ -112,6 +123,27 @@ def test_deadlines_let_a_step_take_the_slack(lab) -> None:
     chunks = [sum(new for _, new in step.prefills) for step in run.trace.steps if step.contexts and step.prefills]
     assert max(chunks) > 100, "thirty tokens that came a second early each are half a minute of slack"
     assert all(at <= first.arrival_s + 5 + 2 * i + 1e-6 for i, at in enumerate(first.times_s))
+
+
+def test_who_is_behind_does_not_hold_up_the_prompts(lab) -> None:
+    """A prompt of 31 s makes the second half a minute late; two seconds beside it are still 90 tokens of the third."""
+    run = lab.simulated(4000, scheduler="deadline", token_budget=16, prefill_tokens=4096, requests=4, tbt_s=2, ttft_s=1)
+    offer(run, (3000, 1, 0.0), (4, 60, 0.1), (400, 1, 33.0))
+    run.finish()
+    late = run.requests[1]
+    assert late.times_s[0] > 30
+    assert run.requests[2].ttft_s < 20, "a block at a time, because somebody is late who will be late anyway"
+    assert max(after - before for before, after in pairwise(late.times_s)) <= 2 + 1e-9
+
+
+def test_who_gave_way_comes_back_before_shorter_prompts_begin(lab) -> None:
+    run = lab.simulated(8, scheduler="shortest_first", token_budget=16, requests=8, preemption="recompute")
+    offer(run, (8, 16, 0.0), (8, 16, 0.1), *((4, 3, 0.5 * i) for i in range(10, 80)))
+    run.until(lambda: run.requests[1].preemptions == 1)
+    away_s, had = run.engine.executor.now(), len(run.requests[1].times_s)
+    run.finish()
+    back_s = run.requests[1].times_s[had]
+    assert had and not [request for request in run.requests[2:] if away_s <= request.begun_s < back_s]
 
 
 @settings(max_examples=150, deadline=None)

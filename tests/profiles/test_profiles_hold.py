@@ -30,6 +30,7 @@ ASKS_NOTHING = {
     "environment",
     "serving_capacity",
     "pipeline_bubbles",
+    "changing_load",
     "simulator_error",
     "swarm_churn",
 }  # of a model or of data

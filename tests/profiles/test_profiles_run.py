@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from firsttoken.assets import corpora, models, needs, shapes
 from firsttoken.assets.qa_files import QAItem
 from firsttoken.chunked import bench
-from firsttoken.chunked.experiments import pipeline_bubbles, simulator_error
+from firsttoken.chunked.experiments import changing_load, pipeline_bubbles, simulator_error
 from firsttoken.chunked.hardware import Hardware
 from firsttoken.crosspoint.experiments import online
 from firsttoken.engine.costs.batches import BatchCosts
@@ -68,10 +68,17 @@ AGAIN |= {"starts", "few_starts"}
 FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "preemptions": 10, "short": 4, "long": 4}
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
 LAYERS |= {"one_engine": {"block_start", "block_end", "group_start", "group_end"}}
-LAYERS |= {"deferral": {"sizes"}, "transitions": {"layers", "transitions"}, "latency": {"layers"}}
+LAYERS |= {
+    "deferral": {"sizes"},
+    "transitions": {"layers", "transitions"},
+    "latency": {"layers"},
+    "privacy": {"depths"},
+}
 SMALL = {
     "capacity": {"requests": 6},
     "pipeline": {"requests": 6},
+    "changing_load": {"rate": 1.0, "phase_s": 2.0},
+    "batch_cost": {"prompt": 16, "pieces": [4, 8], "tile": 6, "contexts": [4]},
     "eight_bits": {"batches": [1, 2], "context": 4},
     "chains": {"forwards": [1, 2], "forward_tokens": 4, "disk_repeats": 1, "clients": 8},
     "churn": {"servers": 12, "depth": 12, "events": 2},
@@ -85,8 +92,20 @@ SMALL = {
         "positions": [2],
         "faults": ["kill", "cut"],
     },
+    "swarm_tuning": {
+        "rows": 2,
+        "tokens": 8,
+        "steps": 2,
+        "rank": 1,
+        "prompt_tokens": 2,
+        "chains": [1, 3],
+        "rounds": 1,
+        "threads": 1,
+    },
     "transport": {"tokens": 4, "prompt_tokens": 8, "chains": [1, 3]},
     "borrowed": {"tokens": 4, "main_rounds": 2, "busy_rounds": 1, "alone_s": 0.2},
+    "validation": {"tokens": 3, "prompt_tokens": 4, "servers": 2, "batches": [1], "lies": ["noise"], "rates": [0.1, 1]},
+    "privacy": {"train_windows": 4, "windows": 2, "batch": 2},
     "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4},
 }
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
@@ -331,7 +350,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for place in (sharegpt, online):
             patch.setattr(place, "conversations", few_conversations)
         patch.setattr(Hardware, "read", lambda hardware: BatchCosts())
-        for place in (bench, pipeline_bubbles):
+        for place in (bench, changing_load, pipeline_bubbles):
             patch.setattr(place, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
         patch.setattr(bench, "capacity", lambda serve, objective, *, start: (start, serve(start)))
         patch.setattr(simulator_error, "brought", lambda name: folder)
@@ -353,6 +372,8 @@ def passages(split: str) -> list[tuple[str, str]]:
 SMALLER = {  # by the rule there are fewer transitions, whose number is in the name, and no copies of 1,024 tokens
     *("deviation_3", "per_block_of_memcpy", "coalesced_of_memcpy"),
     *("kl_kept_256", "kl_coarse_256"),  # contexts are shorter
+    "linear_8_pct",  # models have a quarter of their layers
+    *("live_pieces_128_x", "live_together_128_over_apart_x"),  # and pieces
 }
 LEFT_OUT = {  # of the quick profile: more links, a second task
     "four_links_over_expected_1gbit_each",

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import copy
+import io
+import json
+import shutil
 from datetime import UTC, datetime
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from firsttoken.__main__ import main
 from firsttoken.study import dtypes, machine, paths, runs
 from firsttoken.study.dtypes import ProductRates
-from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.errors import FirstTokenError, NotebookError
+from firsttoken.study.files import write_text
+from firsttoken.study.notebooks import executed_path, read_notebook
 from firsttoken.study.profile import load_profile
+from firsttoken.study.publishing import publish
 from firsttoken.study.record import all_results, read_result, write_result
 
 NOW = datetime.now(UTC)
@@ -44,6 +54,36 @@ def test_a_second_run_keeps_what_nothing_changed_for(ran, capsys) -> None:
     assert len(ran) == 2 and out.count("kept, ran 20") == 2 and "2 notebooks were kept" in out and "--again" in out
     assert main(["run", "--again"]) == 0
     assert len(ran) == 4
+
+
+@pytest.mark.parametrize("cell", ["as it ran", "changed since"])
+def test_what_a_run_showed_is_published_with_figures_in_few_colours(write_notebook, cell: str) -> None:
+    path = write_notebook("01_first", "draw()")
+    notebook, drawn = read_notebook(path), io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(drawn, "PNG")
+    png = {"output_type": "display_data", "data": {"image/png": base64.b64encode(drawn.getvalue()).decode()}}
+    ran = copy.deepcopy(notebook)
+    ran["cells"].insert(2, {"cell_type": "code", "id": "injected", "source": 'profile = "quick"', "outputs": []})
+    ran["cells"][-1] |= {"outputs": [png], "execution_count": 2}
+    ran["cells"][1] |= {"execution_count": 1, "source": ran["cells"][1]["source"] if cell == "as it ran" else "1"}
+    write_text(executed_path(path, "quick"), json.dumps(ran))
+    if cell == "changed since":
+        with pytest.raises(NotebookError, match="was not run as it stands"):
+            publish(path, "quick")
+        assert read_notebook(path) == notebook
+        return
+    publish(path, "quick")
+    published = read_notebook(path)["cells"]
+    assert [one["id"] for one in published] == [one["id"] for one in notebook["cells"]]
+    shown = Image.open(io.BytesIO(base64.b64decode(published[-1]["outputs"][0]["data"]["image/png"])))
+    assert (shown.mode, shown.size) == ("P", (80, 60))
+
+
+def test_only_what_the_repository_shows_is_published(root, capsys) -> None:
+    shutil.copy(root / "env/profiles/quick.yaml", root / "env/profiles/full.yaml")
+    assert main(["run", "--profile", "full", "--publish"]) == 2
+    assert "notebooks/ shows the quick profile" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["notebook", "profile", "data", "figure", "copy", "machine", "code"])

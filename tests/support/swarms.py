@@ -24,6 +24,7 @@ from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.limits import ServerLimits
 from firsttoken.swarm.server import Running, ServerConfig, serving
+from firsttoken.swarm.stack import BlockStack
 
 DEPTH = 6
 
@@ -72,11 +73,12 @@ class Here:
         limits = ServerLimits(**{"expiry_s": 30.0} | options.pop("limits", {}))
         known = list(peers)
         model = options.pop("model", self.model)
+        stack_of = options.pop("stack_of", BlockStack)
         for start, stop in spans:
             config = ServerConfig(
                 self.folder, range(start, stop), torch.float32, peers=tuple(known), limits=limits, **options
             )
-            ups.append(wait_for(self._stack.enter_async_context(serving(config, model))))
+            ups.append(wait_for(self._stack.enter_async_context(serving(config, model, stack_of))))
             known = [*peers, ups[0].record.address]
         return ups
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken.swarm.chain_costs import BLOOM_BLOCKS, NETWORKS, published_compute_s
 from firsttoken.swarm.experiments.swarm_chains import ChainsConfig, chains_summary
 from firsttoken.swarm.experiments.swarm_churn import churn_summary, swarm_churn
+from firsttoken.swarm.experiments.swarm_privacy import PrivacyConfig, _entering, _features, _learnt, _nearest
 from firsttoken.swarm.experiments.swarm_survival import SurvivalConfig, survival_summary
 from firsttoken.swarm.experiments.swarm_transport import LOCAL, transport_summary
+from firsttoken.swarm.experiments.swarm_tuning import SwarmTuningConfig, tuning_summary
+from firsttoken.swarm.experiments.swarm_validation import DEPOSIT, ValidationConfig, validation_summary
 from firsttoken.swarm.routing import best_chain
 from firsttoken.swarm.two_continents import CARDS, fourteen, twelve
 
@@ -100,6 +104,33 @@ def test_the_transport_is_what_a_step_takes_longer() -> None:
     assert found["chain_1_transport_ms"]["value"] == pytest.approx(4.0), "the median of three rounds"
 
 
+def test_what_was_trained_is_held_to_the_run_that_it_should_equal() -> None:
+    off = {("alone", "lora"): 0.001, ("at_once", "prompt"): 0.002, ("killed", "lora"): 0.003}
+    rows = [{"what": "gradient", "kind": kind, "name": "w", "difference": 1e-6} for kind in ("prompt", "lora", "head")]
+    rows += [
+        {"what": "loss", "run": run, "kind": kind, "step": step, "loss": loss, "seconds": 1 + (run == "at_once")}
+        for run in ("stock", "alone", "at_once", "killed")
+        for kind in (("lora",) if run == "killed" else ("lora", "prompt"))
+        for step, loss in ((0, 4.0), (1, 2.0 + off.get((run, kind), 0.0)))
+    ]
+    rows += [
+        {"what": "chain", "servers": servers, "round": number, "seconds": (1 + servers) * (1 + number), "bytes": 5e6}
+        for servers in (0, 1)
+        for number in range(2)
+    ]
+    rows += [
+        {"what": "folder", "kind": kind, "same_base": kind == "lora", "difference": 0.0} for kind in ("lora", "prompt")
+    ]
+    rows.append({"what": "fault", "step": 1, "replaced": 1})
+    asked = {"swarm_tuning": {"steps": 2, "chains": [1], "rounds": 2}}
+    found = {name: entry["value"] for name, entry in tuning_summary(rows, asked).items()}
+    assert found["local_loss_difference"] == pytest.approx(0.001 / 2)
+    assert found["at_once_loss_difference"] == pytest.approx(0.002 / 2)
+    assert found["killed_loss_difference"] == pytest.approx(0.002 / 2.001), "to the same client's alone"
+    assert found["chain_1_over_local_x"] == 2 and found["chain_1_step_mb"] == 5 and found["folders_pct"] == 50
+    assert found["at_once_rate_x"] == 1 and found["lora_fell_nats"] == pytest.approx(1.999)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -116,5 +147,52 @@ def test_a_survival_that_is_none_is_refused(change: dict, message: str) -> None:
 
 
 def test_a_study_of_nothing_is_refused() -> None:
+    with pytest.raises(ProfileError, match="at most 512 together"):
+        SwarmTuningConfig(2, 500, 2, 4, 13, (1,), 1, 0)
     with pytest.raises(ProfileError, match="every number must be at least 1"):
         ChainsConfig((128,), 0, 1, (1,), 128, 1)
+
+
+def liar(lie: str, rate: float, caught_at: int, deposit: int = 0) -> dict:
+    row = {"what": "liar", "lie": lie, "rate": rate, "caught_at": caught_at}
+    return row | {"told": 9, "others": 0, "deposit": deposit}
+
+
+def test_liars_are_counted_beside_what_the_draws_foresee() -> None:
+    rows = [{"what": "audit", "batch": 1, "difference": one} for one in (1e-6, 2e-6, 3e-6)]
+    rows += [{"what": "rounding", "against": "float64", "difference": 5e-5}]
+    rows += [{"what": "honest", "batch": 1, "convicted": 0, "inconclusive": 0, "recomputed": 300, "computed": 30}]
+    rows += [liar("noise", 0.5, 0), liar("noise", 0.5, 3), liar("seldom", 0.5, 1), liar("seldom", 0.5, -1, DEPOSIT)]
+    asked = {"validation": {"lies": ["noise", "seldom"], "rates": [0.5], "tokens": 2}}
+    found = {name: entry["value"] for name, entry in validation_summary(rows, asked).items()}
+    assert found["noise_50_pct_caught_pct"] == 100 and found["seldom_50_pct_caught_pct"] == 50
+    assert found["noise_50_pct_foreseen_pct"] == pytest.approx(75)
+    assert found["seldom_50_pct_foreseen_pct"] == pytest.approx(100 * (1 - 0.875**2))
+    assert found["caught_off_foreseen_points"] == pytest.approx((25 + 50 - 23.4375) / 2)
+    assert found["largest_honest_of_tolerance"] == pytest.approx(0.05) and found["honest_convicted"] == 0
+    assert found["deposits_left_pct"] == 0 and found["audit_all_computes_x"] == 10
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"lies": ("fib",)}, "no lie 'fib'"), ({"rates": (0.0,)}, "shares of the answers"), ({"trials": 0}, "at least 1")],
+)
+def test_a_validation_that_is_none_is_refused(change: dict, message: str) -> None:
+    usual = {"tokens": 4, "prompt_tokens": 4, "servers": 2, "batches": (1,), "lies": ("noise",), "rates": (0.1,)}
+    with pytest.raises(ProfileError, match=message):
+        ValidationConfig(**(usual | {"trials": 1} | change))
+
+
+def test_what_enters_a_layer_is_read(tiny) -> None:
+    """All of it where no layer is local; behind three, a map that has seen the windows reads more than chance."""
+    config = PrivacyConfig((0, 3), 4, 2, 32, 2)
+    windows = torch.randint(256, (6, 32), generator=torch.Generator().manual_seed(7))
+    known = torch.nn.functional.normalize(tiny.get_input_embeddings().weight, dim=1)
+    probes, read = _learnt(tiny, windows, known, config), []
+    for ids, states in _entering(tiny, windows, config):
+        assert torch.equal(_nearest(states[0], known), ids)
+        torch.testing.assert_close(states[3], tiny(ids, output_hidden_states=True).hidden_states[3])
+        read.append(_nearest(_features(states[3]) @ probes[3], known) == ids)
+    assert torch.cat(read).float().mean() > 5 / 256 and len(tiny.model.layers) == 6
+    with pytest.raises(ProfileError, match="depths are 0 or more"):
+        PrivacyConfig((), 4, 2, 32, 2)

@@ -176,6 +176,9 @@ def test_nobody_trains(here, train, tiny):
     model = RemoteTraining(here.folder, [door], patience=Patience(find_s=0.2, ban_s=0.1))
     with pytest.raises(SwarmError, match=r"does not train: start one with --train .and who took over failed"):
         model.hidden(torch.tensor([[1, 2]]))
+    here.serve((0, 6), peers=[door], trains=True)  # whoever tries again is as patient as before
+    wait_for(model.chain.swarm.look())
+    assert torch.isfinite(model.hidden(torch.tensor([[1, 2]]))).all()
     model.close()
 
 

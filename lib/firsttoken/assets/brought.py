@@ -22,9 +22,11 @@ from firsttoken.study.foreign.yaml_text import read_yaml
 def bring(folder: str | Path) -> list[str]:
     """Copy what ``folder`` has of the pinned files into the cache; the names of what is whole there now.
 
-    A file lies in the folder itself, or in one named as its entry. Raises AssetError for a file of a pinned name whose
-    content is another, and for an entry of which a part is missing.
+    A file lies in the folder itself, or in one named as its entry. Raises AssetError for a folder that is not there, a
+    file of a pinned name whose content is another, and an entry of which a part is missing.
     """
+    if not Path(folder).is_dir():
+        raise AssetError(f"no folder {folder}; name the one that holds the files")
     whole = []
     for name, entry in _lock().items():
         found = {file.name: _found(Path(folder), name, file.name) for file in entry.files}

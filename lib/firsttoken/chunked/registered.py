@@ -29,6 +29,20 @@ EXPERIMENTS = (
         "pipeline_summary",
     ),
     Experiment(
+        "batch_cost",
+        "What a batch costs",
+        "43",
+        f"{_CHUNKED}.batch_cost:batch_cost",
+        "batch_summary",
+    ),
+    Experiment(
+        "changing_load",
+        "Schedulers under a load that changes",
+        "44",
+        f"{_CHUNKED}.changing_load:changing_load",
+        "changing_summary",
+    ),
+    Experiment(
         "simulator_error",
         "The simulator against a real GPU",
         "42",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from firsttoken.study import paths
 from firsttoken.study.files import replacing
+from firsttoken.study.png import few_colours
 from firsttoken.study.storage import storing
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ LOOKS: dict[str, Look] = {
     "prefill first": Look("#9699FD", "s"),
     "hybrid batches": Look("#84B800", "^"),
     "chunks alone": Look("#3E4E7A", "v"),
+    "short first": Look("#3F0451", "D"),
 }
 """Who or what is drawn, with the one colour and marker that it has in every figure: no colour means two things. Those
 that stand in one figure differ for readers without red or green cones, too (``tests/study/test_plot.py``)."""
@@ -99,6 +101,8 @@ def save(fig: Figure, name: str) -> Path:
     for path, metadata in ((png.with_suffix(".svg"), {"Date": None}), (png, {"Software": None})):
         with storing(paths.FIGURES), replacing(path) as temporary:
             fig.savefig(temporary, metadata=metadata)
+            if path == png:
+                temporary.write_bytes(few_colours(temporary.read_bytes()))
     return png
 
 

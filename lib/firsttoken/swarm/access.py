@@ -64,14 +64,14 @@ class Access:
         except RuntimeError as error:
             raise SwarmError(f"cannot listen on {where}: choose another --port") from error
 
-    def channel(self, address: str, width: int) -> grpc.aio.Channel:
-        """A connection to the server at ``address``, whose answers are at most those of hidden states of ``width``.
+    def channel(self, address: str, width: int, trained: int = 0) -> grpc.aio.Channel:
+        """A connection to the server at ``address``, for messages of at most ``most_bytes`` of hidden states.
 
         Raises SwarmError for an address beyond this machine without a certificate to know it by.
         """
         import grpc
 
-        limit = most_bytes(width)
+        limit = most_bytes(width, trained)
         options = [
             ("grpc.max_receive_message_length", limit),
             ("grpc.max_send_message_length", limit),
@@ -94,9 +94,9 @@ def check_installed() -> None:
         raise SwarmError(f"{missing[0]} is not installed: pip install 'firsttoken[swarm]'")
 
 
-def server_options(width: int) -> list[tuple[str, int]]:
-    """Of a server whose hidden states are ``width`` wide: larger messages are refused unread, ports are its own."""
-    limit = most_bytes(width)
+def server_options(width: int, trained: int = 0) -> list[tuple[str, int]]:
+    """Of a server: larger messages than ``most_bytes`` of hidden states are refused unread, ports are its own."""
+    limit = most_bytes(width, trained)
     return [
         ("grpc.max_receive_message_length", limit),
         ("grpc.max_send_message_length", limit),

@@ -13,6 +13,7 @@ import torch
 from firsttoken.study import dtypes
 from firsttoken.swarm.access import Access, check_installed
 from firsttoken.swarm.blocks import depth_of, model_sha256, parse_blocks
+from firsttoken.swarm.keys import public_hex, server_key
 from firsttoken.swarm.limits import ServerLimits
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.placement import interval_to_join
@@ -28,6 +29,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _serve(options: argparse.Namespace) -> None:
     access = Access.read(options.token_file, options.tls_ca, options.tls_cert, options.tls_key)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     dtype, model = dtypes.resolve(options.dtype, "cpu"), model_sha256(options.model)
     blocks = _chosen(options, access, model)
     limits = ServerLimits(kv_tokens=options.kv_tokens, expiry_s=options.expiry_s)
@@ -88,9 +91,13 @@ def _generate(options: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     from firsttoken.swarm.remote import RemoteModel
+    from firsttoken.swarm.trust.auditor import Audits
 
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
     ids = torch.tensor([tokenizer(options.prompt)["input_ids"]])
+    audits = None
+    if options.audit_rate is not None:
+        audits = Audits(options.audit_rate, options.registry[0], public_hex(server_key(None)))
     with RemoteModel(
         options.model,
         options.registry,
@@ -98,11 +105,15 @@ def _generate(options: argparse.Namespace) -> None:
         coding=options.coding,
         patience=Patience(step_s=options.step_s),
         access=Access.read(options.token_file, options.tls_ca, None, None),
+        audits=audits,
     ) as model:
         said = model.generate(ids, options.max_tokens, eos_token_id=tokenizer.eos_token_id)
         print(tokenizer.decode(said[0], skip_special_tokens=True))
         for server, why in model.chain.faults:
             print(f"replaced {server[:8]}: {why}", file=sys.stderr)
+        if model.chain.auditor is not None:
+            ends = ", ".join(f"{count} {end}" for end, count in model.chain.auditor.ends.items())
+            print(f"audits: {ends or 'none'}", file=sys.stderr)
 
 
 def _list(options: argparse.Namespace) -> None:

@@ -17,16 +17,18 @@ from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.line import Line, ServerFault
 from firsttoken.swarm.records import Record
 from firsttoken.swarm.swarm import Swarm
+from firsttoken.swarm.trust.auditor import Auditor, DoubtFault
 from firsttoken.swarm.wire import MOST_TOKENS, Stretch
 
 
 class Chain:
-    """``layers`` on the servers of ``swarm``; hidden states travel in ``coding``."""
+    """``layers`` on the servers of ``swarm``; hidden states travel in ``coding``, ``auditor`` looks at answers."""
 
-    def __init__(self, swarm: Swarm, layers: range, coding: str) -> None:
+    def __init__(self, swarm: Swarm, layers: range, coding: str, auditor: Auditor | None = None) -> None:
         self.swarm = swarm
         self.layers = layers
         self.coding = coding
+        self.auditor = auditor
         self.faults: list[tuple[str, str]] = []  # (subkey, why) of each server that was replaced
         self.lines: list[tuple[Line, Record]] = []
         self._edges = Edges(layers)
@@ -49,12 +51,15 @@ class Chain:
         place, out, failing_s = 0, hidden, None
         while place < len(self.lines):
             try:
-                out = await self._through(self.lines[place][0], stretches)
+                out = await self._through(*self.lines[place], stretches)
             except ServerFault as fault:
                 failing_s = failing_s or time.monotonic()
                 if time.monotonic() - failing_s > (most := self.swarm.patience.find_s):
                     raise SwarmError(f"{fault} (and who took over failed, too, for {most:g} s)") from fault
                 await self._replace(place, fault)
+                if isinstance(fault, DoubtFault):  # what it told the servers behind it is told them again by another
+                    for line, _ in self.lines[place:]:
+                        line.known = dict.fromkeys(line.known, 0)
             else:
                 place, failing_s = place + 1, None
         return out
@@ -72,14 +77,20 @@ class Chain:
             line.close()
         self.lines = []
 
-    async def _through(self, line: Line, stretches: Sequence[Stretch]) -> Tensor:
+    async def _through(self, line: Line, record: Record, stretches: Sequence[Stretch]) -> Tensor:
         """The step through one server, behind all that it has not seen; what comes out, of the step's tokens."""
+        if record.server in self.swarm.convicted:
+            raise DoubtFault(f"{record.name} was convicted")
         behind = [Stretch(one.number, min(line.known.get(one.number, 0), one.start), one.end) for one in stretches]
         out: list[list[Tensor]] = [[] for _ in behind]
         places = {one.number: place for place, one in enumerate(behind)}
         for message in messages_of(behind):
             rows = [self._edges.of(one.number, line.layers.start)[0, one.start : one.end] for one in message]
             said = await line.run(message, torch.cat(rows))
+            self.swarm.served[record.server] += len(said) * len(line.layers)
+            if self.auditor is not None:
+                whole = [self._edges.of(one.number, line.layers.start)[0, : one.end] for one in message]
+                await self.auditor.look(line, record, message, whole, said)
             for one, part in zip(message, said.split([one.end - one.start for one in message]), strict=True):
                 out[places[one.number]].append(part)
                 if line.layers.stop != self.layers.stop:
@@ -100,19 +111,7 @@ class Chain:
         """Put servers of ``layers`` at ``place``."""
         swarm = self.swarm
         self.lines[place:place] = [
-            (
-                Line(
-                    record.name,
-                    swarm.channel(record.address),
-                    hop.blocks,
-                    swarm.model,
-                    self.coding,
-                    swarm.patience,
-                    swarm.access.headers,
-                ),
-                record,
-            )
-            for hop, record in await swarm.route(layers, why)
+            (swarm.line(record, hop.blocks, self.coding), record) for hop, record in await swarm.route(layers, why)
         ]
 
 

@@ -1,10 +1,12 @@
-"""A server's Ed25519 key, kept in a file that nobody else can read, or made for one life."""
+"""A server's Ed25519 key, kept in a file that nobody else can read, or made for one life; what is said with one."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from firsttoken.study.errors import SwarmError
 
@@ -37,3 +39,25 @@ def server_key(path: Path | None) -> Ed25519PrivateKey:
 def public_hex(key: Ed25519PrivateKey) -> str:
     """The server's subkey."""
     return key.public_key().public_bytes_raw().hex()
+
+
+def signature_of(key: Ed25519PrivateKey, domain: bytes, said: Mapping[str, Any]) -> str:
+    """The signature (hex) of ``said`` but for its own "signature"; ``domain`` is the kind of what is said."""
+    return key.sign(_spoken(domain, said)).hex()
+
+
+def check_signature(who: str, domain: bytes, said: Mapping[str, Any], what: str) -> None:
+    """Raise SwarmError that names ``what`` unless ``said["signature"]`` is of the subkey ``who``."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(who))
+        public.verify(bytes.fromhex(said["signature"]), _spoken(domain, said))
+    except (InvalidSignature, ValueError) as error:
+        raise SwarmError(f"{what} is not signed by its key: it is forged") from error
+
+
+def _spoken(domain: bytes, said: Mapping[str, Any]) -> bytes:
+    told = {name: value for name, value in said.items() if name != "signature"}
+    return domain + json.dumps(told, sort_keys=True, separators=(",", ":")).encode()

@@ -10,12 +10,13 @@ from firsttoken.study.errors import SwarmError
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """``sessions`` are open at most, ``sequences`` in all of them, with keys and values of ``kv_tokens`` tokens; a
-    batch has ``batch_tokens``. A session of which nothing is heard, or whose answer is not read, for ``idle_s`` seconds
-    is ended. A record is renewed three times in the ``expiry_s`` seconds that it lives. Raises SwarmError for what is
-    below 1, or no time."""
+    """``sessions`` are open at most, and so many more ``waiting`` for a place; ``sequences`` in all of them, with keys
+    and values of ``kv_tokens`` tokens; a batch has ``batch_tokens``. A session of which nothing is heard, or whose
+    answer is not read, for ``idle_s`` seconds is ended. A record is renewed three times in the ``expiry_s`` seconds
+    that it lives. Raises SwarmError for what is below 1 (0 for ``waiting``), or no time."""
 
     sessions: int = 64
+    waiting: int = 0
     sequences: int = 256
     kv_tokens: int = 16384
     batch_tokens: int = 1024
@@ -26,6 +27,8 @@ class ServerLimits:
         for name in ("sessions", "sequences", "kv_tokens", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise SwarmError(f"a server's {name} must be at least 1, not {getattr(self, name)}")
+        if self.waiting < 0:
+            raise SwarmError(f"{self.waiting} sessions cannot wait at a server")
         for name in ("idle_s", "expiry_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise SwarmError(f"a server's {name} must be seconds above 0, not {getattr(self, name)}")

@@ -29,7 +29,8 @@ class ServerFault(SwarmError):
 class Line:
     """``layers`` of ``model`` (sha256) on the server that ``name`` tells and ``channel`` leads to.
 
-    Hidden states travel in ``coding``. ``known`` are the tokens of each sequence that the server has seen.
+    Hidden states travel in ``coding``. ``known`` are the tokens of each sequence that the server has seen,
+    ``commitment`` what it vouches for of its latest answer.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Line:
         self.layers = layers
         self.known: dict[int, int] = {}
         self.steps = 0
+        self.commitment = ""
         self.moved_bytes = 0  # of messages, both ways
         self._coding, self._patience = coding, patience
         opened = zip(HEADERS, (VERSION, model, f"{layers.start}:{layers.stop}", coding), strict=True)
@@ -65,7 +67,7 @@ class Line:
                 message = encode(hidden, self._coding, stretches, first=first)
                 data = await self._exchange(message)
             self.moved_bytes += len(message) + len(data)
-            out = decode(data, self._coding, hidden.shape[1], dtype, rows).hidden
+            answer = decode(data, self._coding, hidden.shape[1], dtype, rows)
         except TimeoutError:
             raise ServerFault(f"{self.name} did not answer within {limit_s:.1f} s") from None
         except ServerFault:
@@ -75,7 +77,8 @@ class Line:
         self.steps += 1
         for one in stretches:
             self.known[one.number] = one.end
-        return out
+        self.commitment = answer.commitment
+        return answer.hidden
 
     async def forget(self, numbers: Sequence[int]) -> None:
         """Tell the server that these sequences are over; one that is not there any more knows anyway."""

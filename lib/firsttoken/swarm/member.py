@@ -26,11 +26,14 @@ FAULTS = {
 
 class ServerProcess:
     """``firsttoken swarm serve`` of ``blocks`` (a:b) in float32, known to others by ``address`` (HOST:PORT; by default
-    where it listens)."""
+    where it listens); one that ``trains`` is trained through, too; ``threads`` compute (0: one a core)."""
 
-    def __init__(self, folder: Path, blocks: str, peers: Sequence[str], address: str = "") -> None:
+    def __init__(
+        self, folder: Path, blocks: str, peers: Sequence[str], address: str = "", trains: bool = False, threads: int = 0
+    ) -> None:
         self.blocks, self.address = blocks, address
         command = ["swarm", "serve", "--model", str(folder), "--blocks", blocks, "--dtype", "float32"]
+        command += ["--train"] * trains + ["--threads", str(threads)]
         command += ["--address", address, *(word for peer in peers for word in ("--registry", peer))]
         self._process = subprocess.Popen(
             warm.command("firsttoken", command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

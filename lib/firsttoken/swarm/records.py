@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ from firsttoken.assets.model_config import MOST_LAYERS
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.foreign.faults import Damaged, shown
 from firsttoken.study.foreign.schema import at_least, between, digits, shaped
+from firsttoken.swarm.keys import check_signature, signature_of
 from firsttoken.swarm.routing import Reachable
 
 if TYPE_CHECKING:
@@ -59,26 +59,18 @@ class Record:
 
     def signed(self, key: Ed25519PrivateKey) -> Record:
         """This with the signature of its server's ``key``."""
-        return replace(self, signature=key.sign(self._body()).hex())
+        return replace(self, signature=signature_of(key, _DOMAIN, self.as_dict()))
 
     def check(self, now: float) -> None:
         """Raise SwarmError unless its server signed it, and it is of now: not expired, not of the future, not for
         longer than records live."""
-        from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
         if self.blocks[0] > self.blocks[1] or not 0 < self.expires - self.issued <= LONGEST_S:
             raise SwarmError(f"the record of {self.name} is of no blocks, or for longer than {LONGEST_S:.0f} s")
         if self.expires <= now:
             raise SwarmError(f"the record of {self.name} expired {now - self.expires:.1f} s ago")
         if self.issued > now + SKEW_S:
             raise SwarmError(f"the record of {self.name} is of a time {self.issued - now:.1f} s ahead: set the clocks")
-        try:
-            Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.server)).verify(
-                bytes.fromhex(self.signature), self._body()
-            )
-        except (InvalidSignature, ValueError) as error:
-            raise SwarmError(f"the record of {self.name} is not signed by its key: it is forged") from error
+        check_signature(self.server, _DOMAIN, self.as_dict(), f"the record of {self.name}")
 
     def reachable(self, ping_s: float) -> Reachable:
         """The server as routes are searched."""
@@ -87,11 +79,6 @@ class Record:
     def as_dict(self) -> dict[str, Any]:
         """As it is sent."""
         return asdict(self)
-
-    def _body(self) -> bytes:
-        said = self.as_dict()
-        del said["signature"]
-        return _DOMAIN + json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
 
 
 def read_record(value: Any) -> Record:

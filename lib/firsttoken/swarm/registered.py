@@ -38,10 +38,32 @@ EXPERIMENTS = (
         "chains_summary",
     ),
     Experiment(
+        "swarm_tuning",
+        "Training through frozen servers",
+        "53",
+        f"{_SWARM}.swarm_tuning:swarm_tuning",
+        "tuning_summary",
+    ),
+    Experiment(
         "swarm_churn",
         "A swarm whose servers come and go",
         "52",
         f"{_SWARM}.swarm_churn:swarm_churn",
         "churn_summary",
+    ),
+    Experiment(
+        "swarm_validation",
+        "Servers that lie, and clients that look",
+        "54",
+        f"{_SWARM}.swarm_validation:swarm_validation",
+        "validation_summary",
+        ("quick", "full"),
+    ),
+    Experiment(
+        "swarm_privacy",
+        "Tokens read from hidden states",
+        "54",
+        f"{_SWARM}.swarm_privacy:swarm_privacy",
+        "privacy_summary",
     ),
 )

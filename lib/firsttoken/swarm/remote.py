@@ -22,6 +22,8 @@ from firsttoken.swarm.blocks import load_ends, model_sha256
 from firsttoken.swarm.chain import Chain
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.swarm import Swarm
+from firsttoken.swarm.trust.auditor import Auditor, Audits
+from firsttoken.swarm.trust.places import Bid
 from firsttoken.swarm.wire import CODINGS, Stretch
 
 
@@ -60,8 +62,10 @@ class RemoteModel:
     """The model in ``folder`` with its ends here, and its blocks on the swarm that ``peers`` (HOST:PORT) belong to.
 
     ``engine`` is the engine over it, for what serves and schedules; hidden states travel in ``coding`` (by default what
-    the ends compute in). Use it as a context manager. Raises ModelError for a folder that holds no ends, SwarmError for
-    a coding that is unknown, and when nobody answers.
+    the ends compute in). ``audits`` are the spot checks that it makes, ``bid``
+    what it offers for a place at a server that is full. Use it as a context manager. Raises ModelError
+    for a folder that holds no ends, SwarmError for a coding that is unknown or cannot be audited, and when nobody
+    answers.
     """
 
     def __init__(
@@ -73,18 +77,23 @@ class RemoteModel:
         coding: str = "",
         patience: Patience | None = None,
         access: Access | None = None,
+        audits: Audits | None = None,
+        bid: Bid | None = None,
         tokens: int = 16384,
         config: EngineConfig = USUAL,
     ) -> None:
         coding = coding or str(dtype).removeprefix("torch.")
         if coding not in CODINGS:
             raise SwarmError(f"no coding is called {coding!r}; known: {', '.join(CODINGS)}")
+        if audits is not None and (dtype, CODINGS[coding]) != (torch.float32, torch.float32):
+            raise SwarmError("audits compare float32: what is rounded on the way or by a server is no lie")
         if config.share_prefixes:
             raise SwarmError("requests over a swarm share no prefixes: their keys and values are not here")
         self.model = load_ends(folder, dtype)
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
-        self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), patience or Patience())
-        self.chain = Chain(self.swarm, range(depth), coding)
+        self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), patience or Patience(), bid=bid)
+        auditor = None if audits is None else Auditor(self.swarm, audits)
+        self.chain = Chain(self.swarm, range(depth), coding, auditor)
         self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[RemoteSegment(self.chain)], touched=False)
         self.engine = Engine(self.executor, config)
         wait_for(self.swarm.look())

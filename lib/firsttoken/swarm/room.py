@@ -28,11 +28,13 @@ class Rows(NamedTuple):
 
 @dataclass
 class Tenant:
-    """One sequence of a session: its blocks, and tokens whose keys and values are in them, from layer ``first`` on."""
+    """One sequence of a session: its blocks, and tokens whose keys and values are in them, from layer ``first`` on;
+    ``trail`` are digests of what entered."""
 
     blocks: list[int] = field(default_factory=list)
     cached: int = 0
     first: int = 0
+    trail: list[bytes] = field(default_factory=list)
 
 
 class Room:

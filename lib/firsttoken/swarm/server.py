@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,10 @@ from firsttoken.swarm.registry import Registry
 from firsttoken.swarm.service import BlockService
 from firsttoken.swarm.session import Sessions
 from firsttoken.swarm.stack import BlockStack
+from firsttoken.swarm.trust.commitments import Committer
+from firsttoken.swarm.trust.court import Court
+from firsttoken.swarm.trust.ledger import Ledger
+from firsttoken.swarm.trust.places import Places
 from firsttoken.swarm.tuning.frozen import FrozenBlocks
 
 _GRACE_S = 0.5  # for the steps that are under way when a server is told to end
@@ -50,28 +54,36 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class Running:
-    """A server that is up: its ``record``, its ``sessions``, what it knows of others, its ``frozen`` blocks where it
-    trains; ``failed`` is done when it cannot go on."""
+    """A server that is up: its ``record``, its ``sessions``, what it knows of others, the ``ledger`` that it keeps, its
+    ``frozen`` blocks where it trains; ``failed`` is done when it cannot go on."""
 
     record: Record
     sessions: Sessions
     registry: Registry
+    ledger: Ledger
     failed: asyncio.Future
     frozen: FrozenBlocks | None = None
 
 
 @asynccontextmanager
-async def serving(config: ServerConfig, model: str) -> AsyncIterator[Running]:
+async def serving(
+    config: ServerConfig, model: str, stack_of: Callable[..., BlockStack] = BlockStack
+) -> AsyncIterator[Running]:
     """The server of blocks of ``model`` (its sha256), up and announced for the time of the block.
+
+    ``stack_of`` makes its blocks: those that compute wrongly have a class of their own.
 
     Raises ModelError for blocks that cannot be loaded, SwarmError for an address that cannot be had or may not.
     """
-    stack = BlockStack(config.folder, config.blocks, config.dtype, config.limits.kv_tokens)
+    stack = stack_of(config.folder, config.blocks, config.dtype, config.limits.kv_tokens)
     key, registry = server_key(config.key), Registry()
     batcher = Batcher(stack, config.limits.batch_tokens)
-    sessions = Sessions(batcher, model, config.limits)
+    ledger = Ledger(public_hex(key))
+    places = Places(config.limits.sessions, config.limits.waiting, ledger)
+    sessions = Sessions(batcher, model, config.limits, Committer(key, model), places)
+    court = Court(config.folder, model, ledger)
     frozen = FrozenBlocks(config.folder, config.blocks, config.dtype) if config.trains else None
-    service = BlockService(sessions, registry, public_hex(key), config.access, frozen)
+    service = BlockService(sessions, registry, court, config.access, frozen)
     throughput = stack.measured_throughput()
     server, port = await service.start(config.host, config.port)
     now = time.time()
@@ -88,7 +100,7 @@ async def serving(config: ServerConfig, model: str) -> AsyncIterator[Running]:
     announcer = Announcer(record, key, registry, config.peers, config.access, config.limits.expiry_s, stack.width)
     tasks = asyncio.create_task(batcher.serve()), asyncio.create_task(announcer.run())
     try:
-        yield Running(record, sessions, registry, tasks[1], frozen)
+        yield Running(record, sessions, registry, ledger, tasks[1], frozen)
         with suppress(SwarmError):
             await announcer.leave()
     finally:

@@ -1,9 +1,13 @@
-"""The calls of a server over gRPC: a session of steps, a pass of training, an exchange of records. Bytes in and out."""
+"""The calls of a server over gRPC, bytes in and out: a session of steps, a pass of training, an exchange of records, a
+charge against another server, and what is said to one's account."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections.abc import AsyncIterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
@@ -11,25 +15,29 @@ from firsttoken.swarm.access import Access, server_options
 from firsttoken.swarm.registry import Registry, TwinError, hear, tell
 from firsttoken.swarm.room import LostError
 from firsttoken.swarm.session import IdleError, Sessions
+from firsttoken.swarm.trust.court import Court
+from firsttoken.swarm.trust.evidence import read_evidence
 from firsttoken.swarm.tuning.frozen import FrozenBlocks
 
 if TYPE_CHECKING:
     import grpc
 
 SERVICE = "firsttoken.Swarm"
-SESSION, EXCHANGE, PASS = f"/{SERVICE}/Session", f"/{SERVICE}/Exchange", f"/{SERVICE}/Pass"
+SESSION, EXCHANGE, PASS, ACCUSE, ACCOUNT = (
+    f"/{SERVICE}/{call}" for call in ("Session", "Exchange", "Pass", "Accuse", "Account")
+)
 
 
 class BlockService:
     """``sessions``, passes through ``frozen`` (None: this server does not train) and ``registry``, served to whom
-    ``access`` admits; ``server`` is the subkey that it goes by."""
+    ``access`` admits; ``court`` judges other servers, and keeps the accounts under this one's subkey."""
 
     def __init__(
-        self, sessions: Sessions, registry: Registry, server: str, access: Access, frozen: FrozenBlocks | None = None
+        self, sessions: Sessions, registry: Registry, court: Court, access: Access, frozen: FrozenBlocks | None = None
     ) -> None:
         self.sessions = sessions
         self.registry = registry
-        self.server = server
+        self.court = court
         self.access = access
         self.frozen = frozen
 
@@ -40,9 +48,13 @@ class BlockService:
         handlers = {
             "Session": grpc.stream_stream_rpc_method_handler(self._session),
             "Exchange": grpc.unary_unary_rpc_method_handler(self._exchange),
-            "Pass": grpc.unary_unary_rpc_method_handler(self._pass),
+            "Pass": grpc.stream_unary_rpc_method_handler(self._pass),
+            "Accuse": grpc.stream_unary_rpc_method_handler(self._accuse),
+            "Account": grpc.unary_unary_rpc_method_handler(self._account),
         }
-        server = grpc.aio.server(options=server_options(self.sessions.batcher.stack.width))
+        stack = self.sessions.batcher.stack
+        trained = len(stack.blocks) if self.frozen else 0
+        server = grpc.aio.server(options=server_options(stack.width, trained))
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         bound = self.access.listen(server, host, port)
         await server.start()
@@ -57,13 +69,22 @@ class BlockService:
         except Exception as error:
             await _abort(context, error)
 
-    async def _pass(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    async def _pass(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
+        """One message, taken from the client when there is a place for it: gRPC alone would take any number."""
+        import grpc
+
+        async def said() -> bytes:
+            if (data := await self.sessions.within(context.read(), "said nothing")) is grpc.aio.EOF:
+                raise RequestError("a pass came without a message")
+            return data
+
         headers = await self._admitted(context)
         try:
             layers, _ = self.sessions.opened(headers)
+            self.sessions.places.check_free()
             if self.frozen is None:
                 raise SwarmError("this server does not train: start one with --train")
-            return await self.frozen.answer(data, layers, self.sessions.batcher.stack.width)
+            return await self.frozen.answer(said, layers, self.sessions.batcher.stack.width)
         except asyncio.CancelledError:  # the client is gone
             raise
         except Exception as error:
@@ -82,7 +103,28 @@ class BlockService:
             refused = next(iter(wrong.values()))
         if refused is not None:
             await _abort(context, refused if isinstance(refused, TwinError) else RequestError(str(refused)))
-        return tell(self.registry.live(now), self.server)
+        return tell(self.registry.live(now), self.court.ledger.keeper)
+
+    async def _accuse(self, messages: AsyncIterable[bytes], context: grpc.aio.ServicerContext) -> bytes:
+        await self._admitted(context)
+        stack = self.sessions.batcher.stack
+        try:
+            async with asyncio.timeout(self.sessions.limits.idle_s):
+                evidence = await read_evidence(messages, stack.width, stack.context)
+            return json.dumps(asdict(await self.court.judge(evidence))).encode()
+        except TimeoutError:
+            await _abort(context, IdleError("the evidence did not come in time"))
+        except asyncio.CancelledError:  # the client is gone
+            raise
+        except Exception as error:
+            await _abort(context, error)
+
+    async def _account(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        await self._admitted(context)
+        try:
+            return json.dumps(asdict(self.court.ledger.told(data))).encode()
+        except SwarmError as error:
+            await _abort(context, RequestError(str(error)))
 
     async def _admitted(self, context: grpc.aio.ServicerContext) -> dict[str, str]:
         import grpc

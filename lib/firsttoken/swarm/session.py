@@ -7,12 +7,16 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
+import torch
+
+from firsttoken.study.errors import FirstTokenError, RequestError, SwarmError
 from firsttoken.study.foreign.faults import shown
 from firsttoken.swarm.batcher import Batcher
 from firsttoken.swarm.blocks import parse_blocks
 from firsttoken.swarm.limits import ServerLimits
 from firsttoken.swarm.room import Room, Tenant
+from firsttoken.swarm.trust.commitments import Committer
+from firsttoken.swarm.trust.places import OFFER, Places
 from firsttoken.swarm.wire import CODINGS, VERSION, decode, encode
 
 if TYPE_CHECKING:
@@ -27,28 +31,36 @@ class IdleError(SwarmError):
 
 
 class Sessions:
-    """The sessions of a server of ``model``."""
+    """The sessions of a server of ``model``, in its ``places``; ``committer`` signs what it computes."""
 
-    def __init__(self, batcher: Batcher, model: str, limits: ServerLimits) -> None:
+    def __init__(
+        self, batcher: Batcher, model: str, limits: ServerLimits, committer: Committer, places: Places
+    ) -> None:
         stack = batcher.stack
         self.batcher = batcher
         self.model = model
         self.limits = limits
+        self.committer = committer
+        self.places = places
         self.room = Room(stack.pool.blocks, stack.pool.shape.block_tokens, limits.sequences, stack.context)
-        self.open = 0
         self.ends: Counter[str] = Counter()  # how often a session ended for which reason
+
+    @property
+    def open(self) -> int:
+        """How many there are."""
+        return self.places.taken
 
     async def serve(self, context: grpc.aio.ServicerContext, headers: dict[str, str]) -> None:
         """Answer a client until it goes. Raises SwarmError for a session of another model, version or blocks, and what
         its steps raise; its sequences are gone then."""
         try:
             layers, coding = self.opened(headers)
+            await self.places.take(headers.get(OFFER, ""))
         except FirstTokenError:
             with suppress(IdleError):  # a client that is still sending would not hear why
-                await self._within(context.read(), "said nothing")
+                await self.within(context.read(), "said nothing")
             raise
         mine: dict[int, Tenant] = {}
-        self.open += 1
         try:
             while await self._step(context, mine, layers, coding):
                 pass
@@ -57,8 +69,8 @@ class Sessions:
             self.ends[type(error).__name__] += 1
             raise
         finally:
-            self.open -= 1
             self.room.leave(mine, list(mine))
+            self.places.give()
 
     async def _step(
         self, context: grpc.aio.ServicerContext, mine: dict[int, Tenant], layers: range, coding: str
@@ -66,7 +78,7 @@ class Sessions:
         """Read a message and answer it; False when the client has gone."""
         import grpc
 
-        data = await self._within(context.read(), "said nothing")
+        data = await self.within(context.read(), "said nothing")
         if data is grpc.aio.EOF:
             return False
         stack = self.batcher.stack
@@ -83,10 +95,15 @@ class Sessions:
         works = self.room.place(mine, message.stretches, layers.start)
         out = await self.batcher.run(layers, works, message.hidden)
         self.room.computed(mine, message.stretches)
-        await self._within(context.write(encode(out, coding)), "did not read its answer")
+        commitment = ""
+        if stack.dtype is CODINGS[coding] is torch.float32:  # what is rounded on the way is not what was computed
+            trails = [mine[one.number].trail for one in message.stretches]
+            commitment = self.committer.commit(layers, trails, message.stretches, message.hidden, out)
+        await self.within(context.write(encode(out, coding, commitment=commitment)), "did not read its answer")
         return True
 
-    async def _within(self, awaited, what: str):
+    async def within(self, awaited, what: str):
+        """What is awaited of a client. Raises IdleError, with ``what`` it did, when that takes too long."""
         try:
             async with asyncio.timeout(self.limits.idle_s):
                 return await awaited
@@ -94,7 +111,7 @@ class Sessions:
             raise IdleError(f"the client {what} for {self.limits.idle_s:g} s; open a session again") from None
 
     def opened(self, headers: dict[str, str]) -> tuple[range, str]:
-        """Blocks and coding that a call asks for. Raises SwarmError, RequestError, BusyError for what is not here."""
+        """Blocks and coding that a call asks for. Raises SwarmError and RequestError for what is not here."""
         version, model, blocks, coding = (headers.get(name, "") for name in HEADERS)
         held = self.batcher.stack.blocks
         if version != VERSION:
@@ -106,6 +123,4 @@ class Sessions:
             raise SwarmError(f"this server has blocks [{held.start}, {held.stop}), not [{layers.start}, {layers.stop})")
         if coding not in CODINGS:
             raise RequestError(f"no coding is called {shown(coding)}; known: {', '.join(CODINGS)}")
-        if self.open >= self.limits.sessions:
-            raise BusyError(f"{self.open} sessions are open here, and no more are taken")
         return layers, coding

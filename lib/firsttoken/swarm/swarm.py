@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING
 from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.access import Access
 from firsttoken.swarm.announcer import exchange
+from firsttoken.swarm.line import Line
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.records import Record
 from firsttoken.swarm.registry import Registry, tell
 from firsttoken.swarm.routing import Hop, best_chain
+from firsttoken.swarm.trust.places import Bid
 
 if TYPE_CHECKING:
     import grpc
@@ -23,9 +26,22 @@ _PAUSE_S = 0.05  # between two looks for somebody who serves what nobody does
 
 
 class Swarm:
-    """The servers of ``model`` (sha256) that the members at ``peers`` (HOST:PORT) tell of. Lives in one event loop."""
+    """The servers of ``model`` (sha256) that the members at ``peers`` (HOST:PORT) tell of. Lives in one event loop.
 
-    def __init__(self, model: str, peers: Sequence[str], width: int, access: Access, patience: Patience) -> None:
+    Its hidden states are ``width`` wide, and ``trained`` layers are trained through at most. ``bid`` is offered for a
+    place at a server that has none; ``served`` are tokens x blocks by subkey.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        peers: Sequence[str],
+        width: int,
+        access: Access,
+        patience: Patience,
+        trained: int = 0,
+        bid: Bid | None = None,
+    ) -> None:
         if not peers:
             raise SwarmError("a swarm is found by one of its servers: name HOST:PORT")
         self.model = model
@@ -33,10 +49,13 @@ class Swarm:
         self.registry = Registry()
         self.patience = patience
         self.access = access
-        self._width = width
+        self.bid = bid
+        self.served: Counter[str] = Counter()
+        self._width, self._trained = width, trained
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._pings: dict[str, float] = {}  # by address, of those that answered when they were asked last
         self._banned: dict[str, float] = {}  # by subkey, until when
+        self.convicted: set[str] = set()  # subkeys of who was shown to have lied: they are not asked any more
 
     async def keep_looking(self) -> None:
         """Look the swarm over again and again, until cancelled."""
@@ -54,8 +73,8 @@ class Swarm:
             await self._channels.pop(address).close()
 
     def servers(self) -> list[Record]:
-        """Who serves blocks of the model, and answered when asked last."""
-        return [one for one in self._records() if one.address in self._pings]
+        """Who serves blocks of the model, answered when asked last, and was not convicted."""
+        return [one for one in self._records() if one.address in self._pings and one.server not in self.convicted]
 
     def ban(self, server: str) -> None:
         """Do not ask this one for a while, unless nobody else has its blocks."""
@@ -95,8 +114,14 @@ class Swarm:
     def channel(self, address: str) -> grpc.aio.Channel:
         """The connection to ``address``, made when it is first asked for."""
         if address not in self._channels:
-            self._channels[address] = self.access.channel(address, self._width)
+            self._channels[address] = self.access.channel(address, self._width, self._trained)
         return self._channels[address]
+
+    def line(self, record: Record, layers: range, coding: str) -> Line:
+        """A session with the server of ``record``, for ``layers`` among its blocks."""
+        channel, headers = self.channel(record.address), self.access.headers
+        headers += self.bid.headers(record.server) if self.bid is not None else ()
+        return Line(record.name, channel, layers, self.model, coding, self.patience, headers)
 
     async def reconnect(self, address: str) -> None:
         """Give the connection to ``address`` up: another is made when it is asked for."""

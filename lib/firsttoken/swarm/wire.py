@@ -43,13 +43,15 @@ class Stretch(NamedTuple):
 class Message:
     """``hidden`` [tokens, hidden] of ``stretches``, end to end (None: it has none); sequences that are ``over``.
 
-    ``first`` is the layer that the states enter, 0 for the first of the session's.
+    ``first`` is the layer that the states enter, 0 for the first of the session's; ``commitment`` what the server that
+    answers vouches for, as JSON, "" where it does not.
     """
 
     stretches: tuple[Stretch, ...]
     hidden: Tensor | None
     over: tuple[int, ...] = ()
     first: int = 0
+    commitment: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,18 +61,30 @@ class _ToldStep:
     first: _Count = 0
 
 
-def most_bytes(width: int) -> int:
-    """Of a message of hidden states that are ``width`` wide: more is refused before it is received."""
+def most_bytes(width: int, trained: int = 0) -> int:
+    """Of a message of hidden states that are ``width`` wide: more is refused before it is received.
+
+    Where layers are ``trained`` through, of a pass: the states and their gradient, and for each layer 1,024 bytes of
+    LoRA for each value of a state, which is rank 8 beside all linear modules, or some 60 beside two.
+    """
+    if trained:
+        return 2 * MOST_TOKENS * width * 4 + trained * width * 1024 + _ROOM
     return MOST_TOKENS * width * 5 + _ROOM  # int8 with a scale for each number is as large as it gets
 
 
 def encode(
-    hidden: Tensor | None, coding: str, stretches: Sequence[Stretch] = (), over: Collection[int] = (), first: int = 0
+    hidden: Tensor | None,
+    coding: str,
+    stretches: Sequence[Stretch] = (),
+    over: Collection[int] = (),
+    first: int = 0,
+    commitment: str = "",
 ) -> bytes:
-    """The bytes of a message; an answer has neither ``stretches`` nor ``over``. Raises SwarmError as ``pack``."""
+    """The bytes of a message; an answer has neither ``stretches`` nor ``over``, and a ``commitment`` where it has
+    one. Raises SwarmError as ``pack``."""
     told = {"stretches": list(stretches), "over": list(over)} | ({"first": first} if first else {})
     tensors = {} if hidden is None else _coded(hidden, coding)
-    return save(tensors, {"step": json.dumps(told)})
+    return save(tensors, {"step": json.dumps(told)} | ({"commitment": commitment} if commitment else {}))
 
 
 def _coded(hidden: Tensor, coding: str) -> dict[str, Tensor]:
@@ -104,7 +118,7 @@ def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int
     hidden = unpack(tensors, dtype) if coding == "int8" else tensors["hidden"].to(dtype)
     if not torch.isfinite(hidden).all():
         raise SwarmError("hidden states hold NaN or infinity: whoever computed them computed nonsense")
-    return Message(stretches, hidden, told.over, told.first)
+    return Message(stretches, hidden, told.over, told.first, header.metadata.get("commitment", ""))
 
 
 def _told(text: str) -> _ToldStep:

@@ -92,6 +92,12 @@ NAME = "model.layers.2.mlp.up_proj.weight"
         (lambda f: configure(f, num_hidden_layers=5), "lacks model.layers.4.self_attn.q_proj.weight; copy the whole"),
         (lambda f: tensors(f, lambda t: t.pop(NAME)), f"lacks {NAME}"),
         (lambda f: tensors(f, lambda t: t.update({NAME: t[NAME].to(torch.int8)})), f"{NAME} .* is stored as I8"),
+        (
+            lambda f: tensors(
+                f, lambda t: t.update({k: v.half() if k == NAME else v.bfloat16() for k, v in t.items()})
+            ),
+            "some weights as F16 and others as BF16; convert all to one",
+        ),
         (lambda f: tensors(f, lambda t: t.update({HEAD: t[EMBEDDING] + 1})), "not the embedding it is tied to; set"),
         (lambda f: configure(f, tie_word_embeddings=False), f"lacks {HEAD}"),
     ],

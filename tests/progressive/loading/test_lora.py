@@ -110,6 +110,11 @@ OUT = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
         (lambda tensors: tensors.update({OUT: torch.zeros(4, 32)}), "which no layer takes at rank 4"),
         (lambda tensors: tensors.update({Q: torch.zeros(1, 4, 32)}), "which no layer takes at rank 4"),
         (lambda tensors: tensors.update({Q: torch.tensor(4.0)}), "which no layer takes at rank 4"),
+        (lambda tensors: tensors[Q].fill_(torch.nan), "not finite"),
+        (
+            lambda tensors: tensors.update({OUT: torch.full((32, 4), torch.finfo(torch.float32).max)}),
+            "not finite, or not when scaled",
+        ),
     ],
 )
 def test_files_that_hold_something_else(files, change, words):

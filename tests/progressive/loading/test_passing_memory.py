@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from firsttoken.progressive.loading.memory import OWN, PassingMemory, fresh
+from firsttoken.progressive.loading.memory import PassingMemory, WeightRoom, room_for
 from firsttoken.study.errors import LinkError
 
 CPU = torch.device("cpu")
@@ -63,8 +63,13 @@ def test_who_waits_when_the_load_ends_is_told():
         memory.allocate(1)
 
 
-@pytest.mark.parametrize("count", [3, OWN])
-def test_fresh_memory_holds_what_is_put_there(count):
-    weights = fresh((2, count), torch.float32, CPU)
-    weights.copy_(torch.arange(2 * count).view(2, count))
-    assert weights.shape == (2, count) and float(weights[1, -1]) == 2 * count - 1
+@pytest.mark.parametrize("count", [3, 1 << 20])
+def test_a_room_holds_what_is_put_there(count):
+    shapes = [(2, count), (1,), (count, 3)]
+    room = WeightRoom(sum(room_for(shape, torch.float32) for shape in shapes), CPU)
+    taken = [room.take(shape, torch.float32) for shape in shapes]
+    for number, weights in enumerate(taken):
+        weights.fill_(number)
+    assert [tuple(weights.shape) for weights in taken] == shapes
+    assert all(bool((weights == number).all()) for number, weights in enumerate(taken))
+    assert all(weights.data_ptr() % 64 == 0 for weights in taken)

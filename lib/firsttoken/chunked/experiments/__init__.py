@@ -1,1 +1,1 @@
-"""What notebooks 40 to 42 show."""
+"""What notebooks 40 to 44 show."""

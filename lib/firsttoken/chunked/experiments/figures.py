@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NAMES = {
@@ -24,6 +26,8 @@ NAMES = {
     "sarathi": ("sarathi", "Sarathi"),
     "prefill_cap": ("other", "two budgets (P-PAS)"),
     "deadline": ("other", "deadlines (Niyama)"),
+    "earliest_due": ("sarathi", "Sarathi, first due first"),
+    "shortest_first": ("short first", "short prompts first"),
     "adaptive_budget": ("measured", "adaptive budget"),
 }
 
@@ -32,6 +36,14 @@ def told(scheduler: str) -> str:
     """A scheduler as a reader knows it: "sarathi 512" is "Sarathi, 512"."""
     name, _, budget = scheduler.partition(" ")
     return NAMES[name][1] + (f", {budget}" if budget else "")
+
+
+def dots(ax: Axes, place: float, scheduler: str, values: Sequence[float], entry: Mapping[str, Any]) -> None:
+    """Draws at the height ``place`` as small dots, the mean as a large one, its interval as a line."""
+    colour = COLOURS[NAMES[scheduler.partition(" ")[0]][0]]
+    ax.plot(values, [place] * len(values), ".", color=colour, alpha=0.5, markersize=5)
+    ax.plot([entry["low"], entry["high"]], [place, place], color=colour, linewidth=2)
+    ax.plot(entry["value"], place, "o", color=colour, markersize=8)
 
 
 def stalls(result: Result) -> Figure:
@@ -99,13 +111,11 @@ def capacities(result: Result) -> Figure:
     )
     for ax, objective in zip(axes[0], objectives, strict=True):
         for place, scheduler in enumerate(schedulers):
-            colour = COLOURS[NAMES[scheduler.partition(" ")[0]][0]]
             mine = [r for r in rows if r["objective"] == objective and r["scheduler"] == scheduler]
             rates = [row["requests_per_s"] for row in mine]
-            ax.plot(rates, [place] * len(rates), ".", color=colour, alpha=0.5, markersize=5)
-            entry = result.summary[f"{scheduler.replace(' ', '_')}_{objective}_requests_per_s"]
-            ax.plot([entry["low"], entry["high"]], [place, place], color=colour, linewidth=2)
-            ax.plot(entry["value"], place, "o", color=colour, markersize=8)
+            dots(
+                ax, place, scheduler, rates, result.summary[f"{scheduler.replace(' ', '_')}_{objective}_requests_per_s"]
+            )
         base = result.summary[f"prefill_first_{objective}_requests_per_s"]["value"]
         ax.axvline(2 * base, color=COLOURS["target"], linestyle="--", linewidth=1.5)
         ax.annotate("twice prefill first", (2 * base, -0.6), (5, 0), textcoords="offset points", fontsize=9)

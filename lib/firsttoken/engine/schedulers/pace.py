@@ -38,6 +38,8 @@ class Pace:
             self._steps[bool(prefills)].append((parts, seconds))
             self._largest = max(self._largest, parts[1])
             self._since += 1
+            if prefills and self._prices is not None:  # at once: until the next fit there may be 16 such steps
+                self._margin = max(self._margin, seconds / max(float(np.dot(parts, self._prices)), 1e-9))
         if self._since >= (REFIT if self._prices is not None else 1) and len(self._steps[True]) >= LEAST:
             self._fit()
 
@@ -68,6 +70,7 @@ class Pace:
         self._prices = relative_fit(parts, took)
         mixed = slice(len(self._steps[False]), None)
         off = took[mixed] / np.maximum(parts[mixed] @ self._prices, 1e-9)
-        self._margin = max(1.0, float(off.max()))  # at most one step in as many as are remembered is longer
+        # the longest that is remembered, and as much as they scatter: the contexts of the next ones are longer
+        self._margin = max(1.0, float(off.max() + off.std()))
         self._largest = float(parts[mixed, 1].max())
         self._since = 0

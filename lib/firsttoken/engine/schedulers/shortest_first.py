@@ -14,7 +14,8 @@ class ShortestFirst(Sarathi):
     """Sarathi's batches; of the waiting prompts the one with the fewest tokens left begins first.
 
     Whoever has waited ``wait_s`` goes before all who have not, first come, first served: from then on nobody who came
-    later begins before it.
+    later begins before it. So does whoever has begun and had to give way: its client waits in the middle of an answer,
+    and what it has to compute again grows with every token that it had.
     """
 
     name: ClassVar[str] = "shortest_first"
@@ -23,7 +24,7 @@ class ShortestFirst(Sarathi):
         now = self.preemptor.executor.now()
 
         def turn(request: Request) -> tuple[bool, float, tuple[float, int]]:
-            young = now - request.arrival_s < self.bounds.wait_s
+            young = request.begun_s is None and now - request.arrival_s < self.bounds.wait_s
             return young, request.todo if young else 0, request.order
 
         self.arrange(turn)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def _load(kept: Path) -> Conversations | None:
         regular_size(kept)
         with np.load(kept, allow_pickle=False) as arrays:
             made = Conversations(arrays["ids"], arrays["starts"], arrays["output_tokens"])
-    except (OSError, *FAULTS):
+    except (OSError, TokenError, *FAULTS):  # numpy reads a header as Python
         return None
     whole = all(part.ndim == 1 and part.dtype.kind == "i" for part in (made.ids, made.starts, made.output_tokens))
     fits = whole and len(made.starts) == len(made.output_tokens) + 1 and made.starts[0] == 0

@@ -58,7 +58,8 @@ class FolderSource:
     """A local Hugging Face folder, its safetensors in one file or in shards; what it stores is taken as it is."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError for a shard missing or truncated, a tensor missing, of another shape, or of no float."""
+        """Raises ModelError for a shard missing or truncated, a tensor missing, of another shape, or of no float, and
+        where F16 and BF16 are mixed."""
         self._folder, self._files = folder, weight_files(folder)
         read_config(folder)
         try:
@@ -81,6 +82,10 @@ class FolderSource:
                 raise ModelError(f"{folder} lacks {name}; copy the whole checkpoint")
             if (stored := self._stored[name][1]) not in SERVED:
                 raise ModelError(f"{name} in {folder} is stored as {stored}; convert it to one of {', '.join(SERVED)}")
+        if {"F16", "BF16"} <= {self._stored[name][1] for name in self.names}:
+            raise ModelError(
+                f"{folder} stores some weights as F16 and others as BF16; copy the whole checkpoint of one"
+            )
         # transformers unties such a head and warns; what it serves would not be what is staged
         if HEAD in self._stored and HEAD not in self.names and not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
             raise ModelError(

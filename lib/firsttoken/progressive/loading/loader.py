@@ -22,7 +22,7 @@ from firsttoken.progressive.checkpoint.completeness import check_header
 from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, check_side
 from firsttoken.progressive.loading.blobs import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
-from firsttoken.progressive.loading.memory import BUFFERS, Memory, PassingMemory, memory_for, widened
+from firsttoken.progressive.loading.memory import BUFFERS, Memory, PassingMemory, WeightRoom, memory_for, room_for
 from firsttoken.progressive.loading.placement import torch_dtype
 from firsttoken.progressive.loading.reader import Blob, BlobReader
 from firsttoken.progressive.loading.skeleton import Skeleton
@@ -123,18 +123,23 @@ class StageLoad:
         check_header(part, bytes(file[:first]))
         data, copied = self._memory.settle(file[first:])
         begin, dtype = time.perf_counter(), self._skeleton.dtype
+        room = WeightRoom(sum(room_for(entry.shape, dtype) for entry in part.brought.values()), self._skeleton.device)
         for name, entry in part.brought.items():
             if name in part.cut:
                 continue
             raw = data[entry.start - first : entry.end - first]
-            raw = raw.clone() if part.cut else raw  # a norm need not hold the memory of streams
-            put(*self._target(part, name), widened(raw.view(torch_dtype(entry.dtype)).reshape(entry.shape), dtype))
+            weights = raw.view(torch_dtype(entry.dtype)).reshape(entry.shape)
+            if weights.dtype != dtype or part.cut:  # a norm need not hold the memory of streams
+                weights = room.take(entry.shape, dtype).copy_(weights)
+            put(*self._target(part, name), weights)
         if part.plane:
             self._skeleton.planes.place(part, file, partial(self._parameter, part))
             self._memory.let_go(file)
         else:
-            for name in part.cut:
-                put(*self._target(part, name), widened(first_weights(part, name, file, self._skeleton.device), dtype))
+            for name, tensor in part.cut.items():
+                weights = room.take(tensor.shape, dtype)
+                first_weights(part, name, file, weights)
+                put(*self._target(part, name), weights)
         if self._manifest.tied and part.layer is None:
             head, embedding = self._targets["lm_head"], self._targets["embed_tokens"]
             head._parameters["weight"] = embedding._parameters["weight"]

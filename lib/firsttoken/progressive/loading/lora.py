@@ -68,12 +68,14 @@ def slices(config: LoraConfig, weights: bytes, device: str | torch.device = "cpu
         halves.setdefault(layer, {}).setdefault(module, {})[half] = tensor.to(device, torch.float32)
     layers: dict[int, Slices] = {}
     for layer, modules in halves.items():
+        layers[layer] = {}
         for path, pair in modules.items():
             if pair.keys() != {"A", "B"}:
                 raise Damaged(f"{path} of layer {layer} lacks one half of a pair")
-            if not all(half.isfinite().all() for half in pair.values()):
-                raise Damaged(f"{path} of layer {layer} holds numbers that are not finite")
-        layers[layer] = {path: (pair["A"], pair["B"] * config.scale) for path, pair in modules.items()}
+            a, b = pair["A"], pair["B"] * config.scale
+            if not (a.isfinite().all() and b.isfinite().all()):
+                raise Damaged(f"{path} of layer {layer} holds numbers that are not finite, or not when scaled")
+            layers[layer][path] = a, b
     return layers
 
 

@@ -14,28 +14,34 @@ from torch import Tensor
 from firsttoken.progressive.loading.reader import host_memory
 from firsttoken.study.errors import LinkError
 
-OWN = 1 << 16  # bytes from which a weight has pages of its own
+LINE = 64  # bytes
 AHEAD = 24 << 20  # bytes
 BUFFERS = 6  # pinned, of the size of the largest file
 
 
-def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor whose memory goes when it goes, its values whatever they are.
+class WeightRoom:
+    """Memory for ``size`` bytes of weights on ``device``, in one piece, which a system can give in large pages.
 
-    What malloc frees of a thread that has ended stays in the process: layers that were fused one by one kept the memory
-    of the whole model, 2.2 times its bytes at the peak.
+    It goes with the last weight. What malloc frees of a thread that has ended stays in the process: layers that were
+    fused one by one kept the memory of the whole model, 2.2 times its bytes at the peak.
     """
-    size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < OWN:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.frombuffer(host_memory(size), dtype=dtype, count=math.prod(shape)).view(shape)
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._device = device
+        self._left = host_memory(size) if device.type == "cpu" else memoryview(b"")
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor in it, its values whatever they are; ``room_for`` says what one needs."""
+        if self._device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        tensor = torch.frombuffer(self._left, dtype=dtype, count=math.prod(shape)).view(shape)
+        self._left = self._left[room_for(shape, dtype) :]
+        return tensor
 
 
-def widened(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """``weights`` as ``dtype``, in memory that goes with them."""
-    if weights.dtype == dtype:
-        return weights
-    return fresh(tuple(weights.shape), dtype, weights.device).copy_(weights)
+def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor in a ``WeightRoom``, where each begins at a line of the cache."""
+    return -(-math.prod(shape) * dtype.itemsize // LINE) * LINE
 
 
 class Memory(Protocol):

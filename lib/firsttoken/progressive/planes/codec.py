@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from firsttoken.progressive.loading.reader import host_memory
 from firsttoken.study.errors import ModelError
 
 Codec = Literal["raw", "zstd"]
@@ -39,11 +40,11 @@ def decode(codec: Codec, data: memoryview, size: int, what: str) -> memoryview:
         declared = zstandard.get_frame_parameters(data).content_size  # before any memory is taken
         if declared != size:
             raise ModelError(f"{what} would expand to {declared:,} bytes, by its shape {size:,}; stage it again")
-        decoded = bytearray(size)
+        decoded = host_memory(size)[:size]
         reader = zstandard.ZstdDecompressor().stream_reader(data)
         filled, more = reader.readinto(decoded), reader.read(1)
     except zstandard.ZstdError as error:
         raise ModelError(f"{what} cannot be decoded ({error}); copy it again") from error
     if filled != size or more:
         raise ModelError(f"{what} cannot be decoded (it holds another size than it says); copy it again")
-    return memoryview(decoded)
+    return decoded

@@ -39,11 +39,14 @@ class Cutter(ABC):
         self.fill(words, streams)
         return words
 
-    def fill(self, words: Tensor, streams: Sequence[Tensor]) -> None:
-        """As ``first``, into words [count] that are there."""
-        for start in range(0, len(words), BLOCK):
-            block = words[start : start + BLOCK]
-            self._begin(block, self._within(streams, 0, start, len(block)))
+    def fill(self, words: Tensor, streams: Sequence[Tensor], start: int = 0) -> None:
+        """As ``first``, into words [count] that are there.
+
+        They may be a part of the tensor's, from the word ``start`` on, a multiple of BLOCK; ``streams`` are all.
+        """
+        for at in range(0, len(words), BLOCK):
+            block = words[at : at + BLOCK]
+            self._begin(block, self._within(streams, 0, start + at, len(block)))
 
     def refine(self, words: Tensor, plane: int, streams: Sequence[Tensor], start: int = 0) -> None:
         """Bring ``words``, made of all planes below ``plane``, to what they are with it, in place; once a plane.
@@ -84,13 +87,14 @@ class BitCutter(Cutter):
         return [pack(found, field) for field in self._planes[plane]]
 
     def _begin(self, words: Tensor, streams: Sequence[Tensor]) -> None:
-        middle, high = self._middle(0), torch.zeros(len(words), dtype=torch.uint8, device=words.device)
+        high, *others = streams  # the first field is the upper byte, in every layout
+        middle = self._middle(0)
         found = Halves(high, torch.full_like(high, middle))
-        for field, packed in zip(self._planes[0], streams, strict=True):
+        for field, packed in zip(self._planes[0][1:], others, strict=True):
             unpack_into(found, packed, field)
         join_into(words, found, self._apart)
         most = self._infinite >> 7 if self._apart else self._infinite >> 8
-        if middle and int((high & most).max()) == most:
+        if middle and int((high if most == 0xFF else high & most).max()) == most:
             self._zero_infinities(words, middle)
 
     def _refine(self, words: Tensor, plane: int, streams: Sequence[Tensor]) -> None:

@@ -35,7 +35,9 @@ def join_into(words: Tensor, found: Halves, apart: bool) -> None:
     if apart:
         words.copy_(found.low.view(torch.int8))  # the sign spreads over the upper byte
         words &= SIGN_AND_MANTISSA
-        words |= found.high.to(torch.int16) << 7
+        upper = found.high.to(torch.int16)
+        upper <<= 7
+        words |= upper
     else:
         words.copy_(found.high.view(torch.int8))
         words <<= 8
@@ -58,7 +60,8 @@ def unpack_into(found: Halves, packed: Tensor, field: Field) -> None:
     if field.width == 8:
         half.copy_(packed)
         return
-    mask = (2**field.width - 1) << low
-    for turn, part in enumerate(half.split(max(1, packed.numel()))):
-        values, by = packed[: part.numel()], turn * field.width - low
-        part |= (values >> by if by > 0 else values << -by) & mask
+    shifts = torch.arange(0, 8, field.width, dtype=torch.uint8, device=packed.device)
+    values = (packed >> shifts[:, None]).view(-1)[: half.numel()]  # [turns, bytes], which is the order of the words
+    values &= 2**field.width - 1
+    values <<= low
+    half |= values

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from firsttoken.progressive.checkpoint.manifest import PartFile
-from firsttoken.progressive.loading.memory import fresh
 from firsttoken.progressive.planes.codec import decode
 from firsttoken.progressive.planes.cutting import cutter
 from firsttoken.progressive.planes.layouts import BLOCK, SPLITS
@@ -84,26 +83,37 @@ class Planes:
                 "hold it: choose the stored dtype, or float32"
             )
         streams = decoded(part, name, file, weights.device)
-        made = cutter(part.split, stored_as)
+        made, narrow = cutter(part.split, stored_as), STORED[stored_as]
         for start in range(done, len(weights), AT_ONCE):
 
-            def merge(start: int = start, block: Tensor = weights[start : start + AT_ONCE]) -> None:
-                stored = block.to(STORED[stored_as])
-                made.refine(stored.view(torch.int16), part.plane, streams, start)
-                if stored.dtype != block.dtype:
-                    block.copy_(stored)
-                self._merged[key] = start + len(block)
+            def merge(start: int = start, words: Tensor = weights[start : start + AT_ONCE]) -> None:
+                for at, block in enumerate(words.split(BLOCK)):  # in the cache from one dtype to the other and back
+                    stored = block.to(narrow)
+                    made.refine(stored.view(torch.int16), part.plane, streams, start + at * BLOCK)
+                    if narrow != block.dtype:
+                        block.copy_(stored)
+                self._merged[key] = start + len(words)
 
             yield min(AT_ONCE, len(weights) - start), merge
 
 
-def first_weights(part: PartFile, name: str, file: memoryview, device: torch.device) -> Tensor:
-    """The tensor ``name`` from its first plane, in the dtype and shape that it has. Raises ModelError."""
+def first_weights(part: PartFile, name: str, file: memoryview, weights: Tensor) -> None:
+    """Fill ``weights`` from the first plane of the tensor ``name``, whose shape they have. Raises ModelError.
+
+    Where their dtype is not the one in which it is stored, a block at a time is widened while it lies in the cache:
+    with the whole tensor in between every page of that would be taken from the system, and given back.
+    """
     tensor = part.cut[name]
-    streams = decoded(part, name, file, device)
-    words = fresh((math.prod(tensor.shape),), torch.int16, device)
-    cutter(part.split, tensor.dtype).fill(words, streams)
-    return words.view(STORED[tensor.dtype]).view(tensor.shape)
+    streams, made = decoded(part, name, file, weights.device), cutter(part.split, tensor.dtype)
+    stored, flat = STORED[tensor.dtype], weights.view(-1)
+    if weights.dtype == stored:
+        made.fill(flat.view(torch.int16), streams)
+        return
+    block = torch.empty(BLOCK, dtype=torch.int16, device=weights.device)
+    for at, wide in enumerate(flat.split(BLOCK)):
+        words = block[: len(wide)]
+        made.fill(words, streams, at * BLOCK)
+        wide.copy_(words.view(stored))
 
 
 def decoded(part: PartFile, name: str, file: memoryview, device: torch.device) -> list[Tensor]:

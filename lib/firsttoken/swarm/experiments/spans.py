@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -23,8 +25,16 @@ from firsttoken.engine.request import Sampling
 from firsttoken.engine.segments import LocalSegment
 from firsttoken.study import paths, warm
 from firsttoken.study.clock import Stopwatch
+from firsttoken.study.errors import SwarmError
 from firsttoken.study.profile import Profile
+from firsttoken.swarm.access import Access
+from firsttoken.swarm.background import wait_for
+from firsttoken.swarm.blocks import model_sha256
+from firsttoken.swarm.member import ServerProcess
+from firsttoken.swarm.patience import Patience
+from firsttoken.swarm.swarm import Swarm
 
+_TOGETHER_S, _PAUSE_S = 60.0, 0.02
 IMPORTS = ("firsttoken.options", "transformers.models.llama.modeling_llama")  # of a server that starts
 
 
@@ -32,6 +42,38 @@ def split_evenly(depth: int, servers: int) -> list[str]:
     """``depth`` blocks as ``servers`` spans a:b, as even as they can be."""
     edges = [depth * place // servers for place in range(servers + 1)]
     return [f"{a}:{b}" for a, b in pairwise(edges)]
+
+
+@contextmanager
+def running(
+    folder: Path, spans: Sequence[str], trains: bool = False, threads: int = 0
+) -> Iterator[list[ServerProcess]]:
+    """A server process of each span, the first of which knows all. Raises SwarmError for one that does not start, and
+    when they do not come together."""
+    ups: list[ServerProcess] = []
+    try:
+        for span in spans:
+            ups.append(
+                ServerProcess(folder, span, [ups[0].ready().address] if ups else [], trains=trains, threads=threads)
+            )
+        for up in ups:
+            up.ready()
+        wait_for(_known(model_sha256(folder), ups))
+        yield ups
+    finally:
+        for up in ups:
+            up.close()
+
+
+async def _known(model: str, ups: Sequence[ServerProcess]) -> None:
+    """Wait until the first has heard of all."""
+    swarm, until = Swarm(model, [ups[0].address], 1, Access(), Patience()), time.monotonic() + _TOGETHER_S
+    while len(swarm.servers()) < len(ups):
+        if time.monotonic() > until:
+            raise SwarmError(f"{len(swarm.servers())} of {len(ups)} servers came together")
+        await swarm.look()
+        await asyncio.sleep(_PAUSE_S)
+    await swarm.close()
 
 
 @contextmanager

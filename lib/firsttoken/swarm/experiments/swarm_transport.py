@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from firsttoken.assets.layers import layers_of
@@ -15,8 +14,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
-from firsttoken.swarm.experiments.spans import local_engine, prompt_of, split_evenly, stored, timed_steps
-from firsttoken.swarm.member import ServerProcess
+from firsttoken.swarm.experiments.spans import local_engine, prompt_of, running, split_evenly, stored, timed_steps
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.remote import RemoteModel
 
@@ -54,8 +52,8 @@ def swarm_transport(profile: Profile) -> Outcome:
         prompt, depth = prompt_of(loaded, config.prompt_tokens, profile.seed), len(layers_of(loaded.model))
         engines = {LOCAL: stack.enter_context(local_engine(loaded.model, config.prompt_tokens + config.tokens))}
         for count in config.chains:
-            door = stack.enter_context(_up(folder, split_evenly(depth, count)))
-            model = stack.enter_context(RemoteModel(folder, [door], patience=Patience(refresh_s=30.0)))
+            ups = stack.enter_context(running(folder, split_evenly(depth, count)))
+            model = stack.enter_context(RemoteModel(folder, [ups[0].address], patience=Patience(refresh_s=30.0)))
             engines[count] = model.engine
         for number in range(-1, config.rounds):  # the first only warms up
             for servers, engine in engines.items():
@@ -64,21 +62,6 @@ def swarm_transport(profile: Profile) -> Outcome:
                     here = {"servers": servers, "round": number}
                     rows += [{**here, "token": at, "seconds": one} for at, one in enumerate(seconds) if at > 1]
     return Outcome(rows, provenance=loaded.provenance.as_dict())
-
-
-@contextmanager
-def _up(folder: Path, spans: Sequence[str]) -> Iterator[str]:
-    """A server of each span; the address of one that knows all."""
-    ups: list[ServerProcess] = []
-    try:
-        for span in spans:
-            ups.append(ServerProcess(folder, span, [ups[0].ready().address] if ups else []))
-        for up in ups:
-            up.ready()
-        yield ups[0].address
-    finally:
-        for up in ups:
-            up.close()
 
 
 def transport_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

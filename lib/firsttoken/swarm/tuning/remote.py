@@ -13,7 +13,7 @@ from torch import Tensor
 
 from firsttoken.study.errors import RequestError
 from firsttoken.swarm.access import Access
-from firsttoken.swarm.background import wait_for
+from firsttoken.swarm.background import begin, wait_for
 from firsttoken.swarm.blocks import load_ends, model_sha256
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.swarm import Swarm
@@ -40,10 +40,11 @@ class RemoteTraining:
         self.model = load_ends(folder, torch.float32).requires_grad_(False)
         self.sha256 = model_sha256(folder)
         self.prompt, self.lora = prompt, lora
-        config = self.model.config
-        swarm = Swarm(self.sha256, peers, config.hidden_size, access or Access(), patience or Patience())
-        self.chain = TrainingChain(swarm, range(config.num_hidden_layers))
+        width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
+        swarm = Swarm(self.sha256, peers, width, access or Access(), patience or Patience(), depth)
+        self.chain = TrainingChain(swarm, range(depth))
         wait_for(swarm.check(self.chain.layers))
+        self._looking = begin(swarm.keep_looking())
 
     def hidden(self, input_ids: Tensor) -> Tensor:
         """``input_ids`` [rows, tokens] -> [rows, tokens, hidden] after the norm, for the model's head or one's own.
@@ -79,6 +80,7 @@ class RemoteTraining:
 
     def close(self) -> None:
         """Close all connections."""
+        self._looking.cancel()
         wait_for(self.chain.swarm.close())
 
     def __enter__(self) -> Self:

@@ -34,6 +34,7 @@ class TrainingChain:
         self.swarm = swarm
         self.layers = layers
         self.faults: list[tuple[str, str]] = []  # (subkey, why) of each server that was replaced
+        self.moved_bytes = 0  # of messages that were answered, both ways
         self._failing_s: float | None = None  # since when nobody has answered
 
     async def forward(self, hidden: Tensor, adapters: Adapters, scaling: float) -> tuple[Tensor, list[list[Entered]]]:
@@ -94,7 +95,7 @@ class TrainingChain:
         import grpc
 
         swarm, message = self.swarm, encode_pass(asked)
-        if len(message) > (most := most_bytes(asked.hidden.shape[2])):
+        if len(message) > (most := most_bytes(asked.hidden.shape[2], len(blocks))):
             raise RequestError(f"a pass of {len(message):,} bytes; at most {most:,} are taken: fewer tokens or ranks")
         tokens = asked.hidden.shape[0] * asked.hidden.shape[1]
         limit_s = swarm.patience.limit_s(tokens) * (1 if asked.gradient is None else _BACKWARD)
@@ -102,10 +103,10 @@ class TrainingChain:
         headers = (*opened, *swarm.access.headers)
         try:
             call = swarm.channel(record.address).unary_unary(PASS)
-            said = decode_pass(await call(message, timeout=limit_s, metadata=headers), asked.hidden.shape[2])
-            if said.hidden.shape != asked.hidden.shape:
-                raise SwarmError(f"{list(said.hidden.shape)} came for {list(asked.hidden.shape)}")
+            data = await call(message, timeout=limit_s, metadata=headers)
+            said = _answer(decode_pass(data, asked.hidden.shape[2]), asked)
             self._failing_s = None
+            self.moved_bytes += len(message) + len(data)
             return said
         except grpc.aio.AioRpcError as error:
             codes = grpc.StatusCode
@@ -119,8 +120,9 @@ class TrainingChain:
                 raise
             why = "its connection was closed"
         self.faults.append((record.server, why))
-        self._failing_s = self._failing_s or time.monotonic()
-        if time.monotonic() - self._failing_s > (most := swarm.patience.find_s):
+        failing_s = self._failing_s = self._failing_s or time.monotonic()
+        if time.monotonic() - failing_s > (most := swarm.patience.find_s):
+            self._failing_s = None  # whoever tries again has as long
             raise SwarmError(f"{record.name}: {why} (and who took over failed, too, for {most:g} s)")
         swarm.ban(record.server)
         await swarm.reconnect(record.address)
@@ -132,6 +134,19 @@ def _parts(batch: Tensor) -> list[Tensor]:
     if batch.shape[1] > MOST_TOKENS:
         raise RequestError(f"a row of {batch.shape[1]} tokens; at most {MOST_TOKENS} are trained on")
     return list(batch.split(max(1, MOST_TOKENS // batch.shape[1])))
+
+
+def _answer(said: Pass, asked: Pass) -> Pass:
+    """``said``. Raises SwarmError where it is no answer: of another shape, or with gradients of other adapters."""
+    if said.hidden.shape != asked.hidden.shape:
+        raise SwarmError(f"{list(said.hidden.shape)} came for {list(asked.hidden.shape)}")
+    if _shapes(said) != (_shapes(asked) if asked.gradient is not None else {}):
+        raise SwarmError("gradients came of other adapters than were sent")
+    return said
+
+
+def _shapes(one: Pass) -> dict[tuple[int, str], tuple[torch.Size, torch.Size]]:
+    return {where: (a.shape, b.shape) for where, (a, b) in one.adapters.items()}
 
 
 def _within(adapters: Adapters, blocks: range) -> Adapters:

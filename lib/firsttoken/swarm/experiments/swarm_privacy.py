@@ -1,0 +1,150 @@
+"""What the first server of a chain can read of a prompt: tokens found from hidden states, by layers that stay local.
+
+Two attacks by whoever knows the model: the nearest embedding, and a linear map to embeddings, learnt from public text.
+A better attack finds more: what is measured is what is lost at least.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.assets.layers import layers_of
+from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+
+NEAREST, LINEAR, GUESS = "nearest embedding", "linear probe", "the commonest token"
+RIDGE = 1e-4  # of the mean square of a feature
+_BYTES = 2  # of a parameter, as models are stored
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    """States that enter each of the layers ``depths`` (as many are local), of ``windows`` windows of ``window_tokens``
+    held-out tokens; the linear map learns from ``train_windows`` others. ``batch`` go through the model at once.
+    ProfileError for no depth, or none to begin with."""
+
+    depths: tuple[int, ...]
+    train_windows: int
+    windows: int
+    window_tokens: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        if (
+            min(self.train_windows, self.windows, self.window_tokens, self.batch) < 1
+            or min(self.depths, default=-1) < 0
+        ):
+            raise ProfileError("privacy: depths are 0 or more, and every other number at least 1")
+
+    def needs(self) -> list[Need]:
+        """The model has a layer that each depth enters, and the context; the texts have the windows."""
+        return [
+            Need("privacy.depths + 1", max(self.depths) + 1, LAYERS),
+            Need("privacy.window_tokens", self.window_tokens, CONTEXT),
+            Need("privacy.train_windows x window_tokens", self.train_windows * self.window_tokens, text_of("train")),
+            Need("privacy.windows x window_tokens", self.windows * self.window_tokens, text_of("test")),
+        ]
+
+
+def swarm_privacy(profile: Profile) -> Outcome:
+    """Rows {depth, attack, window, tokens, recovered}, recovered a share, and {depth, local_bytes}; float32."""
+    config = profile.section("privacy", PrivacyConfig)
+    check(config.needs(), ModelFacts(profile.model))
+    device = profile.torch_device()
+    loaded = load_model(profile.model, device=device)
+    model, split = loaded.model, {}
+    for name, count in (("train", config.train_windows), ("test", config.windows)):
+        split[name] = token_windows(running_text(name), loaded.tokenizer, config.window_tokens, count).to(device)
+    layer = sum(parameter.numel() for parameter in layers_of(model)[0].parameters())
+    rows: Rows = [{"depth": depth, "local_bytes": depth * layer * _BYTES} for depth in config.depths]
+    known = nn.functional.normalize(model.get_input_embeddings().weight.detach(), dim=1)
+    probes = _learnt(model, split["train"], known, config)
+    commonest = Counter(split["train"].flatten().tolist()).most_common(1)[0][0]
+    seen = _entering(model, split["test"], config)
+    for first, (ids, states) in zip(range(0, config.windows, config.batch), seen, strict=True):
+        found = {(0, GUESS): torch.full_like(ids, commonest)}
+        for depth, rows_in in states.items():
+            found[depth, NEAREST] = _nearest(rows_in, known)
+            found[depth, LINEAR] = _nearest(_features(rows_in) @ probes[depth], known)
+        for (depth, attack), guessed in found.items():
+            shares = (guessed == ids).float().mean(1).tolist()
+            here = {"depth": depth, "attack": attack, "tokens": config.window_tokens}
+            rows += [{**here, "window": first + at, "recovered": share} for at, share in enumerate(shares)]
+    return Outcome(rows, provenance=loaded.provenance.as_dict())
+
+
+@torch.inference_mode()
+def _entering(model: nn.Module, windows: Tensor, config: PrivacyConfig) -> Iterator[tuple[Tensor, dict[int, Tensor]]]:
+    """Each batch of ``windows`` [batch, tokens], and by depth what enters that layer [batch, tokens, hidden]."""
+    body, states = model.model, {}
+    every, body.layers = body.layers, body.layers[: max(config.depths) + 1]
+
+    def keep(depth: int) -> Any:
+        return lambda _, args: states.update({depth: args[0]})
+
+    hooks = [every[depth].register_forward_pre_hook(keep(depth)) for depth in config.depths]
+    try:
+        for ids in tqdm(windows.split(config.batch), desc="states", disable=None):
+            body(ids, use_cache=False)
+            yield ids, dict(states)
+    finally:
+        body.layers = every
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.inference_mode()
+def _learnt(model: nn.Module, windows: Tensor, known: Tensor, config: PrivacyConfig) -> dict[int, Tensor]:
+    """By depth the ridge regression from states to the embeddings ``known`` [vocabulary, hidden] of their tokens."""
+    width = known.shape[1] + 1
+    squares = {depth: known.new_zeros(width, width) for depth in config.depths}
+    products = {depth: known.new_zeros(width, width - 1) for depth in config.depths}
+    for ids, states in _entering(model, windows, config):
+        wanted = known[ids.flatten()]
+        for depth, rows in states.items():
+            features = _features(rows).flatten(0, 1)
+            squares[depth] += features.T @ features
+            products[depth] += features.T @ wanted
+    much = {depth: RIDGE * one.diagonal().mean() for depth, one in squares.items()}
+    eye = torch.eye(width, device=known.device)
+    return {depth: torch.linalg.solve(squares[depth] + much[depth] * eye, products[depth]) for depth in config.depths}
+
+
+def _features(states: Tensor) -> Tensor:
+    """``states`` [..., hidden] of one size each, and a 1: a few tokens' are a hundred times as large as the others'."""
+    sized = states / states.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
+    return torch.cat([sized, torch.ones_like(sized[..., :1])], -1)
+
+
+def _nearest(states: Tensor, known: Tensor) -> Tensor:
+    """The tokens [batch, tokens] whose embeddings point most as ``states`` [batch, tokens, hidden] do."""
+    return torch.stack([(one @ known.T).argmax(-1) for one in states])
+
+
+def privacy_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Per cent of the tokens that each attack recovers behind each number of local layers, drawn by window."""
+    asked = parameters["privacy"]
+    measures = {"guess_pct": _share(rows, 0, GUESS)}
+    for depth in asked["depths"]:
+        measures[f"nearest_{depth}_pct"] = _share(rows, depth, NEAREST)
+        measures[f"linear_{depth}_pct"] = _share(rows, depth, LINEAR)
+        (kept,) = [row["local_bytes"] for row in rows if row["depth"] == depth and "local_bytes" in row]
+        measures[f"local_{depth}_mb"] = {"value": kept / 1e6, "unit": "MB"}
+    return measures
+
+
+def _share(rows: Sequence[Mapping[str, Any]], depth: int, attack: str) -> dict[str, Any]:
+    here = [row["recovered"] for row in rows if row["depth"] == depth and row.get("attack") == attack]
+    return bootstrap(here).summary("%", 100)
