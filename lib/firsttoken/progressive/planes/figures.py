@@ -88,7 +88,9 @@ def _points(ax: Axes, result: Result, measure: str, task: str) -> None:
     for variant in variants(result, task):
         look, label = kind(variant)
         x = result.summary[f"{task}first_share_{variant}"]["value"]
-        low, y, high = _lost(result.summary.get(f"{task}{measure}_{variant}"), measure)
+        if (lost := _lost(result, f"{task}{measure}", variant)) is None:
+            continue
+        low, y, high = lost
         ax.errorbar(
             [x],
             [y],
@@ -104,12 +106,18 @@ def _points(ax: Axes, result: Result, measure: str, task: str) -> None:
             ax.annotate(variant[0], (x, y), (6, 4), textcoords="offset points", fontsize=8)
 
 
-def _lost(entry: Mapping[str, Any] | None, measure: str) -> tuple[float, float, float]:
-    """Low, value and high of what is lost, in points or %; the exact weights lose nothing."""
-    if entry is None:
-        return 0.0, 0.0, 0.0
+def _lost(result: Result, measure: str, variant: str) -> tuple[float, float, float] | None:
+    """Low, value and high of what is lost, in points or %: nothing by the exact weights, None where nobody compared."""
+    if (entry := _compared(result, measure, variant)) is None:
+        return None
     low, value, high = (entry.get(name, entry["value"]) for name in ("low", "value", "high"))
-    return (low, value, high) if measure != PERPLEXITY else (100 * low - 100, 100 * value - 100, 100 * high - 100)
+    return (low, value, high) if not measure.endswith(PERPLEXITY) else tuple(100 * x - 100 for x in (low, value, high))
+
+
+def _compared(result: Result, measure: str, variant: str) -> Mapping[str, Any] | None:
+    """What ``measure`` says of ``variant`` beside the exact weights, which lose nothing; None where nobody compared."""
+    exact = {"value": 1.0 if measure.endswith(PERPLEXITY) else 0.0} if variant == EXACT else None
+    return result.summary.get(f"{measure}_{variant}", exact)
 
 
 def frontier_rows(result: Result) -> Rows:
@@ -162,7 +170,8 @@ def record_rows(result: Result) -> Rows:
         model = "TinyStories 15 M" if task else result.parameters["model"]
         found: dict[str, list[tuple[float, str]]] = {"value": [], "high": []}
         for variant in variants(result, task):
-            entry = result.summary.get(f"{measure}_{variant}", {"value": 0.0})
+            if (entry := _compared(result, measure, variant)) is None:
+                continue
             share = result.summary[f"{task}first_share_{variant}"]["value"]
             for bound, kept in found.items():
                 if entry.get(bound, entry["value"]) <= most:
