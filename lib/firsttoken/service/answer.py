@@ -28,6 +28,7 @@ class Answers:
         self.prompt_tokens = 0
         self._server, self._vocabulary, self._inbox, self._metrics = server, vocabulary, inbox, metrics
         self._choices: list[AnswerChoice] = []
+        self._closed = False
         self._heard_s: dict[int, float] = {}  # when each choice's last token came
         self._arrived_s = time.monotonic()
 
@@ -79,7 +80,8 @@ class Answers:
         return sum(choice.tokens for choice in self._choices)
 
     def close(self) -> None:
-        """End what is still open in the engine."""
+        """End what is open in the engine, and what ``begin`` still opens in its own thread."""
+        self._closed = True
         for choice in self._choices:
             choice.session.cancel()
 
@@ -99,6 +101,8 @@ class Answers:
         self._choices.append(
             AnswerChoice(number, self._vocabulary, ids, session, stops=asked.stop, echo=echo, judged=judged)
         )
+        if self._closed:
+            session.cancel()
 
     def _prompts(self) -> list[tuple[list[int], str]]:
         """The ids of each prompt, and its text where it is to be said first."""

@@ -109,6 +109,9 @@ class Replica:
         except (ClientGone, ClientDisconnect):
             self._close(answer, "cancelled")
             return Response(status_code=499)  # which nobody reads
+        except asyncio.CancelledError:  # how Ray ends what a client has left
+            self._close(answer, "cancelled")
+            raise
         except Exception as error:
             self._close(answer, "refused" if refusal(error)[0] < 500 else "failed")
             return refusing(error)
