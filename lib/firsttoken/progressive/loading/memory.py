@@ -20,7 +20,8 @@ BUFFERS = 6  # pinned, of the size of the largest file
 
 
 class WeightRoom:
-    """Memory for ``size`` bytes of weights on ``device``, in one piece, which a system can give in large pages.
+    """Memory for ``size`` bytes of weights on ``device``, in one piece. Large pages are not asked for: on a virtual
+    machine whose host gives memory back, a start of 540 MB took 2.1 s with them for 1.0 s without (medians, n=5, 6).
 
     It goes with the last weight. What malloc frees of a thread that has ended stays in the process: layers that were
     fused one by one kept the memory of the whole model, 2.2 times its bytes at the peak.

@@ -19,7 +19,6 @@ from typing import Protocol
 
 from firsttoken.link import Link
 from firsttoken.study.errors import LinkError, ModelError
-from firsttoken.study.system.large_pages import ask_for_large_pages
 from firsttoken.study.system.reading import is_cached, open_uncached, read_no_further
 
 PAGE = 4096  # direct reads want offsets, lengths and addresses in multiples of the disk's block; none is larger
@@ -59,9 +58,7 @@ Allocate = Callable[[int], memoryview]
 
 def host_memory(size: int) -> memoryview:
     """``size`` bytes of fresh memory of this process alone, page-aligned."""
-    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    ask_for_large_pages(memory)
-    return memoryview(memory)
+    return memoryview(mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class BlobReader:
