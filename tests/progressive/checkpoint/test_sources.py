@@ -78,6 +78,7 @@ def configure(folder: Path, **changes) -> None:
 
 
 NAME = "model.layers.2.mlp.up_proj.weight"
+NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
