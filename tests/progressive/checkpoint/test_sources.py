@@ -78,7 +78,6 @@ def configure(folder: Path, **changes) -> None:
 
 
 NAME = "model.layers.2.mlp.up_proj.weight"
-NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,7 @@ class FolderSource:
             if (stored := self._stored[name][1]) not in SERVED:
                 raise ModelError(f"{name} in {folder} is stored as {stored}; convert it to one of {', '.join(SERVED)}")
         if {"F16", "BF16"} <= {self._stored[name][1] for name in self.names}:
-            raise ModelError(
-                f"{folder} stores some weights as F16 and others as BF16; copy the whole checkpoint of one"
-            )
+            raise ModelError(f"{folder} stores some weights as F16 and others as BF16; convert all to one")
         # transformers unties such a head and warns; what it serves would not be what is staged
         if HEAD in self._stored and HEAD not in self.names and not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
             raise ModelError(
