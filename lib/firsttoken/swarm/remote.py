@@ -62,10 +62,9 @@ class RemoteModel:
     """The model in ``folder`` with its ends here, and its blocks on the swarm that ``peers`` (HOST:PORT) belong to.
 
     ``engine`` is the engine over it, for what serves and schedules; hidden states travel in ``coding`` (by default what
-    the ends compute in). ``audits`` are the spot checks that it makes, ``bid``
-    what it offers for a place at a server that is full. Use it as a context manager. Raises ModelError
-    for a folder that holds no ends, SwarmError for a coding that is unknown or cannot be audited, and when nobody
-    answers.
+    the ends compute in). ``audits`` are the spot checks that it makes, ``bid`` what it offers for a place at a server
+    that is full. Use it as a context manager. Raises ModelError for a folder that holds no ends, SwarmError for a
+    coding that is unknown or cannot be audited, and when nobody answers.
     """
 
     def __init__(

@@ -3,10 +3,10 @@ charge against another server, and what is said to one's account."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -62,12 +62,8 @@ class BlockService:
 
     async def _session(self, _: object, context: grpc.aio.ServicerContext) -> None:
         headers = await self._admitted(context)
-        try:
+        async with _told(context):
             await self.sessions.serve(context, headers)
-        except asyncio.CancelledError:  # the client is gone
-            raise
-        except Exception as error:
-            await _abort(context, error)
 
     async def _pass(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
         """One message, taken from the client when there is a place for it: gRPC alone would take any number."""
@@ -79,16 +75,12 @@ class BlockService:
             return data
 
         headers = await self._admitted(context)
-        try:
+        async with _told(context):
             layers, _ = self.sessions.opened(headers)
             self.sessions.places.check_free()
             if self.frozen is None:
                 raise SwarmError("this server does not train: start one with --train")
             return await self.frozen.answer(said, layers, self.sessions.batcher.stack.width)
-        except asyncio.CancelledError:  # the client is gone
-            raise
-        except Exception as error:
-            await _abort(context, error)
 
     async def _exchange(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
@@ -108,16 +100,10 @@ class BlockService:
     async def _accuse(self, messages: AsyncIterable[bytes], context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
         stack = self.sessions.batcher.stack
-        try:
-            async with asyncio.timeout(self.sessions.limits.idle_s):
-                evidence = await read_evidence(messages, stack.width, stack.context)
+        async with _told(context):
+            reading = read_evidence(messages, stack.width, stack.context)
+            evidence = await self.sessions.within(reading, "did not bring its evidence")
             return json.dumps(asdict(await self.court.judge(evidence))).encode()
-        except TimeoutError:
-            await _abort(context, IdleError("the evidence did not come in time"))
-        except asyncio.CancelledError:  # the client is gone
-            raise
-        except Exception as error:
-            await _abort(context, error)
 
     async def _account(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
@@ -133,6 +119,15 @@ class BlockService:
         if not self.access.admits(headers):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this swarm asks for a token: give --token-file")
         return headers
+
+
+@asynccontextmanager
+async def _told(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """What goes wrong in the block ends the call; that the client has gone, a cancellation, passes through."""
+    try:
+        yield
+    except Exception as error:
+        await _abort(context, error)
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
