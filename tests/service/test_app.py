@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,20 @@ class TestLoading:
         assert answer.json()["error"]["code"] == "loading_failed" and "layer" in answer.json()["error"]["message"]
         assert health.status_code == 503 and health.json()["stage"] == 0 and "layer" in health.json()["error"]
         assert stage.status_code == 200 and stage.json()["replica"] == "the-replica"
+
+    def test_gives_the_place_of_a_request_that_is_cancelled_back(self, tiny):
+        """Ray ends what a client has left so; whoever computes on would hold the place to the end of the answer."""
+
+        async def ask(client):
+            answer = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": ENDLESS, "max_tokens": 9000}))
+            while (await client.get("/stage")).json()["sessions"] == 0:
+                await asyncio.sleep(0.02)
+            answer.cancel()
+            with suppress(asyncio.CancelledError):
+                await answer
+            return (await client.get("/metrics")).text
+
+        assert re.search(r'outcome="cancelled"} 1\.0', self.served(tiny, Link(), ask))
 
     def test_that_dies_after_stage_1_leaves_a_healthy_degraded_service(self, tiny):
         async def ask(client):
