@@ -129,6 +129,18 @@ def test_a_notebook_gets_its_verdicts_by_the_name_of_a_claim(capsys):
         ledger.verdicts("progressive.block-byte")
 
 
+def test_a_notebook_shows_the_verdicts_of_the_ledger(capsys):
+    """nbval would find another wording too, half an hour later."""
+    for path in NOTEBOOKS:
+        for cell in code_cells(path):
+            calls = (node for node in ast.walk(ast.parse("".join(cell["source"]))) if isinstance(node, ast.Call))
+            for call in (call for call in calls if ast.unparse(call.func) == "ledger.verdicts"):
+                ledger.verdicts(*(argument.value for argument in call.args))
+                shown = "".join("".join(out.get("text", "")) for out in cell["outputs"])
+                mend = f"run `firsttoken run --again --only {path.name[:2]} --publish`"
+                assert capsys.readouterr().out in shown, mend
+
+
 def test_a_quick_run_that_says_otherwise_than_the_record_is_named(monkeypatch, capsys):
     recorded = ledger.recorded()
     sizes = next(result for result in recorded if result.experiment == "sizes")

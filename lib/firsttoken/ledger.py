@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
 
 from firsttoken.chunked import standing
 from firsttoken.registry import EXPERIMENTS
@@ -12,7 +14,7 @@ from firsttoken.study.claims_table import Own, table_for
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.record import Result, all_results, known_machine, pick
+from firsttoken.study.record import Result, all_results, known_machine, pick, result_files
 from firsttoken.study.verdicts import Verdict, judge, judge_all, judge_record
 
 TABLES: pages.Tables = {standing.EXPERIMENT: standing.record_table}
@@ -39,9 +41,9 @@ def verdicts(*ids: str) -> None:
 
     Raises ClaimsError for a claim that does not exist.
     """
-    known = {claim.id: claim for claim in claims()}
+    known, results = _standing(_state())
     asked = [_named(name, known) for name in ids]
-    for judged in judge_record(asked, recorded(), machine()):
+    for judged in judge_record(asked, results, machine()):
         told = f", {judged.measured}" if judged.measured else ""
         print(f"{judged.says}: {judged.claim.says}{told} ({judged.claim.id})")
 
@@ -90,6 +92,17 @@ def update_pages(of: str | None = None) -> None:
 def outdated_pages(of: str | None = None) -> Iterable[str]:
     """The names of the pages that do not show the record. Raises as ``update_pages``."""
     return [page.name for page in pages.outdated(claims(), recorded(), of or machine(), TABLES)]
+
+
+def _state() -> tuple[tuple[Path, int, int], ...]:
+    """What the ledger and the record are read from, with what changes when it does."""
+    files = [(path, path.stat()) for path in (paths.CLAIMS, *result_files(FOR_THE_RECORD))]
+    return tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in files)
+
+
+@lru_cache(maxsize=1)  # a notebook asks for verdicts several times, and reading takes longer than a second
+def _standing(_: tuple[tuple[Path, int, int], ...]) -> tuple[dict[str, Claim], list[Result]]:
+    return {claim.id: claim for claim in claims()}, recorded()
 
 
 def _named(name: str, known: dict[str, Claim]) -> Claim:

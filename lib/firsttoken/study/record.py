@@ -143,7 +143,7 @@ def all_results(profiles: Iterable[str] = ("*",)) -> list[Result]:
     one that has not its experiment's name, as of two for one machine one has.
     """
     results = []
-    for path in [path for profile in profiles for path in _files(f"*/{profile}/*.json")]:
+    for path in result_files(profiles):
         results.append(result := read_result(path))
         if result.experiment != path.stem:
             raise FirstTokenError(
@@ -156,6 +156,11 @@ def all_results(profiles: Iterable[str] = ("*",)) -> list[Result]:
                 "folder; move it there"
             )
     return results
+
+
+def result_files(profiles: Iterable[str] = ("*",)) -> list[Path]:
+    """The files of the results of ``profiles`` (all), ordered by path within a profile."""
+    return [path for profile in profiles for path in _files(f"*/{profile}/*.json")]
 
 
 def known_machine(slug: str, results: Iterable[Result]) -> str:
