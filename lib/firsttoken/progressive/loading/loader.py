@@ -23,6 +23,7 @@ from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, check
 from firsttoken.progressive.loading.blobs import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
 from firsttoken.progressive.loading.memory import BUFFERS, Memory, PassingMemory, WeightRoom, memory_for, room_for
+from firsttoken.progressive.loading.one_core import on_one_core
 from firsttoken.progressive.loading.placement import torch_dtype
 from firsttoken.progressive.loading.reader import Blob, BlobReader
 from firsttoken.progressive.loading.skeleton import Skeleton
@@ -70,6 +71,7 @@ class StageLoad:
         self._ready = [threading.Event() for _ in self._parts]
         self._copied: dict[int, torch.cuda.Event | None] = {}
         self._error: Exception | None = None
+        self._stopped = False
         self._targets: dict[int | str, nn.Module] = {}
         self.stalled_s = 0.0  # that forward passes inside streaming() waited
         self.placing_s = 0.0  # that the placer spent on parameters, not on waiting for bytes
@@ -82,8 +84,26 @@ class StageLoad:
         except BaseException:
             self.close()
             raise
-        self._placer = threading.Thread(target=self._place_all, name="placer", daemon=True)
-        self._placer.start()
+        rooms = [self._room(part) for part in self._parts]
+        self._placer = on_one_core("placer", partial(self._place_all, rooms))
+        threading.Thread(target=self._back, args=(rooms,), name="rooms", daemon=True).start()
+
+    def _room(self, part: PartFile) -> WeightRoom:
+        """Memory for the weights of ``part`` that cannot stay where they are read, or are merged into others."""
+        dtype = self._skeleton.dtype
+        moved = [
+            entry.shape
+            for name, entry in part.brought.items()
+            if (not part.plane if name in part.cut else part.cut or torch_dtype(entry.dtype) != dtype)
+        ]
+        return WeightRoom(sum(room_for(shape, dtype) for shape in moved), self._skeleton.device)
+
+    def _back(self, rooms: Sequence[WeightRoom]) -> None:
+        """While files are on their way, so that the placer need not wait for memory."""
+        for room in rooms:
+            if self._stopped:
+                return
+            room.back()
 
     def _adapter(self, blobs: Sequence[Blob], stage: str) -> Adapter | None:
         if not blobs:
@@ -105,10 +125,10 @@ class StageLoad:
         self._targets |= ends
         return make_view(stage, base, ends, adapter)
 
-    def _place_all(self) -> None:
+    def _place_all(self, rooms: Sequence[WeightRoom]) -> None:
         try:
-            for index, part in enumerate(self._parts):
-                self._copied[index] = self._place(index, part)
+            for index, (part, room) in enumerate(zip(self._parts, rooms, strict=True)):
+                self._copied[index] = self._place(index, part, room)
                 self._ready[index].set()
             check_whole(self.view)
             self.arrived_s = time.monotonic()
@@ -118,12 +138,11 @@ class StageLoad:
             for event in self._ready:
                 event.set()
 
-    def _place(self, index: int, part: PartFile) -> torch.cuda.Event | None:
+    def _place(self, index: int, part: PartFile, room: WeightRoom) -> torch.cuda.Event | None:
         file, first = self._reader.wait(self._first_part + index), part.data_start
         check_header(part, bytes(file[:first]))
         data, copied = self._memory.settle(file[first:])
         begin, dtype = time.perf_counter(), self._skeleton.dtype
-        room = WeightRoom(sum(room_for(entry.shape, dtype) for entry in part.brought.values()), self._skeleton.device)
         for name, entry in part.brought.items():
             if name in part.cut:
                 continue
@@ -205,6 +224,7 @@ class StageLoad:
 
     def close(self) -> None:
         """Stop reading. Whoever waits for a layer that is not there gets a LinkError, and so does :meth:`wait`."""
+        self._stopped = True
         self._memory.close()
         self._reader.close()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from firsttoken.progressive.loading.reader import host_memory
 from firsttoken.study.errors import LinkError
+from firsttoken.study.system.backing import back
 
 LINE = 64  # bytes
 AHEAD = 24 << 20  # bytes
@@ -29,7 +30,11 @@ class WeightRoom:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._device = device
-        self._left = host_memory(size) if device.type == "cpu" else memoryview(b"")
+        self._left = self._all = host_memory(size) if device.type == "cpu" and size else memoryview(b"")
+
+    def back(self) -> None:
+        """Have it in memory before it is written to, which may be while what goes there is still on its way."""
+        back(self._all)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor in it, its values whatever they are; ``room_for`` says what one needs."""
