@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-from services import byte_fallback, byte_level, write_plain, write_tiny
+from services import LIMITS, byte_fallback, byte_level, serving, write_plain, write_tiny
 from tokenizers import Tokenizer
 
 TOKENIZERS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
@@ -37,3 +39,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("service") / "plain"
     write_plain(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def client(tiny: Path) -> Iterator[httpx.Client]:
+    """Of a service whose stages have all arrived."""
+    with serving(tiny, **LIMITS) as url, httpx.Client(base_url=url, timeout=120) as client:
+        yield client

@@ -1,13 +1,9 @@
-"""A replica over real HTTP, one service for the module: answers, whole and streamed, refusals, and loads that fail."""
+"""A replica over real HTTP, one service for the module: answers, whole and streamed."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +14,12 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("starlette")
 
-from services import ENDLESS, events, serving
+from services import CHATS, COMPLETIONS, GREEDY, events, serving
 
-from firsttoken.link import Link
-from firsttoken.progressive.recovery.limits import GrowthConfig
-from firsttoken.progressive.recovery.server import GrowingServer
-from firsttoken.service.app import Replica, build_app
-from firsttoken.service.config import ServiceConfig
 from firsttoken.service.model import is_staged
 from firsttoken.service.text import Vocabulary, read_vocabulary
 
-LIMITS = {"max_running": 12, "max_waiting": 0, "max_prompt_tokens": 64, "max_new_tokens": 9000, "max_choices": 8}
-GREEDY = {"temperature": 0}
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "inn"}, {"role": "user", "content": "the hen"}]
-
-
-@pytest.fixture(scope="module")
-def client(tiny: Path) -> Iterator[httpx.Client]:
-    """Of a service whose stages have all arrived."""
-    with serving(tiny, **LIMITS) as url, httpx.Client(base_url=url, timeout=120) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -190,168 +171,28 @@ class TestChat:
         prompt = AutoTokenizer.from_pretrained(tiny).apply_chat_template(
             MESSAGES, tokenize=False, add_generation_prompt=True
         )
-        body = answer(client, CHAT, messages=MESSAGES, max_tokens=9)
+        body = answer(client, CHATS, messages=MESSAGES, max_tokens=9)
         assert texts(body) == texts(answer(client, prompt=prompt, max_tokens=9))
         assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
         assert body["choices"][0]["message"]["role"] == "assistant"
-        assert texts(answer(client, CHAT, messages=MESSAGES, max_completion_tokens=9)) == texts(body)
+        assert texts(answer(client, CHATS, messages=MESSAGES, max_completion_tokens=9)) == texts(body)
         parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "hen"}]
         in_parts = [MESSAGES[0], {"role": "user", "content": parts}]
-        assert texts(answer(client, CHAT, messages=in_parts, max_tokens=9)) == texts(body)
+        assert texts(answer(client, CHATS, messages=in_parts, max_tokens=9)) == texts(body)
 
     def test_streamed_is_the_same(self, client):
-        chunks = streamed(client, CHAT, messages=MESSAGES, max_tokens=9, n=2)
-        assert list(joined(chunks).values()) == texts(answer(client, CHAT, messages=MESSAGES, max_tokens=9, n=2))
+        chunks = streamed(client, CHATS, messages=MESSAGES, max_tokens=9, n=2)
+        assert list(joined(chunks).values()) == texts(answer(client, CHATS, messages=MESSAGES, max_tokens=9, n=2))
         openings = [chunk["choices"][0] for chunk in chunks if "role" in chunk["choices"][0]["delta"]]
         assert [one["index"] for one in openings] == [0, 1]
         assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
     def test_likelihoods(self, client):
         fields = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
-        logs = answer(client, CHAT, **fields)["choices"][0]["logprobs"]["content"]
+        logs = answer(client, CHATS, **fields)["choices"][0]["logprobs"]["content"]
         assert len(logs) == 3 and all(len(one["top_logprobs"]) == 2 for one in logs)
         assert all(one["logprob"] == one["top_logprobs"][0]["logprob"] for one in logs), "greedy says the likeliest"
         assert all(bytes(one["bytes"]).decode() == one["token"] for one in logs)
-
-
-class TestRefusals:
-    @pytest.mark.parametrize(
-        "request_, status, code, message",
-        [
-            ((COMPLETIONS, b"{"), 400, "bad_request", "the body is no JSON"),
-            ((COMPLETIONS, b'{"prompt": "hi", "best_of": 2}'), 400, "bad_request", "best_of: only 1 is served"),
-            ((COMPLETIONS, b'{"prompt": "hi", "n": 9}'), 400, "bad_request", "n: 9 answers, and the limit is 8"),
-            (
-                (COMPLETIONS, json.dumps({"prompt": ["hi"] * 13}).encode()),
-                *(400, "bad_request", "prompt: 13 with n=1 are more answers than the 12 served"),
-            ),
-            ((COMPLETIONS, b'{"prompt": ""}'), 400, "bad_request", "prompt: it is empty"),
-            ((COMPLETIONS, b'{"prompt": [260]}'), 400, "bad_request", "prompt: the model has no token 260"),
-            ((COMPLETIONS, b'{"prompt": "hi", "temperature": NaN}'), 400, "bad_request", "NaN is no number"),
-            (
-                (COMPLETIONS, json.dumps({"prompt": "a" * 65}).encode()),
-                *(400, "bad_request", "prompt: 65 tokens, and the limit is 64"),
-            ),
-            (
-                (COMPLETIONS, json.dumps({"prompt": "a" * 1000}).encode()),
-                *(400, "bad_request", "prompt: 1000 characters cannot be 64 tokens, the limit"),
-            ),
-            (
-                (COMPLETIONS, b'{"prompt": "a", "max_tokens": 9001}'),
-                400,
-                "bad_request",
-                "max_tokens is 9001; 1 to 9000",
-            ),
-            (
-                (COMPLETIONS, b'{"prompt": "hi", "model": "gpt"}'),
-                *(404, "not_found", "model: 'gpt' is not served here; 'tiny' is"),
-            ),
-            ((CHAT, b'{"messages": [{"role": "user", "content": "a"}], "model": "gpt"}'), 404, "not_found", "model: "),
-            ((COMPLETIONS, b" " * 1_000_001), 413, "body_too_large", "larger than 1,000,000 bytes"),
-            (("/v1/nothing", b"{}"), 404, "not_found", "Not Found"),
-            (("/v1/completions/", b"{}"), 404, "not_found", "Not Found"),
-        ],
-    )
-    def test_name_what_is_wrong_as_openai_does(self, client, request_, status, code, message):
-        path, content = request_
-        response = client.post(path, content=content)
-        assert response.status_code == status
-        error = response.json()["error"]
-        assert error["code"] == code and message in error["message"] and error["type"] == "invalid_request_error"
-        assert error["param"] == (message.partition(":")[0] if re.match(r"[a-z_]+: ", message) else None)
-
-    def test_a_method_says_which_others_there_are(self, client):
-        response = client.get(COMPLETIONS)
-        assert response.status_code == 405 and response.headers["allow"] == "POST"
-        assert response.json()["error"]["code"] == "method_not_allowed"
-
-    def test_a_redirect_repeats_no_host(self, client):
-        response = client.get("/v1/models/", headers={"Host": "localhost:1"})
-        assert response.status_code == 404 and "location" not in response.headers
-
-    def test_a_body_that_never_ends_is_not_read_to_its_end(self, client):
-        sent = []
-
-        def endless():
-            while True:
-                sent.append(len(sent))
-                yield b" " * 100_000
-
-        assert client.post(COMPLETIONS, content=endless()).status_code == 413 and len(sent) <= 100
-
-    def test_one_request_too_many_is_told_to_come_back(self, client):
-        # greedy, for what is drawn may end at once; and long: 400 tokens were over before the refusal came once
-        body = GREEDY | {"prompt": [ENDLESS] * 12, "max_tokens": 9000, "stream": True}
-        with client.stream("POST", COMPLETIONS, json=body) as held:
-            next(held.iter_raw())
-            refused = client.post(COMPLETIONS, json={"prompt": "the inn"})
-        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-        assert refused.json()["error"]["type"] == "rate_limit_error" and refused.json()["error"]["code"] == "busy"
-
-
-class TestLoading:
-    @pytest.fixture
-    def broken(self, tiny, tmp_path) -> Path:
-        """One byte of a shard of stage 1 differs."""
-        folder = tmp_path / "tiny"
-        shutil.copytree(tiny, folder)
-        shard = sorted((folder / "1-A").glob("*layer*"))[0]
-        shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
-        return folder
-
-    @staticmethod
-    def served(folder: Path, link: Link, ask) -> Any:
-        """What ``ask`` finds of a replica that loads over ``link``, in this process."""
-        config = ServiceConfig(folder, **LIMITS)
-        growth = GrowthConfig(max_prompt_tokens=64, max_new_tokens=config.max_new_tokens, retry_s=0.05)
-        server = GrowingServer(folder, [link], growth)
-        app = build_app(Replica(server, read_vocabulary(folder, 64), config, "the-replica"), server, config)
-        server.start()
-
-        async def run() -> Any:
-            transport = httpx.ASGITransport(app=app)
-            async with (
-                app.router.lifespan_context(app),
-                httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client,
-            ):
-                return await ask(client)
-
-        return asyncio.run(run())
-
-    def test_that_fails_is_a_503_with_its_reason(self, broken):
-        async def ask(client):
-            answer = await client.post(COMPLETIONS, json={"prompt": "the", "stream": True})
-            return answer, await client.get("/health"), await client.get("/stage")
-
-        answer, health, stage = self.served(broken, Link(), ask)
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "loading_failed" and "layer" in answer.json()["error"]["message"]
-        assert health.status_code == 503 and health.json()["stage"] == 0 and "layer" in health.json()["error"]
-        assert stage.status_code == 200 and stage.json()["replica"] == "the-replica"
-
-    def test_gives_the_place_of_a_request_that_is_cancelled_back(self, tiny):
-        """Ray ends what a client has left so; whoever computes on would hold the place to the end of the answer."""
-
-        async def ask(client):
-            answer = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": ENDLESS, "max_tokens": 9000}))
-            while (await client.get("/stage")).json()["sessions"] == 0:
-                await asyncio.sleep(0.02)
-            answer.cancel()
-            with suppress(asyncio.CancelledError):
-                await answer
-            return (await client.get("/metrics")).text
-
-        assert re.search(r'outcome="cancelled"} 1\.0', self.served(tiny, Link(), ask))
-
-    def test_that_dies_after_stage_1_leaves_a_healthy_degraded_service(self, tiny):
-        async def ask(client):
-            while (health := await client.get("/health")).json()["state"] != "degraded":
-                await asyncio.sleep(0.02)
-            return health, await client.post(COMPLETIONS, json={"prompt": "the", "max_tokens": 4})
-
-        health, answer = self.served(tiny, Link(fail_after_bytes=120_000), ask)
-        assert health.status_code == 200 and health.json()["stage"] == 1 and "link died" in health.json()["error"]
-        assert answer.status_code == 200 and answer.json()["stage"] == 1
 
 
 def test_models_names_the_one_model(client):

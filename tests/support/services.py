@@ -26,6 +26,9 @@ MERGED = ["".join(pair) for pair in MERGES]
 TURN = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}<end>{% endfor %}"
 CHAT = TURN + "{% if add_generation_prompt %}in {% endif %}"
 PATIENCE = 300.0  # s; nothing here takes one of them, on a quiet machine
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+LIMITS = {"max_running": 12, "max_waiting": 0, "max_prompt_tokens": 64, "max_new_tokens": 9000, "max_choices": 8}
+GREEDY = {"temperature": 0}
 ENDLESS = "the inn"  # what is said to it does not end within a minute
 
 
