@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -11,6 +14,7 @@ from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressive.loading.loader import StageLoad
+from firsttoken.progressive.loading.memory import WeightRoom
 from firsttoken.progressive.loading.peers import load_with
 from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.recovery.server import GrowingServer
@@ -36,6 +40,27 @@ def test_what_arrives_in_bf16_computes_as_stock_transformers_does_in_fp32(stage,
     assert torch.equal(logits(skeleton.model, ids), logits(stock, ids))
     rounded = AutoModelForCausalLM.from_pretrained(staged.folder, dtype=BF16).eval()
     assert not torch.equal(logits(rounded, ids).float(), logits(stock, ids)), "or this test shows nothing"
+
+
+def test_the_memory_of_a_layer_is_not_kept_until_the_others_are_there(stage, monkeypatch) -> None:
+    """Layers are fused as they come, and let their weights go."""
+    place, back, backed = StageLoad._place, StageLoad._back, threading.Event()
+    rooms: list[weakref.ref[WeightRoom]] = []
+    kept: list[int] = []
+
+    def noted(load, index, part, room):
+        assert backed.wait(60)
+        kept.append(sum(ref() is not None for ref in rooms))
+        rooms.append(weakref.ref(room))
+        return place(load, index, part, room)
+
+    monkeypatch.setattr(StageLoad, "_place", noted)
+    monkeypatch.setattr(StageLoad, "_back", lambda load, rooms: (back(load, rooms), backed.set()))
+    staged = stage("llama", True, BF16)
+    manifest = read_manifest(staged.folder)
+    skeleton = Skeleton(staged.folder, manifest, dtype=FP32)
+    StageLoad(staged.folder, manifest, (1, 2, 3), [Link()], skeleton, skeleton.empty_view()).wait()
+    assert kept == [0] * len(kept) and len(kept) > 3
 
 
 def test_other_peoples_loaders_are_asked_for_the_same(stage, ids) -> None:

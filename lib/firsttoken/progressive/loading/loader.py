@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -85,8 +86,8 @@ class StageLoad:
             self.close()
             raise
         rooms = [self._room(part) for part in self._parts]
-        self._placer = on_one_core("placer", partial(self._place_all, rooms))
-        threading.Thread(target=self._back, args=(rooms,), name="rooms", daemon=True).start()
+        self._placer = on_one_core("placer", partial(self._place_all, deque(rooms)))
+        threading.Thread(target=self._back, args=(deque(rooms),), name="rooms", daemon=True).start()
 
     def _room(self, part: PartFile) -> WeightRoom:
         """Memory for the weights of ``part`` that cannot stay where they are read, or are merged into others."""
@@ -98,12 +99,13 @@ class StageLoad:
         ]
         return WeightRoom(sum(room_for(shape, dtype) for shape in moved), self._skeleton.device)
 
-    def _back(self, rooms: Sequence[WeightRoom]) -> None:
-        """While files are on their way, so that the placer need not wait for memory."""
-        for room in rooms:
-            if self._stopped:
-                return
-            room.back()
+    def _back(self, rooms: deque[WeightRoom]) -> None:
+        """While files are on their way, so that the placer need not wait for memory.
+
+        Taken from the queue: layers that are fused while others come must be able to give their memory back.
+        """
+        while rooms and not self._stopped:
+            rooms.popleft().back()
 
     def _adapter(self, blobs: Sequence[Blob], stage: str) -> Adapter | None:
         if not blobs:
@@ -125,15 +127,15 @@ class StageLoad:
         self._targets |= ends
         return make_view(stage, base, ends, adapter)
 
-    def _place_all(self, rooms: Sequence[WeightRoom]) -> None:
+    def _place_all(self, rooms: deque[WeightRoom]) -> None:
         try:
-            for index, (part, room) in enumerate(zip(self._parts, rooms, strict=True)):
-                self._copied[index] = self._place(index, part, room)
+            for index, part in enumerate(self._parts):
+                self._copied[index] = self._place(index, part, rooms.popleft())
                 self._ready[index].set()
             check_whole(self.view)
             self.arrived_s = time.monotonic()
         except Exception as error:
-            self._error = error
+            self._error, self._stopped = error, True
             self._memory.close()
             for event in self._ready:
                 event.set()
