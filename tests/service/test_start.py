@@ -147,14 +147,14 @@ def test_requests_are_taken_before_torch_is_imported(folder, tmp_path) -> None:
         service.open()
         answers = [one.result() for one in asked]
         assert [one.status_code for one in answers] == [200] * 3
-        text = answers[0].json()["choices"][0]["text"]
-        assert text and text == answers[1].json()["choices"][0]["text"]
+        said = {(one.json()["stage"], one.json()["choices"][0]["text"]) for one in answers[:2]}
+        assert all(text for _, text in said) and (folder.name == "tiny" or len(said) == 1)
         service.process.send_signal(signal.SIGINT)
         assert service.process.wait(PATIENCE) == 0
         assert service.strays == "" and (service.place / "errors").read_text() == ""
-    if folder.name == "tiny":
+    for stage, text in said if folder.name == "tiny" else ():  # one that waited has a later stage
         model, ids = tiny_model(), byte_level().encode("the inn").ids
-        pass_layers(model, MISSING[answers[0].json()["stage"]])
+        pass_layers(model, MISSING[stage])
         assert text == byte_level().decode(generated(model, ids, 8, use_cache=False).exact())
 
 
