@@ -26,10 +26,10 @@ source env/setup.sh
 "$FIRSTTOKEN_PYTHON" -m firsttoken fetch
 "$FIRSTTOKEN_PYTHON" -m ruff check .
 "$FIRSTTOKEN_PYTHON" -m ruff format --check .
-echo "firsttoken: unit tests, 6 minutes on two quiet cores, 14 without bf16"
+echo "firsttoken: unit tests, 6 to 11 minutes on two quiet cores, 13 to 15 without bf16"
 # two processes that compute on one thread each; the files go to them in the order of tests/conftest.py
 "$FIRSTTOKEN_PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 [[ "${1:-}" != --unit ]] || exit 0
-echo "firsttoken: the notebooks, 7 to 11 minutes on two quiet cores, 18 to 28 without bf16"
+echo "firsttoken: the notebooks, 7 to 11 minutes on two quiet cores, 28 without bf16"
 # each kernel is a copy of one process that has imported what they need
 "$FIRSTTOKEN_PYTHON" -m firsttoken.study.warm pytest -q --nbval notebooks

@@ -24,6 +24,7 @@ from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.notebooks import notebook_paths
 from firsttoken.study.profile import profile_names
+from firsttoken.study.verdicts import count_verdicts
 
 README = paths.ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -131,6 +132,7 @@ def test_a_notebook_gets_its_verdicts_by_the_name_of_a_claim(capsys):
 
 def test_a_notebook_shows_the_verdicts_of_the_ledger(capsys):
     """nbval would find another wording too, half an hour later."""
+    held = 0
     for path in NOTEBOOKS:
         for cell in code_cells(path):
             calls = (node for node in ast.walk(ast.parse("".join(cell["source"]))) if isinstance(node, ast.Call))
@@ -139,6 +141,15 @@ def test_a_notebook_shows_the_verdicts_of_the_ledger(capsys):
                 shown = "".join("".join(out.get("text", "")) for out in cell["outputs"])
                 mend = f"run `firsttoken run --again --only {path.name[:2]} --publish`"
                 assert capsys.readouterr().out in shown, mend
+                held += len(call.args)
+    assert held > len(NOTEBOOKS)
+    counts = count_verdicts(ledger.claims(), ledger.recorded(), ledger.machine())
+    (shown,) = ("".join(cell["outputs"][0]["text"]) for cell in code_cells(NOTEBOOKS[-1]) if is_count(cell))
+    assert str(counts) in shown, "run `firsttoken run --again --only 90 --publish`"
+
+
+def is_count(cell):
+    return "print(count_verdicts(" in "".join(cell["source"])
 
 
 def test_a_quick_run_that_says_otherwise_than_the_record_is_named(monkeypatch, capsys):
