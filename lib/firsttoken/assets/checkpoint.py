@@ -18,6 +18,7 @@ from firsttoken.study.foreign.tensors import Header, read_header
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _SHARD = re.compile(r"(\d+-[\w.-]+/)?[\w-][\w.-]*\.safetensors")  # a staged checkpoint's lie one folder below
 
 
@@ -30,16 +31,25 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors shards of a checkpoint folder, in name order, each checked to be whole.
 
     Raises ModelError when the folder has no config.json, no safetensors (pickled .bin weights are refused, because
-    loading them runs code), or when a shard is missing or truncated.
+    loading them runs code), when a shard is missing or truncated, or when it holds layers beyond those of config.json:
+    a model of fewer layers would answer, and answer something else.
     """
     if not os.path.isdir(folder):  # of a name that is too long pathlib's own raises
         raise ModelError(f"no model folder {folder}; give a folder with config.json and *.safetensors")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json; a model folder holds config.json and *.safetensors")
-    shards = _listed(folder)
-    for shard in shards:
-        check_shard(shard)
-    return shards
+    headers = {shard: check_shard(shard) for shard in _listed(folder)}
+    with blaming(folder / "config.json", ModelError, "copy the model's own"):
+        config = read_json(folder / "config.json", 1 << 24)
+    depth = config.get("num_hidden_layers") if isinstance(config, dict) else None
+    for shard, header in headers.items():
+        deepest = max((int(found[1]) for found in map(_LAYER.match, header.tensors) if found), default=-1)
+        if isinstance(depth, int) and deepest >= depth:
+            raise ModelError(
+                f"{shard} holds layer {deepest}, counted from 0, and config.json says {depth}; copy config.json "
+                "and weights of one model"
+            )
+    return list(headers)
 
 
 def check_shard(path: Path) -> Header:

