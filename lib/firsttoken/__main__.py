@@ -202,8 +202,8 @@ def swarm(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     """Print what this machine is and what is there."""
     from firsttoken.assets.fetch import load_lock
-    from firsttoken.engine.native.library import compiler
     from firsttoken.study import dtypes
+    from firsttoken.study.system.compiled import compiler
 
     machine = describe()
     if options.missing:

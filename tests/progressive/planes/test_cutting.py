@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from firsttoken.progressive.planes import cutting
 from firsttoken.progressive.planes.cutting import cutter
 from firsttoken.progressive.planes.layouts import GROUP, SPLITS, planes_of
+from firsttoken.progressive.planes.native import merger
 from firsttoken.study.errors import StageError
 
 TORCH = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -17,6 +18,17 @@ EVERY = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
 CASES = [(split, dtype) for split, layouts in SPLITS.items() for dtype in layouts]
 IN_BITS = [(split, dtype) for split, dtype in CASES if not SPLITS[split][dtype].code_bits]
 BLOCKWISE = [(split, dtype) for split, dtype in CASES if SPLITS[split][dtype].code_bits]
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True, scope="module")
+def way(request):
+    """By what planes are merged; both do the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(cutting, "merger", lambda: None)
+        elif merger() is None:
+            pytest.skip("there is no C++ compiler")
+        yield request.param
 
 
 def steps(words: torch.Tensor, split: str, dtype: str) -> list[torch.Tensor]:
@@ -63,6 +75,32 @@ def test_any_words_come_back_in_any_pieces(split, dtype, patterns, data):
         assert torch.equal(found, words)
     finally:
         cutting.BLOCK = before
+
+
+@pytest.mark.parametrize("count", [1 << 16, 65521, 7, 1])
+@pytest.mark.parametrize(("split", "dtype"), CASES)
+def test_float32_is_what_the_words_are(split, dtype, count):
+    """After each plane; a processor may set a bit of a NaN where it widens it."""
+    words, made = EVERY[-count:], cutter(split, dtype)
+    wide = torch.full((count,), float("nan"))
+    for plane, stored in enumerate(steps(words, split, dtype)):
+        streams = made.cut(words, plane)
+        made.refine(wide, plane, streams) if plane else made.fill(wide, streams)
+        torch.testing.assert_close(wide, stored.view(TORCH[dtype]).float(), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(wide.signbit()[~wide.isnan()], (stored < 0)[~wide.isnan()])
+
+
+@pytest.mark.parametrize(("dtype", "shift", "mantissa"), [("F16", 13, 0x3FF), ("BF16", 16, 0x7F)])
+def test_compiled_float32_keeps_what_a_nan_carries(way, dtype, shift, mantissa):
+    """So that its bits come back plane by plane."""
+    if way == "torch":
+        pytest.skip("a conversion of the processor's sets one of them")
+    made, wide = cutter("bits", dtype), torch.empty(1 << 16)
+    made.fill(wide, made.cut(EVERY, 0))
+    made.refine(wide, 1, made.cut(EVERY, 1))
+    nan = EVERY.view(TORCH[dtype]).isnan()
+    assert torch.equal(wide.isnan(), nan)
+    assert torch.equal((wide.view(torch.int32) >> shift)[nan] & mantissa, EVERY[nan].to(torch.int32) & mantissa)
 
 
 @pytest.mark.parametrize(("split", "dtype"), IN_BITS)

@@ -7,30 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import itertools
-import os
-import shlex
-import shutil
-import subprocess
-import tempfile
 import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from firsttoken.study import paths
+from firsttoken.study.system.compiled import shared_library
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-# what Apple's clang would read is C++98; sums may be reordered, which vector registers need; infinities and NaN stay
-# what they are
-FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
-# of the following, the first that the compiler takes. Clang on arm64 did without -march=native for long, and has -mcpu
-PROCESSOR = (("-march=native",), ("-mcpu=native",), ())
-# finds the threads of torch's own runtime, which is loaded before, if it is of the same make. Apple's clang has no such
-# option and no runtime, but knows the pragmas; torch brings the runtime
-OPEN_MP = (("-fopenmp",), ("-Xpreprocessor", "-fopenmp", "-undefined", "dynamic_lookup"))
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 WIDTHS = (16, 32, 64, 128)  # of a head: what kernels.cpp is compiled for
 _POINTER, _COUNT, _REAL, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -129,51 +114,8 @@ class Kernels:
 @functools.cache
 def kernels() -> Kernels | None:
     """The kernels, built at the first call (seconds) and kept in the cache folder; None, with a warning, without."""
-    found = compiler()
     try:
-        if found is None:
-            raise OSError("there is no C++ compiler (c++, or what CXX names)")
-        return Kernels(_built(found, paths.CACHE / "native"))
-    except (OSError, AttributeError, subprocess.CalledProcessError) as error:
-        reason = ((getattr(error, "stderr", None) or "").strip() or str(error)).splitlines()[-1]
-        warnings.warn(f"the engine runs without its own CPU kernels, slower: {reason}", stacklevel=2)
+        return Kernels(shared_library(SOURCE))
+    except (OSError, AttributeError) as error:
+        warnings.warn(f"the engine runs without its own CPU kernels, slower: {error}", stacklevel=2)
         return None
-
-
-def compiler() -> list[str] | None:
-    """The machine's C++ compiler, with arguments that ``CXX`` may give it: what that names, or ``c++``."""
-    words = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-    return words if shutil.which(words[0]) else None
-
-
-def _built(cxx: list[str], folder: Path) -> Path:
-    """The shared library of this source, compiler and processor; written whole or not at all."""
-    command, macros = _taken(cxx)
-    key = hashlib.sha256("\n".join([SOURCE.read_text("utf-8"), *command, macros]).encode()).hexdigest()[:16]
-    file = folder / f"kernels-{key}.so"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            made = Path(work) / file.name
-            _run([*command, "-shared", "-fPIC", str(SOURCE), "-o", str(made)])
-            made.replace(file)
-    return file
-
-
-def _taken(cxx: list[str]) -> tuple[list[str], str]:
-    """The compiler with the flags that it takes, and its macros: they name its version, and what the processor can do.
-
-    Raises CalledProcessError, that of the flags which are tried first.
-    """
-    refused = []
-    for processor, open_mp in itertools.product(PROCESSOR, OPEN_MP):
-        command = [*cxx, *FLAGS, *processor, *open_mp]
-        try:
-            return command, _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
-        except subprocess.CalledProcessError as error:
-            refused.append(error)
-    raise refused[0]
-
-
-def _run(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout

@@ -42,6 +42,10 @@ def import_libraries(spec: TrialSpec, variant: StartVariant) -> None:
         import_peer(variant.peer)
     else:
         from firsttoken.progressive.loading import loader  # noqa: F401
+        from firsttoken.progressive.planes.native import merger
+
+        if read_manifest(Path(spec.staged)).in_planes:
+            merger()
     if variant.peer == "from_pretrained":
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 

@@ -28,23 +28,52 @@ def encode(data: bytes) -> tuple[Codec, bytes]:
     return ("zstd", coded) if len(coded) <= WORTH * len(data) else ("raw", data)
 
 
+class Decoding:
+    """A stream of ``size`` bytes, coded as ``data``, taken a piece of at most ``most`` bytes at a time.
+
+    The pieces of one that is coded are in the same memory, one after the other: so what is decoded lies in the cache
+    when it is made weights, and of the whole stream no page is taken from the system. Raises ModelError where ``data``
+    says or holds another size, or is no code.
+    """
+
+    def __init__(self, codec: Codec, data: memoryview, size: int, most: int, what: str) -> None:
+        self.size = self._left = size
+        self._what = what
+        self._data: memoryview | None = None
+        if codec == "raw":
+            if len(data) != size:
+                raise ModelError(f"{what} has {len(data):,} bytes, by its shape {size:,}; stage it again")
+            self._data = data
+            return
+        import zstandard
+
+        self._error = zstandard.ZstdError
+        try:
+            declared = zstandard.get_frame_parameters(data).content_size  # before any memory is taken
+            if declared != size:
+                raise ModelError(f"{what} would expand to {declared:,} bytes, by its shape {size:,}; stage it again")
+            self._reader = zstandard.ZstdDecompressor().stream_reader(data)
+        except zstandard.ZstdError as error:
+            raise ModelError(f"{what} cannot be decoded ({error}); copy it again") from error
+        self._piece = host_memory(min(size, most))
+
+    def take(self, count: int) -> memoryview:
+        """The next ``count`` bytes, until the next call; with the last ones it is held that nothing follows."""
+        self._left -= count
+        if self._data is not None:
+            piece, self._data = self._data[:count], self._data[count:]
+            return piece
+        piece = self._piece[:count]
+        try:
+            filled = self._reader.readinto(piece)
+            more = b"" if self._left else self._reader.read(1)
+        except self._error as error:
+            raise ModelError(f"{self._what} cannot be decoded ({error}); copy it again") from error
+        if filled != count or more:
+            raise ModelError(f"{self._what} cannot be decoded (it holds another size than it says); copy it again")
+        return piece
+
+
 def decode(codec: Codec, data: memoryview, size: int, what: str) -> memoryview:
     """The ``size`` bytes of a stream. Raises ModelError where ``data`` says or holds another size, or is no code."""
-    if codec == "raw":
-        if len(data) != size:
-            raise ModelError(f"{what} has {len(data):,} bytes, by its shape {size:,}; stage it again")
-        return data
-    import zstandard
-
-    try:
-        declared = zstandard.get_frame_parameters(data).content_size  # before any memory is taken
-        if declared != size:
-            raise ModelError(f"{what} would expand to {declared:,} bytes, by its shape {size:,}; stage it again")
-        decoded = host_memory(size)[:size]
-        reader = zstandard.ZstdDecompressor().stream_reader(data)
-        filled, more = reader.readinto(decoded), reader.read(1)
-    except zstandard.ZstdError as error:
-        raise ModelError(f"{what} cannot be decoded ({error}); copy it again") from error
-    if filled != size or more:
-        raise ModelError(f"{what} cannot be decoded (it holds another size than it says); copy it again")
-    return decoded
+    return Decoding(codec, data, size, size, what).take(size)

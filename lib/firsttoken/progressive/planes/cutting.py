@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from firsttoken.progressive.planes.fields import Halves, halves, join_into, pack, unpack_into
 from firsttoken.progressive.planes.layouts import BLOCK, SPLITS, Layout
+from firsttoken.progressive.planes.native import merger
 from firsttoken.study.errors import StageError
 
 MAGNITUDE = 0x7FFF  # all bits but the sign
@@ -36,26 +37,37 @@ class Cutter(ABC):
     def first(self, streams: Sequence[Tensor], count: int) -> Tensor:
         """Words [count] from the first plane alone: exact where it is the only one."""
         words = torch.empty(count, dtype=torch.int16, device=streams[0].device)
-        self.fill(words, streams)
+        for at in range(0, count, BLOCK):
+            block = words[at : at + BLOCK]
+            self.fill(block, self._within(streams, 0, at, len(block)))
         return words
 
-    def fill(self, words: Tensor, streams: Sequence[Tensor], start: int = 0) -> None:
-        """As ``first``, into words [count] that are there.
+    def fill(self, weights: Tensor, streams: Sequence[Tensor]) -> None:
+        """Fill one block of ``weights`` [count], int16 words or numbers of another dtype, from its ``streams``."""
+        if weights.dtype == torch.int16:
+            self._begin(weights, streams)
+        else:
+            words = torch.empty_like(weights, dtype=torch.int16)
+            self._begin(words, streams)
+            weights.copy_(words.view(self._dtype))
 
-        They may be a part of the tensor's, from the word ``start`` on, a multiple of BLOCK; ``streams`` are all.
+    def refine(self, weights: Tensor, plane: int, streams: Sequence[Tensor], start: int = 0) -> None:
+        """Bring ``weights``, made of all planes below ``plane``, to what they are with it, in place; once a plane.
+
+        They may be a part of the tensor's, from the word ``start`` on, a multiple of BLOCK; ``streams`` are all. From
+        float32 the words are taken and put back, which is exact: a wider float holds every narrower one.
         """
-        for at in range(0, len(words), BLOCK):
-            block = words[at : at + BLOCK]
-            self._begin(block, self._within(streams, 0, start + at, len(block)))
+        for at in range(0, len(weights), BLOCK):
+            block = weights[at : at + BLOCK]
+            self._refine_block(block, plane, self._within(streams, plane, start + at, len(block)))
 
-    def refine(self, words: Tensor, plane: int, streams: Sequence[Tensor], start: int = 0) -> None:
-        """Bring ``words``, made of all planes below ``plane``, to what they are with it, in place; once a plane.
-
-        They may be a part of the tensor's, from the word ``start`` on, a multiple of BLOCK; ``streams`` are all.
-        """
-        for at in range(0, len(words), BLOCK):
-            block = words[at : at + BLOCK]
-            self._refine(block, plane, self._within(streams, plane, start + at, len(block)))
+    def _refine_block(self, weights: Tensor, plane: int, streams: Sequence[Tensor]) -> None:
+        if weights.dtype == torch.int16:
+            self._refine(weights, plane, streams)
+        else:
+            stored = weights.to(self._dtype)
+            self._refine(stored.view(torch.int16), plane, streams)
+            weights.copy_(stored)
 
     def _within(self, streams: Sequence[Tensor], plane: int, start: int, count: int) -> list[Tensor]:
         """Of each stream what is of the words from ``start`` on."""
@@ -85,6 +97,31 @@ class BitCutter(Cutter):
     def _cut(self, words: Tensor, plane: int) -> list[Tensor]:
         found = halves(words, self._apart)
         return [pack(found, field) for field in self._planes[plane]]
+
+    def fill(self, weights: Tensor, streams: Sequence[Tensor]) -> None:
+        if not self._merge(weights, 0, streams):
+            super().fill(weights, streams)
+
+    def _refine_block(self, weights: Tensor, plane: int, streams: Sequence[Tensor]) -> None:
+        if not self._merge(weights, plane, streams):
+            super()._refine_block(weights, plane, streams)
+
+    def _merge(self, weights: Tensor, plane: int, streams: Sequence[Tensor]) -> bool:
+        """Whether there is compiled code for where ``weights`` lie, which has done it then."""
+        known = weights.device.type == "cpu" and weights.dtype in (torch.int16, torch.float32)
+        if not known or (merge := merger()) is None:
+            return False
+        merge(
+            weights,
+            self._dtype,
+            self._planes[plane],
+            streams,
+            keep=-1 << self._unknown(plane - 1) if plane else 0,
+            middle=self._middle(plane),
+            infinite=self._infinite,
+            apart=self._apart,
+        )
+        return True
 
     def _begin(self, words: Tensor, streams: Sequence[Tensor]) -> None:
         high, *others = streams  # the first field is the upper byte, in every layout

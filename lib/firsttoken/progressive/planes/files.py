@@ -18,6 +18,7 @@ from firsttoken.progressive.planes.codec import encode
 from firsttoken.progressive.planes.cutting import cutter, layout_of
 from firsttoken.progressive.planes.entries import CutTensor
 from firsttoken.progressive.planes.layouts import stream_name
+from firsttoken.progressive.planes.native import merger
 from firsttoken.study.files import replacing
 from firsttoken.study.foreign.tensors import read_header
 
@@ -43,6 +44,7 @@ def write_planes(source: TensorSource, part: Part, folder: Path, file: str) -> P
 
     Raises StageError for a tensor of a dtype that the split does not know.
     """
+    merger()  # is built here, so that no start on this machine waits for a compiler
     streams: dict[str, Tensor] = {}
     cut: dict[str, CutTensor] = {}
     for name in part.tensors:

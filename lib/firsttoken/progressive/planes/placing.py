@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from firsttoken.progressive.checkpoint.manifest import PartFile
-from firsttoken.progressive.planes.codec import decode
+from firsttoken.progressive.planes.codec import Decoding
 from firsttoken.progressive.planes.cutting import cutter
 from firsttoken.progressive.planes.layouts import BLOCK, SPLITS
 from firsttoken.study.errors import ModelError
@@ -82,50 +82,46 @@ class Planes:
                 f"{part.name}: {name} is stored as {STORED[stored_as]} and computes as {weights.dtype}, which does not "
                 "hold it: choose the stored dtype, or float32"
             )
-        streams = decoded(part, name, file, weights.device)
-        made, narrow = cutter(part.split, stored_as), STORED[stored_as]
-        for start in range(done, len(weights), AT_ONCE):
+        decodings = _decodings(part, name, file, len(weights))
+        streams = [_on(weights.device, stream.take(stream.size)) for stream in decodings]
+        made, words = cutter(part.split, stored_as), _words(weights, STORED[stored_as])
+        for start in range(done, len(words), AT_ONCE):
 
-            def merge(start: int = start, words: Tensor = weights[start : start + AT_ONCE]) -> None:
-                for at, block in enumerate(words.split(BLOCK)):  # in the cache from one dtype to the other and back
-                    stored = block.to(narrow)
-                    made.refine(stored.view(torch.int16), part.plane, streams, start + at * BLOCK)
-                    if narrow != block.dtype:
-                        block.copy_(stored)
-                self._merged[key] = start + len(words)
+            def merge(start: int = start, some: Tensor = words[start : start + AT_ONCE]) -> None:
+                made.refine(some, part.plane, streams, start)
+                self._merged[key] = start + len(some)
 
-            yield min(AT_ONCE, len(weights) - start), merge
+            yield min(AT_ONCE, len(words) - start), merge
 
 
 def first_weights(part: PartFile, name: str, file: memoryview, weights: Tensor) -> None:
-    """Fill ``weights`` from the first plane of the tensor ``name``, whose shape they have. Raises ModelError.
+    """Fill ``weights`` from the first plane of the tensor ``name``, whose shape they have, a block at a time.
 
-    Where their dtype is not the one in which it is stored, a block at a time is widened while it lies in the cache:
-    with the whole tensor in between every page of that would be taken from the system, and given back.
+    Raises ModelError.
     """
     tensor = part.cut[name]
-    streams, made = decoded(part, name, file, weights.device), cutter(part.split, tensor.dtype)
-    stored, flat = STORED[tensor.dtype], weights.view(-1)
-    if weights.dtype == stored:
-        made.fill(flat.view(torch.int16), streams)
-        return
-    block = torch.empty(BLOCK, dtype=torch.int16, device=weights.device)
-    for at, wide in enumerate(flat.split(BLOCK)):
-        words = block[: len(wide)]
-        made.fill(words, streams, at * BLOCK)
-        wide.copy_(words.view(stored))
+    made, kinds = cutter(part.split, tensor.dtype), SPLITS[part.split][tensor.dtype].planes[part.plane]
+    streams = _decodings(part, name, file, BLOCK)
+    for block in _words(weights.view(-1), STORED[tensor.dtype]).split(BLOCK):
+        pieces = [stream.take(kind.bytes(len(block))) for kind, stream in zip(kinds, streams, strict=True)]
+        made.fill(block, [_on(block.device, piece) for piece in pieces])
 
 
-def decoded(part: PartFile, name: str, file: memoryview, device: torch.device) -> list[Tensor]:
-    """The streams of the plane of ``name`` that ``file`` holds, uint8 on ``device``.
+def _words(weights: Tensor, stored: torch.dtype) -> Tensor:
+    """What a cutter works on: patterns where they are of the ``stored`` dtype, and the numbers of another."""
+    return weights.view(torch.int16) if weights.dtype == stored else weights
 
-    Raises ModelError for a stream that is none, or has another size than the tensor's shape says.
-    """
+
+def _on(device: torch.device, data: memoryview) -> Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8).to(device)
+
+
+def _decodings(part: PartFile, name: str, file: memoryview, most: int) -> list[Decoding]:
+    """The streams of the plane of ``name`` that ``file`` holds, for ``most`` words at a time."""
     tensor, count = part.cut[name], math.prod(part.cut[name].shape)
     kinds = SPLITS[part.split][tensor.dtype].planes[part.plane]
     streams = []
     for kind, key, codec in zip(kinds, part.streams(name), tensor.codecs, strict=True):
-        entry = part.tensors[key]
-        data = decode(codec, file[entry.start : entry.end], kind.bytes(count), f"{part.name}: {key}")
-        streams.append(torch.frombuffer(data, dtype=torch.uint8).to(device))
+        entry, what = part.tensors[key], f"{part.name}: {key}"
+        streams.append(Decoding(codec, file[entry.start : entry.end], kind.bytes(count), kind.bytes(most), what))
     return streams
