@@ -128,6 +128,8 @@ def scatter(folder: Path) -> None:
         ),
         (lambda folder: (folder / "dense.csv").unlink(), r"dense.csv cannot be read"),
         (lambda folder: (folder / "meta.yaml").write_text("- 1"), r"meta.yaml: expected a mapping"),
+        (lambda folder: (folder / "meta.yaml").write_text("skew_fit: yes\n"), r"meta.yaml: skew_fit: expected"),
+        (lambda folder: (folder / "meta.yaml").write_text("attention_grid: [1]\n"), r"meta.yaml: attention_grid: "),
         (
             lambda folder: (folder / "attention.csv").write_bytes(b"\xff\xfe"),
             r"attention.csv: line 1: this is no UTF-8 text",

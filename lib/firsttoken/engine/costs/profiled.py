@@ -22,7 +22,8 @@ from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.costs.tables import MEND, number, rows
 from firsttoken.engine.costs.uneven import Unevenness
 from firsttoken.study.errors import CorpusError, ProfileError
-from firsttoken.study.foreign.faults import Damaged, blaming
+from firsttoken.study.foreign.faults import blaming
+from firsttoken.study.foreign.schema import shaped
 from firsttoken.study.foreign.yaml_text import read_yaml
 
 ONCE, TWICE = frozenset({"embedding", "final_layernorm"}), frozenset({"layernorm"})  # of a pass, and of a layer
@@ -72,8 +73,8 @@ class ProfiledCosts(Costs):
         head = sum(_line(points, 1024) for points in heads.values())
         names = ("attention.csv", "dense.csv", "per_sequence.csv")
         kept = hashlib.sha256(b"".join((tables / name).read_bytes() for name in names))
-        fitted = bool((meta.get("skew_fit") or {}).get("enabled"))
-        keyed = "prefill_key" in str((meta.get("attention_grid") or {}).get("axes", ""))
+        fitted = meta.skew_fit is not None and meta.skew_fit.enabled
+        keyed = "prefill_key" in str((meta.attention_grid or {}).get("axes", ""))
         return cls(
             layers,
             tuple(((per_pass + layers * per_layer) * 1e-6).tolist()),
@@ -170,12 +171,20 @@ def _line(points: Mapping[int, float], most: int) -> np.ndarray:
     return line
 
 
-def _meta(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _SkewFit:
+    enabled: bool = False
+
+
+@dataclass(frozen=True)
+class _Meta:
+    skew_fit: _SkewFit | None = None
+    attention_grid: dict[str, Any] | None = None
+
+
+def _meta(path: Path) -> _Meta:
     with blaming(path, CorpusError, MEND):
-        meta = read_yaml(path)
-        if not isinstance(meta, dict):
-            raise Damaged("expected a mapping of settings")
-    return meta
+        return shaped(_Meta, read_yaml(path), others=True)
 
 
 def _by_layer(path: Path, by: str) -> dict[str, dict[int, float]]:
