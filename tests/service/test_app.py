@@ -200,6 +200,7 @@ def test_models_names_the_one_model(client):
     assert body["object"] == "list" and [model["id"] for model in body["data"]] == ["tiny"]
     assert client.get("/v1/models/tiny").json() == body["data"][0]
     assert client.get("/v1/models/other").status_code == 404
+    assert "--swarm HOST:PORT" in client.get("/swarm").json()["error"]["message"]
 
 
 def test_metrics_count_what_happened(client):
