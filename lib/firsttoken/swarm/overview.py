@@ -20,10 +20,11 @@ def overview(chain: Chain, now: float) -> dict[str, Any]:
     ``replaced`` by whom. A server's ``requests`` are this client's that are open there, ``served`` their tokens x
     blocks, ``throughput`` tokens/s through one block as it says itself.
     """
-    swarm, asked = chain.swarm, defaultdict(list)
-    for line, record in list(chain.lines):
+    swarm, asked, lines = chain.swarm, defaultdict(list), list(chain.lines)
+    for line, record in lines:
         asked[record.server].append(line)
-    known = [one for one in swarm.registry.live(now) if one.span]
+    live = {record.server: record for _, record in lines} | {one.server: one for one in swarm.registry.live(now)}
+    known = [one for one in live.values() if one.span]
     states = {one.server: swarm.state(one) for one in known}
 
     def rank(one: Record) -> tuple[Any, ...]:
