@@ -54,7 +54,7 @@ class Page:
     def check_widths(self, name: str) -> None:
         """At each width nothing lies beside the page; with FIRSTTOKEN_SHOTS, pictures ``name`` are left there."""
         for width in WIDTHS:
-            size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+            size = {"width": width, "height": 1600, "deviceScaleFactor": 1, "mobile": False}
             self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
             beside = self.browser.execute_script("return document.documentElement.scrollWidth - innerWidth")
             assert beside <= 0, f"{name}: {beside} pixels lie beside a page of {width}"
