@@ -120,11 +120,11 @@ def copied(address: Path) -> Iterator[None]:
 
 def lend(folder: Path, spans: Sequence[str]) -> None:
     """Server processes for whoever started this one, told by a line of JSON: [address, blocks, process id] of each.
-    They end with its standard input."""
+    They end with its standard input. A span a:b@HOST:PORT is of one that says it is there."""
     with tempfile.TemporaryDirectory() as at, copied(Path(at) / "socket"), ExitStack() as stack:
         ups: list[ServerProcess] = []
-        for blocks in spans:
-            ups.append(ServerProcess(folder, blocks, [up.address for up in ups], threads=1))
+        for blocks, _, address in (span.partition("@") for span in spans):
+            ups.append(ServerProcess(folder, blocks, [up.address for up in ups[:1]], address, threads=1))
             stack.callback(ups[-1].close)
             ups[-1].ready()
         print(json.dumps([(up.address, up.blocks, up.pid) for up in ups]), flush=True)

@@ -23,21 +23,21 @@ def overview(chain: Chain, now: float) -> dict[str, Any]:
     swarm, asked, lines = chain.swarm, defaultdict(list), list(chain.lines)
     for line, record in lines:
         asked[record.server].append(line)
-    live = {record.server: record for _, record in lines} | {one.server: one for one in swarm.registry.live(now)}
-    known = [one for one in live.values() if one.span]
-    states = {one.server: swarm.state(one) for one in known}
+    known = {record.server: record for _, record in lines}  # also one whose record has expired meanwhile
+    known |= {one.server: one for one in swarm.registry.live(now) if one.span}
+    states = {server: swarm.state(one) for server, one in known.items()}
 
     def rank(one: Record) -> tuple[Any, ...]:
         first = min((line.layers.start for line in asked.get(one.server, ())), default=len(chain.layers))
         return first, _STATES.index(states[one.server][0]), one.blocks, one.server
 
-    serving = [one.span for one in known if states[one.server][0] == "serves"]
+    serving = [one.span for one in swarm.servers()]
     return {
         "layers": len(chain.layers),
         "version": swarm.model,
         "servers": [
             _told(one, asked.get(one.server, ()), *states[one.server], now) | {"served": swarm.served[one.server]}
-            for one in sorted(known, key=rank)[:MOST_SERVERS]
+            for one in sorted(known.values(), key=rank)[:MOST_SERVERS]
         ],
         "more": max(0, len(known) - MOST_SERVERS),
         "unserved": [block for block in chain.layers if not any(block in span for span in serving)],
