@@ -66,11 +66,10 @@ def served(folder: Path, *options: str, **environment: str) -> Iterator[str]:
 
 @contextmanager
 def swarm_of(folder: Path, *spans: str) -> Iterator[dict[str, tuple[str, int]]]:
-    """Servers of ``spans`` of the model in ``folder``: blocks and process id by address. A span is a:b, or a:b@HOST:PORT
-    of one that says it is there."""
+    """Servers of ``spans`` of the model in ``folder``: blocks and process id by address. A span is a:b, or
+    a:b@HOST:PORT of one that says it is there."""
     code = "import sys; from pathlib import Path; from swarms import lend; lend(Path(sys.argv[1]), sys.argv[2:])"
     command = [PYTHON, "-c", code, str(folder), *spans]
     process = subprocess.Popen(command, env=OURS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with process:  # whose servers end when it is told nothing more
+    with process:  # closes its input, with which its servers end
         yield {address: (blocks, pid) for address, blocks, pid in json.loads(process.stdout.readline())}
-        process.stdin.close()
