@@ -2,7 +2,8 @@
 # Everything that must pass before a change is kept: style, unit tests (minutes), then every notebook at the quick
 # profile, its outputs held against the committed ones. `tests/run.sh --unit` leaves the notebooks out.
 # `tests/run.sh --vllm` runs only what needs vLLM, in an environment of its own, which it makes (env/vllm/setup.sh);
-# `tests/run.sh --clients` asks the service with other people's clients (env/clients/setup.sh).
+# `tests/run.sh --clients` asks the service with other people's clients (env/clients/setup.sh) and, where chromium-driver
+# is installed, a browser.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

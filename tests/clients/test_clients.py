@@ -1,4 +1,4 @@
-"""Other people's clients before a service of ours: OpenAI's own, two that measure, and a browser.
+"""Other people's clients before a service of ours: OpenAI's own, and two that measure.
 
 They run in an environment of their own (`tests/run.sh --clients`); the service beside them is this clone's.
 """
@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from started import KEY, PATIENCE, served, written
 
 openai = pytest.importorskip("openai", reason="not in .venv-clients: run tests/run.sh --clients")
 
-ROOT = Path(__file__).parents[2]
-PYTHON = os.environ.get("FIRSTTOKEN_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
-PATIENCE = 180.0
-KEY = "sk-for-the-tests"
 GREEDY = {"model": "tiny", "temperature": 0}
 CHAT = [{"role": "user", "content": "the hen"}]
 
@@ -36,38 +29,11 @@ class Service(NamedTuple):
     folder: Path
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {what}"
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("clients") / "tiny"
-    ours = dict(os.environ, PYTHONPATH=os.pathsep.join(str(ROOT / part) for part in ("lib", "tests/support")))
-    write = "import sys; from pathlib import Path; from services import write_tiny; write_tiny(Path(sys.argv[1]))"
-    subprocess.run([PYTHON, "-c", write, str(folder)], check=True, env=ours, timeout=PATIENCE)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [PYTHON, "-m", "firsttoken", "serve", str(folder), "--port", str(port)]
-    process = subprocess.Popen(command, env=ours | {"FIRSTTOKEN_API_KEY": KEY}, stdout=subprocess.DEVNULL)
-
-    def complete() -> bool:
-        assert process.poll() is None
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/stage", timeout=10) as answer:
-                return json.load(answer)["state"] == "complete"
-        except OSError:
-            return False
-
-    try:
-        until(complete, "all stages serve")
-        yield Service(f"http://127.0.0.1:{port}", folder)
-    finally:
-        process.terminate()
-        process.wait()
+    folder = written("write_tiny", tmp_path_factory.mktemp("clients") / "tiny")
+    with served(folder, FIRSTTOKEN_API_KEY=KEY) as url:
+        yield Service(url, folder)
 
 
 def run(command: list[str], **environment: str) -> str:
@@ -151,42 +117,3 @@ def test_lm_eval(service: Service, tmp_path: Path) -> None:
     offline = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OPENAI_API_KEY": KEY}
     table = run(["lm_eval", "run", *told, "--include_path", str(tmp_path)], **offline)
     assert "|chosen|" in table and "|said" in table
-
-
-@pytest.mark.skipif(not shutil.which("chromedriver"), reason="no browser here: apt install chromium chromium-driver")
-def test_the_page_shows_the_engine_while_it_streams(service: Service) -> None:
-    from selenium import webdriver
-    from selenium.webdriver.common.by import By
-
-    options = webdriver.ChromeOptions()
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=900,1000"):
-        options.add_argument(argument)
-    browser = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-
-    def text(name: str) -> str:
-        return browser.find_element(By.ID, name).text
-
-    try:
-        browser.get(service.url)
-        until(lambda: "stage 3: serving" in text("stages"), "the stages are shown")
-        assert text("running") == "0" and text("blocks").startswith("0 of ")
-        browser.find_element(By.ID, "tokens").clear()
-        browser.find_element(By.ID, "tokens").send_keys("500")
-        browser.find_element(By.ID, "go").click()
-        until(lambda: "API key is missing" in text("answer"), "it says what it lacks")
-        browser.find_element(By.ID, "key").send_keys(KEY)
-        browser.find_element(By.ID, "go").click()
-        seen = set()
-
-        def ended() -> bool:
-            seen.add((text("running"), text("blocks").startswith("0 of ")))
-            return len(text("answer")) > 100 and text("go") == "Answer"
-
-        until(ended, "the answer is there")
-        assert ("1", False) in seen, "a request ran and had blocks while the page looked"
-        until(lambda: text("running") == "0" and text("blocks").startswith("0 of "), "all is given back")
-        assert not [entry for entry in browser.get_log("browser") if "401" not in entry["message"]]
-        if shots := os.environ.get("FIRSTTOKEN_SHOTS"):
-            browser.save_screenshot(str(Path(shots) / "page.png"))
-    finally:
-        browser.quit()

@@ -200,6 +200,7 @@ def test_models_names_the_one_model(client):
     assert body["object"] == "list" and [model["id"] for model in body["data"]] == ["tiny"]
     assert client.get("/v1/models/tiny").json() == body["data"][0]
     assert client.get("/v1/models/other").status_code == 404
+    assert "--swarm HOST:PORT" in client.get("/swarm").json()["error"]["message"]
 
 
 def test_metrics_count_what_happened(client):
@@ -232,7 +233,8 @@ def test_the_page_asks_nobody_else_for_anything(client):
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in response.headers["content-security-policy"]
     assert not re.search(r"https?://|//[a-z]+\.[a-z]|@import|url\(", response.text)
-    assert set(re.findall(r'fetch\("([^"]+)"', response.text)) == {"/stage", "/v1/completions"}
+    assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", response.text)
+    assert set(re.findall(r'fetch\("([^"]+)"', response.text)) == {"/stage", "/swarm", "/v1/completions"}
 
 
 class TestPlainFolder:

@@ -80,6 +80,12 @@ def write_tiny(folder: Path) -> None:
     write_staged(source, staged(source.names, StagePlan.from_block(6, range(1, 5))), folder)
 
 
+def write_endless(folder: Path) -> None:
+    """The same model as transformers saves it."""
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
 def write_plain(folder: Path) -> None:
     """The same model as transformers saves it; the token of "t" ends its answers."""
     model = tiny_model()

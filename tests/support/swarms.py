@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from firsttoken.swarm.actions import run  # noqa: F401  (as above)
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.limits import ServerLimits
+from firsttoken.swarm.member import ServerProcess
 from firsttoken.swarm.server import Running, ServerConfig, serving
 from firsttoken.swarm.stack import BlockStack
 
@@ -113,3 +116,16 @@ def copied(address: Path) -> Iterator[None]:
     del os.environ[warm.SOCKET]
     os.kill(copy, signal.SIGTERM)
     os.waitpid(copy, 0)
+
+
+def lend(folder: Path, spans: Sequence[str]) -> None:
+    """Server processes for whoever started this one, told by a line of JSON: [address, blocks, process id] of each.
+    They end with its standard input. A span a:b@HOST:PORT is of one that says it is there."""
+    with tempfile.TemporaryDirectory() as at, copied(Path(at) / "socket"), ExitStack() as stack:
+        ups: list[ServerProcess] = []
+        for blocks, _, address in (span.partition("@") for span in spans):
+            ups.append(ServerProcess(folder, blocks, [up.address for up in ups[:1]], address, threads=1))
+            stack.callback(ups[-1].close)
+            ups[-1].ready()
+        print(json.dumps([(up.address, up.blocks, up.pid) for up in ups]), flush=True)
+        sys.stdin.read()

@@ -72,6 +72,9 @@ def test_an_answer_goes_on_when_a_server_is_killed(url, fleet):
     status = httpx.get(f"{url}/stage").json()
     assert status["servers"][1]["address"] != servers[1]["address"] and status["servers"][0] == servers[0]
     assert [one["what"].split(":")[0] for one in status["events"]] == [f"replaced {servers[1]['key']}"]
+    seen = httpx.get(f"{url}/swarm").json()
+    assert seen["unserved"] == [] and seen["replaced"][-1]["by"][0]["address"] == status["servers"][1]["address"]
+    assert [one["asked"] for one in seen["servers"][:2]] == [[[0, 3]], [[3, 6]]]
 
 
 def test_several_answers_share_the_steps(url):

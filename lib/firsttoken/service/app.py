@@ -78,6 +78,12 @@ class Replica:
         engine = vars(self._server.standing())
         return JSONResponse(self._server.status() | {"replica": self._name, "engine": engine})
 
+    async def swarm(self, request: Request) -> Response:
+        """GET /swarm: who holds which blocks. Raises HTTPException where the blocks are here."""
+        if not self._config.swarm:
+            raise HTTPException(404, "the blocks are here; `firsttoken serve --swarm HOST:PORT` serves a swarm's")
+        return JSONResponse(self._server.overview())
+
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""
         return Response(self._metrics.page(), media_type=self._metrics.content_type)
@@ -158,6 +164,7 @@ def build_app(replica: Replica, server: GrowingServer, config: ServiceConfig) ->
             Route("/v1/models/{name:path}", replica.model),
             Route("/health", replica.health),
             Route("/stage", replica.stage),
+            Route("/swarm", replica.swarm),
             Route("/metrics", replica.metrics),
             Route("/", replica.page),
         ],

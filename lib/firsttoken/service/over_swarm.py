@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from firsttoken.progressive.recovery.limits import GrowthConfig
@@ -11,6 +12,7 @@ from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.swarm.access import Access, check_installed
 from firsttoken.swarm.background import wait_for
+from firsttoken.swarm.overview import overview
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.remote import RemoteModel
 
@@ -43,6 +45,10 @@ class SwarmServer(ReadyServer):
         self._model.executor.view.stage = 1
         self._bytes = sum(weight.nbytes for weight in self._model.model.parameters() if not weight.is_meta)
         super().__init__(self._model.engine, limits, self._model.close)
+
+    def overview(self) -> dict[str, Any]:
+        """The swarm as this service knows it."""
+        return overview(self._model.chain, time.time())
 
     def status(self) -> dict[str, Any]:
         """One stage that is there; the ``servers`` of the chain, in order, and as ``events`` who was replaced."""

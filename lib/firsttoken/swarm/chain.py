@@ -30,6 +30,7 @@ class Chain:
         self.coding = coding
         self.auditor = auditor
         self.faults: list[tuple[str, str]] = []  # (subkey, why) of each server that was replaced
+        self.heirs: list[list[tuple[Record, range]]] = []  # of each of the faults: who took which blocks over
         self.lines: list[tuple[Line, Record]] = []
         self._edges = Edges(layers)
 
@@ -102,17 +103,18 @@ class Chain:
         line, record = self.lines.pop(place)
         line.close()
         self.faults.append((record.server, str(fault)))
+        self.heirs.append([])
         if fault.lasting:
             self.swarm.ban(record.server)
             await self.swarm.reconnect(record.address)
-        await self._extend(place, line.layers, str(fault))
+        self.heirs[-1] = await self._extend(place, line.layers, str(fault))
 
-    async def _extend(self, place: int, layers: range, why: str = "") -> None:
-        """Put servers of ``layers`` at ``place``."""
+    async def _extend(self, place: int, layers: range, why: str = "") -> list[tuple[Record, range]]:
+        """Put servers of ``layers`` at ``place``; who they are, and for which blocks."""
         swarm = self.swarm
-        self.lines[place:place] = [
-            (swarm.line(record, hop.blocks, self.coding), record) for hop, record in await swarm.route(layers, why)
-        ]
+        found = [(record, hop.blocks) for hop, record in await swarm.route(layers, why)]
+        self.lines[place:place] = [(swarm.line(record, blocks, self.coding), record) for record, blocks in found]
+        return found
 
 
 def messages_of(stretches: Sequence[Stretch]) -> list[list[Stretch]]:

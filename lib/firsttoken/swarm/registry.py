@@ -68,8 +68,7 @@ class Registry:
 
     def live(self, now: float) -> list[Record]:
         """The records that have not expired, those of servers that leave included."""
-        self._forget(now)
-        return list(self._records.values())
+        return [one for one in list(self._records.values()) if one.expires > now]  # any thread may ask
 
     def serving(self, model: str, now: float) -> list[Record]:
         """Who serves blocks of ``model`` (sha256) now."""

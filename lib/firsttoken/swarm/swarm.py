@@ -76,6 +76,18 @@ class Swarm:
         """Who serves blocks of the model, answered when asked last, and was not convicted."""
         return [one for one in self._records() if one.address in self._pings and one.server not in self.convicted]
 
+    def state(self, record: Record) -> tuple[str, float | None]:
+        """How it stands with a server, and how far away it is in seconds, None for one that does not answer. It
+        "serves" or else it is of "another version", "convicted", "shunned" as it failed lately, or "silent"."""
+        ping_s = self._pings.get(record.address)
+        wrong = {
+            "another version": record.model != self.model,
+            "convicted": record.server in self.convicted,
+            "shunned": self._banned.get(record.server, 0.0) > time.monotonic(),
+            "silent": ping_s is None,
+        }
+        return next((state for state, holds in wrong.items() if holds), "serves"), ping_s
+
     def ban(self, server: str) -> None:
         """Do not ask this one for a while, unless nobody else has its blocks."""
         self._banned[server] = time.monotonic() + self.patience.ban_s

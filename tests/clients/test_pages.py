@@ -1,0 +1,106 @@
+"""The page in a headless browser: over a model that is here, and over a swarm, one of whose servers is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from browsers import Page, visiting
+from started import KEY, asked, served, swarm_of, until, written
+
+pytestmark = pytest.mark.skipif(
+    not shutil.which("chromedriver"), reason="no browser here: apt install chromium chromium-driver"
+)
+pytest.importorskip("selenium", reason="not in .venv-clients: run tests/run.sh --clients")
+PROMPT = "the inn in the north"
+STRANGER = "<img/src=x/onerror=alert(1)>:80"  # who says so is where nobody can be asked
+
+
+def ask(page: Page, tokens: int) -> None:
+    page.put("prompt", PROMPT)
+    page.put("tokens", str(tokens))
+    page.click("go")
+
+
+def free(page: Page) -> bool:
+    """Nothing runs, and nothing is kept."""
+    return page.text("running") == "0" and page.text("blocks").startswith("0 of ")
+
+
+def said(page: Page) -> str:
+    return page.whole_text("answer").removeprefix(PROMPT)
+
+
+def ended(page: Page) -> bool:
+    return page.text("go") == "Answer"
+
+
+def test_it_shows_the_engine_while_it_streams(tmp_path: Path) -> None:
+    folder = written("write_tiny", tmp_path / "tiny")
+    with served(folder, FIRSTTOKEN_API_KEY=KEY) as url, visiting(url) as page:
+        until(lambda: "stage 3: serving" in page.text("stages"), "the stages are shown")
+        until(lambda: free(page), "nothing runs")
+        ask(page, 500)
+        until(lambda: "API key is missing" in said(page), "it says what it lacks")
+        page.put("key", KEY)
+        page.click("go")
+        seen = set()
+
+        def whole() -> bool:
+            seen.add((page.text("running"), page.text("blocks").startswith("0 of ")))
+            return len(said(page)) > 100 and ended(page)
+
+        until(whole, "the answer is there")
+        assert ("1", False) in seen, "a request ran and had blocks while the page looked"
+        until(lambda: free(page), "all is given back")
+        page.check_widths("page")
+        assert not [error for error in page.errors() if "401" not in error]
+
+
+def bars(page: Page) -> dict[str, str]:
+    """What the map draws, by address."""
+    script = """return [...document.querySelectorAll("#map li")].map(row => [row.querySelector("b").textContent,
+        row.querySelector("svg").getAttribute("aria-label")])"""
+    return {name.split(" at ")[1]: drawn for name, drawn in page.browser.execute_script(script)}
+
+
+def test_a_server_of_a_swarm_is_killed_in_the_middle_of_an_answer(tmp_path: Path) -> None:
+    """The answer ends as without it; the page names who took over, and the map shows all blocks."""
+    folder = written("write_endless", tmp_path / "plain")
+    with (
+        swarm_of(folder, "0:3", "3:6", "3:6", f"0:3@{STRANGER}") as servers,
+        # who is silent is replaced late, so that one that is held holds the answer until it is killed
+        served(folder, "--swarm", next(iter(servers)), "--swarm-step-s", "120") as url,
+        visiting(url) as page,
+    ):
+        first, *seconds, stranger = servers
+        held = dict.fromkeys((first, stranger), "holds blocks 0 to 2") | dict.fromkeys(seconds, "holds blocks 3 to 5")
+        until(lambda: bars(page) == held, "the map shows all servers")
+        assert not page.browser.find_elements("css selector", "#map img"), "what a stranger says is text"
+        ask(page, 300)
+        until(lambda: ended(page) and len(said(page)) > 100, "an answer without a fault")
+        undisturbed = said(page)
+        ask(page, 300)
+        until(lambda: len(said(page)) > 20, "some of the next is there")
+        lost = asked(f"{url}/stage")["servers"][1]["address"]
+        os.kill(servers[lost][1], signal.SIGSTOP)
+        (heir,) = set(seconds) - {lost}
+        chain = {first: f"{held[first]}, asked for blocks 0 to 2", lost: f"{held[lost]}, asked for blocks 3 to 5"}
+        until(lambda: bars(page) == held | chain, "the map shows who is asked")
+        assert lost in page.text("servers") and heir not in page.text("servers")
+        assert page.text("running") == "1" and not ended(page), "it is in the middle of an answer"
+        page.check_widths("swarm")
+        os.kill(servers[lost][1], signal.SIGKILL)
+        until(lambda: ended(page), "the answer ends")
+        assert said(page) == undisturbed
+        until(lambda: f"at {heir} took blocks 3 to 5" in page.text("replaced"), "the page names who took over")
+        until(lambda: heir in page.text("servers") and lost not in page.text("servers"), "and who answers")
+        after = held | {first: chain[first], heir: f"{held[heir]}, asked for blocks 3 to 5"}
+        drawn = {lost: held[lost]} | bars(page)  # a record is there until it expires
+        assert drawn == after
+        assert page.text("unserved") == "Every block is served."
+        page.check_widths("swarm-after")
+        assert page.errors() == []
