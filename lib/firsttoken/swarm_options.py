@@ -55,6 +55,13 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
     serve.add_argument("--blocks", required=True, help="a:b for blocks a to b - 1, or auto for those served least")
     serve.add_argument("--count", type=option_values.whole(1, 1000), help="how many blocks auto takes (default: all)")
     serve.add_argument(
+        "--rebalance-s",
+        type=option_values.above_zero(86_400),
+        default=120,
+        metavar="S",
+        help="seconds between two looks whether the swarm gains by auto's taking other blocks (default: 120)",
+    )
+    serve.add_argument(
         "--registry",
         action="append",
         default=[],

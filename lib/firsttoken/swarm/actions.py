@@ -16,7 +16,8 @@ from firsttoken.swarm.blocks import depth_of, model_sha256, parse_blocks
 from firsttoken.swarm.keys import public_hex, server_key
 from firsttoken.swarm.limits import ServerLimits
 from firsttoken.swarm.patience import Patience
-from firsttoken.swarm.placement import interval_to_join
+from firsttoken.swarm.placement import Rebalancing, interval_to_join
+from firsttoken.swarm.records import Record
 from firsttoken.swarm.server import ServerConfig, serving
 from firsttoken.swarm.swarm import Swarm
 
@@ -33,7 +34,7 @@ def _serve(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     dtype, model = dtypes.resolve(options.dtype, "cpu"), model_sha256(options.model)
     blocks = _chosen(options, access, model)
-    limits = ServerLimits(kv_tokens=options.kv_tokens, expiry_s=options.expiry_s)
+    limits = ServerLimits(kv_tokens=options.kv_tokens, expiry_s=options.expiry_s, rebalance_s=options.rebalance_s)
     config = ServerConfig(
         options.model,
         blocks,
@@ -46,6 +47,7 @@ def _serve(options: argparse.Namespace) -> None:
         access,
         limits,
         options.train,
+        Rebalancing() if options.blocks == "auto" else None,
     )
     asyncio.run(_until_told(config, model))
 
@@ -62,7 +64,7 @@ def _chosen(options: argparse.Namespace, access: Access, model: str) -> range:
     async def needed() -> range:
         swarm = Swarm(model, options.registry, 1, access, Patience())
         await swarm.look()
-        servers = [one.reachable(0.0) for one in swarm.servers()]
+        servers = [one.reachable(0.0, one.counted()) for one in swarm.servers()]
         await swarm.close()
         return interval_to_join(servers, depth, count)
 
@@ -73,13 +75,15 @@ async def _until_told(config: ServerConfig, model: str) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    async with serving(config, model) as running:
-        blocks = running.record.span
+
+    def say(record: Record) -> None:
         print(
-            f"blocks [{blocks.start}, {blocks.stop}) of {config.folder.resolve().name} are served at "
-            f"{running.record.address} by process {os.getpid()}; Ctrl-C ends it",
+            f"blocks [{record.span.start}, {record.span.stop}) of {config.folder.resolve().name} are served at "
+            f"{record.address} by process {os.getpid()}; Ctrl-C ends it",
             flush=True,
         )
+
+    async with serving(config, model, told=say) as running:
         told = asyncio.create_task(ended.wait())
         await asyncio.wait([told, running.failed], return_when=asyncio.FIRST_COMPLETED)
         told.cancel()

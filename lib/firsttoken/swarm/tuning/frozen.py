@@ -54,6 +54,11 @@ class FrozenBlocks:
         job.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(job)
 
+    async def move(self, blocks: range) -> None:
+        """These ``blocks`` from now on; a pass that runs ends first."""
+        async with self._turn:
+            self.blocks, self._model = blocks, None
+
     @property
     def busy(self) -> bool:
         """Whether a pass runs."""
@@ -72,7 +77,9 @@ class FrozenBlocks:
 
     def run(self, layers: range, one: Pass) -> Pass:
         """``hidden`` after ``layers``; backward, its gradient and those of the adapters. Raises RequestError for
-        adapters that do not fit."""
+        adapters that do not fit, SwarmError where the blocks have gone while it waited."""
+        if layers.start not in self.blocks or layers.stop > self.blocks.stop:
+            raise SwarmError(f"this server has blocks [{self.blocks.start}, {self.blocks.stop}) by now")
         if self._model is None:
             self._model = load_span(self._folder, self.blocks, self._dtype)
         for (layer, name), (a, b) in one.adapters.items():
