@@ -24,6 +24,7 @@ from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.placement import Rebalancing
 from firsttoken.swarm.rebalancer import wanted
 from firsttoken.swarm.records import Record
+from firsttoken.swarm.stack import BlockStack
 from firsttoken.swarm.tuning.frozen import FrozenBlocks
 from firsttoken.swarm.tuning.passes import Pass
 
@@ -142,6 +143,13 @@ def test_who_does_not_answer_covers_nothing() -> None:
     assert wanted(RULE, fast[0], fixed, DEPTH) == range(4, 8), "what those that stay would do is not counted on"
 
 
+class Even(BlockStack):
+    """Blocks that are as fast as all others: what is wanted of them is no matter of luck."""
+
+    def measured_throughput(self) -> float:
+        return 1000.0
+
+
 @pytest.fixture
 def leaving(folder) -> Iterator[Here]:
     """Servers that end in the middle of a test."""
@@ -154,9 +162,9 @@ def test_an_answer_goes_on_while_servers_move(here, leaving, client, asked):
     """One leaves, two could take its blocks, and both look at one moment: one goes, and what it held is asked of the
     other. It refuses sessions as long as it loads, and ends those that do not end by themselves."""
     limits = {"rebalance_s": 1000.0, "drain_s": 0.05}
-    ups = here.serve((0, 3), (0, 3), limits=limits, rebalancing=RULE)
+    ups = here.serve((0, 3), (0, 3), limits=limits, rebalancing=RULE, stack_of=Even)
     doors = [one.record.address for one in ups]
-    leaving.serve((3, 6), peers=doors)
+    leaving.serve((3, 6), peers=doors, stack_of=Even)
     model, one = client(*doors), asked(12, 9)
     request = model.engine.submit(one.prompt, Sampling(9))
 
