@@ -51,8 +51,13 @@ class FrozenBlocks:
         # A pass that runs cannot be stopped. The next has to wait for it even when its client has gone: in the queue of
         # the thread the messages of clients that went, too, would pile up behind it.
         job = asyncio.get_running_loop().run_in_executor(self._thread, self._answer, data, layers, width)
-        job.add_done_callback(lambda _: self._turn.release())
+        job.add_done_callback(self._over)
         return await asyncio.shield(job)
+
+    def _over(self, job: asyncio.Future[bytes]) -> None:
+        self._turn.release()
+        if not job.cancelled():
+            job.exception()  # looked at: where the client has gone nobody else does, and asyncio would print it
 
     async def move(self, blocks: range) -> None:
         """These ``blocks`` from now on; a pass that runs ends first."""
