@@ -2,8 +2,8 @@
 
 ``python tests/swarm/soak.py --sessions 10000`` serves a tiny random model in a process of its own and prints what that
 process holds after every tenth of them: resident memory, threads, open files, tasks, sessions, who waits, sequences and
-KV blocks. torch and oneDNN keep code for up to 1,024 shapes of products, some for each number of tokens in a batch: they
-are told to keep 16 here, or their memory would hide the server's (``--shapes 1024`` is what a user has).
+KV blocks. torch and oneDNN keep code for up to 1,024 shapes of products, some for each number of tokens in a batch;
+they are told to keep 16 here, or their memory would hide the server's (``--shapes 1024`` is what a user has).
 """
 
 from __future__ import annotations
