@@ -1,6 +1,6 @@
 """Several servers of a swarm by one command, and what is refused before Ray starts.
 
-A Ray of this machine takes 20 s to start on quiet cores: ``FIRSTTOKEN_RAY=1 pytest tests/service/test_swarm_servers.py``.
+A Ray of this machine takes some 20 s to start: ``FIRSTTOKEN_RAY=1 pytest tests/service/test_swarm_servers.py``.
 """
 
 from __future__ import annotations
