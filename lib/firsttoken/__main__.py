@@ -193,7 +193,10 @@ def serve(options: argparse.Namespace) -> int:
 def swarm(options: argparse.Namespace) -> int:
     """Serve blocks of a model, or use and list the servers that do."""
     wait_briefly()
-    from firsttoken.swarm.actions import run as act
+    if options.action == "serve" and (options.servers > 1 or options.cluster is not None):
+        from firsttoken.service.swarm_servers import serve_all as act
+    else:
+        from firsttoken.swarm.actions import run as act
 
     act(options)
     return OK

@@ -55,6 +55,13 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
     serve.add_argument("--blocks", required=True, help="a:b for blocks a to b - 1, or auto for those served least")
     serve.add_argument("--count", type=option_values.whole(1, 1000), help="how many blocks auto takes (default: all)")
     serve.add_argument(
+        "--rebalance-s",
+        type=option_values.above_zero(86_400),
+        default=120,
+        metavar="S",
+        help="seconds between two looks whether the swarm gains by auto's taking other blocks (default: 120)",
+    )
+    serve.add_argument(
         "--registry",
         action="append",
         default=[],
@@ -70,6 +77,17 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
     )
     serve.add_argument(
         "--key", type=Path, help="the file of this server's key, made where there is none (default: a new key)"
+    )
+    serve.add_argument(
+        "--servers",
+        type=option_values.whole(1, 64),
+        default=1,
+        help="more than 1: so many, each in a process of Ray (needs firsttoken[serve]; not with --port and such)",
+    )
+    serve.add_argument(
+        "--cluster",
+        metavar="HOST:PORT",
+        help="let a Ray cluster that runs there carry them; each finds the files under the same paths",
     )
     serve.add_argument("--train", action="store_true", help="answer passes of training, too (the blocks stay frozen)")
     serve.add_argument(

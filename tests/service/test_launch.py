@@ -117,8 +117,8 @@ def test_a_cluster_that_is_not_there(tiny, port):
 def test_a_cluster_that_takes_nobody(taken):
     ray = BusyMachine(late=2)
     with pytest.raises(StageError, match=f"the Ray cluster at 127.0.0.1:{taken} does not take us: The current node"):
-        cluster._join(ray, f"127.0.0.1:{taken}")
-    cluster._join(ray, f"127.0.0.1:{taken}")
+        cluster.join(ray, f"127.0.0.1:{taken}")
+    cluster.join(ray, f"127.0.0.1:{taken}")
     assert (ray.tried, ray.ended) == (2, 1)
 
 
@@ -139,7 +139,7 @@ class BusyMachine(types.SimpleNamespace):
 
 def test_a_node_that_is_late_is_started_again():
     ray = BusyMachine(late=3)
-    cluster._start_node(ray, 2)
+    cluster.start_node(ray, 2)
     assert (ray.tried, ray.ended) == (3, 2)
     with pytest.raises(StageError, match=r"^Ray did not start in 3 tries: is this machine very busy\? Try again$"):
-        cluster._start_node(BusyMachine(late=4), 2)
+        cluster.start_node(BusyMachine(late=4), 2)

@@ -208,7 +208,7 @@ def test_the_command_serves_and_says_what_is_wrong(here, folder, parent, capsys,
 
 @pytest.mark.parametrize("kind", [ServerLimits, Patience])
 def test_limits_and_times_are_checked(kind):
-    name = "idle_s" if kind is ServerLimits else "step_s"
+    name = "rebalance_s" if kind is ServerLimits else "step_s"
     for wrong in (0, -1, float("inf"), float("nan")):
         with pytest.raises(SwarmError, match=f"{name} must be seconds above 0, not"):
             kind(**{name: wrong})

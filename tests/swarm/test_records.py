@@ -47,8 +47,10 @@ def test_the_latest_record_of_each_server_counts_until_it_expires():
         (record(at=NOW + SKEW_S + 1), "of a time 6.0 s ahead: set the clocks"),
         (record(life=LONGEST_S + 1), "for longer than 300 s"),
         (record(blocks=(3, 1)), "of no blocks"),
+        (record(target=(3, 1)), "of no blocks"),
+        (replace(record(), target=(0, 6)), "not signed by its key: it is forged"),
     ],
-    ids=["blocks", "server", "expiry", "address", "expired", "future", "long", "backwards"],
+    ids=["blocks", "server", "expiry", "address", "expired", "future", "long", "backwards", "nowhere", "wish"],
 )
 def test_what_is_not_a_servers_own_word_of_now_is_refused(wrong, said):
     registry = Registry()

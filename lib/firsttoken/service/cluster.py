@@ -50,12 +50,12 @@ def replicas(config: ServiceConfig) -> Iterator[None]:
         pass
     if config.cluster is not None:
         check_cluster(config.cluster)
-    ray, serve = _import_ray(config.cluster is None)
+    ray, serve = import_ray(config.cluster is None)
     usable = cores()
     if config.cluster is None:
-        _start_node(ray, max(usable, config.replicas))
+        start_node(ray, max(usable, config.replicas))
     else:
-        _join(ray, config.cluster)
+        join(ray, config.cluster)
     try:
         http = {"host": config.host, "port": config.port}
         try:
@@ -69,7 +69,8 @@ def replicas(config: ServiceConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def _start_node(ray: ModuleType, usable: int) -> None:
+def start_node(ray: ModuleType, usable: int) -> None:
+    """A node of this machine's own, of ``usable`` cores. Raises StageError when it does not come up in time."""
     for tried in range(1, _STARTS + 1):
         try:
             ray.init(
@@ -101,7 +102,8 @@ def check_cluster(address: str) -> None:
         raise StageError(f"serve: no Ray cluster answers at {address} ({error.strerror or error})") from error
 
 
-def _join(ray: ModuleType, address: str) -> None:
+def join(ray: ModuleType, address: str) -> None:
+    """Be a client of the cluster at ``address``. Raises StageError when it does not take us."""
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # as above
@@ -132,9 +134,10 @@ def _application(config: ServiceConfig, usable: int, serve: ModuleType) -> Any:
     return deployment.bind()
 
 
-def _import_ray(alone: bool) -> tuple[ModuleType, ModuleType]:
+def import_ray(alone: bool) -> tuple[ModuleType, ModuleType]:
     """ray and ray.serve. A node of our own, ``alone``, is told to stay on loopback, behind a token of its own, and to
-    report nothing to anybody; a cluster has settled that by itself."""
+    report nothing to anybody; a cluster has settled that by itself. Raises StageError where ray is missing, or runs.
+    """
     if alone and sys.modules.get("ray") and os.environ.get(_LOOPBACK) != "0":
         raise StageError("ray was imported before and would listen on every interface: serve from a fresh process")
     if alone:

@@ -16,7 +16,8 @@ from firsttoken.swarm.blocks import depth_of, model_sha256, parse_blocks
 from firsttoken.swarm.keys import public_hex, server_key
 from firsttoken.swarm.limits import ServerLimits
 from firsttoken.swarm.patience import Patience
-from firsttoken.swarm.placement import interval_to_join
+from firsttoken.swarm.placement import Rebalancing, interval_to_join
+from firsttoken.swarm.records import Record
 from firsttoken.swarm.server import ServerConfig, serving
 from firsttoken.swarm.swarm import Swarm
 
@@ -31,14 +32,18 @@ def _serve(options: argparse.Namespace) -> None:
     access = Access.read(options.token_file, options.tls_ca, options.tls_cert, options.tls_key)
     if options.threads:
         torch.set_num_threads(options.threads)
-    dtype, model = dtypes.resolve(options.dtype, "cpu"), model_sha256(options.model)
-    blocks = _chosen(options, access, model)
-    limits = ServerLimits(kv_tokens=options.kv_tokens, expiry_s=options.expiry_s)
-    config = ServerConfig(
+    model = model_sha256(options.model)
+    asyncio.run(_until_told(config_of(options, access, chosen_blocks(options, access, model), options.host), model))
+
+
+def config_of(options: argparse.Namespace, access: Access, blocks: range, host: str) -> ServerConfig:
+    """A server of ``blocks`` on ``host``, as the options of ``swarm serve`` say. Raises as these are refused."""
+    limits = ServerLimits(kv_tokens=options.kv_tokens, expiry_s=options.expiry_s, rebalance_s=options.rebalance_s)
+    return ServerConfig(
         options.model,
         blocks,
-        dtype,
-        options.host,
+        dtypes.resolve(options.dtype, "cpu"),
+        host,
         options.port,
         options.address,
         options.registry,
@@ -46,11 +51,11 @@ def _serve(options: argparse.Namespace) -> None:
         access,
         limits,
         options.train,
+        Rebalancing() if options.blocks == "auto" else None,
     )
-    asyncio.run(_until_told(config, model))
 
 
-def _chosen(options: argparse.Namespace, access: Access, model: str) -> range:
+def chosen_blocks(options: argparse.Namespace, access: Access, model: str) -> range:
     """The blocks that are named, or those that the swarm needs most."""
     depth = depth_of(options.model)
     if options.blocks != "auto":
@@ -62,24 +67,27 @@ def _chosen(options: argparse.Namespace, access: Access, model: str) -> range:
     async def needed() -> range:
         swarm = Swarm(model, options.registry, 1, access, Patience())
         await swarm.look()
-        servers = [one.reachable(0.0) for one in swarm.servers()]
+        servers = [one.reachable(0.0, one.counted()) for one in swarm.servers()]
         await swarm.close()
         return interval_to_join(servers, depth, count)
 
     return asyncio.run(needed())
 
 
+def line_of(config: ServerConfig, record: Record) -> str:
+    """What a user is told of a server of this process."""
+    return (
+        f"blocks [{record.span.start}, {record.span.stop}) of {config.folder.resolve().name} are served at "
+        f"{record.address} by process {os.getpid()}; Ctrl-C ends it"
+    )
+
+
 async def _until_told(config: ServerConfig, model: str) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    async with serving(config, model) as running:
-        blocks = running.record.span
-        print(
-            f"blocks [{blocks.start}, {blocks.stop}) of {config.folder.resolve().name} are served at "
-            f"{running.record.address} by process {os.getpid()}; Ctrl-C ends it",
-            flush=True,
-        )
+
+    async with serving(config, model, told=lambda record: print(line_of(config, record), flush=True)) as running:
         told = asyncio.create_task(ended.wait())
         await asyncio.wait([told, running.failed], return_when=asyncio.FIRST_COMPLETED)
         told.cancel()

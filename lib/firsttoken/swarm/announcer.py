@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.access import Access
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PEERS = 8  # that one round asks beside the addresses given
 ANSWER_S = 2.0  # within which they answer
+_TICK_S = 1e-6  # that a record is newer than the one before it
 _SOON_S = 0.1  # until the next round when nobody did
 
 
@@ -68,6 +69,26 @@ class Announcer:
         self._twins: dict[str, TwinError] = {}  # who refused this round's record for another's
         self._refused_s: float | None = None  # since when somebody has, each round
 
+    @property
+    def record(self) -> Record:
+        """What the server says of itself now."""
+        return self._record
+
+    def say(self, **said: Any) -> Record:
+        """The record with these fields: whoever exchanges with this server from now on hears it."""
+        self._renew(replace(self._record, **said))
+        return self._record
+
+    async def tell_all(self) -> set[str]:
+        """Exchange with every member that is known, and those of which they tell; the subkeys of who answered."""
+        asked, answered = {self._record.address}, set()
+        while (
+            new := {*self._peers, *(one.address for one in self._registry.live(time.time()) if one.counted())} - asked
+        ):
+            asked |= new
+            answered.update(await asyncio.gather(*map(self._meet, new)))
+        return answered - {None}
+
     async def run(self) -> None:
         """Announce until cancelled. Raises SwarmError when a server that started earlier has the same key."""
         round_s, soon_s = self._expiry_s / 3, _SOON_S
@@ -84,34 +105,35 @@ class Announcer:
         asked.pop(self._record.address, None)
         answers = await asyncio.gather(*map(self._meet, asked))
         self._check_twins()
-        return any(answers) or not answers
+        return any(one is not None for one in answers) or not answers
 
     async def leave(self) -> None:
         """Tell the others that this server goes: nobody asks it any more."""
-        self._record = replace(self._record, blocks=(0, 0))
+        self.say(blocks=(0, 0), target=(0, 0), wishes=0.0)
         await self.announce()
 
     def _renew(self, record: Record) -> None:
         now = time.time()
-        self._record = replace(record, issued=now, expires=now + self._expiry_s).signed(self._key)
+        issued = max(now, self._record.issued + _TICK_S)  # the clock may stand, or have been set
+        self._record = replace(record, issued=issued, expires=issued + self._expiry_s).signed(self._key)
         try:
             self._registry.take(self._record, now)
         except TwinError as error:
             self._twins[self._record.address] = error
 
-    async def _meet(self, address: str) -> bool:
-        """Exchange with one; whether it answered."""
+    async def _meet(self, address: str) -> str | None:
+        """Exchange with one; the subkey of who answered, "" where it has none."""
         with suppress(SwarmError):
             async with self._access.channel(address, self._width) as channel:
                 said = tell(self._registry.live(time.time()), self._record.server)
                 try:
-                    _, records = await exchange(channel, self._access, said)
+                    server, records = await exchange(channel, self._access, said)
                 except TwinError as error:
                     self._twins[address] = error
-                    return True
+                    return ""
             self._registry.take_all(records, time.time())
-            return True
-        return False
+            return server or ""
+        return None
 
     def _check_twins(self) -> None:
         """What is left of an earlier life of this server expires; a twin is there again and again."""

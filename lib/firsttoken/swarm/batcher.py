@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from firsttoken.engine.work import Work
 from firsttoken.swarm.stack import BlockStack
+
+Answer = TypeVar("Answer")
 
 
 class Waiting(NamedTuple):
@@ -58,6 +60,10 @@ class Batcher:
                 if one.answer.done():  # its session has ended
                     continue
                 one.answer.set_exception(said) if isinstance(said, Exception) else one.answer.set_result(said)
+
+    async def aside(self, what: Callable[[], Answer]) -> Answer:
+        """What ``what`` returns or raises, on the thread that computes: behind its batch, and before the next."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, what)
 
     def close(self) -> None:
         """End the thread when its batch is done."""

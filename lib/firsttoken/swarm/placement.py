@@ -96,7 +96,7 @@ class Rebalancing:
 
 
 def settled(servers: Sequence[Reachable], depth: int) -> list[Reachable]:
-    """``servers`` after each in turn has gone where it is needed most, until none wants to."""
+    """``servers`` after each that is not fixed, in turn, has gone where it is needed most, until none wants to."""
     return list(_settled(tuple(servers), depth))
 
 
@@ -107,7 +107,7 @@ def _settled(servers: tuple[Reachable, ...], depth: int) -> tuple[Reachable, ...
     for _ in range(_ROUNDS):
         moved = False
         for index, server in enumerate(placed):
-            target = _replaced(rates, server)
+            target = server.blocks if server.fixed else _replaced(rates, server)
             if target != server.blocks:
                 rates[server.blocks.start : server.blocks.stop] -= server.rate
                 rates[target.start : target.stop] += server.rate

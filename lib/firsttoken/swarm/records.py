@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LONGEST_S = 300.0  # that a record may live
 SKEW_S = 5.0  # that two clocks may differ by
-_DOMAIN = b"firsttoken swarm record 1\n"
+_DOMAIN = b"firsttoken swarm record 2\n"
 _MOST_ADDRESS = 256
 _Block = Annotated[int, between(0, MOST_LAYERS)]
 
@@ -33,8 +33,9 @@ class Record:
     """A server's announcement: under its subkey ``server`` (its Ed25519 public key, hex) nobody else can write.
 
     It holds ``blocks`` [start, stop) of ``model`` (sha256), computes ``throughput`` tokens a second through one block,
-    and runs since ``started``. Of two records the later ``issued`` counts, until it ``expires``; all three are seconds
-    of the wall clock. Equal ends of ``blocks``: the server leaves.
+    and runs since ``started``. Of two records the later ``issued`` counts, until it ``expires``; all are seconds of the
+    wall clock. One that ``moves`` may take other blocks: since ``wishes`` it means to hold ``target``, and with
+    no ``blocks`` it loads them. Equal ends of both: the server leaves.
     """
 
     server: Annotated[str, digits(64)]
@@ -45,12 +46,26 @@ class Record:
     started: Annotated[float, at_least(0.0)]
     issued: Annotated[float, at_least(0.0)]
     expires: Annotated[float, at_least(0.0)]
+    moves: bool = False
+    target: tuple[_Block, _Block] = (0, 0)
+    wishes: Annotated[float, at_least(0.0)] = 0.0
     signature: Annotated[str, digits(128)] = "0" * 128
 
     @property
     def span(self) -> range:
         """Its blocks."""
         return range(*self.blocks)
+
+    @property
+    def turn(self) -> tuple[float, str]:
+        """Of two who mean to move, who has the lower one goes, and the other asks itself again."""
+        return self.wishes, self.server
+
+    def counted(self, turn: tuple[float, str] | None = None) -> range:
+        """The blocks with which who means to move counts it: those that it means to hold, unless its turn comes behind
+        ``turn``. None of one that leaves."""
+        later = turn is not None and self.span and self.turn > turn
+        return self.span if later or not range(*self.target) else range(*self.target)
 
     @property
     def name(self) -> str:
@@ -64,7 +79,11 @@ class Record:
     def check(self, now: float) -> None:
         """Raise SwarmError unless its server signed it, and it is of now: not expired, not of the future, not for
         longer than records live."""
-        if self.blocks[0] > self.blocks[1] or not 0 < self.expires - self.issued <= LONGEST_S:
+        if (
+            self.blocks[0] > self.blocks[1]
+            or self.target[0] > self.target[1]
+            or not 0 < self.expires - self.issued <= LONGEST_S
+        ):
             raise SwarmError(f"the record of {self.name} is of no blocks, or for longer than {LONGEST_S:.0f} s")
         if self.expires <= now:
             raise SwarmError(f"the record of {self.name} expired {now - self.expires:.1f} s ago")
@@ -72,9 +91,9 @@ class Record:
             raise SwarmError(f"the record of {self.name} is of a time {self.issued - now:.1f} s ahead: set the clocks")
         check_signature(self.server, _DOMAIN, self.as_dict(), f"the record of {self.name}")
 
-    def reachable(self, ping_s: float) -> Reachable:
-        """The server as routes are searched."""
-        return Reachable(self.server, self.span, ping_s, max(self.throughput, 1e-9))
+    def reachable(self, ping_s: float, blocks: range | None = None) -> Reachable:
+        """The server as routes are searched, or as one of other ``blocks``."""
+        return Reachable(self.server, blocks or self.span, ping_s, max(self.throughput, 1e-9), not self.moves)
 
     def as_dict(self) -> dict[str, Any]:
         """As it is sent."""

@@ -43,7 +43,7 @@ class Registry:
         if known == record:
             return False
         record.check(now)
-        if known is not None and known.address != record.address and known.span and known.started < record.started:
+        if known is not None and known.address != record.address and known.counted() and known.started < record.started:
             raise TwinError(
                 f"the key of {record.name} is in use at {known.address}: give each server a key of its own, or wait "
                 f"{known.expires - now:.0f} s for the record of an earlier life to expire"

@@ -17,12 +17,14 @@ from firsttoken.study.errors import SwarmError
 @dataclass(frozen=True)
 class Reachable:
     """A server as a client sees it: the ``blocks`` that it holds, a round trip to it in ``ping_s`` seconds, and its
-    ``throughput``, tokens a second through one block. Raises SwarmError for what no server can have."""
+    ``throughput``, tokens a second through one block; one that is ``fixed`` never takes other blocks. Raises SwarmError
+    for what no server can have."""
 
     name: str
     blocks: range
     ping_s: float
     throughput: float
+    fixed: bool = False
 
     def __post_init__(self) -> None:
         if len(self.blocks) < 1 or self.blocks.step != 1 or self.blocks.start < 0:

@@ -17,6 +17,8 @@ from firsttoken.swarm.announcer import Announcer
 from firsttoken.swarm.batcher import Batcher
 from firsttoken.swarm.keys import public_hex, server_key
 from firsttoken.swarm.limits import ServerLimits
+from firsttoken.swarm.placement import Rebalancing
+from firsttoken.swarm.rebalancer import Rebalancer
 from firsttoken.swarm.records import Record
 from firsttoken.swarm.registry import Registry
 from firsttoken.swarm.service import BlockService
@@ -36,7 +38,8 @@ class ServerConfig:
     """``blocks`` of the model in ``folder``, computed in ``dtype``, served on ``host`` and ``port`` (0: a free one).
 
     ``address`` is what others are told (HOST:PORT; by default where it listens), ``peers`` are members to begin with,
-    ``key`` the file of its key (None: a new one). One that ``trains`` answers passes of training, too.
+    ``key`` the file of its key (None: a new one). One that ``trains`` answers passes of training, too; with a rule of
+    ``rebalancing`` it takes other blocks where the swarm gains by it.
     """
 
     folder: Path
@@ -50,28 +53,39 @@ class ServerConfig:
     access: Access = field(default_factory=Access)
     limits: ServerLimits = field(default_factory=ServerLimits)
     trains: bool = False
+    rebalancing: Rebalancing | None = None
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server that is up: its ``record``, its ``sessions``, what it knows of others, the ``ledger`` that it keeps, its
-    ``frozen`` blocks where it trains; ``failed`` is done when it cannot go on."""
+    """A server that is up: who speaks for it, its ``sessions``, what it knows of others, the ``ledger`` that it keeps,
+    its ``frozen`` blocks where it trains, and who moves it if it may; ``failed`` is done when it cannot go on."""
 
-    record: Record
+    announcer: Announcer
     sessions: Sessions
     registry: Registry
     ledger: Ledger
     failed: asyncio.Future
     frozen: FrozenBlocks | None = None
+    rebalancer: Rebalancer | None = None
+
+    @property
+    def record(self) -> Record:
+        """What it says of itself now."""
+        return self.announcer.record
 
 
 @asynccontextmanager
 async def serving(
-    config: ServerConfig, model: str, stack_of: Callable[..., BlockStack] = BlockStack
+    config: ServerConfig,
+    model: str,
+    stack_of: Callable[..., BlockStack] = BlockStack,
+    told: Callable[[Record], None] = lambda _: None,
 ) -> AsyncIterator[Running]:
     """The server of blocks of ``model`` (its sha256), up and announced for the time of the block.
 
-    ``stack_of`` makes its blocks: those that compute wrongly have a class of their own.
+    ``stack_of`` makes its blocks: those that compute wrongly have a class of their own. ``told`` is given its record
+    when it serves, and again whenever it has moved.
 
     Raises ModelError for blocks that cannot be loaded, SwarmError for an address that cannot be had or may not.
     """
@@ -96,17 +110,26 @@ async def serving(
         started=now,
         issued=now,
         expires=now + config.limits.expiry_s,
+        moves=config.rebalancing is not None,
     )
     announcer = Announcer(record, key, registry, config.peers, config.access, config.limits.expiry_s, stack.width)
-    tasks = asyncio.create_task(batcher.serve()), asyncio.create_task(announcer.run())
+    rebalancer = None
+    if config.rebalancing is not None:
+        rule = config.rebalancing
+        rebalancer = Rebalancer(rule, announcer, registry, sessions, frozen, config.limits, told)
+    tasks = [asyncio.create_task(batcher.serve()), asyncio.create_task(announcer.run())]
+    tasks += [asyncio.create_task(rebalancer.run())] if rebalancer is not None else []
+    failed = asyncio.gather(*tasks[1:])
+    told(record)
     try:
-        yield Running(record, sessions, registry, ledger, tasks[1], frozen)
+        yield Running(announcer, sessions, registry, ledger, failed, frozen, rebalancer)
+        failed.cancel()
         with suppress(SwarmError):
             await announcer.leave()
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, failed, return_exceptions=True)
         await server.stop(_GRACE_S)
         batcher.close()
         if frozen is not None:

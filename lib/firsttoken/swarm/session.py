@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from firsttoken.study.errors import FirstTokenError, RequestError, SwarmError
+from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.study.foreign.faults import shown
 from firsttoken.swarm.batcher import Batcher
 from firsttoken.swarm.blocks import parse_blocks
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 HEADERS = ("swarm-version", "swarm-model", "swarm-blocks", "swarm-coding")
 """What a session is opened with, in this order: version of the messages, sha256 of the model, a:b, coding."""
+
+_MOVES = "this server moves to other blocks: ask another"
+_LOOK_S = 0.02  # between two looks whether a session is still open
 
 
 class IdleError(SwarmError):
@@ -44,6 +47,9 @@ class Sessions:
         self.places = places
         self.room = Room(stack.pool.blocks, stack.pool.shape.block_tokens, limits.sequences, stack.context)
         self.ends: Counter[str] = Counter()  # how often a session ended for which reason
+        self.moving = False  # to other blocks: no session is opened
+        self._ended = False  # those that are open end
+        self._awaited: set[asyncio.Timeout] = set()  # what clients are waited for
 
     @property
     def open(self) -> int:
@@ -102,18 +108,41 @@ class Sessions:
         await self.within(context.write(encode(out, coding, commitment=commitment)), "did not read its answer")
         return True
 
+    async def drain(self, seconds: float) -> None:
+        """Open no more sessions until ``moving`` is undone, and end those that are open after so many ``seconds``."""
+        self.moving, loop = True, asyncio.get_running_loop()
+        self.places.dismiss(BusyError(_MOVES))
+        until = loop.time() + seconds
+        while self.open:
+            if loop.time() > until:
+                self._ended = True
+                for limit in self._awaited:
+                    if not limit.expired():
+                        limit.reschedule(loop.time())
+            await asyncio.sleep(_LOOK_S)
+        self._ended = False
+
     async def within(self, awaited, what: str):
-        """What is awaited of a client. Raises IdleError, with ``what`` it did, when that takes too long."""
+        """What is awaited of a client. Raises IdleError, with ``what`` it did, when that takes too long, SwarmError
+        when the server moves and has waited enough."""
+        limit = asyncio.timeout(0 if self._ended else self.limits.idle_s)
+        self._awaited.add(limit)
         try:
-            async with asyncio.timeout(self.limits.idle_s):
+            async with limit:
                 return await awaited
         except TimeoutError:
+            if self._ended:
+                raise SwarmError(_MOVES) from None
             raise IdleError(f"the client {what} for {self.limits.idle_s:g} s; open a session again") from None
+        finally:
+            self._awaited.discard(limit)
 
     def opened(self, headers: dict[str, str]) -> tuple[range, str]:
         """Blocks and coding that a call asks for. Raises SwarmError and RequestError for what is not here."""
         version, model, blocks, coding = (headers.get(name, "") for name in HEADERS)
         held = self.batcher.stack.blocks
+        if self.moving:
+            raise SwarmError(_MOVES)
         if version != VERSION:
             raise SwarmError(f"this server speaks version {VERSION} of the swarm's messages, not {shown(version)}")
         if model != self.model:

@@ -34,8 +34,9 @@ class BlockStack:
     def __init__(
         self, folder: Path, blocks: range, dtype: torch.dtype, kv_tokens: int, *, block_tokens: int = 16
     ) -> None:
-        if not 0 <= blocks.start < blocks.stop <= (depth := read_config(folder).num_hidden_layers):
-            raise SwarmError(f"blocks [{blocks.start}, {blocks.stop}) are not among the model's [0, {depth})")
+        self.depth: int = read_config(folder).num_hidden_layers
+        if not 0 <= blocks.start < blocks.stop <= self.depth:
+            raise SwarmError(f"blocks [{blocks.start}, {blocks.stop}) are not among the model's [0, {self.depth})")
         model = load_span(folder, blocks, dtype)
         if odd := set(getattr(model.config, "layer_types", None) or []) - {"full_attention"}:
             raise ModelError(f"{model.config.model_type} has layers of {min(odd)}; a swarm runs full_attention only")
@@ -45,6 +46,7 @@ class BlockStack:
         self.context: int = model.config.max_position_embeddings
         self.dtype = dtype
         self.pool = KVPool(KVShape.of(model.config, dtype, block_tokens), -(-kv_tokens // block_tokens), touched=False)
+        self._folder = folder
         self._rotary = model.model.rotary_emb
         self._segment = LocalSegment([fuse_layer(layer) for layer in model.model.layers])
         self._attend = fastest_attend(self.pool)
@@ -72,6 +74,14 @@ class BlockStack:
         for place, part in zip(order, parts, strict=True):
             out[place] = part
         return out
+
+    def move(self, blocks: range) -> None:
+        """As many other ``blocks`` in the place of those that were here, whose memory is given back first; nobody may
+        use the pool meanwhile. Raises ModelError, and holds nothing then, for blocks that cannot be loaded."""
+        self.blocks, self._segment = blocks, LocalSegment([])
+        model = load_span(self._folder, blocks, self.dtype)
+        page(model)
+        self._segment = LocalSegment([fuse_layer(layer) for layer in model.model.layers])
 
     def measured_throughput(self) -> float:
         """Tokens a second through one block, from steps of one token; nobody may use the pool meanwhile."""

@@ -102,6 +102,12 @@ class Places:
                 return
         self.taken -= 1
 
+    def dismiss(self, why: Exception) -> None:
+        """Who waits hears ``why``, and has its offer back."""
+        while self._queue:
+            if not (called := self._queue.pop().called).done():
+                called.set_exception(why)
+
 
 def _read(offer: str) -> Order:
     try:

@@ -51,8 +51,18 @@ class FrozenBlocks:
         # A pass that runs cannot be stopped. The next has to wait for it even when its client has gone: in the queue of
         # the thread the messages of clients that went, too, would pile up behind it.
         job = asyncio.get_running_loop().run_in_executor(self._thread, self._answer, data, layers, width)
-        job.add_done_callback(lambda _: self._turn.release())
+        job.add_done_callback(self._over)
         return await asyncio.shield(job)
+
+    def _over(self, job: asyncio.Future[bytes]) -> None:
+        self._turn.release()
+        if not job.cancelled():
+            job.exception()  # looked at: where the client has gone nobody else does, and asyncio would print it
+
+    async def move(self, blocks: range) -> None:
+        """These ``blocks`` from now on; a pass that runs ends first."""
+        async with self._turn:
+            self.blocks, self._model = blocks, None
 
     @property
     def busy(self) -> bool:
@@ -72,7 +82,9 @@ class FrozenBlocks:
 
     def run(self, layers: range, one: Pass) -> Pass:
         """``hidden`` after ``layers``; backward, its gradient and those of the adapters. Raises RequestError for
-        adapters that do not fit."""
+        adapters that do not fit, SwarmError where the blocks have gone while it waited."""
+        if layers.start not in self.blocks or layers.stop > self.blocks.stop:
+            raise SwarmError(f"this server has blocks [{self.blocks.start}, {self.blocks.stop}) by now")
         if self._model is None:
             self._model = load_span(self._folder, self.blocks, self._dtype)
         for (layer, name), (a, b) in one.adapters.items():
