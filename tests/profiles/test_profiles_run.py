@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from swarms import Here
+from swarms import Here, copied
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -313,7 +313,8 @@ class World:
 def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("world")
     made = World(folder, truth)
-    with pytest.MonkeyPatch.context() as patch:
+    AutoModelForCausalLM.from_config(shapes.shape_config("tiny"))  # for its imports
+    with copied(folder / "warm"), pytest.MonkeyPatch.context() as patch:
         narrow = {
             name: (kind, (-(-depth // FEWER), 32, 64, 4, 2, 257, context // SHORTER, *rest))
             for name, (kind, (depth, _, _, _, _, _, context, *rest)) in shapes._SHAPES.items()
