@@ -322,8 +322,8 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(shapes, "_SHAPES", narrow)
         for spec in truth.models:  # now: a config may be asked for where everything is built on the meta device
             made.model(spec)
+        kernels()  # looked for once a process: not where there seems to be no compiler, nor in an empty cache
         patch.setattr(paths, "CACHE", folder / "cache")
-        kernels()  # looked for once a process: not where there seems to be no compiler
         patch.setattr(subprocess, "run", in_this_process)
         resampled = stats._resampled  # 2,000 draws of each of some hundred measures would be most of the time
         patch.setattr(stats, "_resampled", lambda sample, stat, _, rng: resampled(sample, stat, 20, rng))
