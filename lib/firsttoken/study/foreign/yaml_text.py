@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,13 @@ def parse_yaml(text: bytes | str) -> Any:
 
 
 def read_entries(path: Path) -> list[tuple[int, Any]]:
-    """The line, from 1, and the content of each entry of a file that is one list. Raises as :func:`read_yaml`."""
+    """The line, from 1, and the content of each entry of a file that is one list; the same objects as long as it holds
+    the same. Raises as :func:`read_yaml`."""
+    return _entries(read_bytes(path, _MOST_BYTES))
+
+
+@lru_cache(maxsize=4)  # of the claims: each experiment, verdict and page of a process asks, and it takes a second
+def _entries(text: bytes) -> list[tuple[int, Any]]:
 
     def entries(loader: _Loader) -> list[tuple[int, Any]]:
         root = loader.get_single_node()
@@ -37,7 +44,7 @@ def read_entries(path: Path) -> list[tuple[int, Any]]:
             raise Damaged("expected a list")
         return [(node.start_mark.line + 1, loader.construct_document(node)) for node in root.value]
 
-    return _parsed(read_bytes(path, _MOST_BYTES), entries)
+    return _parsed(text, entries)
 
 
 def _parsed(text: bytes | str, take: Any) -> Any:
