@@ -52,7 +52,7 @@ from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import paths, stats
 from firsttoken.study.claims import load_claims
 from firsttoken.study.experiment import EVERY_PROFILE
-from firsttoken.study.foreign.yaml_text import parse_yaml
+from firsttoken.study.foreign.yaml_text import read_yaml
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Result
 from firsttoken.together.borrowed import experiment as borrowed
@@ -156,7 +156,7 @@ def scaled(section: str, key: str, value: Any) -> Any:
 
 def tiny_profile(name: str, folder: Path) -> Profile:
     """The profile ``name`` by the rule, on a CPU, with adapters below ``folder``."""
-    content = parse_yaml((paths.PROFILES / f"{name}.yaml").read_text(encoding="utf-8"))
+    content = read_yaml(paths.PROFILES / f"{name}.yaml")
     sections = {key: value for key, value in content.items() if isinstance(value, dict)}
     sections["quality"].setdefault("max_prompt_tokens", examination.QualityConfig.max_prompt_tokens)
     overrides: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}

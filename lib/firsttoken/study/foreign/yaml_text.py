@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,13 +21,17 @@ _TAG = "tag:yaml.org,2002:"
 
 
 def read_yaml(path: Path) -> Any:
-    """What the file holds. Raises OSError, and Damaged and other ValueErrors as :func:`parse_yaml`."""
-    return parse_yaml(read_bytes(path, _MOST_BYTES))
+    """What the file holds, for the caller to change. Raises OSError, and ValueErrors as :func:`parse_yaml`."""
+    return deepcopy(_content(read_bytes(path, _MOST_BYTES)))
 
 
 def parse_yaml(text: bytes | str) -> Any:
     """What a UTF-8 text holds. Raises Damaged, naming the line, for anything that is not in this module's heading."""
     return _parsed(text, lambda loader: loader.get_single_data())
+
+
+# a process asks for the same profile, assets and claims again and again, and each takes tenths of a second
+_content = lru_cache(maxsize=8)(parse_yaml)
 
 
 def read_entries(path: Path) -> list[tuple[int, Any]]:
@@ -35,9 +40,8 @@ def read_entries(path: Path) -> list[tuple[int, Any]]:
     return _entries(read_bytes(path, _MOST_BYTES))
 
 
-@lru_cache(maxsize=4)  # of the claims: each experiment, verdict and page of a process asks, and it takes a second
+@lru_cache(maxsize=4)
 def _entries(text: bytes) -> list[tuple[int, Any]]:
-
     def entries(loader: _Loader) -> list[tuple[int, Any]]:
         root = loader.get_single_node()
         if not isinstance(root, yaml.SequenceNode):
