@@ -51,9 +51,10 @@ def verdicts(*ids: str) -> None:
 def otherwise(notebook: str, profile: str) -> None:
     """Print the claims of ``notebook`` on which what this machine measured under ``profile`` says otherwise than the
     record, with what each stands on: small samples reverse verdicts."""
-    of, here, agree = [claim for claim in claims() if claim.notebook == notebook], machine_slug(), True
+    known, results = _standing(_state())
+    of, here, agree = [claim for claim in known.values() if claim.notebook == notebook], machine_slug(), True
     mine = [result for result in all_results((profile,)) if result.slug == here]
-    for judged in judge_record(of, recorded(), machine()):
+    for judged in judge_record(of, results, machine()):
         now = judge(judged.claim, pick(mine, judged.claim.experiment, machine="any"))
         if Verdict.NOT_RUN not in (now.verdict, judged.verdict) and now.verdict != judged.verdict:
             agree, told = False, f"recorded {judged.says} ({judged.measured})"

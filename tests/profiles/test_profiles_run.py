@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from swarms import Here
+from swarms import Here, copied
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -52,7 +52,7 @@ from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import paths, stats
 from firsttoken.study.claims import load_claims
 from firsttoken.study.experiment import EVERY_PROFILE
-from firsttoken.study.foreign.yaml_text import parse_yaml
+from firsttoken.study.foreign.yaml_text import read_yaml
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Result
 from firsttoken.together.borrowed import experiment as borrowed
@@ -77,6 +77,7 @@ LAYERS |= {
 SMALL = {
     "capacity": {"requests": 6},
     "pipeline": {"requests": 6},
+    "serving": {"requests": 6},
     "changing_load": {"rate": 1.0, "phase_s": 2.0},
     "batch_cost": {"prompt": 16, "pieces": [4, 8], "tile": 6, "contexts": [4]},
     "eight_bits": {"batches": [1, 2], "context": 4},
@@ -156,7 +157,7 @@ def scaled(section: str, key: str, value: Any) -> Any:
 
 def tiny_profile(name: str, folder: Path) -> Profile:
     """The profile ``name`` by the rule, on a CPU, with adapters below ``folder``."""
-    content = parse_yaml((paths.PROFILES / f"{name}.yaml").read_text(encoding="utf-8"))
+    content = read_yaml(paths.PROFILES / f"{name}.yaml")
     sections = {key: value for key, value in content.items() if isinstance(value, dict)}
     sections["quality"].setdefault("max_prompt_tokens", examination.QualityConfig.max_prompt_tokens)
     overrides: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
@@ -313,7 +314,8 @@ class World:
 def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("world")
     made = World(folder, truth)
-    with pytest.MonkeyPatch.context() as patch:
+    AutoModelForCausalLM.from_config(shapes.shape_config("tiny"))  # for its imports
+    with copied(folder / "warm"), pytest.MonkeyPatch.context() as patch:
         narrow = {
             name: (kind, (-(-depth // FEWER), 32, 64, 4, 2, 257, context // SHORTER, *rest))
             for name, (kind, (depth, _, _, _, _, _, context, *rest)) in shapes._SHAPES.items()
@@ -321,8 +323,8 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(shapes, "_SHAPES", narrow)
         for spec in truth.models:  # now: a config may be asked for where everything is built on the meta device
             made.model(spec)
+        kernels()  # looked for once a process: not where there seems to be no compiler, nor in an empty cache
         patch.setattr(paths, "CACHE", folder / "cache")
-        kernels()  # looked for once a process: not where there seems to be no compiler
         patch.setattr(subprocess, "run", in_this_process)
         resampled = stats._resampled  # 2,000 draws of each of some hundred measures would be most of the time
         patch.setattr(stats, "_resampled", lambda sample, stat, _, rng: resampled(sample, stat, 20, rng))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from firsttoken.study import paths
+from firsttoken.study import paths, warm
 from firsttoken.study.claims import Claim
 from firsttoken.study.record import Result
 
@@ -19,7 +19,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty repository with the real quick profile, style and claims, to which every path points."""
+    """An empty repository with the real quick profile, style and claims, to which every path points.
+
+    Its notebooks compute nothing: their kernels are copies of a process that has imported no torch.
+    """
     (tmp_path / "env" / "profiles").mkdir(parents=True)
     (tmp_path / "data").mkdir()
     (tmp_path / "notebooks").mkdir()
@@ -30,6 +33,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if isinstance(value, Path) and name.isupper() and value.is_relative_to(repository):
             monkeypatch.setattr(paths, name, tmp_path / value.relative_to(repository))
     monkeypatch.setattr(paths, "CACHE", tmp_path / ".cache")
+    monkeypatch.setattr(warm, "MODULES", ("papermill.cli", "ipykernel.kernelapp"))
     return tmp_path
 
 

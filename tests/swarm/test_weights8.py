@@ -11,7 +11,7 @@ from torch import nn
 from firsttoken.assets.layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.study.errors import ModelError
-from firsttoken.swarm.weights8 import THRESHOLD, Linear8, resting_bytes, to_8_bits
+from firsttoken.swarm.weights8 import THRESHOLD, Linear8, _integer_product, resting_bytes, to_8_bits
 
 
 def linear(inner: int, outer: int, seed: int = 0, bias: bool = False) -> nn.Linear:
@@ -38,6 +38,16 @@ def test_the_product_is_the_stored_weights_within_half_a_step(
     step = x.masked_fill(x.abs() >= THRESHOLD, 0).abs().amax(1, keepdim=True) / 127
     bound = 0.5 * step * layer.stored().abs().sum(1) * (1 + 1e-4) + 1e-4 * exact.abs() + 1e-5
     assert ((layer(x) - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("vnni", [False, True])
+@pytest.mark.parametrize("inner", [1, 1040, 3000])
+def test_the_integers_are_multiplied_exactly(monkeypatch, inner: int, vnni: bool) -> None:
+    """With the largest codes: 3,000 products of them are no number of float32's."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    x, codes = (torch.full((rows, inner), 127, dtype=torch.int8) for rows in (2, 3))
+    x[0], codes[0, ::3] = -127, 126
+    assert torch.equal(_integer_product(x, codes).long(), x.long() @ codes.long().t())
 
 
 def test_the_stored_weight_is_off_by_half_a_step_at_most() -> None:

@@ -8,6 +8,7 @@ others, and the order is a fixed shuffle of which any beginning is a fair sample
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -17,16 +18,9 @@ from typing import Any
 import torch
 
 from firsttoken.assets.boolq_file import read_boolq_train
-from firsttoken.assets.lock import asset_path
-from firsttoken.assets.qa_files import (
-    QAItem,
-    read_hub,
-    read_qa,
-    read_squad,
-    read_triviaqa,
-    triviaqa_item,
-)
-from firsttoken.assets.rows import arrow_rows
+from firsttoken.assets.lock import asset_path, pinned
+from firsttoken.assets.qa_files import QAItem, read_hub, read_qa, read_squad, read_triviaqa, triviaqa_item
+from firsttoken.assets.rows import arrow_rows, kept_rows
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 
@@ -97,9 +91,16 @@ def boolq_prompts(split: str) -> list[tuple[str, str]]:
     return list(_boolq(split))
 
 
-@cache  # the overlap of two thousand passages takes seconds to find, and several parts of one run ask for it
+@cache
 def _boolq(split: str) -> tuple[tuple[str, str], ...]:
-    return _boolq_train() if split == "train" else _boolq_held_out()[split]
+    """The pairs of a split. To find the overlap of two thousand passages takes seconds, and most experiments need it:
+    they are kept under the hash of what they are made of, the pinned files and the code that reads them."""
+    files = ("boolq-train.jsonl.gz", "boolq-validation.arrow")
+    asset_path(files[0])  # for its AssetError
+    code = [Path(__file__).read_text(encoding="utf-8"), inspect.getsource(read_boolq_train)]
+    made_of = _digest("\n".join([*(pinned(name).sha256 for name in files), *code]))
+    make = _boolq_train if split == "train" else lambda: _boolq_held_out()[split]
+    return tuple((passage, question) for passage, question in kept_rows(f"boolq-{split}-{made_of[:12]}", make))
 
 
 @cache

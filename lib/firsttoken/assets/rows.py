@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,25 @@ def arrow_rows(name: str) -> list[dict[str, Any]]:
     copy CACHE/rows to a machine that has no pyarrow. Raises AssetError when neither is present or the asset is damaged,
     and CorpusError when the content cannot be read.
     """
-    kept = paths.CACHE / "rows" / f"{Path(name).stem}-{pinned(name).sha256[:12]}.jsonl.gz"
+    return kept_rows(f"{Path(name).stem}-{pinned(name).sha256[:12]}", lambda: _read_arrow(asset_path(name)))
+
+
+def kept_rows(name: str, make: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    """What CACHE/rows keeps as ``name``, where that is sound, else what ``make`` gives, which is then kept.
+
+    A pair comes back as a list. Raises CorpusError where a folder is in its place, and what ``make`` raises.
+    """
+    kept = paths.CACHE / "rows" / f"{name}.jsonl.gz"
     if not (rows := _kept(kept)):
         if kept.is_dir():
-            raise CorpusError(f"{kept} is a folder, where a copy of {name} is kept; remove it")
-        rows = _read_arrow(asset_path(name))
+            raise CorpusError(f"{kept} is a folder, where a copy of the rows is kept; remove it")
+        rows = make()
         with replacing(kept) as partial, gzip.open(partial, "wt", encoding="utf-8") as lines:
             lines.writelines(json.dumps(row) + "\n" for row in rows)
     return rows
 
 
-def _kept(path: Path) -> list[dict[str, Any]]:
+def _kept(path: Path) -> list[Any]:
     """The rows in a copy; none where there is none, or gzip's own sum does not fit: it is then made again."""
     try:
         with blaming(path, CorpusError, "it is made again"):

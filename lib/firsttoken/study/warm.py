@@ -56,16 +56,17 @@ def possible() -> bool:
 
 
 @contextmanager
-def warmed(modules: Sequence[str] = MODULES) -> Iterator[None]:
-    """A process that has imported ``modules``, for the time of the block; what :func:`command` names and every Jupyter
-    kernel called python3 are copies of it. Where that is not possible, or it does not start, nothing changes."""
+def warmed(modules: Sequence[str] | None = None) -> Iterator[None]:
+    """A process that has imported ``modules`` (None: ``MODULES``), for the time of the block; what :func:`command`
+    names and every Jupyter kernel called python3 are copies of it. Where that is not possible, or it does not start,
+    nothing changes."""
     if SOCKET in os.environ or not possible():
         yield
         return
     with tempfile.TemporaryDirectory(prefix="firsttoken-") as folder:
-        address = f"{folder}/warm"
+        address, wanted = f"{folder}/warm", MODULES if modules is None else modules
         server = subprocess.Popen(
-            [sys.executable, "-m", "firsttoken.study.warm", "--serve", address, *modules],
+            [sys.executable, "-m", "firsttoken.study.warm", "--serve", address, *wanted],
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for whoever asked for a copy
             env=surroundings() | _ENVIRONMENT,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
@@ -99,21 +100,27 @@ def open_session(profile: Profile) -> Outcome:
     for kind, checkpoint in checkpoints.items():
         stages = LoadedStages(checkpoint, profile.torch_device(), profile.torch_dtype(), tokens=max(longest, continued))
         jobs = [(n, move, policy) for n in config.contexts for move in MOVES for policy in TRANSITIONS.values()]
+        right: dict[tuple[int, int], Tensor] = {}  # by context and stage: the same for every policy and where it began
         for tokens, move, policy in tqdm(jobs, desc=f"transitions, {kind}", disable=None):
+            ids, new = timed[: tokens + 1], move[1]
+            if (tokens, new) not in right:
+                right[tokens, new] = stages.begun(new, ids[:-1], TRANSITIONS["naive"]).feed(ids[-1:])
             label = {"kind": kind, "measure": "cost", "context_tokens": tokens}
-            rows += [label | row for row in _costs(stages, timed[: tokens + 1], move, policy, config.repeats)]
+            rows += [label | row for row in _costs(stages, ids, right[tokens, new], move, policy, config.repeats)]
         for index, ids in enumerate(tqdm(read, desc=f"continuations, {kind}", disable=None)):
             label = {"kind": kind, "measure": "continuation", "window": index}
             rows += [label | row for row in _continuations(stages, ids, config)]
     return Outcome(rows, provenance=served.provenance)
 
 
-def _costs(stages: LoadedStages, ids: Sequence[int], move: tuple[int, int], policy: Transition, repeats: int) -> Rows:
-    """The stall of one transition, beside the decode step that follows it, and the error of that step's logits."""
+def _costs(
+    stages: LoadedStages, ids: Sequence[int], right: Tensor, move: tuple[int, int], policy: Transition, repeats: int
+) -> Rows:
+    """The stall of one transition, beside the decode step that follows it, and the error of that step's logits, where
+    those of the new stage alone are ``right`` [vocabulary]."""
     old, new = move
     *before, following = ids
     device = stages.device
-    right = stages.begun(new, before, TRANSITIONS["naive"]).feed([following])
     rows: Rows = []
     for repeat in range(repeats):
         probe, better = stages.begun(old, before, policy), stages.view(new, policy)

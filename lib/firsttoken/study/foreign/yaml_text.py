@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import re
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,8 +21,8 @@ _TAG = "tag:yaml.org,2002:"
 
 
 def read_yaml(path: Path) -> Any:
-    """What the file holds. Raises OSError, and Damaged and other ValueErrors as :func:`parse_yaml`."""
-    return parse_yaml(read_bytes(path, _MOST_BYTES))
+    """What the file holds, for the caller to change. Raises OSError, and ValueErrors as :func:`parse_yaml`."""
+    return deepcopy(_content(read_bytes(path, _MOST_BYTES)))
 
 
 def parse_yaml(text: bytes | str) -> Any:
@@ -28,16 +30,25 @@ def parse_yaml(text: bytes | str) -> Any:
     return _parsed(text, lambda loader: loader.get_single_data())
 
 
-def read_entries(path: Path) -> list[tuple[int, Any]]:
-    """The line, from 1, and the content of each entry of a file that is one list. Raises as :func:`read_yaml`."""
+# a process asks for the same profile, assets and claims again and again, and each takes tenths of a second
+_content = lru_cache(maxsize=8)(parse_yaml)
 
+
+def read_entries(path: Path) -> list[tuple[int, Any]]:
+    """The line, from 1, and the content of each entry of a file that is one list; the same objects as long as it holds
+    the same. Raises as :func:`read_yaml`."""
+    return _entries(read_bytes(path, _MOST_BYTES))
+
+
+@lru_cache(maxsize=4)
+def _entries(text: bytes) -> list[tuple[int, Any]]:
     def entries(loader: _Loader) -> list[tuple[int, Any]]:
         root = loader.get_single_node()
         if not isinstance(root, yaml.SequenceNode):
             raise Damaged("expected a list")
         return [(node.start_mark.line + 1, loader.construct_document(node)) for node in root.value]
 
-    return _parsed(read_bytes(path, _MOST_BYTES), entries)
+    return _parsed(text, entries)
 
 
 def _parsed(text: bytes | str, take: Any) -> Any:
