@@ -14,6 +14,7 @@ from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressive.loading.loader import StageLoad
+from firsttoken.progressive.loading.making import Maker
 from firsttoken.progressive.loading.memory import WeightRoom
 from firsttoken.progressive.loading.peers import load_with
 from firsttoken.progressive.loading.skeleton import Skeleton
@@ -44,23 +45,23 @@ def test_what_arrives_in_bf16_computes_as_stock_transformers_does_in_fp32(stage,
 
 def test_the_memory_of_a_layer_is_not_kept_until_the_others_are_there(stage, monkeypatch) -> None:
     """Layers are fused as they come, and let their weights go."""
-    place, back, backed, made = StageLoad._place, StageLoad._back, threading.Event(), threading.Event()
+    make, back, backed, begun = Maker._make, Maker._back, threading.Event(), threading.Event()
     rooms: list[weakref.ref[WeightRoom]] = []
     kept: list[int] = []
 
-    def noted(load, index, part, room):
-        assert backed.wait(60) and made.wait(60)  # until then its maker may have them
+    def noted(maker, index, part, room, scratch):
+        assert backed.wait(60) and begun.wait(60)  # until then who began it may have them
         kept.append(sum(ref() is not None for ref in rooms))
         rooms.append(weakref.ref(room))
-        return place(load, index, part, room)
+        return make(maker, index, part, room, scratch)
 
-    monkeypatch.setattr(StageLoad, "_place", noted)
-    monkeypatch.setattr(StageLoad, "_back", lambda load, rooms: (back(load, rooms), backed.set()))
+    monkeypatch.setattr(Maker, "_make", noted)
+    monkeypatch.setattr(Maker, "_back", lambda maker, rooms: (back(maker, rooms), backed.set()))
     staged = stage("llama", True, BF16)
     manifest = read_manifest(staged.folder)
     skeleton = Skeleton(staged.folder, manifest, dtype=FP32)
     load = StageLoad(staged.folder, manifest, (1, 2, 3), [Link()], skeleton, skeleton.empty_view())
-    made.set()
+    begun.set()
     load.wait()
     assert kept == [0] * len(kept) and len(kept) > 3
 

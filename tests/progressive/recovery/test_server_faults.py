@@ -137,10 +137,10 @@ def test_a_failure_that_nobody_thought_of(stage, serve, number, monkeypatch):
     staged, place = stage(), StageLoad._place
     broken = staged.manifest.stages[number - 1].parts[1]
 
-    def fail(self, index, part, room):
+    def fail(self, part, made):
         if part == broken:
             raise RuntimeError("an odd byte\nand more")
-        return place(self, index, part, room)
+        return place(self, part, made)
 
     monkeypatch.setattr(StageLoad, "_place", fail)
     server = serve(staged)

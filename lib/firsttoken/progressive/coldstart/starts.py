@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from firsttoken.progressive.loading.reader import BlobReader
 from firsttoken.study.clock import timed
 from firsttoken.study.dtypes import DTYPES, named
 from firsttoken.study.system.footprint import cpu_seconds
+
+if TYPE_CHECKING:  # a worker of another kind has none of it
+    from firsttoken.progressive.loading.making import Maker
 
 More = Callable[[float], dict[str, Any]]
 
@@ -62,8 +65,18 @@ def tokenize(spec: TrialSpec, variant: StartVariant) -> Any:
     return torch.tensor([read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids]).to(spec.device)
 
 
+def begin_making(spec: TrialSpec, variant: StartVariant, reader: BlobReader) -> Maker:
+    """Weights of what ``reader`` brings, from now on: what is done meanwhile needs the processor less than they do."""
+    from firsttoken.progressive.loading.making import Maker
+    from firsttoken.progressive.loading.placement import torch_dtype
+
+    manifest = read_manifest(Path(spec.staged))
+    dtype = _dtype(spec) or torch_dtype(manifest.dtype)
+    return Maker(manifest, variant.stages, reader, torch.device(spec.device), dtype)
+
+
 def start_peer(
-    spec: TrialSpec, variant: StartVariant, links: list[Link], reader: BlobReader | None, prompt: Any, marks: PhaseClock
+    spec: TrialSpec, variant: StartVariant, links: list[Link], maker: Maker | None, prompt: Any, marks: PhaseClock
 ) -> tuple[int, More]:
     """Somebody else's loader, then the prefill: the first token, and what to measure after it."""
     from firsttoken.progressive.loading.peers import load_with
@@ -76,7 +89,7 @@ def start_peer(
 
 
 def start_ours(
-    spec: TrialSpec, variant: StartVariant, links: list[Link], reader: BlobReader | None, prompt: Any, marks: PhaseClock
+    spec: TrialSpec, variant: StartVariant, links: list[Link], maker: Maker | None, prompt: Any, marks: PhaseClock
 ) -> tuple[int, More]:
     """Our loader, the prefill behind it or in its stream: the first token, and what to measure after it."""
     from firsttoken.assets.empty_model import build_on_meta
@@ -88,7 +101,7 @@ def start_ours(
     manifest = read_manifest(folder)
     skeleton = Skeleton(folder, manifest, spec.device, _dtype(spec), build_lean if variant.lean else build_on_meta)
     marks.phase("build")
-    options = {"threads": spec.readers, "verify": variant.verify, "reader": reader}
+    options = {"threads": spec.readers, "verify": variant.verify, "maker": maker}
     load = StageLoad(spec.weights, manifest, variant.stages, links, skeleton, skeleton.empty_view(), **options)
     marks.phase("adapter")
     load.view.activate(skeleton.model)

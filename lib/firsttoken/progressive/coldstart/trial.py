@@ -64,11 +64,12 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         # on CUDA the reader needs pinned memory, and so the load opens it
         reading = time.monotonic()
         reader = _open(spec, variant, links)
+    maker = starts.begin_making(spec, variant, reader) if reader else None
     prompt = starts.tokenize(spec, variant)
     marks.phase("config and tokenizer")
     start = starts.start_peer if variant.peer else starts.start_ours
     with torch.inference_mode():
-        first, more = start(spec, variant, links, reader, prompt, marks)
+        first, more = start(spec, variant, links, maker, prompt, marks)
     token_s = marks.last
     row: dict[str, Any] = {
         "token_id": first,

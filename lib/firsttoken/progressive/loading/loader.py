@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,25 +18,24 @@ from torch import nn
 
 from firsttoken.assets.empty_model import put
 from firsttoken.link import Link
-from firsttoken.progressive.checkpoint.completeness import check_header
 from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, check_side
 from firsttoken.progressive.loading.blobs import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_copy
-from firsttoken.progressive.loading.memory import BUFFERS, Memory, PassingMemory, WeightRoom, memory_for, room_for
+from firsttoken.progressive.loading.making import Made, Maker
+from firsttoken.progressive.loading.memory import BUFFERS, Memory, PassingMemory, memory_for
 from firsttoken.progressive.loading.one_core import on_one_core
-from firsttoken.progressive.loading.placement import torch_dtype
 from firsttoken.progressive.loading.reader import Blob, BlobReader
 from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.loading.views import StageView, check_whole, make_view
 from firsttoken.progressive.passlayer import PassLayer
-from firsttoken.progressive.planes.placing import first_weights
 from firsttoken.study.errors import ModelError
 
 
 class StageLoad:
     """One load of ``stages`` on top of ``previous``. :attr:`view` computes while it arrives, inside :meth:`streaming`.
 
-    ``reader`` is one that :func:`open_reader` started for the same stages, before this process could import torch.
+    ``reader`` is one that :func:`open_reader` started for the same stages, before this process could import torch, and
+    ``maker`` one that has begun with what such a reader brings, on a CPU.
     Making the object waits for the adapter, if there is one, and for nothing else. ``verify`` holds every file against
     its sha256, those beside the weights with the first stage. Raises what the reader raises, and ModelError.
     """
@@ -54,28 +52,25 @@ class StageLoad:
         threads: int = 8,
         verify: bool = True,
         reader: BlobReader | None = None,
+        maker: Maker | None = None,
     ) -> None:
         self._manifest, self._skeleton = manifest, skeleton
         self._parts = parts_of(manifest, stages)
         adapters = adapter_blobs(folder, manifest, stages)
-        blobs = adapters + part_blobs(folder, manifest, stages)
-        largest = max((blob.bytes for blob in blobs), default=0)
-        # with several links files are read long before their turn, and hold their buffers until then
-        if len(links) == 1 and skeleton.device.type == "cpu" and all(part.plane for part in self._parts):
-            self._memory: Memory = PassingMemory()
-        else:
-            self._memory = memory_for(skeleton.device, largest, BUFFERS if len(links) == 1 else max(1, len(blobs)))
-        self._reader = reader or open_reader(
-            folder, manifest, stages, links, threads=threads, verify=verify, allocate=self._memory.allocate
-        )
-        self._first_part = len(adapters)
+        if maker is None:
+            blobs = adapters + part_blobs(folder, manifest, stages)
+            memory = self._memory_for(max((blob.bytes for blob in blobs), default=0), len(blobs), len(links))
+            reader = reader or open_reader(
+                folder, manifest, stages, links, threads=threads, verify=verify, allocate=memory.allocate
+            )
+            maker = Maker(manifest, stages, reader, skeleton.device, skeleton.dtype, memory)
+        self._maker = maker
         self._ready = [threading.Event() for _ in self._parts]
         self._copied: dict[int, torch.cuda.Event | None] = {}
         self._error: Exception | None = None
-        self._stopped = False
         self._targets: dict[int | str, nn.Module] = {}
         self.stalled_s = 0.0  # that forward passes inside streaming() waited
-        self.placing_s = 0.0  # that the placer spent on parameters, not on waiting for bytes
+        self._merging_s = 0.0
         self.arrived_s = 0.0  # time.monotonic when the last parameter was in its place
         try:
             if verify and not previous.stage:
@@ -85,32 +80,18 @@ class StageLoad:
         except BaseException:
             self.close()
             raise
-        rooms = [self._room(part) for part in self._parts]
-        self._placer = on_one_core("placer", partial(self._place_all, deque(rooms)))
-        threading.Thread(target=self._back, args=(deque(rooms),), name="rooms", daemon=True).start()
+        self._placer = on_one_core("placer", self._place_all)
 
-    def _room(self, part: PartFile) -> WeightRoom:
-        """Memory for the weights of ``part`` that cannot stay where they are read, or are merged into others."""
-        dtype = self._skeleton.dtype
-        moved = [
-            entry.shape
-            for name, entry in part.brought.items()
-            if (not part.plane if name in part.cut else part.cut or torch_dtype(entry.dtype) != dtype)
-        ]
-        return WeightRoom(sum(room_for(shape, dtype) for shape in moved), self._skeleton.device)
-
-    def _back(self, rooms: deque[WeightRoom]) -> None:
-        """While files are on their way, so that the placer need not wait for memory.
-
-        Taken from the queue: layers that are fused while others come must be able to give their memory back.
-        """
-        while rooms and not self._stopped:
-            rooms.popleft().back()
+    def _memory_for(self, largest: int, files: int, links: int) -> Memory:
+        if links == 1 and self._skeleton.device.type == "cpu" and all(part.plane for part in self._parts):
+            return PassingMemory()
+        # with several links files are read long before their turn, and hold their buffers until then
+        return memory_for(self._skeleton.device, largest, BUFFERS if links == 1 else max(1, files))
 
     def _adapter(self, blobs: Sequence[Blob], stage: str) -> Adapter | None:
         if not blobs:
             return None
-        settled = [self._memory.settle(self._reader.wait(i))[0] for i in range(len(blobs))]
+        settled = [self._maker.memory.settle(self._maker.reader.wait(i))[0] for i in range(len(blobs))]
         config, weights = (data.cpu().numpy().tobytes() for data in settled)
         return parse_adapter(f"of stage {stage}", config, weights, self._skeleton.device)
 
@@ -127,45 +108,36 @@ class StageLoad:
         self._targets |= ends
         return make_view(stage, base, ends, adapter)
 
-    def _place_all(self, rooms: deque[WeightRoom]) -> None:
+    def _place_all(self) -> None:
         try:
             for index, part in enumerate(self._parts):
-                self._copied[index] = self._place(index, part, rooms.popleft())
+                self._copied[index] = self._place(part, self._maker.take())
                 self._ready[index].set()
             check_whole(self.view)
             self.arrived_s = time.monotonic()
         except Exception as error:
-            self._error, self._stopped = error, True
-            self._memory.close()
+            self._error = error
+            self._maker.stop()
             for event in self._ready:
                 event.set()
 
-    def _place(self, index: int, part: PartFile, room: WeightRoom) -> torch.cuda.Event | None:
-        file, first = self._reader.wait(self._first_part + index), part.data_start
-        check_header(part, bytes(file[:first]))
-        data, copied = self._memory.settle(file[first:])
-        begin, dtype = time.perf_counter(), self._skeleton.dtype
-        for name, entry in part.brought.items():
-            if name in part.cut:
-                continue
-            raw = data[entry.start - first : entry.end - first]
-            weights = raw.view(torch_dtype(entry.dtype)).reshape(entry.shape)
-            if weights.dtype != dtype or part.cut:  # a norm need not hold the memory of streams
-                weights = room.take(entry.shape, dtype).copy_(weights)
+    def _place(self, part: PartFile, made: Made) -> torch.cuda.Event | None:
+        begin = time.perf_counter()
+        for name, weights in made.weights.items():
             put(*self._target(part, name), weights)
         if part.plane:
-            self._skeleton.planes.place(part, file, partial(self._parameter, part))
-            self._memory.let_go(file)
-        else:
-            for name, tensor in part.cut.items():
-                weights = room.take(tensor.shape, dtype)
-                first_weights(part, name, file, weights)
-                put(*self._target(part, name), weights)
+            self._skeleton.planes.place(part, made.file, partial(self._parameter, part))
+            self._maker.memory.let_go(made.file)
         if self._manifest.tied and part.layer is None:
             head, embedding = self._targets["lm_head"], self._targets["embed_tokens"]
             head._parameters["weight"] = embedding._parameters["weight"]
-        self.placing_s += time.perf_counter() - begin
-        return copied
+        self._merging_s += time.perf_counter() - begin
+        return made.copied
+
+    @property
+    def placing_s(self) -> float:
+        """Seconds that were spent on parameters, not on waiting for bytes."""
+        return self._maker.seconds + self._merging_s
 
     def _parameter(self, part: PartFile, name: str) -> nn.Parameter:
         module, leaf = self._target(part, name)
@@ -226,14 +198,12 @@ class StageLoad:
 
     def close(self) -> None:
         """Stop reading. Whoever waits for a layer that is not there gets a LinkError, and so does :meth:`wait`."""
-        self._stopped = True
-        self._memory.close()
-        self._reader.close()
+        self._maker.close()
 
     def wait(self) -> StageView:
         """The view with every weight in its place. Raises LinkError, ModelError or StageError if the load failed."""
         self._placer.join()
-        self._reader.close()
+        self._maker.reader.close()
         if self._error:
             raise self._error
         for index in range(len(self._parts)):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from firsttoken.progressive.checkpoint.manifest import PartFile, read_manifest, verify
 from firsttoken.progressive.loading.blobs import parts_of
-from firsttoken.progressive.planes.placing import STORED, Planes, first_weights
+from firsttoken.progressive.planes.placing import STORED, Planes, Scratch, first_weights
 from firsttoken.study.errors import ModelError, StageError
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def _add(part: PartFile, file: memoryview, tensors: dict[str, Tensor], planes: P
     if part.plane == 0:
         for name, cut in part.cut.items():
             tensors[name] = torch.empty(cut.shape, dtype=STORED[cut.dtype])
-            first_weights(part, name, file, tensors[name])
+            first_weights(part, name, file, tensors[name], Scratch())
     else:
         planes.place(part, file, lambda name: nn.Parameter(tensors[name], requires_grad=False))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from firsttoken.progressive.loading.reader import host_memory
@@ -29,14 +31,14 @@ def encode(data: bytes) -> tuple[Codec, bytes]:
 
 
 class Decoding:
-    """A stream of ``size`` bytes, coded as ``data``, taken a piece of at most ``most`` bytes at a time.
+    """A stream of ``size`` bytes, coded as ``data``, taken a piece at a time.
 
-    The pieces of one that is coded are in the same memory, one after the other: so what is decoded lies in the cache
-    when it is made weights, and of the whole stream no page is taken from the system. Raises ModelError where ``data``
-    says or holds another size, or is no code.
+    The pieces of one that is coded are in the same memory, one after the other, which ``room`` gives: so what is
+    decoded lies in the cache when it is made weights, and of the whole stream no page is taken from the system. Raises
+    ModelError where ``data`` says or holds another size, or is no code.
     """
 
-    def __init__(self, codec: Codec, data: memoryview, size: int, most: int, what: str) -> None:
+    def __init__(self, codec: Codec, data: memoryview, size: int, what: str, room: Callable[[], memoryview]) -> None:
         self.size = self._left = size
         self._what = what
         self._data: memoryview | None = None
@@ -55,7 +57,7 @@ class Decoding:
             self._reader = zstandard.ZstdDecompressor().stream_reader(data)
         except zstandard.ZstdError as error:
             raise ModelError(f"{what} cannot be decoded ({error}); copy it again") from error
-        self._piece = host_memory(min(size, most))
+        self._piece = room()
 
     def take(self, count: int) -> memoryview:
         """The next ``count`` bytes, until the next call; with the last ones it is held that nothing follows."""
@@ -76,4 +78,4 @@ class Decoding:
 
 def decode(codec: Codec, data: memoryview, size: int, what: str) -> memoryview:
     """The ``size`` bytes of a stream. Raises ModelError where ``data`` says or holds another size, or is no code."""
-    return Decoding(codec, data, size, size, what).take(size)
+    return Decoding(codec, data, size, what, partial(host_memory, size)).take(size)

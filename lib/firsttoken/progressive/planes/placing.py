@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from firsttoken.progressive.checkpoint.manifest import PartFile
+from firsttoken.progressive.loading.reader import host_memory
 from firsttoken.progressive.planes.codec import Decoding
 from firsttoken.progressive.planes.cutting import cutter
 from firsttoken.progressive.planes.layouts import BLOCK, SPLITS
@@ -82,7 +83,7 @@ class Planes:
                 f"{part.name}: {name} is stored as {STORED[stored_as]} and computes as {weights.dtype}, which does not "
                 "hold it: choose the stored dtype, or float32"
             )
-        decodings = _decodings(part, name, file, len(weights))
+        decodings = _decodings(part, name, file, len(weights), Scratch())
         streams = [_on(weights.device, stream.take(stream.size)) for stream in decodings]
         made, words = cutter(part.split, stored_as), _words(weights, STORED[stored_as])
         for start in range(done, len(words), AT_ONCE):
@@ -94,14 +95,28 @@ class Planes:
             yield min(AT_ONCE, len(words) - start), merge
 
 
-def first_weights(part: PartFile, name: str, file: memoryview, weights: Tensor) -> None:
+class Scratch:
+    """Memory for pieces of decoded streams, for one tensor after the other: to map it for each waits for those who have
+    pages backed meanwhile."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[int, memoryview] = {}
+
+    def room(self, number: int, size: int) -> memoryview:
+        """``size`` bytes for the streams that have this ``number`` in their plane."""
+        if len(self._rooms.get(number, b"")) < size:
+            self._rooms[number] = host_memory(size)
+        return self._rooms[number]
+
+
+def first_weights(part: PartFile, name: str, file: memoryview, weights: Tensor, scratch: Scratch) -> None:
     """Fill ``weights`` from the first plane of the tensor ``name``, whose shape they have, a block at a time.
 
     Raises ModelError.
     """
     tensor = part.cut[name]
     made, kinds = cutter(part.split, tensor.dtype), SPLITS[part.split][tensor.dtype].planes[part.plane]
-    streams = _decodings(part, name, file, BLOCK)
+    streams = _decodings(part, name, file, min(BLOCK, weights.numel()), scratch)
     for block in _words(weights.view(-1), STORED[tensor.dtype]).split(BLOCK):
         pieces = [stream.take(kind.bytes(len(block))) for kind, stream in zip(kinds, streams, strict=True)]
         made.fill(block, [_on(block.device, piece) for piece in pieces])
@@ -116,12 +131,12 @@ def _on(device: torch.device, data: memoryview) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 
-def _decodings(part: PartFile, name: str, file: memoryview, most: int) -> list[Decoding]:
+def _decodings(part: PartFile, name: str, file: memoryview, most: int, scratch: Scratch) -> list[Decoding]:
     """The streams of the plane of ``name`` that ``file`` holds, for ``most`` words at a time."""
     tensor, count = part.cut[name], math.prod(part.cut[name].shape)
     kinds = SPLITS[part.split][tensor.dtype].planes[part.plane]
     streams = []
-    for kind, key, codec in zip(kinds, part.streams(name), tensor.codecs, strict=True):
-        entry, what = part.tensors[key], f"{part.name}: {key}"
-        streams.append(Decoding(codec, file[entry.start : entry.end], kind.bytes(count), kind.bytes(most), what))
+    for number, (kind, key, codec) in enumerate(zip(kinds, part.streams(name), tensor.codecs, strict=True)):
+        entry, what, room = part.tensors[key], f"{part.name}: {key}", partial(scratch.room, number, kind.bytes(most))
+        streams.append(Decoding(codec, file[entry.start : entry.end], kind.bytes(count), what, room))
     return streams

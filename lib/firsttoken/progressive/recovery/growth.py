@@ -25,6 +25,7 @@ from firsttoken.study.errors import FirstTokenError
 
 if TYPE_CHECKING:
     from firsttoken.progressive.loading.loader import StageLoad
+    from firsttoken.progressive.loading.making import Maker
     from firsttoken.progressive.loading.views import StageView
 
 LONGEST_PAUSE_S = 60.0
@@ -57,7 +58,7 @@ class Growth:
         self._started_s = time.monotonic()
         self._lock = threading.Lock()
         self._loading: StageLoad | None = None
-        self._early: BlobReader | None = None  # of stage 1, begun before torch was there
+        self._early: BlobReader | Maker | None = None  # of stage 1, begun before there is a model
 
     def note(self, stage: int, what: str, **more: float) -> None:
         """Remember that ``what`` happened to ``stage``, now."""
@@ -91,6 +92,9 @@ class Growth:
 
     def first(self) -> StageLoad:
         """Begin to load stage 1. Raises ModelError, StageError or LinkError when it cannot begin."""
+        import torch
+
+        from firsttoken.progressive.loading.making import Maker
         from firsttoken.progressive.loading.placement import build_lean, torch_dtype
         from firsttoken.progressive.loading.skeleton import Skeleton
 
@@ -103,6 +107,9 @@ class Growth:
             for blob in blobs(self._folder, manifest, [stage])
         )
         computing = dtypes.serving(self._dtype, torch_dtype(manifest.dtype), self._device)
+        with self._lock:
+            if self._early is not None and not isinstance(self._early, Maker):
+                self._early = Maker(manifest, [1], self._early, torch.device(self._device), computing)
         self.skeleton = Skeleton(self._folder, manifest, self._device, computing, build_lean)
         self._manifest: Manifest = manifest
         return self._load(1, self.skeleton.empty_view())
@@ -173,7 +180,7 @@ class Growth:
 
         with self._lock:
             early, self._early = self._early, None  # whose it is from now on
-        options = {"threads": self._threads, "reader": early}
+        options = {"threads": self._threads, "maker": early}
         load = StageLoad(self._folder, self._manifest, [stage], self._links, self.skeleton, previous, **options)
         with self._lock:
             self._loading = load
