@@ -26,6 +26,7 @@ from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.limits import ServerLimits
 from firsttoken.swarm.member import ServerProcess
+from firsttoken.swarm.remote import RemoteModel
 from firsttoken.swarm.server import Running, ServerConfig, serving
 from firsttoken.swarm.stack import BlockStack
 
@@ -116,6 +117,15 @@ def copied(address: Path) -> Iterator[None]:
     del os.environ[warm.SOCKET]
     os.kill(copy, signal.SIGTERM)
     os.waitpid(copy, 0)
+
+
+def part(model: RemoteModel) -> None:
+    """End its sessions with servers, in the thread that they are of: gRPC's calls stand no other."""
+
+    async def close() -> None:
+        model.chain.close()
+
+    wait_for(close())
 
 
 def lend(folder: Path, spans: Sequence[str]) -> None:

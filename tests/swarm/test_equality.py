@@ -11,7 +11,7 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 from plain_tokens import check_greedy
-from swarms import DEPTH, Here
+from swarms import DEPTH, Here, part
 
 from firsttoken.engine.request import Sampling
 from firsttoken.swarm.access import Access
@@ -55,7 +55,7 @@ def split(monkeypatch):
 
     def choose(model, cuts) -> None:
         model.swarm.choose(spans(cuts))
-        model.chain.close()
+        part(model)
 
     return choose
 

@@ -67,6 +67,13 @@ def test_of_equal_chains_the_one_with_fewer_hops() -> None:
     assert [hop.server.name for hop in best_chain([*halves, whole], range(6))] == ["c"]
 
 
+@given(st.floats(0.1, 1e4))
+def test_a_server_is_asked_once_for_blocks_in_a_row(rate: float) -> None:
+    """However the sum of its parts is rounded; two sessions with it would share the connection that one gives up."""
+    server = Reachable("a", range(0, 6), 0.0, rate)
+    assert best_chain([server], range(6)) == [Hop(server, range(6))]
+
+
 def test_a_far_server_is_taken_where_it_saves_more_than_its_way() -> None:
     near = Reachable("near", range(0, 6), 0.001, 10.0)
     far = Reachable("far", range(2, 6), 0.1, 1000.0)

@@ -11,7 +11,7 @@ import grpc
 import pytest
 import torch
 from plain_tokens import check_greedy, generated
-from swarms import DEPTH, asking
+from swarms import DEPTH, asking, part
 
 from firsttoken.assets.models import load_model
 from firsttoken.engine.request import Sampling
@@ -164,7 +164,7 @@ def test_who_does_not_vouch_for_an_answer_is_left_out(here, client, asked):
     up = first if first.record.server == chosen else second
     commit = up.sessions.committer.commit
     for wrong, why in ((lambda *_: "", "carries no commitment"), (swapped(commit), "of other inputs or outputs")):
-        model.chain.close()
+        part(model)
         model.swarm._banned.clear()
         for server in (first, second):
             model.swarm._pings[server.record.address] = 0.0 if server is up else 1.0

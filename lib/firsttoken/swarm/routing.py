@@ -82,10 +82,14 @@ def best_chain(servers: Collection[Reachable], layers: range, without: Collectio
     if layers.start not in best:
         gaps = [block for block in layers if not any(block in server.blocks for server in usable)]
         raise SwarmError(f"no server that answers has blocks {_spans(gaps)}: start one with `firsttoken swarm serve`")
-    chain, at = [], layers.start
+    chain: list[Hop] = []
+    at = layers.start
     while at != layers.stop:
-        chain.append(step[at])
-        at = step[at].blocks.stop
+        hop = step[at]
+        at = hop.blocks.stop
+        if chain and chain[-1].server == hop.server:  # no way between them, and a sum that was rounded down
+            hop = Hop(hop.server, range(chain.pop().blocks.start, at))
+        chain.append(hop)
     return chain
 
 
