@@ -46,6 +46,7 @@ from firsttoken.progressive import examination, training
 from firsttoken.progressive.coldstart import deferral, harness, materials, precision, trial
 from firsttoken.progressive.coldstart import experiments as coldstart
 from firsttoken.progressive.planes import frontier
+from firsttoken.progressive.planes.native import merger
 from firsttoken.progressive.recipe import RECIPES
 from firsttoken.progressive.recovery import timeline_trial
 from firsttoken.registry import EXPERIMENTS
@@ -323,7 +324,8 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(shapes, "_SHAPES", narrow)
         for spec in truth.models:  # now: a config may be asked for where everything is built on the meta device
             made.model(spec)
-        kernels()  # looked for once a process: not where there seems to be no compiler, nor in an empty cache
+        for compiled in (kernels, merger):  # once a process: not where there seems to be no compiler, or an empty cache
+            compiled()
         patch.setattr(paths, "CACHE", folder / "cache")
         patch.setattr(subprocess, "run", in_this_process)
         resampled = stats._resampled  # 2,000 draws of each of some hundred measures would be most of the time
