@@ -31,6 +31,6 @@ echo "firsttoken: unit tests, 6 to 11 minutes on two quiet cores, 13 to 15 witho
 # two processes that compute on one thread each; the files go to them in the order of tests/conftest.py
 "$FIRSTTOKEN_PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 [[ "${1:-}" != --unit ]] || exit 0
-echo "firsttoken: the notebooks, 7 to 11 minutes on two quiet cores, 28 without bf16"
+echo "firsttoken: the notebooks, 7 to 11 minutes on two quiet cores, 25 to 28 without bf16"
 # each kernel is a copy of one process that has imported what they need
 "$FIRSTTOKEN_PYTHON" -m firsttoken.study.warm pytest -q --nbval notebooks

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.plan import LoadPlan, Stage, by_layers, coarse_first, whole
 from firsttoken.progressive.loading.blobs import open_reader, parts_of
+from firsttoken.progressive.loading.making import Maker
+from firsttoken.progressive.loading.placement import torch_dtype
 from firsttoken.progressive.loading.views import changed
 from firsttoken.progressive.passlayer import PassLayer
 from firsttoken.progressive.served import at_stage
@@ -45,8 +47,9 @@ def test_a_reader_that_began_before_the_model_was_there(stage, ids):
     staged = stage()
     link = Link()
     reader = open_reader(staged.folder, staged.manifest, ALL, [link])
+    maker = Maker(staged.manifest, ALL, reader, torch.device("cpu"), torch_dtype(staged.manifest.dtype))
     loads = Loads(staged)
-    load = loads.begin(*ALL, links=[link], reader=reader)
+    load = loads.begin(*ALL, links=[link], maker=maker)
     assert torch.equal(loads.answer(ids, load.wait()), stock_answer(staged.folder, ids))
     assert link.bytes_moved == staged.manifest.bytes, "nothing is read twice"
 

@@ -7,6 +7,7 @@ import json
 import os
 
 import pytest
+import yaml
 
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.foreign.faults import Damaged, blaming, read_bytes, shown
@@ -77,6 +78,17 @@ def test_json_that_is_read():
 def test_yaml_that_is_refused(text, words):
     with pytest.raises(ValueError, match=words):
         parse_yaml(text)
+
+
+def test_no_bracket_is_looked_at_beyond_the_deepest_level(monkeypatch):
+    """The scanner looks far ahead of what is read, and each bracket costs it a look at all that are open."""
+    seen, opened = [], yaml.SafeLoader.fetch_flow_collection_start
+    monkeypatch.setattr(
+        yaml.SafeLoader, "fetch_flow_collection_start", lambda loader, kind: (seen.append(kind), opened(loader, kind))
+    )
+    with pytest.raises(Damaged, match="more than 32 levels deep"):
+        parse_yaml("{" * 1000)
+    assert len(seen) <= 32
 
 
 def test_yaml_is_that_of_the_core_schema(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_a_home_of_ones_own_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert kept_elsewhere(tmp_path / "cache") == {}
 
 
-@pytest.mark.parametrize("home", ["/dev/null", "/dev/null/home"])
+@pytest.mark.parametrize("home", [os.devnull, f"{os.devnull}/home"])
 def test_without_a_home_all_is_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str) -> None:
     monkeypatch.setenv("HOME", home)
     monkeypatch.setenv("MPLCONFIGDIR", "set by the user")
@@ -42,7 +43,7 @@ def test_a_home_of_someone_else_is_not_written(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.usefixtures("root")
 def test_a_notebook_runs_without_a_home(write_notebook, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setenv("HOME", "/dev/null/home")
+    monkeypatch.setenv("HOME", f"{os.devnull}/home")
     write_notebook(
         "01_draws",
         "import matplotlib, os\nprint(matplotlib.get_configdir(), os.environ['JUPYTER_RUNTIME_DIR'])",

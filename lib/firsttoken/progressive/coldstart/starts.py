@@ -16,7 +16,7 @@ import torch
 
 from firsttoken.lean.tokenizer import read_tokenizer
 from firsttoken.link import Link
-from firsttoken.progressive.checkpoint.manifest import read_manifest
+from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressive.coldstart.spec import PhaseClock, TrialSpec
 from firsttoken.progressive.coldstart.variants import StartVariant
 from firsttoken.progressive.loading.reader import BlobReader
@@ -65,12 +65,11 @@ def tokenize(spec: TrialSpec, variant: StartVariant) -> Any:
     return torch.tensor([read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids]).to(spec.device)
 
 
-def begin_making(spec: TrialSpec, variant: StartVariant, reader: BlobReader) -> Maker:
+def begin_making(spec: TrialSpec, variant: StartVariant, manifest: Manifest, reader: BlobReader) -> Maker:
     """Weights of what ``reader`` brings, from now on: what is done meanwhile needs the processor less than they do."""
     from firsttoken.progressive.loading.making import Maker
     from firsttoken.progressive.loading.placement import torch_dtype
 
-    manifest = read_manifest(Path(spec.staged))
     dtype = _dtype(spec) or torch_dtype(manifest.dtype)
     return Maker(manifest, variant.stages, reader, torch.device(spec.device), dtype)
 
@@ -98,7 +97,7 @@ def start_ours(
     from firsttoken.progressive.loading.skeleton import Skeleton
 
     folder = Path(spec.staged)
-    manifest = read_manifest(folder)
+    manifest = maker.manifest if maker else read_manifest(folder)  # which takes some 50 ms
     skeleton = Skeleton(folder, manifest, spec.device, _dtype(spec), build_lean if variant.lean else build_on_meta)
     marks.phase("build")
     options = {"threads": spec.readers, "verify": variant.verify, "maker": maker}

@@ -20,7 +20,7 @@ from typing import Any  # noqa: E402
 
 from firsttoken.lean.importing import uncollected  # noqa: E402
 from firsttoken.link import Link, LinkConfig  # noqa: E402
-from firsttoken.progressive.checkpoint.manifest import read_manifest  # noqa: E402
+from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest  # noqa: E402
 from firsttoken.progressive.coldstart.spec import PhaseClock, TrialSpec  # noqa: E402
 from firsttoken.progressive.coldstart.variants import StartVariant, find_variant  # noqa: E402
 from firsttoken.progressive.loading.blobs import open_reader, part_blobs  # noqa: E402
@@ -40,12 +40,13 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     marks = PhaseClock(spec.spawned_s)
     marks.last = INTERPRETER_UP
     marks.phases["interpreter"] = INTERPRETER_UP - spec.spawned_s
-    reader, reading = None, time.monotonic()
+    manifest, reader, reading = None, None, time.monotonic()
     if variant.early and variant.peer:
         for file in sorted(Path(spec.stock).glob("*.safetensors")):
             threading.Thread(target=read_ahead, args=(file,), daemon=True).start()
     elif variant.early:
-        reader = _open(spec, variant, links)
+        manifest = read_manifest(Path(spec.staged))
+        reader = _open(spec, variant, manifest, links)
 
     with uncollected() if variant.lean else nullcontext():
         import torch
@@ -63,8 +64,9 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     if not (variant.early or variant.peer) and spec.device == "cpu":
         # on CUDA the reader needs pinned memory, and so the load opens it
         reading = time.monotonic()
-        reader = _open(spec, variant, links)
-    maker = starts.begin_making(spec, variant, reader) if reader else None
+        manifest = read_manifest(Path(spec.staged))
+        reader = _open(spec, variant, manifest, links)
+    maker = starts.begin_making(spec, variant, manifest, reader) if manifest and reader else None
     prompt = starts.tokenize(spec, variant)
     marks.phase("config and tokenizer")
     start = starts.start_peer if variant.peer else starts.start_ours
@@ -90,9 +92,9 @@ def _told(variant: StartVariant, torch_s: float) -> dict[str, Any]:
     return {"torch_s": torch_s, "lean": "transformers" not in sys.modules} if variant.lean else {}
 
 
-def _open(spec: TrialSpec, variant: StartVariant, links: list[Link]) -> BlobReader:
+def _open(spec: TrialSpec, variant: StartVariant, manifest: Manifest, links: list[Link]) -> BlobReader:
     options = {"threads": spec.readers, "verify": variant.verify}
-    return open_reader(spec.weights, read_manifest(Path(spec.staged)), variant.stages, links, **options)
+    return open_reader(spec.weights, manifest, variant.stages, links, **options)
 
 
 def _read_alone(spec: TrialSpec, variant: StartVariant, links: list[Link]) -> dict[str, Any]:

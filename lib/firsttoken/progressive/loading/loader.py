@@ -24,7 +24,7 @@ from firsttoken.progressive.loading.lora import Adapter, parse_adapter, shared_c
 from firsttoken.progressive.loading.making import Made, Maker
 from firsttoken.progressive.loading.memory import BUFFERS, Memory, PassingMemory, memory_for
 from firsttoken.progressive.loading.one_core import on_one_core
-from firsttoken.progressive.loading.reader import Blob, BlobReader
+from firsttoken.progressive.loading.reader import Blob
 from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.progressive.loading.views import StageView, check_whole, make_view
 from firsttoken.progressive.passlayer import PassLayer
@@ -34,8 +34,7 @@ from firsttoken.study.errors import ModelError
 class StageLoad:
     """One load of ``stages`` on top of ``previous``. :attr:`view` computes while it arrives, inside :meth:`streaming`.
 
-    ``reader`` is one that :func:`open_reader` started for the same stages, before this process could import torch, and
-    ``maker`` one that has begun with what such a reader brings, on a CPU.
+    ``maker`` is one that has begun with what a reader of the same stages brings, before there was a skeleton.
     Making the object waits for the adapter, if there is one, and for nothing else. ``verify`` holds every file against
     its sha256, those beside the weights with the first stage. Raises what the reader raises, and ModelError.
     """
@@ -51,7 +50,6 @@ class StageLoad:
         *,
         threads: int = 8,
         verify: bool = True,
-        reader: BlobReader | None = None,
         maker: Maker | None = None,
     ) -> None:
         self._manifest, self._skeleton = manifest, skeleton
@@ -60,7 +58,7 @@ class StageLoad:
         if maker is None:
             blobs = adapters + part_blobs(folder, manifest, stages)
             memory = self._memory_for(max((blob.bytes for blob in blobs), default=0), len(blobs), len(links))
-            reader = reader or open_reader(
+            reader = open_reader(
                 folder, manifest, stages, links, threads=threads, verify=verify, allocate=memory.allocate
             )
             maker = Maker(manifest, stages, reader, skeleton.device, skeleton.dtype, memory)

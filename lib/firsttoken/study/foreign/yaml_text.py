@@ -73,7 +73,7 @@ class _Loader(yaml.SafeLoader):
     _depth = 0
 
     def fetch_flow_collection_start(self, token_class: Any) -> None:
-        # looks up to 1,024 characters ahead, and at each bracket at all that are open: a second of CPU for 1,000
+        # looks up to 1,024 characters ahead, and at each bracket at all that are open: 0.25 s of CPU for 1,000
         if self.flow_level >= _DEEPEST:
             raise Damaged(f"line {self.line + 1}: it is more than {_DEEPEST} levels deep")
         super().fetch_flow_collection_start(token_class)
