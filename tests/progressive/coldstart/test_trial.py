@@ -111,6 +111,13 @@ def test_a_lean_start(staged, spec, tokenizer, variant, at, wire):
     assert row["lean"] is True
 
 
+def test_a_start_that_is_asked_to_be_lean(staged, spec, tokenizer):
+    """Any start of ours, reading when the request has come."""
+    row = one_trial(replace(spec, variant="progressive", recover=True, lean=True), COLD)
+    add_up(row)
+    assert row["lean"] is True and row["full_token_id"] == next_token(staged.served.model, tokenizer)
+
+
 def test_a_lean_start_of_another_architecture(staged, spec, tokenizer, capsys):
     """It is the stock model's, and says so."""
     config = Path(staged.folder, "config.json")

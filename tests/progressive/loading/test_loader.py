@@ -190,6 +190,23 @@ def test_a_streamed_prefill_computes_while_the_rest_is_on_its_way(stage, ids):
     assert 0 < load.stalled_s < 30 and load.placing_s > 0
 
 
+def test_a_streamed_prefill_leaves_one_processor_to_the_load_until_all_is_there(stage, ids):
+    staged, before, threads = stage(), torch.get_num_threads(), []
+    loads = Loads(staged)
+    load = loads.begin(*ALL, links=[Link(LinkConfig(0.02))], threads=1)
+    torch.set_num_threads(3)
+    try:
+        with load.streaming():
+            for layer in load.view.layers:
+                layer.register_forward_hook(lambda *_: threads.append(torch.get_num_threads()))
+            loads.answer(ids, load.view)
+            load.wait()
+            loads.answer(ids, load.view)
+        assert threads[0] == 2 and threads[6:] == [3] * 6 and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_gates_go_when_the_block_ends_and_hold_up_no_other_stage(stage, ids):
     """A refinement on its way, its forward passes waiting; the stage before answers meanwhile."""
     staged = stage(plan=lambda names: coarse_first(names, 6), dtype=torch.bfloat16)

@@ -41,7 +41,7 @@ class Start:
 
 def precision_start(profile: Profile) -> Outcome:
     """First tokens of the whole model as it is stored, of the report's stages and of every split, from cold files over
-    each link and from this disk, each going on until all weights are there."""
+    each link and from this disk, each going on until all weights are there; in lean layers, as ``serve`` computes."""
     config = profile.section("precision", PrecisionConfig)
     quality = profile.section("quality", QualityConfig)
     check(profile.section("served", ServedConfig).needs(), ModelFacts(profile.model))
@@ -76,11 +76,12 @@ def _starts(profile: Profile, config: PrecisionConfig, questions: str, served: S
     stock = write_stock(source, parent / f"{name}-stock")
     bare = Checkpoint(folder, stock, manifest, served.plan, served.provenance)
     by_layer = trial_specs(profile, bare, questions, config.readers)
-    starts = [Start(name, replace(by_layer(name), digest=True), 3) for name in (WHOLE, LAYERS)]
+    starts = [Start(name, replace(by_layer(name), lean=True, digest=True), 3) for name in (WHOLE, LAYERS)]
     for split in config.start_splits:
         cut = planes_checkpoint(served, stored, split)
         spec = trial_specs(profile, cut, questions, config.readers)("progressive")
-        starts.append(Start(split, replace(spec, recover=planes_of(split) > 1, digest=True), planes_of(split)))
+        spec = replace(spec, lean=True, recover=planes_of(split) > 1, digest=True)
+        starts.append(Start(split, spec, planes_of(split)))
     return starts
 
 

@@ -20,8 +20,8 @@ class TrialSpec:
     ``server`` is the address of a data server that has the staged weights; config and tokenizer are here even then.
     ``stages`` are loaded instead of the variant's own, where given; ``recover`` loads the later ones after the first
     token, and ``digest`` tells the sha256 of all weights in the end. With an empty ``prompt`` (random weights have no
-    tokenizer) it is ``prompt_tokens`` arbitrary ids. ``dtype`` is what computes ("stored": the checkpoint's own); to
-    convert the weights is part of loading them.
+    tokenizer) it is ``prompt_tokens`` arbitrary ids. ``lean`` makes any start of ours compute in lean layers. ``dtype``
+    is what computes ("stored": the checkpoint's own); to convert the weights is part of loading them.
     """
 
     variant: str
@@ -39,6 +39,7 @@ class TrialSpec:
     stages: tuple[int, ...] = ()
     recover: bool = False
     digest: bool = False
+    lean: bool = False
 
     @property
     def weights(self) -> Folder:

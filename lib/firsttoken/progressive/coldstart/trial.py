@@ -13,7 +13,7 @@ INTERPRETER_UP = time.monotonic()
 import json  # noqa: E402
 import sys  # noqa: E402
 import threading  # noqa: E402
-from contextlib import nullcontext  # noqa: E402
+from contextlib import ExitStack, nullcontext  # noqa: E402
 from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -32,8 +32,7 @@ from firsttoken.study.system.reading import read_ahead  # noqa: E402
 def main(spec: TrialSpec) -> dict[str, Any]:
     """Run the trial and return its row."""
     variant = find_variant(spec.variant)
-    if spec.stages:
-        variant = replace(variant, stages=tuple(spec.stages))
+    variant = replace(variant, stages=tuple(spec.stages) or variant.stages, lean=spec.lean or variant.lean)
     links = [Link(LinkConfig(spec.gbit_per_s)) for _ in range(variant.links)]
     if variant.name == "read":
         return _read_alone(spec, variant, links)
@@ -67,11 +66,14 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         manifest = read_manifest(Path(spec.staged))
         reader = _open(spec, variant, manifest, links)
     maker = starts.begin_making(spec, variant, manifest, reader) if manifest and reader else None
-    prompt = starts.tokenize(spec, variant)
-    marks.phase("config and tokenizer")
     start = starts.start_peer if variant.peer else starts.start_ours
-    with torch.inference_mode():
+    with ExitStack() as failing, torch.inference_mode():
+        if maker:
+            failing.callback(maker.close)
+        prompt = starts.tokenize(spec, variant)
+        marks.phase("config and tokenizer")
         first, more = start(spec, variant, links, maker, prompt, marks)
+        failing.pop_all()
     token_s = marks.last
     row: dict[str, Any] = {
         "token_id": first,

@@ -151,14 +151,21 @@ class StageLoad:
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """Forward passes of the model inside the block wait for each layer as they come to it."""
+        """Forward passes of the model inside the block wait for each layer as they come to it.
+
+        Until all have come they leave one processor to whoever makes weights of bytes: of a product's threads all wait
+        for the one that is not let run. Bits of 135 M weights, read at 16 Gbit/s, answered after 0.93 instead of 1.06 s
+        so, and from a disk after 1.00 instead of 1.17 (medians of 7, turn by turn, two cores).
+        """
+        all_cores = torch.get_num_threads()
         handles = []
         for index, part in enumerate(self._parts):
             for module in self._gated(part):
-                handles.append(module.register_forward_pre_hook(self._gate(index)))
+                handles.append(module.register_forward_pre_hook(self._gate(index, all_cores)))
         try:
             yield
         finally:
+            torch.set_num_threads(all_cores)
             for handle in handles:
                 handle.remove()
 
@@ -168,10 +175,13 @@ class StageLoad:
         names = {name.removeprefix("model.").partition(".")[0] for name in part.brought}
         return [self.view.ends[name] for name in names]
 
-    def _gate(self, index: int) -> Callable[..., None]:
+    def _gate(self, index: int, all_cores: int) -> Callable[..., None]:
+        beside = max(1, all_cores - 1) if self._skeleton.device.type == "cpu" else all_cores
+
         def wait(*_: object) -> None:
             start = time.perf_counter()
             self.await_part(index)
+            torch.set_num_threads(all_cores if self.arrived else beside)
             self.stalled_s += time.perf_counter() - start
 
         return wait

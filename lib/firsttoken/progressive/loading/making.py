@@ -57,8 +57,9 @@ class Maker:
         self._device, self._dtype, self._stopped = device, dtype, False
         self._made: queue.SimpleQueue[Made | Exception] = queue.SimpleQueue()
         rooms = [self._room(part) for part in self._parts]
-        on_one_core("maker", partial(self._make_all, deque(rooms)))
-        threading.Thread(target=self._back, args=(deque(rooms),), name="rooms", daemon=True).start()
+        backing = threading.Thread(target=self._back, args=(deque(rooms),), name="rooms", daemon=True)
+        self._threads = (on_one_core("maker", partial(self._make_all, deque(rooms))), backing)
+        backing.start()
 
     def take(self) -> Made:
         """The next part. Raises what the reader raises, and ModelError for what cannot be made weights."""
@@ -73,9 +74,11 @@ class Maker:
         self.memory.close()
 
     def close(self) -> None:
-        """Stop, and stop reading."""
+        """Stop, stop reading, and wait for both: a thread that is in torch when the process ends aborts it."""
         self.stop()
         self.reader.close()
+        for thread in self._threads:
+            thread.join()
 
     def _room(self, part: PartFile) -> WeightRoom:
         """Memory for the weights of ``part`` that cannot stay where they are read, or are merged into others."""
