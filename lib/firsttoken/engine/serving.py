@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from firsttoken.engine.request import GREEDY, Sampling
 from firsttoken.engine.streams import Stream, TokenEvent
 from firsttoken.study.errors import BusyError, RequestError
+from firsttoken.study.system.openmp import give_back_threads
 
 if TYPE_CHECKING:  # clients may come before what computes has been imported
     from firsttoken.engine.brought import PrefixSource
@@ -50,6 +51,7 @@ class Server:
         self._wishes: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._closed = False
         self.sources: Callable[[Sequence[int]], PrefixSource | None] | None = None
+        give_back_threads()  # of who will wait from now on, for the engine's
         self._thread = threading.Thread(target=self._loop, name="firsttoken-engine", daemon=True)
         self._thread.start()
 

@@ -7,7 +7,6 @@ engine alone answers the same prompts in a process of its own, fused as the serv
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import socket
 import statistics
@@ -15,11 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 PROMPT_TOKENS = 32
-_END = b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]\n\n"
 
 
 def prompts(streams: int) -> list[list[int]]:
@@ -27,27 +26,37 @@ def prompts(streams: int) -> list[list[int]]:
     return [[(7 * stream + 3 * place) % 500 + 10 for place in range(PROMPT_TOKENS)] for stream in range(streams)]
 
 
-async def over_http(host: str, port: int, streams: int, tokens: int) -> float:
+def over_http(host: str, port: int, streams: int, tokens: int) -> float:
     """Tokens/s of so many streams at once, from the first request to the last token.
 
-    The client shares the processor with what it measures, so it does no more than to take the bytes until the end, and
-    reads in them afterwards.
+    The client shares the processor with what it measures, so it does no more than to take the bytes until the end, one
+    answer after the other while those of the others wait in the system's buffers, and reads in them afterwards.
     """
-
-    async def one(prompt: Sequence[int]) -> int:
-        asked = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "stream": True}
-        body = json.dumps(asked | {"stream_options": {"include_usage": True}}).encode()
-        reader, writer = await asyncio.open_connection(host, port, limit=1 << 26)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        answer = await reader.readuntil(_END)
-        writer.close()
-        last = answer[answer.rindex(b'data: {"id"') : answer.rindex(_END)].split(b"\n\n")[0]
-        return json.loads(last.removeprefix(b"data: "))["usage"]["completion_tokens"]
-
+    asked = {"max_tokens": tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     start = time.perf_counter()
-    said = await asyncio.gather(*map(one, prompts(streams)))
-    return sum(said) / (time.perf_counter() - start)
+    with ExitStack() as opened:
+        connections = [opened.enter_context(socket.create_connection((host, port))) for _ in range(streams)]
+        for connection, prompt in zip(connections, prompts(streams), strict=True):
+            body = json.dumps(asked | {"prompt": prompt}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+        answers = [_until_done(connection) for connection in connections]
+    took = time.perf_counter() - start
+    return sum(map(_said, answers)) / took
+
+
+def _until_done(connection: socket.socket) -> bytes:
+    taken = bytearray()
+    while _DONE not in taken[-64:]:
+        if not (more := connection.recv(1 << 20)):
+            raise ConnectionError("the service ended an answer before its last event")
+        taken += more
+    return bytes(taken)
+
+
+def _said(answer: bytes) -> int:
+    last = answer[answer.rindex(b'data: {"id"') : answer.rindex(_DONE)].split(b"\n\n")[0]
+    return json.loads(last.removeprefix(b"data: "))["usage"]["completion_tokens"]
 
 
 def alone(folder: Path, tokens: int, scheduler: str) -> None:
@@ -114,7 +123,7 @@ def main() -> None:
         for streams in options.streams:
             rows = []
             for turn in range(options.rounds + 1):
-                http = asyncio.run(over_http("127.0.0.1", port, streams, options.tokens))
+                http = over_http("127.0.0.1", port, streams, options.tokens)
                 print(streams, file=engine.stdin, flush=True)
                 plain = float(engine.stdout.readline())
                 print(f"{turn or 'warm-up'}: {http:.1f} tokens/s over HTTP, {plain:.1f} alone", flush=True)

@@ -23,6 +23,7 @@ from firsttoken.progressive.recovery.growth import Growth
 from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, GrowthConfig
 from firsttoken.progressive.recovery.reception import Reception
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, StageError
+from firsttoken.study.system.openmp import loops_on_one_core
 
 if TYPE_CHECKING:  # imported by the thread that grows, while requests are already taken
     import torch
@@ -115,6 +116,7 @@ class GrowingServer(Reception):
         from firsttoken.engine.engine import Engine
         from firsttoken.engine.live import LiveExecutor
 
+        self._gates.close()  # of an attempt that failed
         load = self._growth.first()
         skeleton = self._growth.skeleton
         executor = LiveExecutor(
@@ -129,6 +131,7 @@ class GrowingServer(Reception):
         executor.view = self._last = self._view(load.view)
         engine = Engine(executor, self.config.engine, policy=self.config.preemption, recovered=self._recovered)
         server = Server(engine, self.config.max_sessions, self._explained)
+        loops_on_one_core()  # layers are fused in this thread while others are computed with
         self._told.clear()
         with self._change:
             self._server = server
