@@ -14,9 +14,14 @@ _HARD = 2  # omp_pause_hard: what is kept is freed, and made again by the next l
 
 
 def give_back_threads() -> None:
-    """Let go of those of the calling thread, outside of any loop; nothing where there is no OpenMP, or no such call."""
+    """Let go of those of the calling thread, outside of any loop; nothing where there is no OpenMP, or no such call.
+
+    LLVM's OpenMP would end the loops of all threads, and is left alone.
+    """
     with suppress(AttributeError, TypeError):
-        ctypes.CDLL(None).omp_pause_resource_all(_HARD)
+        library = ctypes.CDLL(None)
+        if not hasattr(library, "__kmpc_fork_call"):
+            library.omp_pause_resource_all(_HARD)
 
 
 def loops_on_one_core() -> None:
