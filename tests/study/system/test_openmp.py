@@ -16,10 +16,14 @@ TASKS = Path("/proc/self/task")
 pytestmark = pytest.mark.skipif(not TASKS.is_dir(), reason="the system does not list threads")
 
 
-def threads(expected: int) -> int:
-    """How many there are, ``expected`` within 5 s or not: the system lists one that has ended a moment longer."""
+def tasks() -> set[str]:
+    return {task.name for task in TASKS.iterdir()}
+
+
+def new(before: set[str], expected: int) -> int:
+    """How many there are besides ``before``, ``expected`` within 5 s or not: one that has ended is listed a while."""
     deadline = time.monotonic() + 5
-    while (there := len(list(TASKS.iterdir()))) != expected and time.monotonic() < deadline:
+    while (there := len(tasks() - before)) != expected and time.monotonic() < deadline:
         time.sleep(0.01)
     return there
 
@@ -30,13 +34,13 @@ def kept_after(last: Callable[[], object], again: int) -> tuple[int, ...]:
 
     def work() -> None:
         torch.set_num_threads(3)
-        alone = len(list(TASKS.iterdir()))
+        alone = tasks()
         torch.ones(1 << 20).mul_(2)
-        found.append(threads(alone + 2) - alone)
+        found.append(new(alone, 2))
         last()
-        found.append(threads(alone) - alone)
+        found.append(new(alone, 0))
         torch.ones(1 << 20).mul_(2)
-        found.append(threads(alone + again) - alone)
+        found.append(new(alone, again))
 
     before = torch.get_num_threads()
     thread = threading.Thread(target=work)
