@@ -193,12 +193,14 @@ def test_a_streamed_prefill_computes_while_the_rest_is_on_its_way(stage, ids):
 def test_a_streamed_prefill_leaves_one_processor_to_the_load_until_all_is_there(stage, ids):
     staged, before, threads = stage(), torch.get_num_threads(), []
     loads = Loads(staged)
-    load = loads.begin(*ALL, links=[Link(LinkConfig(0.02))], threads=1)
+    link = Held(sum(part.bytes for part in parts_of(staged.manifest, ALL)[:2]))
+    load = loads.begin(*ALL, links=[link], threads=1)
     torch.set_num_threads(3)
     try:
         with load.streaming():
             for layer in load.view.layers:
                 layer.register_forward_hook(lambda *_: threads.append(torch.get_num_threads()))
+            load.view.layers[0].register_forward_hook(lambda *_: link.go.set())
             loads.answer(ids, load.view)
             load.wait()
             loads.answer(ids, load.view)
