@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from firsttoken.engine.serving import Server
 from firsttoken.study.system.openmp import give_back_threads, loops_on_one_core
 
 TASKS = Path("/proc/self/task")
@@ -60,3 +62,8 @@ def test_loops_on_one_core_need_no_others():
 
 def test_twice_and_where_nothing_is_kept():
     assert kept_after(lambda: (give_back_threads(), give_back_threads()), again=2) == (2, 0, 2)
+
+
+def test_who_makes_a_server_leaves_the_loops_to_it():
+    """The engine has nothing to do here: it is its thread that needs the others' out of the way."""
+    assert kept_after(lambda: Server(SimpleNamespace(busy=False)).close(), again=2) == (2, 0, 2)
