@@ -9,7 +9,15 @@
 
 namespace {
 
+// As many floats as one register holds: gcc takes longer vectors apart by way of memory, and attention ran at 12 GFLOP/s
+// in vectors of 16 on a processor with AVX2, at 50 in those of 8 (2 cores, heads of 64).
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
 typedef float Lane __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Half __attribute__((vector_size(2 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
