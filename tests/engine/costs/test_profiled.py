@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,33 @@ def test_tables_may_lie_in_tp1_and_end_in_lines(profile: Path) -> None:
     assert costs.step_s([], []) == 0
     expected = 19 * 20 + 160 + attention(0, 0, 20, 16)
     assert costs.step_s([], [16] * 20) == pytest.approx(expected * 1e-6), "beyond 8 requests the lines go on"
+
+
+def test_a_prefill_longer_than_any_has_the_attention_of_its_pieces(profile: Path) -> None:
+    """And so have several long ones, which count as one of the same pairs."""
+    costs = ProfiledCosts.read(profile, layers=2)
+    pieces = [(0, 64), (64, 64), (128, 64), (192, 16)]
+    others = step_us((0, 208), [], layers=2) - 2 * attention(208, 0, 0, 0)
+    whole = others + 2 * sum(attention(new, cached, 0, 0) for cached, new in pieces)
+    assert costs.step_s([(0, 208)], []) == pytest.approx(whole * 1e-6)
+    beside = costs.step_s([(0, 208)], [40]) - costs.step_s([(0, 208)], [])
+    once = costs.step_s([(192, 16)], [40]) - costs.step_s([(192, 16)], [])
+    assert beside == pytest.approx(once), "decodes are beside one piece, not beside each"
+    assert costs.step_s([(0, 208), (0, 208)], []) < costs.step_s([(0, 416)], [])
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize("cached", [0, 64, 300])
+def test_a_table_that_ends_on_a_stair_goes_on_as_it_rose(profile: Path, keyed: bool, cached: int) -> None:
+    """A step of twice the tokens is never about as cheap."""
+    dense = (profile / "dense.csv").read_text()
+    (profile / "dense.csv").write_text(re.sub(r"(\w+),64,(.*)", r"\1,63,\2\n\1,64,\2", dense))
+    axes = "attention_grid: {axes: [prefill_key]}\n" if keyed else ""
+    (profile / "meta.yaml").write_text(axes + "skew_fit: {enabled: false}\n")
+    costs = ProfiledCosts.read(profile, layers=2)
+    for tokens in (16, 64, 100, 500, 2_000, 9_000):
+        once, twice = (costs.step_s([(cached, new)], []) for new in (tokens, 2 * tokens))
+        assert twice > 1.4 * once
 
 
 def test_what_did_not_fit_is_on_the_line_through_what_did(profile: Path) -> None:

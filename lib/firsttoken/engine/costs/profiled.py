@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from firsttoken.study.foreign.yaml_text import read_yaml
 
 ONCE, TWICE = frozenset({"embedding", "final_layernorm"}), frozenset({"layernorm"})  # of a pass, and of a layer
 GRID = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
-MOST_TOKENS = 1 << 14  # a batch beyond this goes on along the last segment of the table
+MOST_TOKENS = 1 << 14  # tokens of a batch that the tables are kept for; beyond it they go on as they end
 _MOST_CELLS = 10**7  # of the grid: 80 MB; the RTX 4090's has 12,960
 
 
@@ -36,11 +36,12 @@ _MOST_CELLS = 10**7  # of the grid: 80 MB; the RTX 4090's has 12,960
 class ProfiledCosts(Costs):
     """A step of a model of ``layers`` layers as its operators took on the GPU, one after the other.
 
-    Between the points every table is a straight line, beyond them its last segment goes on. Several prompts in a step
-    count as one of the same tokens and the same query-key pairs; decodes as so many at their mean context, moved
-    towards the longest by what the profile measured of uneven batches. Time that the host takes between two steps is
-    not in a profile (vLLM 0.19 schedules ahead, so that little is left). ``swap`` charges moves of keys and values, by
-    default not at all: vLLM recomputes.
+    Between the points every table is a straight line; beyond them goes on what it did over their upper half, as kernels
+    take the same time over a tile's width of tokens. A prefill longer than any that was profiled has the attention of
+    its pieces. Several prompts in a step count as one of the same tokens and the same query-key pairs; decodes as so
+    many at their mean context, moved towards the longest by what the profile measured of uneven batches. Time that the
+    host takes between two steps is not in a profile (vLLM 0.19 schedules ahead, so that little is left). ``swap``
+    charges moves of keys and values, by default not at all: vLLM recomputes.
     """
 
     layers: int
@@ -103,14 +104,32 @@ class ProfiledCosts(Costs):
         raise ProfileError(_NO_SWAP)
 
     def _attention_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-        chunk, prefix = self._as_one(prefills)
+        before, chunk, prefix = self._last_piece(*self._as_one(prefills))
         count = len(contexts)
         mean = sum(contexts) / count if count else 0.0
-        at_mean = self._lookup(chunk, prefix, count, mean)
+        at_mean = before + self._lookup(chunk, prefix, count, mean)
         if self.uneven is None or count < 2 or (most := max(contexts)) == (least := min(contexts)):
             return at_mean
         share = self.uneven.share(chunk, prefix, count, most, (mean - least) / (most - least))
-        return at_mean + share * (self._lookup(chunk, prefix, count, most) - at_mean)
+        return at_mean + share * (before + self._lookup(chunk, prefix, count, most) - at_mean)
+
+    def _last_piece(self, tokens: float, prefix: float) -> tuple[float, float, float]:
+        """A prefill as pieces that the profile has: seconds of all but the last, then (tokens, prefix) of that one."""
+        longest, seconds = self.axes[0][-1], 0.0
+        if tokens <= longest:
+            return seconds, tokens, prefix
+        cached = round(prefix - tokens / 2, 3) if self.keyed_by_middle else prefix
+        while tokens > longest:
+            seconds += self._lookup(longest, self._key(cached, longest, prefix), 0, 0.0)
+            tokens, cached = tokens - longest, cached + longest if cached >= 0 else cached
+        return seconds, tokens, self._key(cached, tokens, prefix)
+
+    def _key(self, cached: float, tokens: float, prefix: float) -> float:
+        """Where a piece of ``tokens`` behind ``cached`` ones stands on the prefix axis; at ``prefix`` where these are
+        below 0, as those of many short prompts count, which are behind nothing."""
+        if cached < 0:
+            return prefix
+        return cached + tokens / 2 if self.keyed_by_middle else cached
 
     def _as_one(self, prefills: Sequence[tuple[int, int]]) -> tuple[float, float]:
         """(tokens, prefix) of one prefill that has the query-key pairs of all."""
@@ -138,7 +157,7 @@ _NO_SWAP = "profiled costs: no profile holds the price of a swap; preempt by rec
 
 
 def _at(line: Sequence[float], count: int) -> float:
-    """``line[count]``, its last segment going on beyond it."""
+    """``line[count]``, its last step going on beyond it."""
     if count < len(line):
         return line[count]
     return line[-1] + (count - len(line) + 1) * (line[-1] - line[-2])
@@ -162,11 +181,13 @@ def _layers(dense: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line(points: Mapping[int, float], most: int) -> np.ndarray:
-    """Microseconds at 0 ... ``most`` [most + 1] from ``points``; below the first point as there."""
+    """Microseconds at 0 ... ``most`` [most + 1] from ``points``; below the first point as there, beyond the last along
+    the line from the one in the middle."""
     at, values = list(points), list(points.values())
     line = np.interp(np.arange(most + 1), at, values)
     if len(at) > 1 and at[-1] < most:
-        slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
+        middle = max(bisect_right(at, at[-1] / 2) - 1, 0)
+        slope = (values[-1] - values[middle]) / (at[-1] - at[middle])
         line[at[-1] :] = values[-1] + slope * np.arange(most + 1 - at[-1])
     return line
 
