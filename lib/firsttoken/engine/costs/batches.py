@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from firsttoken.engine.costs.lines import follow, line_through
 from firsttoken.engine.costs.model import Costs
 from firsttoken.study.errors import ProfileError
 
@@ -34,35 +35,23 @@ class BatchCosts(Costs):
     """
 
     def __init__(self) -> None:
-        self._prefill = _line({tokens: tokens * each for tokens, each in PREFILL_MS_PER_TOKEN.items()}, 1 << 15)
-        decode = _line({count: count * each for count, each in DECODE_MS_PER_TOKEN.items()}, 1 << 10)
+        prefills = {tokens: tokens * each for tokens, each in PREFILL_MS_PER_TOKEN.items()}
+        decodes = {count: count * each for count, each in DECODE_MS_PER_TOKEN.items()}
+        self._prefill, decode = line_through(prefills, 1 << 15), line_through(decodes, 1 << 10)
+        self._prefill[0] = decode[0] = 0.0  # nothing takes no time
         self._decode = np.maximum(decode - self._prefill[: len(decode)], 0.0)
 
     def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
         tokens = sum(new for _, new in prefills) + len(contexts)
         if not tokens:
             return 0.0
-        batch = self._ms(self._prefill, tokens) + self._ms(self._decode, len(contexts))
+        batch = follow(self._prefill, tokens) + follow(self._decode, len(contexts))
         for cached, new in prefills:
-            behind = self._ms(self._prefill, cached + new) - self._ms(self._prefill, cached)
-            batch += max(0.0, behind - self._ms(self._prefill, new)) if cached else 0.0
+            behind = follow(self._prefill, cached + new) - follow(self._prefill, cached)
+            batch += max(0.0, behind - follow(self._prefill, new)) if cached else 0.0
         return batch / 1e3
 
     def swap_out_s(self, tokens: int) -> float:
         raise ProfileError("batch costs: the artifact holds no price of a swap; preempt by recompute")
 
     swap_in_s = swap_out_s
-
-    def _ms(self, line: np.ndarray, count: int) -> float:
-        if count < len(line):
-            return float(line[count])
-        return float(line[-1] + (count - len(line) + 1) * (line[-1] - line[-2]))
-
-
-def _line(points: dict[int, float], most: int) -> np.ndarray:
-    """Milliseconds at 0 ... ``most`` [most + 1]; nothing at 0."""
-    at, values = list(points), list(points.values())
-    line = np.interp(np.arange(most + 1), at, values)
-    line[at[-1] :] = values[-1] + (values[-1] - values[-2]) / (at[-1] - at[-2]) * np.arange(most + 1 - at[-1])
-    line[0] = 0.0
-    return line

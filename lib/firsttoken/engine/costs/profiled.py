@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from firsttoken.engine.costs.lines import follow, line_through
 from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.costs.tables import MEND, number, rows
 from firsttoken.engine.costs.uneven import Unevenness
@@ -69,9 +70,11 @@ class ProfiledCosts(Costs):
         dense = _by_layer(tables / "dense.csv", "tokens")
         heads = _by_layer(tables / "per_sequence.csv", "sequences")
         axes, grid = _attention(tables / "attention.csv")
-        per_pass = sum(_line(dense[name], MOST_TOKENS) for name in sorted(ONCE & dense.keys()))
-        per_layer = sum(_line(points, MOST_TOKENS) * (1 + (name in TWICE)) for name, points in _layers(dense).items())
-        head = sum(_line(points, 1024) for points in heads.values())
+        per_pass = sum(line_through(dense[name], MOST_TOKENS) for name in sorted(ONCE & dense.keys()))
+        per_layer = sum(
+            line_through(points, MOST_TOKENS) * (1 + (name in TWICE)) for name, points in _layers(dense).items()
+        )
+        head = sum(line_through(points, 1024) for points in heads.values())
         names = ("attention.csv", "dense.csv", "per_sequence.csv")
         kept = hashlib.sha256(b"".join((tables / name).read_bytes() for name in names))
         fitted = meta.skew_fit is not None and meta.skew_fit.enabled
@@ -92,8 +95,8 @@ class ProfiledCosts(Costs):
         if not tokens:
             return 0.0
         return (
-            _at(self.once, tokens)
-            + _at(self.heads, len(prefills) + len(contexts))
+            follow(self.once, tokens)
+            + follow(self.heads, len(prefills) + len(contexts))
             + self._attention_s(prefills, contexts)
         )
 
@@ -156,13 +159,6 @@ class ProfiledCosts(Costs):
 _NO_SWAP = "profiled costs: no profile holds the price of a swap; preempt by recompute, or give the link's own costs"
 
 
-def _at(line: Sequence[float], count: int) -> float:
-    """``line[count]``, its last step going on beyond it."""
-    if count < len(line):
-        return line[count]
-    return line[-1] + (count - len(line) + 1) * (line[-1] - line[-2])
-
-
 def _bracket(axis: Sequence[int], value: float) -> tuple[tuple[int, float], ...]:
     """(index, weight) of the points around ``value``; 0 is a point of its own ("none"), not the start of a line."""
     if value <= 0:
@@ -178,18 +174,6 @@ def _bracket(axis: Sequence[int], value: float) -> tuple[tuple[int, float], ...]
 
 def _layers(dense: Mapping[str, Any]) -> dict[str, Any]:
     return {name: points for name, points in dense.items() if name not in ONCE}
-
-
-def _line(points: Mapping[int, float], most: int) -> np.ndarray:
-    """Microseconds at 0 ... ``most`` [most + 1] from ``points``; below the first point as there, beyond the last along
-    the line from the one in the middle."""
-    at, values = list(points), list(points.values())
-    line = np.interp(np.arange(most + 1), at, values)
-    if len(at) > 1 and at[-1] < most:
-        middle = max(bisect_right(at, at[-1] / 2) - 1, 0)
-        slope = (values[-1] - values[middle]) / (at[-1] - at[middle])
-        line[at[-1] :] = values[-1] + slope * np.arange(most + 1 - at[-1])
-    return line
 
 
 @dataclass(frozen=True)
