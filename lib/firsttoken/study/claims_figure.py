@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 _SHOWN = (-0.6, 3.0)  # of the report's effect; what lies beyond stands at the edge, with its number
 _LOOKS = {Verdict.REPRODUCED: ("o", True), Verdict.TREND: ("o", False), Verdict.FAILED: ("X", True)}
 _WIDTH = 62  # characters of a label's line
-_Line = tuple[Claim, Verdict, tuple[float, float, float]]
+_Line = tuple[str, Verdict, tuple[float, float, float]]
 
 
 def effects(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> Figure:
     """Measured over reported effect, with its interval, for every measured claim of a report that has a no-effect
-    value; a panel a report.
+    value; a panel a report. What only another machine than ``machine`` has recorded is of that one, which is named.
 
     1 is the report's effect (or bound), 0 none. A filled dot is reproduced, a hollow one a trend, a cross neither.
     """
@@ -32,10 +32,12 @@ def effects(claims: Sequence[Claim], results: Sequence[Result], machine: str) ->
 
     panels: dict[str, list[_Line]] = {}
     for claim in claims:
-        result = pick(results, claim.experiment, claim.profiles, machine)
+        own = pick(results, claim.experiment, claim.profiles, machine)
+        result = own or pick(results, claim.experiment, claim.profiles, "any")
         judged = judge(claim, result)
         if result and judged.verdict in _LOOKS and claim.no_effect is not None and claim.nature == "measured":
-            line = (claim, judged.verdict, effect(claim, result.summary[claim.measures[0]]))
+            says = claim.says if own else f"{claim.says} (on {result.slug})"
+            line = (says, judged.verdict, effect(claim, result.summary[claim.measures[0]]))
             panels.setdefault(claim.report, []).append(line)
     counts = [len(lines) for lines in panels.values()]
     fig, axes = plt.subplots(
@@ -69,7 +71,9 @@ def _draw(ax: Axes, lines: Sequence[_Line]) -> None:
         if inside != value:
             beside = {"xytext": (-8, 0), "textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 9}
             ax.annotate(f"{value:.1f}", (inside, place), **beside)
-    ax.set_yticks(range(len(lines)), [textwrap.fill(claim.says, _WIDTH) for claim, *_ in lines], fontsize=8.5)
+    ax.set_yticks(
+        range(len(lines)), [textwrap.fill(says, _WIDTH, break_on_hyphens=False) for says, *_ in lines], fontsize=8.5
+    )
     ax.set_ylim(len(lines) - 0.5, -0.5)
     ax.set_xlim(*_SHOWN)
     ax.grid(axis="y", visible=False)
