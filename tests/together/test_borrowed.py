@@ -35,7 +35,8 @@ from firsttoken.together.borrowed.ends import neighbours_name
 from firsttoken.together.borrowed.loan import Loan
 from firsttoken.together.borrowed.replica import BorrowingReplica
 
-PATIENCE = Patience(step_s=0.5, token_s=0.001)
+SHORT = Patience(step_s=0.5, token_s=0.001)  # of who waits for a neighbour that falls silent
+PATIENCE = Patience(step_s=60.0)  # else a pause of the machine is a neighbour lost, and whoever counts on it hangs
 SMALL = EngineConfig(scheduler="sarathi", requests=4, token_budget=7)
 TOKENS = 9
 
@@ -56,7 +57,8 @@ def replica(lent, neighbour) -> Iterator[Callable[..., BorrowingReplica]]:
     def make(address: str = "", config: EngineConfig = SMALL, model: str = "") -> BorrowingReplica:
         """Its layers are those of the whole model, and used when they are said to have come."""
         arrivals, executor = LayerArrivals(DEPTH), LiveExecutor(lent, 64)
-        loan = Loan(address or neighbour.server.record.address, model or neighbour.model, DEPTH, 32, patience=PATIENCE)
+        found, patience = (address, SHORT) if address else (neighbour.server.record.address, PATIENCE)
+        loan = Loan(found, model or neighbour.model, DEPTH, 32, patience=patience)
         one = BorrowingReplica(executor, lent.model.layers, arrivals, loan, config)
         one.arrivals = arrivals
         made.append(one)
