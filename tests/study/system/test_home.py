@@ -59,4 +59,5 @@ def test_a_notebook_runs_without_a_home(write_notebook, a_file: Path, monkeypatc
     )
     assert main(["run"]) == 0, capsys.readouterr()
     text = (paths.EXECUTED / "quick" / "01_draws.ipynb").read_text(encoding="utf-8")
-    assert f"{paths.CACHE}/home/mpl {paths.CACHE}/home/jupyter" in text
+    own = paths.CACHE / "home"
+    assert f"{own / 'mpl'} {own / 'jupyter'}" in text
