@@ -7,6 +7,7 @@ import torch
 
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
+from firsttoken.swarm.bloom_block import block_seconds, bloom_block
 from firsttoken.swarm.chain_costs import BLOOM_BLOCKS, NETWORKS, published_compute_s
 from firsttoken.swarm.experiments.swarm_chains import ChainsConfig, chains_summary
 from firsttoken.swarm.experiments.swarm_churn import churn_summary, swarm_churn
@@ -17,6 +18,7 @@ from firsttoken.swarm.experiments.swarm_tuning import SwarmTuningConfig, tuning_
 from firsttoken.swarm.experiments.swarm_validation import DEPOSIT, ValidationConfig, validation_summary
 from firsttoken.swarm.routing import best_chain
 from firsttoken.swarm.two_continents import CARDS, fourteen, twelve
+from firsttoken.swarm.weights8 import resting_bytes
 
 
 def test_a_little_churn() -> None:
@@ -62,8 +64,9 @@ def test_the_summary_of_a_run_made_by_hand() -> None:
             for n in range(5)
         ),
         {"what": "simulated", "swarm": "twelve", "clients": 8, "hops": 12, "seconds": 2.0, "alone_s": 1.5},
+        *({"what": "block", "bits": 8, "repeat": n, "seconds": 0.01} for n in range(5)),
     ]
-    asked = {"chains": {"contexts": [8], "forwards": [2]}}
+    asked = {"chains": {"contexts": [8], "forwards": [2], "block_bits": [8]}}
     summary = {name: entry["value"] for name, entry in chains_summary(rows, asked).items()}
     assert summary["context_8_100m_100ms_steps_per_s"] == pytest.approx(1 / 0.31, rel=1e-3)
     assert summary["offload_memory_gb_per_s"] == pytest.approx(10) and summary[
@@ -71,7 +74,26 @@ def test_the_summary_of_a_run_made_by_hand() -> None:
     ] == pytest.approx(1)
     assert summary["crossover_memory_100m_100ms_gb"] == pytest.approx(3.0, rel=1e-3)
     assert summary["simulated_twelve_8_clients_slower_pct"] == 25
+    chain_s = 70 * 0.01 + 3 * NETWORKS["1 Gbit/s, 5 ms"].hop_s(14336)
+    assert summary["bloom_measured_8_bits_1g_5ms_over_offloading_128_x"] == pytest.approx(11.0 / chain_s)
     assert summary["bloom_16_bits_nodes"] == 44 and summary["bloom_offload_pcie_4_0_x16_s"] == 5.5
+
+
+def test_a_block_of_bloom_takes_a_token_and_forgets_it() -> None:
+    cpu = torch.device("cpu")
+    whole, codes = (bloom_block(256, torch.float32, cpu, bits) for bits in (16, 8))
+    values = 12 * 256**2
+    assert 4 * values < resting_bytes([whole]) < 4.1 * values and values < resting_bytes([codes]) < 1.1 * values
+    assert [len(block_seconds(block, 5, 2)) for block in (whole, codes)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("block_hidden", 100, "multiple of 128"), ("block_bits", [16], "block_bits: 8"), ("repeats", 0, "at least 1")],
+)
+def test_chains_that_are_none_are_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        load_profile("quick", **{f"chains.{key}": value}).section("chains", ChainsConfig)
 
 
 def struck(fault: str, recovery_s: float, generation: int, several: int = 1, equal: bool = True) -> dict:
@@ -149,8 +171,6 @@ def test_a_survival_that_is_none_is_refused(change: dict, message: str) -> None:
 def test_a_study_of_nothing_is_refused() -> None:
     with pytest.raises(ProfileError, match="at most 512 together"):
         SwarmTuningConfig(2, 500, 2, 4, 13, (1,), 1, 0)
-    with pytest.raises(ProfileError, match="every number must be at least 1"):
-        ChainsConfig((128,), 0, 1, (1,), 128, 1)
 
 
 def liar(lie: str, rate: float, caught_at: int, deposit: int = 0) -> dict:

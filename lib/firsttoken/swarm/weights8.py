@@ -17,6 +17,7 @@ from firsttoken.study.errors import ModelError
 
 THRESHOLD = 6.0  # LLM.int8's
 _LARGEST = 127
+_AT_ONCE = 2**22  # values put into codes: a matrix of BLOOM would be 3.3 GB in float32
 _EXACT = 2**24 // _LARGEST**2  # so many products of two codes add up exactly in float32
 
 
@@ -57,6 +58,15 @@ def _integer_product(x: Tensor, codes: Tensor) -> Tensor:
     return torch.stack([(left.float() @ right.float().t()).int() for left, right in pieces]).sum(0, dtype=torch.int32)
 
 
+def _put_into(codes: Tensor, weight: Tensor) -> Tensor:
+    """Write ``codes`` int8 [rows, in] of ``weight``; a float32 scale a row. ModelError where it is not finite."""
+    if not torch.isfinite(weight).all():
+        raise ModelError("a weight is NaN or infinite and has no 8-bit form; copy the checkpoint again")
+    scales = (weight.abs().amax(1) / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    codes.copy_((weight / scales[:, None]).round_())
+    return scales
+
+
 class Linear8(nn.Module):
     """A frozen linear layer of int8 weights [out, in], a float32 scale a row, and a bias as it was.
 
@@ -65,13 +75,12 @@ class Linear8(nn.Module):
 
     def __init__(self, linear: nn.Linear, threshold: float = THRESHOLD) -> None:
         super().__init__()
-        weight = linear.weight.detach().float()
-        if not torch.isfinite(weight).all():
-            raise ModelError("a weight is NaN or infinite and has no 8-bit form; copy the checkpoint again")
         self.in_features, self.out_features, self.threshold = linear.in_features, linear.out_features, threshold
-        scales = (weight.abs().amax(1) / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-        self.register_buffer("codes", (weight / scales[:, None]).round_().to(torch.int8))
-        self.register_buffer("scales", scales)
+        weight, rows = linear.weight.detach(), max(1, _AT_ONCE // linear.in_features)
+        codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        pieces = zip(weight.split(rows), codes.split(rows), strict=True)
+        self.register_buffer("scales", torch.cat([_put_into(target, piece.float()) for piece, target in pieces]))
+        self.register_buffer("codes", codes)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from firsttoken.swarm.chain_costs import (
     OFFLOADING_GBIT_PER_S,
     PUBLISHED_SERVERS,
     PUBLISHED_STEPS_PER_S,
+    offload_s,
 )
 from firsttoken.swarm.experiments.swarm_chains import DISK, KEYS, RAM
 from firsttoken.swarm.experiments.swarm_churn import RULES, SHARE
@@ -148,6 +149,20 @@ def table_3_rows(result: Result) -> Rows:
 
 
 _FORESEEN = ("steps_per_s", "over_offloading_256_x", "over_offloading_128_x")
+
+
+def block_rows(result: Result) -> Rows:
+    """How often as fast as offloading a chain of three is when its servers take for a block what this machine takes."""
+    rows: Rows = []
+    for network, key in KEYS.items():
+        published = {gbit: offload_s(BLOOM_BYTES, gbit) * PUBLISHED_STEPS_PER_S[network] for gbit in (256, 128)}
+        row = {"network": network} | {f"paper, over {gbit} Gbit/s": f"{times:.1f}" for gbit, times in published.items()}
+        for bits in result.parameters["chains"]["block_bits"]:
+            for gbit in published:
+                measured = result.summary[f"bloom_measured_{bits}_bits_{key}_over_offloading_{gbit}_x"]
+                row[f"measured, {bits} bits, over {gbit}"] = interval(measured, 2)
+        rows.append(row)
+    return rows
 
 
 def here_rows(result: Result) -> Rows:

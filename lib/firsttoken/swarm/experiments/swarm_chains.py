@@ -24,6 +24,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.system.pagecache import evict
+from firsttoken.swarm.bloom_block import HEAD, block_seconds, bloom_block
 from firsttoken.swarm.chain_costs import (
     BLOOM_BLOCKS,
     BLOOM_BYTES,
@@ -52,7 +53,8 @@ KEYS = {"1 Gbit/s, 5 ms": "1g_5ms", "100 Mbit/s, 5 ms": "100m_5ms", SLOW: "100m_
 @dataclass(frozen=True)
 class ChainsConfig:
     """Steps after ``contexts`` tokens, ``repeats`` times, offloading from disk ``disk_repeats`` times; forward passes
-    of ``forwards`` rows of ``forward_tokens``; as many simulated ``clients``. ProfileError for none.
+    of ``forwards`` rows of ``forward_tokens``; as many simulated ``clients``; a block of BLOOM ``block_hidden`` wide in
+    each of ``block_bits``, ``block_repeats`` times. ProfileError for none.
     """
 
     contexts: tuple[int, ...]
@@ -61,11 +63,18 @@ class ChainsConfig:
     forwards: tuple[int, ...]
     forward_tokens: int
     clients: int
+    block_hidden: int
+    block_bits: tuple[int, ...]
+    block_repeats: int
 
     def __post_init__(self) -> None:
-        counts = (self.repeats, self.disk_repeats, self.forward_tokens, self.clients)
+        counts = (self.repeats, self.disk_repeats, self.forward_tokens, self.clients, self.block_repeats)
         if min(*self.contexts, *self.forwards, *counts) < 1:
             raise ProfileError("chains: every number must be at least 1")
+        if self.block_hidden < HEAD or self.block_hidden % HEAD:
+            raise ProfileError(f"chains.block_hidden: a multiple of {HEAD}, not {self.block_hidden}")
+        if 8 not in self.block_bits or not set(self.block_bits) <= {8, 16}:
+            raise ProfileError("chains.block_bits: 8, and 16 besides where there is memory for it")
 
     def needs(self) -> list[Need]:
         """The text and the context hold the longest prompt and a step."""
@@ -90,6 +99,7 @@ def swarm_chains(profile: Profile) -> Outcome:
         asked = {"rows": count, "tokens": config.forward_tokens}
         rows += [{"what": "forward", **asked, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
     rows += _offloading(model, ids[:, : config.contexts[0] + 1], config) + _simulated(config)
+    rows += _blocks(config, profile)
     shape = {"hidden": model.config.hidden_size, "layers": len(layers_of(model))}
     return Outcome([{"what": "shape", **shape}, *rows], provenance=loaded.provenance.as_dict())
 
@@ -136,6 +146,16 @@ def _offloading(model: nn.Module, ids: Tensor, config: ChainsConfig) -> Rows:
     return rows
 
 
+def _blocks(config: ChainsConfig, profile: Profile) -> Rows:
+    """Seconds of a token in one block of BLOOM after the first of the contexts, by the bits of its weights."""
+    rows: Rows = []
+    for bits in config.block_bits:
+        block = bloom_block(config.block_hidden, profile.torch_dtype(), profile.torch_device(), bits)
+        seconds = block_seconds(block, config.contexts[0], config.block_repeats)
+        rows += [{"what": "block", "bits": bits, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
+    return rows
+
+
 def _simulated(config: ChainsConfig) -> Rows:
     """Seconds of a step of BLOOM with clients at once, on the 14 servers and on the 12 of the slow network."""
     rows: Rows = []
@@ -150,7 +170,8 @@ def _simulated(config: ChainsConfig) -> Rows:
 
 def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """This model: steps a second by context and network through three servers, beside offloading, forward passes, and
-    where both cross. BLOOM: the paper's arithmetic, its slow row foreseen from its fast one, simulated clients."""
+    where both cross. BLOOM: the paper's arithmetic, its slow row foreseen from its fast one and from blocks measured
+    here, simulated clients."""
     shape = next(row for row in rows if row["what"] == "shape")
     measures = _published()
     offloads = {
@@ -177,6 +198,13 @@ def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[
             seconds = [row["seconds"] for row in here]
             rate = bootstrap(seconds, lambda s, n=tokens, of=network: n / _swarm_s(s, shape["hidden"], of, n))
             measures[f"forward_{count}_{key}_tokens_per_s"] = rate.summary("tokens/s")
+    for bits in parameters["chains"]["block_bits"]:
+        seconds = [row["seconds"] for row in rows if row["what"] == "block" and row["bits"] == bits]
+        measures[f"block_{bits}_bits_s"] = bootstrap(seconds, "median").summary("s")
+        for network, key in KEYS.items():
+            for gbit in (256, 128):
+                over = bootstrap(seconds, lambda s, at=gbit, of=network: offload_s(BLOOM_BYTES, at) / _bloom_s(s, of))
+                measures[f"bloom_measured_{bits}_bits_{key}_over_offloading_{gbit}_x"] = over.summary("x")
     for row in rows:
         if row["what"] == "simulated":
             name = f"simulated_{row['swarm']}_{row['clients']}_clients"
@@ -187,6 +215,11 @@ def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[
 
 def _swarm_s(seconds: np.ndarray, hidden: int, network: str, tokens: int = 1) -> float:
     return swarm_s(float(np.median(seconds)), PUBLISHED_SERVERS, hidden, NETWORKS[network], tokens)
+
+
+def _bloom_s(block_s: np.ndarray, network: str) -> float:
+    """A step through all blocks of BLOOM on three servers as fast as this machine."""
+    return _swarm_s(BLOOM_BLOCKS * block_s, BLOOM_HIDDEN, network)
 
 
 def _published() -> dict[str, dict[str, Any]]:
