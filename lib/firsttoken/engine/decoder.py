@@ -50,7 +50,16 @@ class Decoder:
         return self.segments[-1].layers.stop
 
     def logits(self, step: StepPlan) -> Tensor:
-        """Run ``step``; the logits [rows, vocabulary] of the rows that it names as ``last``."""
+        """Run ``step``, and what is joined to it; the logits [rows, vocabulary] of the rows that it names as ``last``.
+
+        Raises RequestError where what is joined does not fit, as ``run`` does.
+        """
+        if step.joined is not None:
+            both = step.joined.both
+            self._check(both.layers, step.joined.redone, both.ids.shape[1] - step.ids.shape[1])
+            nowhere = both.through(range(0))
+            self._decoder(**_inputs(nowhere))  # for what the model's code tells its layers of these tokens
+            both.arguments = nowhere.arguments
         return self._model(**_inputs(step), logits_to_keep=step.last).logits[0]
 
     def run(self, step: StepPlan) -> None:
@@ -59,15 +68,17 @@ class Decoder:
         Raises RequestError for layers that the model does not have, and for hidden states that do not fit the step, or
         are missing where it begins behind the first layer.
         """
-        layers, depth = step.layers, self.depth
+        self._check(step.layers, step.hidden, step.ids.shape[1])
+        self._decoder(**_inputs(step))
+
+    def _check(self, layers: range, hidden: Tensor | None, tokens: int) -> None:
+        depth, wanted = self.depth, (1, tokens, self._width)
         if not 0 <= layers.start <= layers.stop <= depth or layers.step != 1:
             raise RequestError(f"layers [{layers.start}, {layers.stop}) are not among the model's [0, {depth})")
-        wanted = (1, step.ids.shape[1], self._width)
-        if step.hidden is None and layers.start:
+        if hidden is None and layers.start:
             raise RequestError(f"layer {layers.start} begins with hidden states, and there are none")
-        if step.hidden is not None and tuple(step.hidden.shape) != wanted:
-            raise RequestError(f"hidden states of {list(step.hidden.shape)} do not fit: the step has {list(wanted)}")
-        self._decoder(**_inputs(step))
+        if hidden is not None and tuple(hidden.shape) != wanted:
+            raise RequestError(f"hidden states of {list(hidden.shape)} do not fit: the step has {list(wanted)}")
 
     def pack_head(self) -> None:
         """Keep the head's weight in the layout that it is multiplied in, beside the model's own, which may be the
@@ -93,6 +104,14 @@ class _Through(nn.Module):
     def forward(self, hidden: Tensor, *args: Any, step: StepPlan, **keywords: Any) -> Tensor:
         step.arguments = args, keywords | {"paged": step.paged}
         hidden = hidden if step.hidden is None else step.hidden
+        if step.joined is None:
+            return self._run(hidden, step)
+        some = step.joined.both.layers
+        hidden = self._run(hidden, step.through(range(some.start)))
+        hidden = step.joined.leave(self._run(step.joined.enter(hidden), step.joined.both))
+        return self._run(hidden, step.through(range(some.stop, step.layers.stop)))
+
+    def _run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         for segment in self.segments:
             hidden = segment.run(hidden, step)
         return hidden

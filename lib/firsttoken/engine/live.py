@@ -6,6 +6,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from firsttoken.engine.chances import read_prompts
 from firsttoken.engine.decoder import Decoder
 from firsttoken.engine.edges import Edges
 from firsttoken.engine.executor import Limits
+from firsttoken.engine.joined import join
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.native.attend import NativeAttend, supports
 from firsttoken.engine.padded import PaddedAttend
@@ -111,18 +113,26 @@ class LiveExecutor:
 
     @torch.inference_mode()
     def execute(self, works: Sequence[Work]) -> list[int]:
-        """One forward pass for each view, over the new tokens of all its ``works``, laid end to end; what is redone
-        in some layers goes through these in a pass of its own, and leaves the others' keys and values what they are.
+        """One forward pass for each view, over the new tokens of all its ``works``, laid end to end. What is redone in
+        some layers, from hidden states that it brings, joins it there; other redone works go through their layers in a
+        pass of their own. The other layers' keys and values stay what they are.
 
         Raises RequestError as ``Decoder.run``, and ModelError once closed.
         """
         if self._base.config._attn_implementation != NAME:
             raise ModelError("the engine was closed, or the model's attention changed: its tokens would be wrong")
-        passes: dict[tuple[View, range | None], list[Work]] = defaultdict(list)
+        views: dict[View, dict[range | None, list[Work]]] = defaultdict(lambda: defaultdict(list))
         for work in works:
-            passes[work.request.view or self.view, self._some(work.redo)].append(work)
-        after = [said for (view, layers), mine in passes.items() for said in self._pass(view, layers, mine)]
-        tokens = dict(after)
+            views[work.request.view or self.view][self._some(work.redo)].append(work)
+        tokens: dict[int, int] = defaultdict(int)  # nothing is said by what is redone
+        for view, parts in views.items():
+            if whole := parts.pop(None, []):
+                joins = next((layers for layers in parts if layers.start), None)
+                tokens |= self._whole(view, whole, parts.pop(joins) if joins else [])
+            for layers, mine in parts.items():
+                step = self.plan(view, mine)
+                step.redo(layers)
+                view.decoder.run(step)
         return [tokens[work.request.number] for work in works]
 
     def _some(self, redo: Redo | None) -> range | None:
@@ -130,18 +140,15 @@ class LiveExecutor:
         whole = redo is None or (redo.hidden is None and len(redo.layers) == self.pool.shape.layers)
         return None if whole else redo.layers
 
-    def _pass(self, view: View, layers: range | None, works: Sequence[Work]) -> list[tuple[int, int]]:
-        """(request, next token) of each of ``works``; the token means nothing where it does not complete."""
+    def _whole(self, view: View, works: Sequence[Work], joining: Sequence[Work]) -> dict[int, int]:
+        """The next token by request of each of ``works``, which means nothing where it does not complete."""
         step = self.plan(view, works)
-        if layers is None:
-            logits = view.decoder.logits(step)
-            chosen = next_tokens(logits[: len(works)], step.works)
-            read_prompts(logits[len(works) :], step.works)
-        else:
-            step.redo(layers)
-            view.decoder.run(step)
-            chosen = [0] * len(works)
-        return [(work.request.number, token) for work, token in zip(step.works, chosen, strict=True)]
+        if joining:
+            join(step, joining, partial(self.plan, view))
+        logits = view.decoder.logits(step)
+        chosen = next_tokens(logits[: len(works)], step.works)
+        read_prompts(logits[len(works) :], step.works)
+        return {work.request.number: token for work, token in zip(step.works, chosen, strict=True)}
 
     def plan(self, view: View, works: Sequence[Work]) -> StepPlan:
         """``works`` as a step over this pool, through all layers of ``view``."""

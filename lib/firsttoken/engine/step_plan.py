@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,17 @@ from firsttoken.engine.edges import Edges
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.work import Work
 
+if TYPE_CHECKING:
+    from firsttoken.engine.joined import Joined
+
 
 @dataclass
 class StepPlan:
     """``works`` laid end to end, those of fewer tokens first, and what every layer needs to know of them.
 
     Of ``layers`` those run that are there; ``hidden`` [1, tokens, hidden] enters the first of them, or what the model
-    makes of the ids. ``edges``, if given, keep what enters theirs. ``paged`` reads and writes the pool.
+    makes of the ids. ``edges``, if given, keep what enters theirs. ``paged`` reads and writes the pool. Others are
+    ``joined`` to a step through all layers in some of these.
     """
 
     works: tuple[Work, ...]
@@ -33,6 +37,7 @@ class StepPlan:
     hidden: Tensor | None = None
     edges: Edges | None = None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))  # of every layer, by the model's code
+    joined: Joined | None = None
 
     @classmethod
     def of(cls, works: Sequence[Work], pool: KVPool, attend: type[Attend], edges: Edges | None = None) -> StepPlan:
@@ -65,11 +70,20 @@ class StepPlan:
     def redo(self, layers: range) -> None:
         """Run ``layers`` only, from the hidden states that the works bring for the first of them."""
         self.layers = layers
-        brought = [work.redo.hidden for work in self.works]
-        if any(hidden is not None for hidden in brought):
-            rows = zip(self.works, brought, strict=True)
-            self.hidden = torch.cat([hidden[:, work.start : work.end] for work, hidden in rows], dim=1)
+        self.hidden = brought(self.works)
+
+    def through(self, layers: range) -> StepPlan:
+        """The same through other ``layers``."""
+        return replace(self, layers=layers)
 
     def within(self, layers: range) -> range:
         """Those of ``layers`` that this step runs."""
         return range(max(layers.start, self.layers.start), min(layers.stop, self.layers.stop))
+
+
+def brought(works: Sequence[Work]) -> Tensor | None:
+    """The hidden states [1, tokens, hidden] that redone ``works`` bring, end to end; None where the ids are all."""
+    rows = [(work, work.redo.hidden) for work in works]
+    if all(hidden is None for _, hidden in rows):
+        return None
+    return torch.cat([hidden[:, work.start : work.end] for work, hidden in rows], dim=1)

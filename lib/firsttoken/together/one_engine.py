@@ -32,8 +32,8 @@ class OneEngineConfig:
 
     ``sessions`` with ``session_tokens`` of prompt say ``session_new_tokens``; layers [``block_start``, ``block_end``)
     arrive and half of the sessions move. ``stored_tokens`` come over ``gbit_per_s`` beside as many requests that say
-    ``beside_tokens``, layers [``group_start``, ``group_end``) computed again. ``sharing`` requests begin with the same
-    ``shared_tokens``.
+    ``beside_tokens``, layers [``group_start``, ``group_end``) computed again in steps of ``stored_budget`` tokens.
+    ``sharing`` requests begin with the same ``shared_tokens``.
     """
 
     rounds: int
@@ -44,6 +44,7 @@ class OneEngineConfig:
     block_start: int
     block_end: int
     stored_tokens: int
+    stored_budget: int
     beside_tokens: int
     gbit_per_s: float
     group_start: int
@@ -95,7 +96,7 @@ def one_engine(profile: Profile) -> Outcome:
             gbit_per_s=config.gbit_per_s,
             running=config.sessions,
             new_tokens=config.beside_tokens,
-            budget=config.token_budget,
+            budget=config.stored_budget,
             rounds=config.rounds,
         )
     shared = shared_prompt(model, requests=config.sharing, tokens=config.shared_tokens, rounds=config.rounds)

@@ -239,6 +239,65 @@ def test_a_recomputed_group_is_partial_prefill(pair, group: Group, pieces: int, 
         hand.executor.close()
 
 
+@pytest.mark.parametrize("attend", ["padded", "fastest"])
+@pytest.mark.parametrize("group", [Group(2, 4), Group(1, 6), Group(4, 6), Group(1, 2), Group(0, 3)], ids=str)
+def test_a_recomputed_group_goes_with_who_runs(pair, group: Group, attend: str) -> None:
+    """A decode and a longer prompt beside it: everybody has what they would have alone, and where the group begins with
+    hidden states its layers run once for all of them."""
+    receiver, sender = pair
+    draw = random.Random(7)
+    prompt, short, long = ([draw.randrange(256) for _ in range(count)] for count in (33, 9, 40))
+    prefix = Prefix.of([prompt])
+    sent = full_prefill(sender, prefix, {group.lo} if group.needs_edge else ())
+    cache = partial_prefill(receiver, prefix, sent, group)
+    way = {"attend": PaddedAttend if attend == "padded" else None, "edges": Edges(range(DEPTH))}
+    said, kept = [], []
+    for redone in (False, True):
+        hand = Hand(receiver, prompt, segments=cut(receiver, (1, 3)), **way)
+        executor, others = hand.executor, [Request(number, ids, GREEDY, 0.0) for number, ids in ((1, short), (2, long))]
+        free = [block for block in range(40) if block not in hand.request.blocks]
+        try:
+            for request, mine in zip(others, (free[:2], free[2:]), strict=True):
+                request.blocks = mine
+            executor.execute([others[0].work(8)])
+            others[0].advance(8)
+            works = [request.work() for request in others]
+            if redone:
+                hidden = sent.edges[group.lo][:, : len(prompt)] if group.needs_edge else None
+                works.insert(1, hand.request.work()._replace(redo=Redo(group.layers, len(prompt), hidden)))
+            decoder, runs = executor.view.decoder, []
+            logits = decoder.logits
+            decoder.logits = lambda step, logits=logits: said.append(logits(step)) or said[-1]
+            hook = receiver.model.layers[group.lo].register_forward_hook(lambda *_, runs=runs: runs.append(1))
+            executor.execute(works)
+            hook.remove()
+            assert len(runs) == (2 if redone and not group.needs_edge else 1)
+            kept.append([executor.view.edges.of(number, layer) for number in (1, 2) for layer in range(DEPTH)])
+            if redone:
+                for layer in group.layers:
+                    torch.testing.assert_close(
+                        hand.held(layer, len(prompt)), layer_kv(cache, layer), atol=TOLERANCE, rtol=0
+                    )
+        finally:
+            executor.close()
+    torch.testing.assert_close(said[1], said[0], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(kept[1], kept[0], atol=TOLERANCE, rtol=0)
+
+
+def test_what_does_not_fit_joins_nobody(pair) -> None:
+    """As alone: one clear error."""
+    hand = Hand(pair[0], list(range(8)))
+    other = Request(1, [5, 6, 7], GREEDY, 0.0)
+    other.blocks = [next(block for block in range(40) if block not in hand.request.blocks)]
+    try:
+        for layers, wide, message in ((range(2, 9), 32, "not among"), (range(2, 4), 31, "do not fit")):
+            redo = Redo(layers, 8, torch.zeros(1, 8, wide))
+            with pytest.raises(RequestError, match=message):
+                hand.executor.execute([other.work(), hand.request.work()._replace(redo=redo)])
+    finally:
+        hand.executor.close()
+
+
 def test_a_kept_edge_is_the_e_cache(pair) -> None:
     model, _ = pair
     prompt = [random.Random(4).randrange(256) for _ in range(29)]
