@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Any, TypeVar
 
+from firsttoken.study.system.openmp import loops_on_one_core
+
 Answer = TypeVar("Answer")
 
 
@@ -28,5 +30,6 @@ def wait_for(what: Coroutine[Any, Any, Answer]) -> Answer:
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
+    loop.call_soon(loops_on_one_core)  # a prompt's states are large enough for a loop, which the engine would wait for
     threading.Thread(target=loop.run_forever, name="firsttoken-swarm", daemon=True).start()
     return loop

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from firsttoken.study.errors import SwarmError
+from firsttoken.study.system.openmp import loops_elsewhere
 from firsttoken.swarm.access import Access
 from firsttoken.swarm.announcer import Announcer
 from firsttoken.swarm.batcher import Batcher
@@ -122,7 +123,8 @@ async def serving(
     failed = asyncio.gather(*tasks[1:])
     told(record)
     try:
-        yield Running(announcer, sessions, registry, ledger, failed, frozen, rebalancer)
+        with loops_elsewhere():  # the batcher's thread computes, and threads of this one would be in its way
+            yield Running(announcer, sessions, registry, ledger, failed, frozen, rebalancer)
         failed.cancel()
         with suppress(SwarmError):
             await announcer.leave()

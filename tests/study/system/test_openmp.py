@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from firsttoken.engine.serving import Server
-from firsttoken.study.system.openmp import give_back_threads, loops_on_one_core
+from firsttoken.study.system.openmp import give_back_threads, loops_elsewhere, loops_on_one_core
 
 TASKS = Path("/proc/self/task")
 pytestmark = pytest.mark.skipif(not TASKS.is_dir(), reason="the system does not list threads")
@@ -58,6 +58,16 @@ def test_threads_are_given_back_and_come_again():
 
 def test_loops_on_one_core_need_no_others():
     assert kept_after(loops_on_one_core, again=0) == (2, 0, 0)
+
+
+def test_loops_elsewhere_come_back_afterwards():
+    def meanwhile() -> None:
+        with loops_elsewhere():
+            before = tasks()
+            torch.ones(1 << 20).mul_(2)
+            assert not tasks() - before
+
+    assert kept_after(meanwhile, again=2) == (2, 0, 2)
 
 
 def test_twice_and_where_nothing_is_kept():

@@ -8,7 +8,8 @@ before it, and 138 once that had given its threads back (16 requests of 135 M, t
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 _HARD = 2  # omp_pause_hard: what is kept is freed, and made again by the next loop
 
@@ -32,3 +33,17 @@ def loops_on_one_core() -> None:
     give_back_threads()
     with suppress(AttributeError, TypeError):
         ctypes.CDLL(None).omp_set_num_threads(1)
+
+
+@contextmanager
+def loops_elsewhere() -> Iterator[None]:
+    """As :func:`loops_on_one_core` for the time of the block, for a thread that hands what is large to others."""
+    library, before = ctypes.CDLL(None), 0
+    with suppress(AttributeError, TypeError):
+        before = library.omp_get_max_threads()
+    loops_on_one_core()
+    try:
+        yield
+    finally:
+        if before:
+            library.omp_set_num_threads(before)
