@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import os
 import re
 import subprocess
+import sys
 import time
 
 import pytest
@@ -229,3 +231,24 @@ def test_a_client_without_a_swarm(folder):
         RemoteModel(folder, [])
     with pytest.raises(SwarmError, match="no coding is called 'int4'"):
         RemoteModel(folder, ["127.0.0.1:1"], coding="int4")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="which OpenMP torch has is known on Linux only")
+def test_the_loop_of_the_swarm_leaves_the_processors_to_who_computes():
+    asked = """if True:
+        import torch
+        from firsttoken.swarm.background import wait_for
+
+        async def threads():
+            return torch.get_num_threads()
+
+        print(wait_for(threads()), torch.get_num_threads())
+    """
+    said = subprocess.run(
+        [sys.executable, "-c", asked],
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.split() == ["1", "2"]
