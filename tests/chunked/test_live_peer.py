@@ -8,12 +8,14 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from firsttoken.__main__ import COMMANDS
 from firsttoken.chunked import aiperf, peers
 from firsttoken.chunked.experiments import live_peer as module
+from firsttoken.chunked.experiments import peer_figures as figures
 from firsttoken.chunked.experiments.live_peer import METRICS, PeerConfig, peer_summary
 from firsttoken.chunked.peers import OURS, VLLM, PeerModel
 from firsttoken.chunked.started import free_port, started, wait_healthy
@@ -259,3 +261,24 @@ def test_the_summary_by_hand() -> None:
     assert found["best_ttft_p50_over_vllm"]["value"] == 2.0  # 256 tokens for one, 64 for the other
     assert (found["ours_best_ttft_p50_budget"]["value"], found["vllm_best_ttft_p50_budget"]["value"]) == (256, 64)
     assert found["best_tokens_per_s_over_vllm"]["value"] == 4.0 and found["ours_64_tokens_per_s"]["value"] == 20
+
+
+def test_the_figure_and_the_table() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    rows = [
+        made(system, budget, number, itl_p99_s=0.02 + number / 100, ttft_p50_s=2.0 if system == OURS else 4.0)
+        for system in (OURS, VLLM)
+        for budget in (64, 256)
+        for number in range(3)
+    ]
+    parameters = {"live_peer": {"budgets": [64, 256]}}
+    result = SimpleNamespace(rows=rows, parameters=parameters, summary=peer_summary(rows, parameters))
+    first, *_, last = figures.peer_rows(result)
+    assert first["tokens a step"] == "64: firsttoken serve" and first["P99 ITL, ms"] == "30.0 [20.0, 40.0]"
+    assert last["tokens a step"] == "each at its best: over vLLM" and last["P50 TTFT, s"] == "0.50 [0.50, 0.50]"
+    fig = figures.beside(result)
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["firsttoken serve", "vLLM"]
+    drawn = {round(float(y), 6) for line in fig.axes[1].lines for y in line.get_ydata()}
+    assert drawn == {20.0, 30.0, 40.0}

@@ -64,7 +64,6 @@ def vllm_command(model: PeerModel, budget: int, port: int) -> list[str]:
         "max-num-seqs": min(RUNNING, budget),
         "max-model-len": model.longest,
         "kv-cache-memory-bytes": KV_TOKENS * model.kv_bytes,
-        "generation-config": "vllm",  # what a request does not say is not taken from the model's folder
     }
     flags = ["--no-enable-prefix-caching"]
     if shutil.which(os.environ.get("CXX", "g++")) is None:

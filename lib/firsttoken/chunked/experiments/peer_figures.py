@@ -30,24 +30,24 @@ COLUMNS = {  # of the table: a row's column, the same of the ratios, digits, and
 
 
 def beside(result: Result) -> Figure:
-    """What the client saw, by tokens a step: rounds as small dots, their median as a large mark."""
+    """What the client saw, by tokens a step: rounds as small dots beside their median, a large mark."""
     import matplotlib.pyplot as plt
 
     budgets = result.parameters["live_peer"]["budgets"]
     fig, axes = plt.subplots(1, len(PANELS), figsize=(12, 3.9))
     for ax, (column, scale, label) in zip(axes, PANELS, strict=True):
-        for shift, (system, (look, told)) in zip((-0.12, 0.12), SYSTEMS.items(), strict=True):
+        for shift, (system, (look, told)) in zip((-0.1, 0.1), SYSTEMS.items(), strict=True):
             colour, marker = LOOKS[look]
             for place, budget in enumerate(budgets):
                 mine = [row[column] for row in result.rows if (row["system"], row["budget"]) == (system, budget)]
                 each = [scale * value for value in mine]
-                ax.plot([place + shift] * len(each), each, ".", color=colour, alpha=0.6, markersize=6)
+                ax.plot([place + 2 * shift] * len(each), each, ".", color=colour, markersize=7)
             medians = [scale * result.summary[f"{system}_{budget}_{column}"]["value"] for budget in budgets]
             places = [place + shift for place in range(len(budgets))]
             ax.plot(places, medians, marker, ls="-", color=colour, markersize=8, label=told)
         ax.set(xlabel="tokens a step, at most", ylabel=label, xlim=(-0.5, len(budgets) - 0.5))
         ax.set_xticks(range(len(budgets)), [f"{budget:,}" for budget in budgets])
-        ax.set_ylim(0, None)
+        ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     return fig
 
