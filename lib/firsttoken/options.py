@@ -135,6 +135,12 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         "--scheduler", default="sarathi", help="who runs in a step (default: sarathi, which stalls nobody)"
     )
     added.add_argument(
+        "--token-budget",
+        type=option_values.whole(1, 10**8),
+        metavar="N",
+        help="tokens of a step at most, of a scheduler that cuts prompts; at least --max-running (default: 512)",
+    )
+    added.add_argument(
         "--preemption",
         default="recompute",
         help="how a preempted request comes back: recompute, swap, cross_point or online (default: recompute)",

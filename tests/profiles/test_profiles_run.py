@@ -30,8 +30,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from firsttoken.assets import corpora, models, needs, shapes
 from firsttoken.assets.qa_files import QAItem
 from firsttoken.chunked import bench
-from firsttoken.chunked.experiments import changing_load, pipeline_bubbles, simulator_error
+from firsttoken.chunked.aiperf import PeerLoad
+from firsttoken.chunked.experiments import changing_load, live_peer, pipeline_bubbles, simulator_error
 from firsttoken.chunked.hardware import Hardware
+from firsttoken.chunked.peers import PeerModel
 from firsttoken.crosspoint.experiments import online
 from firsttoken.engine.costs.batches import BatchCosts
 from firsttoken.engine.native.library import kernels
@@ -108,6 +110,7 @@ SMALL = {
     "borrowed": {"tokens": 4, "main_rounds": 2, "busy_rounds": 1, "alone_s": 0.2},
     "validation": {"tokens": 3, "prompt_tokens": 4, "servers": 2, "batches": [1], "lies": ["noise"], "rates": [0.1, 1]},
     "privacy": {"train_windows": 4, "windows": 2, "batch": 2},
+    "live_peer": {"prompt_spread": 4},
     "stalls": {"context": 2, "before": 2, "prompt": 32, "new_tokens": 4},
 }
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
@@ -243,6 +246,12 @@ def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedP
     return subprocess.CompletedProcess(command, 0, json.dumps(answer), "")
 
 
+def asked_peer(system: str, model: PeerModel, budget: int, load: PeerLoad) -> dict[str, float]:
+    """What a client would have seen of a server of a model that is there; either has an environment of its own."""
+    assert (model.folder / "tokenizer.json").is_file() and load.prompt_tokens < model.longest
+    return {column: 1.0 + budget for column, _, _ in live_peer.METRICS.values()}
+
+
 @contextmanager
 def lender(folder: Path, depth: int, *_: Any) -> Iterator[str]:
     """A warm neighbour in this process."""
@@ -357,6 +366,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for place in (bench, changing_load, pipeline_bubbles):
             patch.setattr(place, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
         patch.setattr(bench, "capacity", lambda serve, objective, *, start: (start, serve(start)))
+        patch.setattr(live_peer, "turn", asked_peer)
         patch.setattr(simulator_error, "brought", lambda name: folder)
         served = {"input_toks": 9, "output_toks": 3, "queued_ts": 5.0, "first_token_ts": 5.5, "last_token_ts": 6.5}
         (folder / "vllm_requests.jsonl").write_text(json.dumps(served), encoding="utf-8")

@@ -216,7 +216,9 @@ def test_a_folder_that_is_no_model_is_one_line_on_the_console(tmp_path, capsys, 
 
 
 def test_what_the_engine_does_not_have_is_one_line_on_the_console(tiny, capsys) -> None:
-    for option, value in (("--scheduler", "fastest"), ("--preemption", "never"), ("--preemption", "oracle")):
+    options = [("--scheduler", "fastest"), ("--preemption", "never"), ("--preemption", "oracle")]
+    options.append(("--token-budget", "63"))  # of 64 requests each may ask for its next token in one step
+    for option, value in options:
         assert main(["serve", str(tiny), "--port", str(free_port()), option, value]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert value in line

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from firsttoken.service import cluster
+from firsttoken.service import cluster, model
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.launch import running
 from firsttoken.study.errors import FirstTokenError, ModelError, StageError
@@ -43,6 +43,14 @@ def refusal(config: ServiceConfig) -> FirstTokenError:
 def test_numbers_out_of_range(tmp_path, key):
     with pytest.raises(StageError, match=f"serve: .*{key} must .* not 0$"):
         ServiceConfig(tmp_path, **{key: 0})
+
+
+def test_the_engine_is_told_its_budget(plain, monkeypatch):
+    told = []
+    monkeypatch.setattr(model, "GrowingServer", lambda folder, links, limits, **_: told.append(limits.engine))
+    for asked in ({}, {"token_budget": 96}):
+        model.serve_model(ServiceConfig(plain, **asked), broken=print)
+    assert [engine.token_budget for engine in told] == [512, 96]
 
 
 def test_the_model_is_called_after_its_folder(tiny):

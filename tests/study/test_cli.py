@@ -133,6 +133,7 @@ def test_an_error_is_one_line(arguments: list[str], message: str, capsys) -> Non
         (["serve", "x", "--gbit-per-s", "inf"], "'inf' is no rate"),
         (["serve", "x", "--port", "70000"], "no number from 0 to 65535"),
         (["serve", "x", "--replicas", "0"], "no number from 1 to 64"),
+        (["serve", "x", "--token-budget", "0"], "no number from 1 to"),
         (["serve", "x", "--host", ""], "name an address"),
         (["stage", ""], "name a folder"),
         (["measure", "machine", "--set", "machine.repeats=["], "is not a YAML value"),

@@ -30,7 +30,7 @@ DRAWN_TOGETHER = (
     ("S1", "S3", "measured", "single"),  # 56
     ("sarathi", "prefill first", "hybrid batches", "chunks alone", "mark", "paper", "floor", "target"),  # 40, 41
     ("sarathi", "chunks alone", "measured", "paper", "floor"),  # 43
-    ("sarathi", "prefill first", "short first", "measured", "other", "target"),  # 44
+    ("sarathi", "prefill first", "short first", "measured", "other", "target"),  # 44, 45
 )
 # Machado, Oliveira and Fernandes, A Physiologically-based Model for Simulation of Color Vision Deficiency, IEEE TVCG 15
 # (2009), Table 1, severity 1.0: on linear RGB.

@@ -50,4 +50,12 @@ EXPERIMENTS = (
         "error_summary",
         LONG,
     ),
+    Experiment(
+        "live_peer",
+        "A live peer, asked the same",
+        "45",
+        f"{_CHUNKED}.live_peer:live_peer",
+        "peer_summary",
+        LONG,
+    ),
 )

@@ -22,9 +22,10 @@ class ServiceConfig:
     are prompts of more than ``max_prompt_tokens``, answers of more than ``max_new_tokens``, more than ``max_choices``
     answers to one request, and bodies that take longer than ``body_s`` seconds. A client that takes nothing of what is
     sent to it for ``stalled_s`` seconds has gone.
-    ``scheduler``, ``preemption``, ``share_prefixes`` as of the engine's configuration; ``kv_blocks`` None: as many as
-    the limits ask for. ``prefix_store`` is a folder of KV files of a model that is not staged. The replicas run on the
-    Ray ``cluster`` at that address, or on this machine. With an ``api_key`` nobody else is served.
+    ``scheduler``, ``preemption``, ``share_prefixes``, ``token_budget`` (None: its default) as of the engine's
+    configuration; ``kv_blocks`` None: as many as the limits ask for. ``prefix_store`` is a folder of KV files of a
+    model that is not staged. The replicas run on the Ray ``cluster`` at that address, or on this machine. With an
+    ``api_key`` nobody else is served.
 
     With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends here; who is silent for
     ``swarm_step_s`` seconds is replaced. ``swarm_token_file`` and ``swarm_tls_ca`` as the swarm's own commands have
@@ -43,6 +44,7 @@ class ServiceConfig:
     scheduler: str = "sarathi"
     preemption: str = "recompute"
     share_prefixes: bool = False
+    token_budget: int | None = None
     prefix_store: Path | None = None
     kv_blocks: int | None = None
     max_running: int = 64

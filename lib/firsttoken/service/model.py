@@ -35,14 +35,15 @@ def is_staged(folder: Path) -> bool:
 def serve_model(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> GrowingServer | ReadyServer:
     """The model of ``config``, which takes requests from now on and begins to load when it is started.
 
-    Raises ProfileError for a scheduler, policy or pool that the engine does not have, and as a SwarmServer; what the
-    folder lacks, a server that grows reports itself, and to ``broken`` what leaves no hope.
+    Raises ProfileError for a scheduler, policy, pool or budget that the engine does not have, and as a SwarmServer;
+    what the folder lacks, a server that grows reports itself, and to ``broken`` what leaves no hope.
     """
     engine = replace(
         STALL_FREE,
         scheduler=config.scheduler,
         share_prefixes=config.share_prefixes,
         requests=config.max_running,
+        token_budget=STALL_FREE.token_budget if config.token_budget is None else config.token_budget,
     )
     limits = GrowthConfig(
         threads=config.threads,

@@ -1,1 +1,1 @@
-"""What notebooks 40 to 44 show."""
+"""What notebooks 40 to 45 show."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -79,7 +80,7 @@ def load_rows(result: Result) -> Rows:
     return [
         {
             "scheduler": told(name),
-            "P99 between tokens, ms": interval(_times(found[f"{key}_tbt_p99_s"], 1e3), 0),
+            "P99 between tokens, ms": interval(scaled(found[f"{key}_tbt_p99_s"], 1e3), 0),
             "light: P50 TTFT, s": interval(found[f"{key}_light_ttft_p50_s"], 2),
             "light: P99": interval(found[f"{key}_light_ttft_p99_s"], 1),
             "heavy: P50 TTFT, s": interval(found[f"{key}_heavy_ttft_p50_s"], 2),
@@ -105,13 +106,14 @@ def above_rows(result: Result) -> Rows:
     ]
 
 
+def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """An entry of a summary in another unit."""
+    return entry | {name: scale * entry[name] for name in ("value", "low", "high") if name in entry}
+
+
 def _schedulers(result: Result) -> list[str]:
     return list(dict.fromkeys(row["scheduler"] for row in result.rows if row["what"] == "run"))
 
 
 def _key(name: str) -> str:
     return name.replace(" ", "_")
-
-
-def _times(entry: dict, scale: float) -> dict:
-    return entry | {name: scale * entry[name] for name in ("value", "low", "high") if name in entry}
