@@ -60,6 +60,26 @@ def test_loops_on_one_core_need_no_others():
     assert kept_after(loops_on_one_core, again=0) == (2, 0, 0)
 
 
+def test_a_thread_that_has_run_none_yet_runs_its_first_on_one_core():
+    kept = []
+
+    def work() -> None:
+        loops_on_one_core()
+        alone = tasks()
+        torch.ones(1 << 20).mul_(2)
+        kept.append(new(alone, 0))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert kept == [0]
+
+
 def test_loops_elsewhere_come_back_afterwards():
     def meanwhile() -> None:
         with loops_elsewhere():

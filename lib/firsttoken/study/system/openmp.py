@@ -8,6 +8,7 @@ before it, and 138 once that had given its threads back (16 requests of 135 M, t
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -30,6 +31,8 @@ def loops_on_one_core() -> None:
 
     ``torch.set_num_threads`` would hold for threads to come as well. MKL has a number of its own, which stays.
     """
+    if "torch" in sys.modules:
+        sys.modules["torch"].get_num_threads()  # it tells a thread's first loop what that said, over what is said here
     give_back_threads()
     with suppress(AttributeError, TypeError):
         ctypes.CDLL(None).omp_set_num_threads(1)
