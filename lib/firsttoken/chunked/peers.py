@@ -85,19 +85,20 @@ def served(system: str, model: PeerModel, budget: int, log: Path) -> Iterator[st
     """The URL of ``system`` once it answers; it is ended after the block. Raises FirstTokenError where it does not
     come up."""
     port = free_port()
-    with started(COMMANDS[system](model, budget, port), log, environment(model.threads)) as process:
+    told = environment(model.threads) | {"HF_HUB_OFFLINE": "1"}  # not for aiperf, which takes no folder then
+    with started(COMMANDS[system](model, budget, port), log, told) as process:
         wait_healthy(process, port, _PATIENCE_S, log, f"live_peer: the server {system!r}")
         yield f"http://127.0.0.1:{port}"
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What both servers and their client run in: no keys, no look at the Hub, ``threads`` threads to compute with.
+    """What both servers and their client run in: no keys, ``threads`` threads to compute with.
 
     vLLM on a CPU would bind itself to all cores but one; on two cores it would compute with half of what ours has.
     """
     kept = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
     told = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "NO_PROXY": "127.0.0.1"}
-    return kept | told | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return kept | told | {"VLLM_NO_USAGE_STATS": "1"}
 
 
 def _words(options: dict[str, object]) -> list[str]:
