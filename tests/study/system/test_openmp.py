@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -97,3 +99,17 @@ def test_twice_and_where_nothing_is_kept():
 def test_who_makes_a_server_leaves_the_loops_to_it():
     """The engine has nothing to do here: it is its thread that needs the others' out of the way."""
     assert kept_after(lambda: Server(SimpleNamespace(busy=False)).close(), again=2) == (2, 0, 2)
+
+
+def test_who_comes_out_of_a_fork_does_not_wait_for_threads_that_did_not():
+    torch.set_num_threads(3)
+    try:
+        torch.ones(1 << 20).mul_(2)  # this thread keeps two now
+        if not (child := os.fork()):
+            signal.alarm(10)
+            loops_on_one_core()
+            os._exit(0)
+    finally:
+        torch.set_num_threads(1)
+        give_back_threads()
+    assert os.waitpid(child, 0)[1] == 0

@@ -8,18 +8,42 @@ before it, and 138 once that had given its threads back (16 requests of 135 M, t
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _HARD = 2  # omp_pause_hard: what is kept is freed, and made again by the next loop
+_orphan: int | None = None  # the thread that came out of a fork; those that it kept, if any, are not there any more
+_alone = False  # before the fork: no thread but that one, so that it kept none
+
+
+def _before_fork() -> None:
+    global _alone
+    try:
+        _alone = len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        _alone = False
+
+
+def _in_child() -> None:
+    global _orphan
+    _orphan = None if _alone else threading.get_ident()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 def give_back_threads() -> None:
     """Let go of those of the calling thread, outside of any loop; nothing where there is no OpenMP, or no such call.
 
-    LLVM's OpenMP would end the loops of all threads, and is left alone.
+    LLVM's OpenMP would end the loops of all threads, and is left alone. So is a thread that came out of a fork without
+    those it had kept: libgomp would wait for them without end.
     """
+    if threading.get_ident() == _orphan:
+        return
     with suppress(AttributeError, TypeError):
         library = ctypes.CDLL(None)
         if not hasattr(library, "__kmpc_fork_call"):
