@@ -107,8 +107,12 @@ def test_who_comes_out_of_a_fork_does_not_wait_for_threads_that_did_not():
         torch.ones(1 << 20).mul_(2)  # this thread keeps two now
         if not (child := os.fork()):
             signal.alarm(10)
+            if not (again := os.fork()):  # as copies of a copy: it has no other threads, and lost some all the same
+                signal.alarm(10)
+                loops_on_one_core()
+                os._exit(0)
             loops_on_one_core()
-            os._exit(0)
+            os._exit(os.waitpid(again, 0)[1] != 0)
     finally:
         torch.set_num_threads(1)
         give_back_threads()

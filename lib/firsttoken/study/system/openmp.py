@@ -29,7 +29,7 @@ def _before_fork() -> None:
 
 def _in_child() -> None:
     global _orphan
-    _orphan = None if _alone else threading.get_ident()
+    _orphan = threading.get_ident() if _orphan is not None or not _alone else None
 
 
 if hasattr(os, "register_at_fork"):
