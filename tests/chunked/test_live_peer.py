@@ -18,10 +18,10 @@ from firsttoken.chunked.experiments import live_peer as module
 from firsttoken.chunked.experiments import peer_figures as figures
 from firsttoken.chunked.experiments.live_peer import METRICS, PeerConfig, peer_summary
 from firsttoken.chunked.peers import OURS, VLLM, PeerModel
-from firsttoken.chunked.started import free_port, started, wait_healthy
 from firsttoken.options import parser
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import load_profile
+from firsttoken.study.system.programs import free_port, started, wait_healthy
 
 LOAD = aiperf.PeerLoad(requests=4, per_s=2.0, prompt_tokens=64, prompt_spread=16, new_tokens=8, seed=3)
 CONFIG = {"budgets": (64, 256), "requests": 4, "rate": 2.0, "prompt_tokens": 64, "prompt_spread": 16}

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from firsttoken.chunked.started import last_line, started
 from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.foreign.faults import blaming
 from firsttoken.study.foreign.json_text import read_json
 from firsttoken.study.foreign.schema import at_least, shaped
+from firsttoken.study.system.programs import last_line, started
 
 AIPERF = paths.ROOT / ".venv-clients" / "bin" / "aiperf"
 EXPORT = "profile_export_aiperf.json"

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from firsttoken.chunked.started import free_port, started, wait_healthy
 from firsttoken.engine.experiments.throughput import VLLM_PYTHON
 from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.system.programs import free_port, started, wait_healthy
 
 OURS, VLLM = "ours", "vllm"
 RUNNING = 64  # requests in a step at once, at most: as many as the default of `firsttoken serve`

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -16,6 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from firsttoken.study.system.programs import free_port, started
 
 PROMPT_TOKENS = 32
 _DONE = b"data: [DONE]\n\n"
@@ -86,8 +89,7 @@ def _served(folder: Path, port: int) -> Iterator[None]:
     import httpx
 
     command = [sys.executable, "-m", "firsttoken", "serve", str(folder), "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
+    with started(command, Path(os.devnull), os.environ) as process:
         while process.poll() is None:
             try:
                 if httpx.get(f"http://127.0.0.1:{port}/stage", timeout=10).json()["state"] == "complete":
@@ -97,9 +99,6 @@ def _served(folder: Path, port: int) -> Iterator[None]:
             time.sleep(0.2)
         time.sleep(3)  # in which the last stage's layers are fused
         yield
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def main() -> None:
@@ -115,8 +114,7 @@ def main() -> None:
     if options.alone:
         alone(options.folder, options.tokens, options.scheduler)
         return
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "firsttoken.service.bench", *sys.argv[1:], "--alone"]
     engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with _served(options.folder, port):

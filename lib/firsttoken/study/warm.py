@@ -26,7 +26,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from firsttoken.study import paths
-from firsttoken.study.system import openmp  # noqa: F401 it has to know of a fork
 from firsttoken.study.system.home import kept_elsewhere
 
 SOCKET = "FIRSTTOKEN_WARM"  # the environment variable that names the socket of the warm process

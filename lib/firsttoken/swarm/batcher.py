@@ -26,16 +26,16 @@ class Waiting(NamedTuple):
 
 
 class Batcher:
-    """Computes on one thread of its own, at most ``tokens`` at once, in the order in which steps came."""
+    """Computes on the one ``thread``, at most ``tokens`` at once, in the order in which steps came."""
 
-    def __init__(self, stack: BlockStack, tokens: int) -> None:
+    def __init__(self, stack: BlockStack, tokens: int, thread: ThreadPoolExecutor) -> None:
         self.stack = stack
         self.tokens = tokens
         self.batches = 0
         self.steps = 0  # of sessions; more than ``batches`` where some were computed together
         self._waiting: list[Waiting] = []
         self._came = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="firsttoken-blocks")
+        self._thread = thread
 
     async def run(self, layers: range, works: Sequence[Work], hidden: Tensor) -> Tensor:
         """``hidden`` [tokens, hidden] after ``layers``; raises what computing raises."""

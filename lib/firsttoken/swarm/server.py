@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -90,16 +92,20 @@ async def serving(
 
     Raises ModelError for blocks that cannot be loaded, SwarmError for an address that cannot be had or may not.
     """
-    stack = stack_of(config.folder, config.blocks, config.dtype, config.limits.kv_tokens)
+    computing = ThreadPoolExecutor(1, thread_name_prefix="firsttoken-blocks")
+    make = partial(stack_of, config.folder, config.blocks, config.dtype, config.limits.kv_tokens)
+    stack = await asyncio.get_running_loop().run_in_executor(computing, make)
     key, registry = server_key(config.key), Registry()
-    batcher = Batcher(stack, config.limits.batch_tokens)
+    batcher = Batcher(stack, config.limits.batch_tokens, computing)
     ledger = Ledger(public_hex(key))
     places = Places(config.limits.sessions, config.limits.waiting, ledger)
     sessions = Sessions(batcher, model, config.limits, Committer(key, model), places)
     court = Court(config.folder, model, ledger)
-    frozen = FrozenBlocks(config.folder, config.blocks, config.dtype) if config.trains else None
+    frozen = None
+    if config.trains:
+        frozen = await batcher.aside(partial(FrozenBlocks, config.folder, config.blocks, config.dtype))
     service = BlockService(sessions, registry, court, config.access, frozen)
-    throughput = stack.measured_throughput()
+    throughput = await batcher.aside(stack.measured_throughput)
     server, port = await service.start(config.host, config.port)
     now = time.time()
     record = Record(
@@ -123,7 +129,9 @@ async def serving(
     failed = asyncio.gather(*tasks[1:])
     told(record)
     try:
-        with loops_elsewhere():  # the batcher's thread computes, and threads of this one would be in its way
+        with (
+            loops_elsewhere()
+        ):  # on the batcher's thread, which has loaded, too: threads of this one would be in its way
             yield Running(announcer, sessions, registry, ledger, failed, frozen, rebalancer)
         failed.cancel()
         with suppress(SwarmError):

@@ -8,42 +8,18 @@ before it, and 138 once that had given its threads back (16 requests of 135 M, t
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _HARD = 2  # omp_pause_hard: what is kept is freed, and made again by the next loop
-_orphan: int | None = None  # the thread that came out of a fork; those that it kept, if any, are not there any more
-_alone = False  # before the fork: no thread but that one, so that it kept none
-
-
-def _before_fork() -> None:
-    global _alone
-    try:
-        _alone = len(os.listdir("/proc/self/task")) == 1
-    except OSError:
-        _alone = False
-
-
-def _in_child() -> None:
-    global _orphan
-    _orphan = threading.get_ident() if _orphan is not None or not _alone else None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 def give_back_threads() -> None:
     """Let go of those of the calling thread, outside of any loop; nothing where there is no OpenMP, or no such call.
 
-    LLVM's OpenMP would end the loops of all threads, and is left alone. So is a thread that came out of a fork without
-    those it had kept: libgomp would wait for them without end.
+    LLVM's OpenMP would end the loops of all threads, and is left alone.
     """
-    if threading.get_ident() == _orphan:
-        return
     with suppress(AttributeError, TypeError):
         library = ctypes.CDLL(None)
         if not hasattr(library, "__kmpc_fork_call"):
@@ -55,22 +31,31 @@ def loops_on_one_core() -> None:
 
     ``torch.set_num_threads`` would hold for threads to come as well. MKL has a number of its own, which stays.
     """
-    if "torch" in sys.modules:
-        sys.modules["torch"].get_num_threads()  # it tells a thread's first loop what that said, over what is said here
     give_back_threads()
-    with suppress(AttributeError, TypeError):
-        ctypes.CDLL(None).omp_set_num_threads(1)
+    _run_loops_on(1)
 
 
 @contextmanager
 def loops_elsewhere() -> Iterator[None]:
-    """As :func:`loops_on_one_core` for the time of the block, for a thread that hands what is large to others."""
-    library, before = ctypes.CDLL(None), 0
-    with suppress(AttributeError, TypeError):
-        before = library.omp_get_max_threads()
-    loops_on_one_core()
+    """Loops of the calling thread, an event loop's, take no others for the time of the block: others compute.
+
+    What it kept before stays, so it should have run none. (To give back what a process before a fork had kept would
+    wait for it without end.)
+    """
+    before = _run_loops_on(1)
     try:
         yield
     finally:
-        if before:
-            library.omp_set_num_threads(before)
+        _run_loops_on(before)
+
+
+def _run_loops_on(count: int) -> int:
+    """From now on the calling thread's; how many it was. Nothing, and 1, where there is no OpenMP."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].get_num_threads()  # before a thread's first loop torch says what it was told for all
+    with suppress(AttributeError, TypeError):
+        library = ctypes.CDLL(None)
+        before = library.omp_get_max_threads()
+        library.omp_set_num_threads(count)
+        return before
+    return 1

@@ -1,0 +1,145 @@
+"""What experiments are given in place of text, peers, links and neighbours: made up, and there at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from swarms import Here
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as kinds
+from transformers import PreTrainedTokenizerFast
+
+from firsttoken.assets.qa_files import QAItem
+from firsttoken.chunked.aiperf import PeerLoad
+from firsttoken.chunked.experiments import live_peer
+from firsttoken.chunked.peers import PeerModel
+from firsttoken.engine.workload.conversations import Conversations
+from firsttoken.kvreuse.experiments import profiling
+from firsttoken.kvreuse.profile.pareto import Profiled
+from firsttoken.kvreuse.tasks.items import TaskItem
+from firsttoken.progressive.coldstart import trial
+from firsttoken.progressive.recovery import timeline_trial
+from firsttoken.study.record import Result
+from firsttoken.together.borrowed import experiment as borrowed
+from firsttoken.together.borrowed import trial as borrowed_trial
+
+
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte; token 0 is the end of text."""
+    symbols = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(kinds.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", clean_up_tokenization_spaces=False)
+
+
+def questions(source: str, split: str) -> list[QAItem]:
+    """Forty questions of any source, without a passage where it is TriviaQA."""
+    passage = "" if "trivia" in source else "Mr {i} is in."
+    return [QAItem(f"{split}-{i}", passage.format(i=i), "Who?", (f"{i}",)) for i in range(40)]
+
+
+def items(task: str, split: str, tokenizer: Any, tokens: int, count: int | None) -> list[TaskItem]:
+    """Items of ``task`` whose prefixes have just ``tokens`` tokens."""
+    name = Path(task).stem
+    texts = ["".join(random.Random(f"{split} {i}").choices("abcd ", k=tokens)) for i in range(count or 8)]
+    return [TaskItem(f"{name}-{split}-{i}", name, text, "\nA:", ("a",)) for i, text in enumerate(texts)]
+
+
+def plausible(rows: list[dict[str, Any]]) -> list[Profiled]:
+    """What was profiled, with losses as a real pair has them: the fewer layers are recomputed, the more is lost."""
+    found = profiled_groups(rows)
+    depth = max(len(one.group) for one in found)
+    return [
+        dataclasses.replace(one, own=(1.0,) * len(one.own), mixed=(0.5 + len(one.group) / depth / 2,) * len(one.own))
+        for one in found
+    ]
+
+
+profiled_groups = profiling.profiled_groups
+
+
+def timed() -> Result:
+    """What prefill_latency would have recorded: times in proportion to what is computed."""
+    shares = {"full prefill": [1.0], "DroidSpeak": [0.0, 0.5], "CacheBlend": [0.2], "smaller model": [0.5]}
+    rows = [
+        {"method": name, "tokens": 64, "compute": share, "round": step, "first_token_s": 0.1 + share}
+        for name, each in shares.items()
+        for share in each
+        for step in range(2)
+    ]
+    return Result("prefill_latency", "quick", {}, {"slug": "x"}, {}, "", [0], "2026-01-01", 0.0, {}, rows, {}, {})
+
+
+def few_conversations(tokenizer: Any, *_: Any) -> Conversations:
+    """As many of 1,000 tokens as of 2,000, half of them prompt, so that requests outgrow the pool."""
+    totals = np.array([1000, 2000] * 40)
+    starts = np.concatenate([[0], np.cumsum(totals // 2)])
+    ids = np.arange(starts[-1] if tokenizer else 0) % 200
+    return Conversations(ids, starts, totals // 2)
+
+
+def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """A trial without a process of its own; there is no other command."""
+    if command[:2] != [sys.executable, "-m"]:
+        raise FileNotFoundError(command[0])
+    if command[2] == borrowed.TRIAL:
+        told = json.loads(command[-1]) | {"spawned_s": trial.INTERPRETER_UP, "gbit_per_s": 0.0, "cores": ()}
+        answer: Any = {"variant": told["variant"]} | borrowed_trial.main(borrowed_trial.BorrowSpec(**told))
+    elif command[2].endswith("timeline_trial"):
+        answer = timeline_trial.main(timeline_trial.TimelineSpec(**json.loads(options["input"])))
+    else:
+        spec = trial.TrialSpec(**json.loads(command[-1]) | {"spawned_s": trial.INTERPRETER_UP, "gbit_per_s": 0.0})
+        answer = {"variant": spec.variant} | trial.main(spec)
+    return subprocess.CompletedProcess(command, 0, json.dumps(answer), "")
+
+
+def asked_peer(system: str, model: PeerModel, budget: int, load: PeerLoad) -> dict[str, float]:
+    """What a client would have seen of a server of a model that is there; either has an environment of its own."""
+    assert (model.folder / "tokenizer.json").is_file() and load.prompt_tokens < model.longest
+    return {column: 1.0 + budget for column, _, _ in live_peer.METRICS.values()}
+
+
+@contextmanager
+def lender(folder: Path, depth: int, *_: Any) -> Iterator[str]:
+    """A warm neighbour in this process."""
+    with closing(Here(folder)) as here:
+        yield here.serve((0, depth))[0].record.address
+
+
+class Busy:
+    """A neighbour's own request with a token every tenth of a second."""
+
+    def times_s(self) -> list[float]:
+        return [time.monotonic() - 0.1 * n for n in range(1000)]
+
+
+class NoLimit:
+    """A limit in the kernel that holds nothing back."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __enter__(self) -> NoLimit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
+def passages(split: str) -> list[tuple[str, str]]:
+    """Forty passages a split, and a question about each."""
+    return [(f"In {split} the house number {i} stands in the wind.", f"is house {i} in it?") for i in range(40)]
