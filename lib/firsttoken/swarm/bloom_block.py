@@ -1,7 +1,7 @@
 """One block of BLOOM-176B, timed here: what a token takes through it, and so through all 70.
 
-Its weights are random, and each row of a matrix is the same: a product takes as long whatever its values are. No state is
-large enough to stay out of the integers, as one in a thousand is in the paper.
+Its weights are random, and each row of a matrix is the same: a product takes as long whatever its values are. No
+state is large enough to stay out of the integers, as one in a thousand is in the paper.
 """
 
 from __future__ import annotations
