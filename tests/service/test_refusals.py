@@ -81,7 +81,8 @@ class TestRefusals:
         # greedy, for what is drawn may end at once; and long: 400 tokens were over before the refusal came once
         body = GREEDY | {"prompt": [ENDLESS] * 12, "max_tokens": 9000, "stream": True}
         with client.stream("POST", COMPLETIONS, json=body) as held:
-            next(held.iter_raw())
+            chunks = held.iter_raw()  # without a name it would be closed, and the connection with it
+            next(chunks)
             refused = client.post(COMPLETIONS, json={"prompt": "the inn"})
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "rate_limit_error" and refused.json()["error"]["code"] == "busy"
