@@ -62,6 +62,13 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
         help="seconds between two looks whether the swarm gains by auto's taking other blocks (default: 120)",
     )
     serve.add_argument(
+        "--rebalance-by",
+        choices=("paper", "fewest-moves"),
+        default="paper",
+        help="who goes: whoever looks first, where the swarm gains a third (paper, the default), or those of the fewest"
+        " moves that bring it near to what it could be, where it gains a fiftieth",
+    )
+    serve.add_argument(
         "--registry",
         action="append",
         default=[],

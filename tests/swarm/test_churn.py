@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from firsttoken.study.errors import ProfileError
 from firsttoken.swarm.churn import Churn, ChurnConfig
-from firsttoken.swarm.placement import most_rate
+from firsttoken.swarm.placement import Rebalancing, most_rate
 
 CONFIG = ChurnConfig(depth=10, period_s=60, expiry_s=20)
 
@@ -54,7 +54,7 @@ def test_a_dead_server_is_seen_until_its_record_expires_and_never_after() -> Non
 
 def lone_gap(settle_s: float) -> Churn:
     """Six servers on the first half, none on the second, all asking within a tenth of a second: one move is enough."""
-    churn = Churn(ChurnConfig(depth=10, period_s=60, gossip_s=1.0, settle_s=settle_s, quality=0.5))
+    churn = Churn(ChurnConfig(depth=10, period_s=60, gossip_s=1.0, settle_s=settle_s, rule=Rebalancing(0.5)))
     churn.join("z", 5, 5.0)
     for number in range(6):
         churn.join(f"s{number}", 5, 5.0)

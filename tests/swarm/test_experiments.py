@@ -22,16 +22,16 @@ from firsttoken.swarm.weights8 import resting_bytes
 
 
 def test_a_little_churn() -> None:
-    smaller = {"churn.servers": 12, "churn.depth": 12, "churn.events": 4, "churn.rules": ["paper", "agreed"]}
+    smaller = {"churn.servers": 12, "churn.depth": 12, "churn.events": 4, "churn.rules": ["paper", "fewest"]}
     profile = load_profile("quick", **smaller)
     outcome = swarm_churn(profile)
     assert len(outcome.rows) == 8 and swarm_churn(profile).rows == outcome.rows, "the seed decides"
     events = [
-        [(row["event"], row["kind"]) for row in outcome.rows if row["rule"] == rule] for rule in ("paper", "agreed")
+        [(row["event"], row["kind"]) for row in outcome.rows if row["rule"] == rule] for rule in ("paper", "fewest")
     ]
     assert events[0] == events[1]
     summary = churn_summary(outcome.rows, profile.parameters())
-    for rule in ("paper", "agreed"):
+    for rule in ("paper", "fewest"):
         assert 0 <= summary[f"{rule}_back_within_a_period_pct"]["value"] <= 100
         assert 0 < summary[f"{rule}_share_after_pct"]["value"] <= 100
 

@@ -21,6 +21,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.study import warm
 from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.background import wait_for
+from firsttoken.swarm.fewest_moves import FewestMoves
 from firsttoken.swarm.placement import Rebalancing
 from firsttoken.swarm.rebalancer import wanted
 from firsttoken.swarm.records import Record
@@ -29,6 +30,7 @@ from firsttoken.swarm.tuning.frozen import FrozenBlocks
 from firsttoken.swarm.tuning.passes import Pass
 
 DEPTH, RULE = 8, Rebalancing()
+RULES = st.sampled_from([RULE, FewestMoves()])
 
 
 def announced(number: int, first: int, last: int, rate: float = 1.0) -> Record:
@@ -40,10 +42,12 @@ def announced(number: int, first: int, last: int, rate: float = 1.0) -> Record:
 class Members:
     """Servers as they decide, one step of one of them at a time: what each knows, says, and has yet to ask."""
 
-    def __init__(self, records: Sequence[Record], skews: Sequence[int], asks: bool = True) -> None:
+    def __init__(
+        self, records: Sequence[Record], skews: Sequence[int], asks: bool = True, rule: Rebalancing = RULE
+    ) -> None:
         self.views = [{one.server: one for one in records} for _ in records]
         self.names = [one.server for one in records]
-        self.skews, self.asks = skews, asks
+        self.skews, self.asks, self.rule = skews, asks, rule
         self.todo: list[list[int] | None] = [None] * len(records)  # of who wishes: the members it has not asked yet
         self.moves, self.now = [0] * len(records), 0
 
@@ -63,13 +67,13 @@ class Members:
         if not mine.span:
             self.say(at, blocks=mine.target, target=(0, 0))
         elif todo is None:
-            if (target := wanted(RULE, mine, self.views[at].values(), DEPTH)) is not None:
+            if (target := wanted(self.rule, mine, self.views[at].values(), DEPTH)) is not None:
                 self.say(at, target=(target.start, target.stop), wishes=100 + self.now + self.skews[at])
                 self.todo[at] = [one for one in range(len(self.names)) if one != at and self.asks]
         elif todo:
             self.exchange(at, todo.pop())
         else:
-            target, self.todo[at] = wanted(RULE, mine, self.views[at].values(), DEPTH, self.names), None
+            target, self.todo[at] = wanted(self.rule, mine, self.views[at].values(), DEPTH, self.names), None
             if target != range(*mine.target):
                 self.say(at, target=(0, 0), wishes=0.0)
                 return
@@ -99,19 +103,19 @@ skews = st.lists(st.integers(-9, 9), min_size=5, max_size=5)
 
 
 @settings(max_examples=120, deadline=None)
-@given(records=spans(), turns=turns, skews=skews)
-def test_whoever_is_heard_when_no_block_is_left_bare(records, turns, skews) -> None:
+@given(records=spans(), turns=turns, skews=skews, rule=RULES)
+def test_whoever_is_heard_when_no_block_is_left_bare(records, turns, skews, rule) -> None:
     """Messages in any order between servers whose clocks differ; what is asserted is in ``Members.step``."""
-    members = Members(records, skews)
+    members = Members(records, skews, rule=rule)
     for at in turns:
         members.step(at % len(records))
 
 
 @settings(max_examples=60, deadline=None)
-@given(count=st.integers(2, 3), turns=turns, skews=skews)
-def test_one_server_moves_for_a_gap(count, turns, skews) -> None:
+@given(count=st.integers(2, 3), turns=turns, skews=skews, rule=RULES)
+def test_one_server_moves_for_a_gap(count, turns, skews, rule) -> None:
     """All of them could fill it."""
-    members = Members([announced(n, 0, 4) for n in range(count)], skews)
+    members = Members([announced(n, 0, 4) for n in range(count)], skews, rule=rule)
     for at in [*turns, *range(5)] * 4:
         members.step(at % count)
     assert sum(members.moves) <= 1
@@ -186,10 +190,11 @@ def test_an_answer_goes_on_while_servers_move(here, leaving, client, asked):
     assert wait_for(look()) == [False, False]
 
 
-def test_processes_cover_for_one_that_is_killed(folder, parent, client, asked):
+@pytest.mark.parametrize("rule", ["paper", "fewest-moves"])
+def test_processes_cover_for_one_that_is_killed(folder, parent, client, asked, rule):
     """Real ones, by the command: they find out by the expiry of its record, at their next look."""
     serve = ["swarm", "serve", "--model", str(folder), "--count", "3", "--dtype", "float32"]
-    serve += ["--rebalance-s", "0.2", "--expiry-s", "1"]
+    serve += ["--rebalance-s", "0.2", "--expiry-s", "1", "--rebalance-by", rule]
     with ExitStack() as ended:
         ups: list[subprocess.Popen] = []
         doors: list[str] = []

@@ -13,6 +13,7 @@ import torch
 from firsttoken.study import dtypes
 from firsttoken.swarm.access import Access, check_installed
 from firsttoken.swarm.blocks import depth_of, model_sha256, parse_blocks
+from firsttoken.swarm.fewest_moves import FewestMoves
 from firsttoken.swarm.keys import public_hex, server_key
 from firsttoken.swarm.limits import ServerLimits
 from firsttoken.swarm.patience import Patience
@@ -20,6 +21,8 @@ from firsttoken.swarm.placement import Rebalancing, interval_to_join
 from firsttoken.swarm.records import Record
 from firsttoken.swarm.server import ServerConfig, serving
 from firsttoken.swarm.swarm import Swarm
+
+_RULES = {"paper": Rebalancing(), "fewest-moves": FewestMoves()}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -51,7 +54,7 @@ def config_of(options: argparse.Namespace, access: Access, blocks: range, host: 
         access,
         limits,
         options.train,
-        Rebalancing() if options.blocks == "auto" else None,
+        _RULES[options.rebalance_by] if options.blocks == "auto" else None,
     )
 
 

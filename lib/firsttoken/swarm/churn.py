@@ -21,17 +21,15 @@ from firsttoken.swarm.routing import Reachable
 class ChurnConfig:
     """A swarm over ``depth`` blocks, seconds throughout.
 
-    Every server asks once a ``period_s`` whether to move, by ``quality``, ``plans`` and ``enough``; with ``hears_s`` it
-    also asks within as many after somebody came or went. A changed record is seen by others after ``gossip_s``, one
-    that is not renewed is dropped after ``expiry_s``. Blocks take ``load_s`` to load, in which a server serves nothing;
-    between announcing a move and making it lie ``settle_s``. Raises ProfileError for impossible times.
+    Every server asks once a ``period_s`` whether to move, by ``rule``; with ``hears_s`` it also asks within as many
+    after somebody came or went. A changed record is seen by others after ``gossip_s``, one that is not renewed is
+    dropped after ``expiry_s``. Blocks take ``load_s`` to load, in which a server serves nothing; between announcing a
+    move and making it lie ``settle_s``. Raises ProfileError for impossible times.
     """
 
     depth: int
     period_s: float = 120.0
-    quality: float = 0.75
-    plans: int = 1
-    enough: float = 1.0
+    rule: Rebalancing = field(default_factory=Rebalancing)
     hears_s: float = 0.0
     gossip_s: float = 1.0
     settle_s: float = 2.0
@@ -74,7 +72,6 @@ class Churn:
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(self.seed)
-        self._rule = Rebalancing(self.config.quality, self.config.plans, self.config.enough)
         self._servers: dict[str, _Simulated] = {}
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -180,7 +177,7 @@ class Churn:
         self._note()
 
     def _wanted(self, server: _Simulated, others: list[Reachable]) -> range | None:
-        return self._rule.move(server.record.name, [*others, server.record], self.config.depth)
+        return self.config.rule.move(server.record.name, [*others, server.record], self.config.depth)
 
     def _ready(self, name: str) -> None:
         self._servers[name].serves = self._servers[name].alive

@@ -54,19 +54,17 @@ def interval_to_join(servers: Iterable[Reachable], depth: int, count: int) -> ra
 class Rebalancing:
     """A server moves if the swarm's rate is below ``quality`` of what it would become; the paper's code has 0.75.
 
-    What it would become is foreseen by letting all servers move, in ``plans`` orders of which the best counts; the
-    paper has one. As everybody sees the same records, everybody foresees the same. Nobody moves a swarm that has
-    ``enough`` of what no placement exceeds. Raises SwarmError for shares outside 0..1, and no plan.
+    What it would become is foreseen by letting all servers move, whoever asks first. Nobody moves a swarm that has
+    ``enough`` of what no placement exceeds. Raises SwarmError for shares outside 0..1.
     """
 
     quality: float = 0.75
-    plans: int = 1
     enough: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (0 < self.quality <= 1 and 0 < self.enough <= 1) or self.plans < 1:
-            asked = f"{self.quality}, {self.enough} and {self.plans}"
-            raise SwarmError(f"a quality and what is enough lie above 0 and up to 1, and there is a plan: not {asked}")
+        if not (0 < self.quality <= 1 and 0 < self.enough <= 1):
+            asked = f"{self.quality} and {self.enough}"
+            raise SwarmError(f"a quality and what is enough lie above 0 and up to 1: not {asked}")
 
     def move(self, name: str, servers: Collection[Reachable], depth: int) -> range | None:
         """The blocks that server ``name`` should hold instead, or None where it should stay.
@@ -80,19 +78,13 @@ class Rebalancing:
         now, without = swarm_rate(placed, depth), swarm_rate((one for one in placed if one is not mine), depth)
         if (now > 0 and without <= 0) or now >= min(self.quality, self.enough) * most_rate(placed, depth):
             return None  # the only one that holds some block, or nothing could gain enough
-        plan = max((self._plan(mine, placed, number, depth) for number in range(self.plans)), key=lambda one: one[0])
-        then, target = plan
+        foreseen = self._foreseen(mine, placed, depth)
+        then, target = swarm_rate(foreseen, depth), next(one.blocks for one in foreseen if one.name == name)
         return target if target != mine.blocks and then > 0 and now < self.quality * then else None
 
-    def _plan(self, mine: Reachable, placed: Sequence[Reachable], number: int, depth: int) -> tuple[float, range]:
-        """The rate that plan ``number`` ends with, and where ``mine`` is then; in the first, ``mine`` goes first."""
-        if number == 0:
-            order = [mine, *(server for server in placed if server is not mine)]
-        else:
-            order = [placed[index] for index in np.random.default_rng(number).permutation(len(placed))]
-        there = settled(order, depth)
-        blocks = next(server.blocks for server in there if server.name == mine.name)
-        return swarm_rate(there, depth), blocks
+    def _foreseen(self, mine: Reachable, placed: Sequence[Reachable], depth: int) -> Sequence[Reachable]:
+        """The servers where they would be, if ``mine`` moved and those who want to after it."""
+        return settled([mine, *(server for server in placed if server is not mine)], depth)
 
 
 def settled(servers: Sequence[Reachable], depth: int) -> list[Reachable]:

@@ -31,9 +31,9 @@ VARIANTS = {
     "weights_outliers_among_the_rest": "weights, outliers among the rest",
     "both": "weights, and states between servers",
 }
-RULE_NAMES = {"paper": "the paper's rule, 0.75", "agreed": "best of four plans, at once"}
+RULE_NAMES = {"paper": "the paper's rule, 0.75", "fewest": "fewest moves, at once"}
 _NEVER = 10.0  # periods: beyond what is drawn
-RULE_LOOKS = {"paper": "other", "agreed": "measured"}
+RULE_LOOKS = {"paper": "other", "fewest": "measured"}
 
 
 def quality(result: Result) -> Figure:

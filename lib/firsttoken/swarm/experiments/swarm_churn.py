@@ -15,10 +15,12 @@ from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.swarm.churn import Churn, ChurnConfig
+from firsttoken.swarm.fewest_moves import FewestMoves
+from firsttoken.swarm.placement import Rebalancing
 
-RULES = {
-    "paper": {"quality": 0.75},
-    "agreed": {"quality": 0.98, "plans": 4, "enough": 0.92, "hears_s": 40.0},
+RULES: dict[str, dict[str, Any]] = {
+    "paper": {"rule": Rebalancing()},
+    "fewest": {"rule": FewestMoves(), "hears_s": 30.0},
 }
 SHARE = 0.9  # of what no placement can exceed
 _KINDS = ((4, 1.0), (5, 1.6), (6, 2.0), (8, 2.5), (10, 3.0))  # blocks, tokens a second through them
