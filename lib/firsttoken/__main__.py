@@ -65,11 +65,11 @@ def run(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace) -> int:
     """Run experiments without notebooks."""
+    if any([find_experiment(name).in_turns for name in options.experiments]):
+        wait_briefly()
     from firsttoken.experiments import run_experiment
 
     profile, used = load_profile(options.profile, **dict(options.set)), set[str]()
-    for name in options.experiments:
-        find_experiment(name)
     for name in options.experiments:
         result = run_experiment(name, profile)
         print(f"{name}: {result.duration_s:.1f} s, {len(result.rows)} rows in {result.path}", flush=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from firsttoken import option_values
 
+_INT8 = "Write a copy of a model whose blocks rest in 8 bits, for servers and clients to be given as --model."
+
 
 def add_client_options(serve: argparse.ArgumentParser) -> None:
     """What ``firsttoken serve`` is told of a swarm that has the model's blocks."""
@@ -117,6 +119,10 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
         default=30,
         help="seconds until a server that is gone is forgotten (default: 30)",
     )
+
+    rest = actions.add_parser("int8", help=_INT8, description=_INT8)
+    rest.add_argument("--model", type=option_values.folder, required=True, metavar="FOLDER", help="the model")
+    rest.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the copy goes")
 
     generate = action("generate", "Let a swarm continue a text.")
     generate.add_argument("prompt", help="the text")

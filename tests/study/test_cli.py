@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,6 +98,21 @@ def test_measure_changes_settings_and_prints_the_summary(capsys) -> None:
     assert main(["measure", "machine", *settings]) == 0
     out = capsys.readouterr().out
     assert "machine: " in out and "  matmul_fp32: " in out
+
+
+@pytest.mark.parametrize(("experiment", "briefly"), [("machine", False), ("swarm_transport", True)])
+def test_processes_that_compute_in_turns_wait_briefly(monkeypatch, experiment: str, briefly: bool) -> None:
+    """As those do that users start: before torch is loaded, and told to all that this one starts."""
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    told = []
+
+    def run_experiment(name: str, profile: object) -> SimpleNamespace:
+        told.append("GOMP_SPINCOUNT" in os.environ)
+        return SimpleNamespace(duration_s=0.0, rows=[], path="", summary={})
+
+    monkeypatch.setattr("firsttoken.experiments.run_experiment", run_experiment)
+    assert main(["measure", experiment]) == 0 and told == [briefly]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from firsttoken.engine.linear8 import resting_bytes
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken.swarm.bloom_block import block_seconds, bloom_block
@@ -18,7 +19,6 @@ from firsttoken.swarm.experiments.swarm_tuning import SwarmTuningConfig, tuning_
 from firsttoken.swarm.experiments.swarm_validation import DEPOSIT, ValidationConfig, validation_summary
 from firsttoken.swarm.routing import best_chain
 from firsttoken.swarm.two_continents import CARDS, fourteen, twelve
-from firsttoken.swarm.weights8 import resting_bytes
 
 
 def test_a_little_churn() -> None:

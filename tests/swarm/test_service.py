@@ -9,12 +9,14 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from services import free_port, write_plain
+from swarms import Here
 
 from firsttoken.__main__ import main
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.launch import running
 from firsttoken.study.errors import StageError, SwarmError
 from firsttoken.swarm.fleet import Fleet
+from firsttoken.swarm.rest8 import write_8_bits
 
 SPANS = ("0:3", "3:6")
 ASKED = {"prompt": "the inn in the north", "max_tokens": 160, "temperature": 0.8, "seed": 5, "logprobs": 1}
@@ -109,3 +111,15 @@ def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys):
         running(ServiceConfig(plain, port=free_port(), swarm=(door,), share_prefixes=True)),
     ):
         pass
+
+
+def test_a_service_over_servers_of_8_bits(plain, parent, tmp_path):
+    """Its folder has the blocks in 8 bits as well, and it loads none of them."""
+    write_8_bits(plain, tmp_path / "small")
+    here = Here(tmp_path / "small")
+    (up,) = here.serve((0, 6))
+    with running(ServiceConfig(here.folder, port=free_port(), swarm=(up.record.address,))) as url:
+        said = httpx.post(f"{url}/v1/completions", json=ASKED | {"max_tokens": 8}, timeout=60).json()
+        assert said["usage"]["completion_tokens"] == 8 or said["choices"][0]["finish_reason"] == "stop"
+        assert httpx.get(f"{url}/stage").json()["servers"][0]["address"] == up.record.address
+    here.close()

@@ -27,12 +27,16 @@ class _Index:
     weight_map: dict[str, str]
 
 
-def weight_files(folder: Path) -> list[Path]:
+CODES = "codes"  # what a linear layer has in the place of a weight where it rests in 8 bits
+
+
+def weight_files(folder: Path, *, in_8_bits: bool = False) -> list[Path]:
     """The safetensors shards of a checkpoint folder, in name order, each checked to be whole.
 
     Raises ModelError when the folder has no config.json, no safetensors (pickled .bin weights are refused, because
     loading them runs code), when a shard is missing or truncated, or when it holds layers beyond those of config.json:
-    a model of fewer layers would answer, and answer something else.
+    a model of fewer layers would answer, and answer something else. Weights ``in_8_bits`` are refused unless they are
+    asked for.
     """
     if not os.path.isdir(folder):  # of a name that is too long pathlib's own raises
         raise ModelError(f"no model folder {folder}; give a folder with config.json and *.safetensors")
@@ -43,6 +47,8 @@ def weight_files(folder: Path) -> list[Path]:
         config = read_json(folder / "config.json", 1 << 24)
     depth = config.get("num_hidden_layers") if isinstance(config, dict) else None
     for shard, header in headers.items():
+        if not in_8_bits and any(name.endswith(f".{CODES}") for name in header.tensors):
+            raise ModelError(f"{folder} rests in 8 bits, which only `firsttoken swarm` serves; name the model itself")
         deepest = max((int(found[1]) for found in map(_LAYER.match, header.tensors) if found), default=-1)
         if isinstance(depth, int) and deepest >= depth:
             raise ModelError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from firsttoken.engine.attention import interface
+from firsttoken.engine.linear8 import Linear8
 from firsttoken.engine.native.library import NAMES, kernels
 from firsttoken.engine.packed import PackedLinear, packs
 
@@ -29,10 +30,10 @@ class FusedLayer(nn.Module):
         super().__init__()
         attention, mlp = stock.self_attn, stock.mlp
         self.kv_heads = attention.k_proj.out_features // attention.head_dim
-        self.joint = PackedLinear(_stacked([attention.q_proj, attention.k_proj, attention.v_proj]))
-        self.out = PackedLinear(attention.o_proj)
-        self.gate_up = PackedLinear(_stacked([mlp.gate_proj, mlp.up_proj]))
-        self.down = PackedLinear(mlp.down_proj)
+        self.joint = _product(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = _product(attention.o_proj)
+        self.gate_up = _product(mlp.gate_proj, mlp.up_proj)
+        self.down = _product(mlp.down_proj)
         self.before_attention, self.before_mlp = _own(stock.input_layernorm), _own(stock.post_attention_layernorm)
         self.attention = copy.copy(attention)  # what attention functions ask for the layer's number and the like
         self.attention._modules = {}
@@ -104,9 +105,10 @@ def _fuses(layer: nn.Module) -> bool:
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    if not all(map(packs, linears)) or not all(_kind(norm) in _NORMS for norm in norms):
+    coded = all(isinstance(linear, Linear8) for linear in linears)
+    if not (coded or all(map(packs, linears))) or not all(_kind(norm) in _NORMS for norm in norms):
         return False
-    dtypes = {part.weight.dtype for part in linears + norms}
+    dtypes = {part.weight.dtype for part in (norms if coded else linears + norms)}
     return (
         len(dtypes) == 1
         and dtypes <= NAMES.keys()
@@ -129,6 +131,13 @@ def _own(norm: nn.Module) -> nn.Module:
     own = copy.copy(norm)
     own._parameters = {"weight": nn.Parameter(norm.weight.detach().clone(), requires_grad=False)}
     return own
+
+
+def _product(*linears: nn.Linear | Linear8) -> PackedLinear | Linear8:
+    """One layer whose outputs are those of ``linears``, one after the other."""
+    if isinstance(linears[0], Linear8):
+        return Linear8.joined(linears)
+    return PackedLinear(linears[0] if len(linears) == 1 else _stacked(linears))
 
 
 def _stacked(linears: Sequence[nn.Linear]) -> nn.Linear:

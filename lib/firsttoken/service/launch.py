@@ -38,7 +38,7 @@ def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = l
     if is_staged(config.folder):
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
-        weight_files(config.folder)
+        weight_files(config.folder, in_8_bits=bool(config.swarm))
         read_config(config.folder)
     alone = config.replicas == 1 and config.cluster is None
     with one_process(config, broken) if alone else replicas(config):

@@ -20,7 +20,9 @@ class Experiment:
 
     ``summary`` names the function, in the same module unless it says which, that makes the summary of rows and
     parameters, and of nothing else: so anybody can make it again (``tests/study/test_recorded.py`` does). ``reads`` are
-    experiments of other systems whose results this one is handed: no system imports another.
+    experiments of other systems whose results this one is handed: no system imports another. In those ``in_turns``
+    several processes of this machine compute one after the other, as they do where users start them: their idle threads
+    sleep soon (``study/system/waiting.py``).
     """
 
     name: str
@@ -30,6 +32,7 @@ class Experiment:
     summary: str
     profiles: tuple[str, ...] = EVERY_PROFILE
     reads: tuple[str, ...] = ()
+    in_turns: bool = False
 
     def __call__(self, profile: Profile, *read: Result) -> Outcome:
         return _named(self.target)(profile, *read)

@@ -19,6 +19,7 @@ from firsttoken.swarm.limits import ServerLimits
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.placement import Rebalancing, interval_to_join
 from firsttoken.swarm.records import Record
+from firsttoken.swarm.rest8 import write_8_bits
 from firsttoken.swarm.server import ServerConfig, serving
 from firsttoken.swarm.swarm import Swarm
 
@@ -28,7 +29,7 @@ _RULES = {"paper": Rebalancing(), "fewest-moves": FewestMoves()}
 def run(options: argparse.Namespace) -> None:
     """The action that was chosen. Raises SwarmError, ModelError and RequestError."""
     check_installed()
-    {"serve": _serve, "generate": _generate, "list": _list}[options.action](options)
+    {"serve": _serve, "int8": _rest, "generate": _generate, "list": _list}[options.action](options)
 
 
 def _serve(options: argparse.Namespace) -> None:
@@ -96,6 +97,11 @@ async def _until_told(config: ServerConfig, model: str) -> None:
         told.cancel()
         if running.failed.done():
             running.failed.result()
+
+
+def _rest(options: argparse.Namespace) -> None:
+    written = write_8_bits(options.model, options.out)
+    print(f"{options.out}: {written / 1e6:,.1f} MB, blocks in 8 bits; servers and clients take it as their --model")
 
 
 def _generate(options: argparse.Namespace) -> None:

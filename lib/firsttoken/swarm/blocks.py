@@ -1,6 +1,7 @@
 """Parts of a checkpoint folder: a span of its blocks for a server, its ends for a client, and what both call the model.
 
-The folder is a plain Hugging Face one, its safetensors in one file or in shards, or a staged checkpoint.
+The folder is a plain Hugging Face one, its safetensors in one file or in shards, a staged checkpoint, or one whose
+blocks rest in 8 bits (``rest8``).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from firsttoken.assets.checkpoint import combined_sha256, weight_files
+from firsttoken.assets.checkpoint import CODES, combined_sha256, weight_files
 from firsttoken.assets.empty_model import build_on_meta, put
 from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.study.errors import ModelError, SwarmError
+from firsttoken.swarm.rest8 import SCALES, put_8_bits
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
 
@@ -27,7 +29,7 @@ def model_sha256(folder: Path) -> str:
 
     Raises ModelError for a folder that is no whole checkpoint.
     """
-    return combined_sha256([*weight_files(folder), folder / CONFIG])
+    return combined_sha256([*weight_files(folder, in_8_bits=True), folder / CONFIG])
 
 
 def parse_blocks(text: str, depth: int) -> range:
@@ -70,13 +72,20 @@ def load_ends(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _fill(model: PreTrainedModel, folder: Path, place: Callable[[str], str | None]) -> None:
+    in_8_bits: dict[str, dict[str, Tensor]] = {}
     for name, tensor in _tensors(folder, place):
-        put(model, name, tensor)
+        path, _, leaf = name.rpartition(".")
+        if leaf in (CODES, SCALES):
+            in_8_bits.setdefault(path, {})[leaf] = tensor
+        else:
+            put(model, name, tensor)
+    for path, parts in in_8_bits.items():
+        put_8_bits(model, path, parts)
 
 
 def _tensors(folder: Path, place: Callable[[str], str | None]) -> Iterator[tuple[str, Tensor]]:
     """The tensors that ``place`` gives a name in the model, under this name."""
-    for file in weight_files(folder):
+    for file in weight_files(folder, in_8_bits=True):
         with safe_open(file, "pt") as opened:
             for stored in opened.keys():  # noqa: SIM118 (it is no dict)
                 if (name := place(stored)) is not None:

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import BloomConfig, DynamicCache
 from transformers.models.bloom.modeling_bloom import BloomBlock, build_alibi_tensor
 
+from firsttoken.engine.linear8 import to_8_bits
 from firsttoken.study.clock import timed
-from firsttoken.swarm.weights8 import to_8_bits
 
 HEAD = 128  # values of a head, as BLOOM-176B has 112 of them
 

@@ -14,6 +14,7 @@ EXPERIMENTS = (
         f"{_SWARM}.swarm_survival:swarm_survival",
         "survival_summary",
         ("quick", "full"),
+        in_turns=True,
     ),
     Experiment(
         "swarm_transport",
@@ -22,6 +23,7 @@ EXPERIMENTS = (
         f"{_SWARM}.swarm_transport:swarm_transport",
         "transport_summary",
         ("quick", "full"),
+        in_turns=True,
     ),
     Experiment(
         "eight_bits",
@@ -43,6 +45,7 @@ EXPERIMENTS = (
         "53",
         f"{_SWARM}.swarm_tuning:swarm_tuning",
         "tuning_summary",
+        in_turns=True,
     ),
     Experiment(
         "swarm_churn",

@@ -27,6 +27,8 @@ from firsttoken.progressive.loading.lora import WEIGHTS, parse_adapter
 from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.study.content import sha256_of
 from firsttoken.study.errors import CacheError
+from firsttoken.swarm.blocks import load_span
+from firsttoken.swarm.rest8 import write_8_bits
 from fuzzing import mutators
 from fuzzing.property import Format, from_json
 
@@ -180,6 +182,19 @@ def stock(folder: Path) -> tuple[Any, ...]:
     return made.shapes, [str(made.dtype(name)) for name in made.names], sums
 
 
+def make_int8(folder: Path) -> None:
+    """The same with its blocks in 8 bits."""
+    make_stock(folder)
+    write_8_bits(folder / "stock", folder / "int8")
+
+
+def int8(folder: Path) -> tuple[Any, ...]:
+    """What a server makes of it."""
+    held = load_span(folder / "int8", range(3), torch.float32).model.layers.state_dict()
+    sums = [hashlib.sha256(one.view(torch.uint8).numpy().tobytes()).hexdigest() for one in held.values()]
+    return [(name, list(one.shape)) for name, one in held.items()], [str(one.dtype) for one in held.values()], sums
+
+
 PARTS = tuple(f"staged/{name}.safetensors" for name in ("1-A/000-embedding", "1-A/001-layer-00", "2-B/000-layer-02"))
 FORMATS = (
     # whoever sums the manifest again may leave the adapter out: another staging of the same model, whole in the end
@@ -219,6 +234,17 @@ FORMATS = (
         make_stock,
         ("stock/model.safetensors",),
         stock,
+        mutators.BYTES,
+        header,
+        with_header,
+        legal=lambda intact, found: intact[:2] == found[:2],
+    ),
+    # any whole number may be a code
+    Format(
+        "int8 weights",
+        make_int8,
+        ("int8/model-00001-of-00001.safetensors",),
+        int8,
         mutators.BYTES,
         header,
         with_header,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,12 @@ from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
+from firsttoken.engine.fused import fuse
+from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, resting_bytes, to_8_bits
 from firsttoken.study.clock import Stopwatch
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
-from firsttoken.swarm.weights8 import THRESHOLD, Linear8, resting_bytes, to_8_bits
 from firsttoken.swarm.wire8 import pack, packed_bytes, unpack
 
 PLAIN, STATES, EVERY, WEIGHTS, TOGETHER, BOTH = (
@@ -34,13 +35,16 @@ PLAIN, STATES, EVERY, WEIGHTS, TOGETHER, BOTH = (
     "weights_outliers_among_the_rest",
     "both",
 )
+INPUTS_KEPT, SERVED = "weights_inputs_kept", "weights_inputs_kept_and_states"
+STEPS = {"16_bits": None, "8_bits": THRESHOLD, "8_bits_inputs_kept": KEPT}
+"""What a step is timed of, and the threshold of its products in 8 bits."""
 
 
 @dataclass(frozen=True)
 class EightBitsConfig:
     """Perplexity over ``windows`` of ``window_tokens`` tokens, ``batch`` at once; states cross the wire before and
     after each of ``servers`` equal spans. A step is timed ``repeats`` times for each of ``batches`` requests of
-    ``context`` tokens, 16 and 8 bits in turns."""
+    ``context`` tokens, 16 bits and both products of 8 in turns."""
 
     windows: int
     window_tokens: int
@@ -77,10 +81,10 @@ def _quality(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows
     depth = len(layers_of(model))
     spans = [depth * server // config.servers for server in range(config.servers)]
     inputs, every = [*layers_of(model), model.model.norm], range(depth + 1)
-    small, together = copy.deepcopy(model), copy.deepcopy(model)
-    to_8_bits(layers_of(small))
-    to_8_bits(layers_of(together), math.inf)
-    small_inputs = [*layers_of(small), small.model.norm]
+    small, together, kept = (copy.deepcopy(model) for _ in range(3))
+    for module, threshold in ((small, THRESHOLD), (together, math.inf), (kept, KEPT)):
+        to_8_bits(layers_of(module), threshold)
+    small_inputs, kept_inputs = ([*layers_of(one), one.model.norm] for one in (small, kept))
     counted = [0, 0]
     variants: list[tuple[str, nn.Module, Sequence[nn.Module]]] = [
         (PLAIN, model, ()),
@@ -89,6 +93,8 @@ def _quality(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows
         (WEIGHTS, small, ()),
         (TOGETHER, together, ()),
         (BOTH, small, [small_inputs[at] for at in (*spans, depth)]),
+        (INPUTS_KEPT, kept, ()),
+        (SERVED, kept, [kept_inputs[at] for at in (*spans, depth)]),
     ]
     rows: Rows = []
     for variant, module, crossed in tqdm(variants, desc="quality", disable=None):
@@ -154,19 +160,24 @@ def _bytes(model: nn.Module, config: EightBitsConfig) -> Rows:
 
 @torch.inference_mode()
 def _steps(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows:
-    small = copy.deepcopy(model)
-    to_8_bits(layers_of(small))
+    timed = {}
+    for name, threshold in STEPS.items():
+        timed[name] = copy.deepcopy(model)
+        if threshold is not None:
+            to_8_bits(layers_of(timed[name]), threshold)
+        fuse(timed[name])  # as servers run them
     text = windows.flatten()
     rows: Rows = []
     for batch in config.batches:
         wanted = batch * (config.context + 1)
         ids = text.repeat(-(-wanted // len(text)))[:wanted].view(batch, -1)
-        with _stepping(model, ids) as plain, _stepping(small, ids) as eight:
+        with ExitStack() as made:
+            steps = {name: made.enter_context(_stepping(one, ids)) for name, one in timed.items()}
             for repeat in range(-1, config.repeats):  # the first of each only warms up
-                for bits, step in ((16, plain), (8, eight)):
+                for name, step in steps.items():
                     with Stopwatch(ids.device) as watch:
                         step()
-                    row = {"what": "step", "bits": bits, "batch": batch, "repeat": repeat, "seconds": watch.seconds}
+                    row = {"what": "step", "of": name, "batch": batch, "repeat": repeat, "seconds": watch.seconds}
                     rows += [row] if repeat >= 0 else []
     return rows
 
@@ -204,14 +215,16 @@ def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, d
         if row["what"] == "outliers":
             share = 100 * row["outliers"] / row["values"]
             measures["outliers_pct"] = {"value": share, "n": row["values"], "unit": "%"}
-    for batch in dict.fromkeys(row["batch"] for row in rows if row["what"] == "step"):
-        both = [
-            [row["seconds"] for row in rows if row["what"] == "step" and row["batch"] == batch and row["bits"] == bits]
-            for bits in (8, 16)
-        ]
-        over = bootstrap(np.array(both).T, lambda sample: float(100 * (np.divide(*np.median(sample, 0)) - 1)))
-        measures[f"batch_{batch}_slower_pct"] = over.summary("%")
-        for bits, seconds in zip((8, 16), both, strict=True):
+    steps: dict[int, dict[str, list[float]]] = {}
+    for row in rows:
+        if row["what"] == "step":
+            steps.setdefault(row["batch"], {}).setdefault(row["of"], []).append(row["seconds"])
+    for batch, by_name in steps.items():
+        for name, seconds in by_name.items():
             rate = bootstrap(seconds, lambda sample, n=batch: float(n / np.median(sample)))
-            measures[f"batch_{batch}_{bits}_bits_tokens_per_s"] = rate.summary("tokens/s")
+            measures[f"batch_{batch}_{name}_tokens_per_s"] = rate.summary("tokens/s")
+            if name != "16_bits":
+                pairs = np.array([seconds, by_name["16_bits"]]).T
+                over = bootstrap(pairs, lambda sample: float(100 * (np.divide(*np.median(sample, 0)) - 1)))
+                measures[f"batch_{batch}_{name}_slower_pct"] = over.summary("%")
     return measures

@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 VARIANTS = {
     "states": "states, between three servers",
     "states_every_layer": "states, after every layer",
-    "weights": "weights, outliers apart",
-    "weights_outliers_among_the_rest": "weights, outliers among the rest",
-    "both": "weights, and states between servers",
+    "weights_inputs_kept": "weights, inputs as they are",
+    "weights": "weights and inputs, outliers apart",
+    "weights_outliers_among_the_rest": "weights and inputs, with outliers",
+    "weights_inputs_kept_and_states": "weights, states between servers",
+    "both": "weights, inputs, and states",
 }
+STEP_NAMES = {"16_bits": "16 bits", "8_bits": "8 bits, inputs too", "8_bits_inputs_kept": "8 bits, inputs as they are"}
 RULE_NAMES = {"paper": "the paper's rule, 0.75", "fewest": "fewest moves, at once"}
 _NEVER = 10.0  # periods: beyond what is drawn
 RULE_LOOKS = {"paper": "other", "fewest": "measured"}
@@ -66,18 +69,22 @@ def quality_rows(result: Result) -> Rows:
 
 
 def speed_rows(result: Result) -> Rows:
-    """Tokens a second of all layers in 16 and in 8 bits, and how much slower that is, by requests at once."""
+    """Tokens a second of all layers in 16 bits and by both products of 8, how much slower these are, by requests."""
     paper = {1: "5", 8: "negligible", 32: "negligible"}
-    return [
-        {
-            "requests": batch,
-            "16 bits, tokens/s": interval(result.summary[f"batch_{batch}_16_bits_tokens_per_s"], 1),
-            "8 bits, tokens/s": interval(result.summary[f"batch_{batch}_8_bits_tokens_per_s"], 1),
-            "slower here, %": interval(result.summary[f"batch_{batch}_slower_pct"], 1),
-            "slower in the paper, %": paper.get(batch, ""),
-        }
-        for batch in result.parameters["eight_bits"]["batches"]
-    ]
+    rows: Rows = []
+    for batch in result.parameters["eight_bits"]["batches"]:
+        for name, label in STEP_NAMES.items():
+            slower = result.summary.get(f"batch_{batch}_{name}_slower_pct")
+            rows.append(
+                {
+                    "requests": batch,
+                    "weights": label,
+                    "tokens/s": interval(result.summary[f"batch_{batch}_{name}_tokens_per_s"], 1),
+                    "slower here, %": "" if slower is None else interval(slower, 1),
+                    "slower in the paper, %": paper.get(batch, "") if name == "8_bits" else "",
+                }
+            )
+    return rows
 
 
 def byte_rows(result: Result) -> Rows:

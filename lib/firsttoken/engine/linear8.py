@@ -1,23 +1,31 @@
-"""Weights that rest in 8 bits: the mixed product of LLM.int8 (Dettmers et al., 2022; PETALS, section 3.1).
+"""Linear layers whose weights rest in 8 bits: inputs as they are, or the mixed product of LLM.int8 (Dettmers et al.,
+2022; PETALS, section 3.1).
 
-Each output row of a weight has one scale, and so has each token of the input. Input values of a large magnitude stay
-out of the integers and are multiplied in 32 bits with their columns of the weight. What is an outlier is decided by
-value: a token's result does not depend on who shares its batch.
+Each output row of a weight has one scale. In the mixed product so has each token of the input, and input values of a
+large magnitude stay out of the integers and are multiplied in 32 bits with their columns of the weight. What is an
+outlier is decided by value: a token's result does not depend on who shares its batch. Of the perplexity that the mixed
+product loses (SmolLM2-135M, notebook 51) most is lost by the inputs' rounding, not by the weights'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firsttoken.study.errors import ModelError
 
 THRESHOLD = 6.0  # LLM.int8's
+KEPT = 0.0  # every input value is an outlier: nothing of the input is rounded
 _LARGEST = 127
 _AT_ONCE = 2**22  # values put into codes: a matrix of BLOOM would be 3.3 GB in float32
+# A product of few bf16 rows reads codes in half the time of bf16 weights, one of more is slower than to write the codes
+# as bf16 first (both cross near 12 rows, 576 to 4,096 wide, with AVX-512 BF16). torch 2.13 ends the process where a row
+# of codes is no multiple of 16.
+_FEW, _WHOLE = 12, 32
 _EXACT = 2**24 // _LARGEST**2  # so many products of two codes add up exactly in float32
 
 
@@ -67,31 +75,70 @@ def _put_into(codes: Tensor, weight: Tensor) -> Tensor:
     return scales
 
 
+def _kept_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """x [rows, in] times the transpose of codes [out, in] with scales [out], in the dtype of x."""
+    fits = x.dtype == torch.bfloat16 and not x.requires_grad and x.device.type == "cpu" and not codes.shape[1] % _WHOLE
+    if fits and len(x) <= _FEW:
+        sums = torch._weight_int8pack_mm(x.contiguous(), codes, torch.ones_like(scales, dtype=x.dtype))
+        return (sums.float() * scales).to(x.dtype)
+    wide = x.float() if x.dtype == torch.float16 else x  # sums of products with codes are no numbers of float16
+    pieces = codes.split(max(1, _AT_ONCE // codes.shape[1]))
+    sums = torch.cat([F.linear(wide, piece.to(wide.dtype)) for piece in pieces], 1)
+    return (sums.float() * scales).to(x.dtype)
+
+
 class Linear8(nn.Module):
-    """A frozen linear layer of int8 weights [out, in], a float32 scale a row, and a bias as it was.
+    """A frozen linear layer of int8 ``codes`` [out, in], float32 ``scales`` [out], and a ``bias`` as it was.
 
-    Raises ModelError for weights that are not finite.
-    """
+    Input values from ``threshold`` on stay out of the integers: all of them if it is ``KEPT``."""
 
-    def __init__(self, linear: nn.Linear, threshold: float = THRESHOLD) -> None:
+    def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None, threshold: float = THRESHOLD) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.threshold = linear.in_features, linear.out_features, threshold
-        weight, rows = linear.weight.detach(), max(1, _AT_ONCE // linear.in_features)
-        codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-        pieces = zip(weight.split(rows), codes.split(rows), strict=True)
-        self.register_buffer("scales", torch.cat([_put_into(target, piece.float()) for piece, target in pieces]))
+        self.out_features, self.in_features = codes.shape
+        self.threshold = threshold
+        self.register_buffer("scales", scales)
         self.register_buffer("codes", codes)
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    @classmethod
+    def of(cls, linear: nn.Linear, threshold: float = THRESHOLD) -> Self:
+        """``linear`` in 8 bits. Raises ModelError for weights that are not finite."""
+        codes, scales = coded(linear.weight.detach())
+        return cls(codes, scales, None if linear.bias is None else linear.bias.clone(), threshold)
+
+    @classmethod
+    def joined(cls, layers: Sequence[Linear8]) -> Self:
+        """One layer whose outputs are those of ``layers``, one after the other."""
+        biases = [layer.bias for layer in layers]
+        bias = None if biases[0] is None else torch.cat(biases)
+        codes, scales = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("codes", "scales"))
+        return cls(codes, scales, bias, layers[0].threshold)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., in] -> [..., out] in its dtype."""
         rows = x.reshape(-1, self.in_features)
-        result = _MixedProduct.apply(rows, self.codes, self.scales, self.threshold).unflatten(0, x.shape[:-1])
+        if self.threshold == KEPT:
+            result = _kept_product(rows, self.codes, self.scales)
+        else:
+            result = _MixedProduct.apply(rows, self.codes, self.scales, self.threshold)
+        result = result.unflatten(0, x.shape[:-1])
         return result if self.bias is None else result + self.bias
+
+    def plus(self, states: Tensor, other: Tensor) -> Tensor:
+        """The product, and ``other`` [..., out_features] added to it."""
+        return self(states) + other
 
     def stored(self) -> Tensor:
         """The weight [out, in] in float32 that the codes stand for."""
         return self.codes.float() * self.scales[:, None]
+
+
+def coded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``weight`` [out, in] as int8 codes and a float32 scale a row [out]. ModelError where it is not finite."""
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    rows = max(1, _AT_ONCE // weight.shape[1])
+    pieces = zip(weight.split(rows), codes.split(rows), strict=True)
+    return codes, torch.cat([_put_into(target, piece.float()) for piece, target in pieces])
 
 
 def to_8_bits(modules: Iterable[nn.Module], threshold: float = THRESHOLD) -> int:
@@ -107,7 +154,7 @@ def to_8_bits(modules: Iterable[nn.Module], threshold: float = THRESHOLD) -> int
         if type(child) is nn.Linear
     ]
     for parent, name, linear in found:
-        setattr(parent, name, Linear8(linear, threshold))
+        setattr(parent, name, Linear8.of(linear, threshold))
     if not found:
         raise ModelError("these layers hold no nn.Linear to put into 8 bits; take them before they are fused")
     return len(found)

@@ -10,8 +10,10 @@ from torch import nn
 
 from firsttoken.assets.layers import layers_of
 from firsttoken.assets.models import load_model
+from firsttoken.engine.fused import FusedLayer, fuse
+from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, _integer_product, resting_bytes, to_8_bits
+from firsttoken.engine.native.library import kernels
 from firsttoken.study.errors import ModelError
-from firsttoken.swarm.weights8 import THRESHOLD, Linear8, _integer_product, resting_bytes, to_8_bits
 
 
 def linear(inner: int, outer: int, seed: int = 0, bias: bool = False) -> nn.Linear:
@@ -30,7 +32,7 @@ def linear(inner: int, outer: int, seed: int = 0, bias: bool = False) -> nn.Line
 def test_the_product_is_the_stored_weights_within_half_a_step(
     seed: int, rows: int, inner: int, outer: int, outliers: bool
 ) -> None:
-    layer = Linear8(linear(inner, outer, seed, bias=True))
+    layer = Linear8.of(linear(inner, outer, seed, bias=True))
     x = torch.randn(rows, inner) * 2
     if outliers:
         x[:, 0] = 300.0  # without the split it would be the scale of its token, and drown the others
@@ -52,25 +54,65 @@ def test_the_integers_are_multiplied_exactly(monkeypatch, inner: int, vnni: bool
 
 def test_the_stored_weight_is_off_by_half_a_step_at_most() -> None:
     before = linear(64, 48)
-    stored = Linear8(before).stored()
+    stored = Linear8.of(before).stored()
     assert ((stored - before.weight).abs() <= before.weight.abs().amax(1, keepdim=True) / 254 * (1 + 1e-5)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    rows=st.integers(0, 30),
+    inner=st.sampled_from([1, 16, 31, 32, 64, 96]),
+    outer=st.integers(1, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_inputs_that_are_kept_cost_no_more_than_their_dtype(
+    seed: int, rows: int, inner: int, outer: int, dtype: torch.dtype
+) -> None:
+    """Within four roundings of the dtype, of the sum of all magnitudes: few rows and many, odd widths and not."""
+    layer = Linear8.of(linear(inner, outer, seed, bias=True), KEPT)
+    x = (torch.randn(rows, inner) * 100).to(dtype)
+    exact = x.float() @ layer.stored().t() + layer.bias
+    bound = 4 * torch.finfo(dtype).eps * (x.float().abs() @ layer.stored().abs().t() + layer.bias.abs())
+    result = layer(x)
+    assert result.shape == (rows, outer)
+    assert ((result.float() - exact).abs() <= bound + 1e-6).all()
+
+
+def test_what_is_joined_is_all_of_them_one_after_the_other() -> None:
+    parts = [Linear8.of(linear(32, outer, outer, bias=True), KEPT) for outer in (8, 24)]
+    x, other = torch.randn(2, 3, 32), torch.randn(2, 3, 32)
+    expected = torch.cat([part(x) for part in parts], -1)
+    assert torch.allclose(Linear8.joined(parts)(x), expected, atol=1e-5)
+    assert torch.allclose(Linear8.joined(parts).plus(x, other), expected + other, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_layers_of_8_bits_give_what_the_stock_ones_give(dtype: torch.dtype) -> None:
+    model = load_model("random:tiny", dtype=dtype).model
+    to_8_bits(layers_of(model), KEPT)
+    ids = torch.arange(24)[None]
+    before = model(ids, use_cache=False).logits
+    after = fuse(model)(ids, use_cache=False).logits
+    assert (after - before).abs().max() <= (1e-4 if dtype == torch.float32 else 0.03) * before.abs().max()
+    assert all(isinstance(layer, FusedLayer) == (kernels() is not None) for layer in layers_of(model))
 
 
 def test_outliers_cost_less_apart_than_among_the_rest() -> None:
     before, x = linear(64, 48), torch.randn(5, 64)
     x[:, 3] = 80.0
-    apart, together = (Linear8(before, threshold)(x) - before(x) for threshold in (THRESHOLD, float("inf")))
+    apart, together = (Linear8.of(before, threshold)(x) - before(x) for threshold in (THRESHOLD, float("inf")))
     assert apart.abs().mean() < together.abs().mean() / 3
 
 
 def test_a_token_becomes_the_same_alone_and_beside_outliers() -> None:
-    layer, x = Linear8(linear(64, 48)), torch.randn(6, 64)
+    layer, x = Linear8.of(linear(64, 48)), torch.randn(6, 64)
     x[3] *= 50
     assert torch.allclose(torch.cat([layer(row[None]) for row in x]), layer(x), atol=1e-5)
 
 
 def test_gradients_are_those_of_the_stored_weight() -> None:
-    layer, x = Linear8(linear(32, 16, bias=True)), torch.randn(2, 3, 32, requires_grad=True)
+    layer, x = Linear8.of(linear(32, 16, bias=True)), torch.randn(2, 3, 32, requires_grad=True)
     (expected,) = torch.autograd.grad((x @ layer.stored().t()).square().sum(), x)
     output = layer(x)
     (given_back,) = torch.autograd.grad(output, x, 2 * (x @ layer.stored().t()).detach())
@@ -79,7 +121,7 @@ def test_gradients_are_those_of_the_stored_weight() -> None:
 
 
 def test_half_precision_stays_in_its_type() -> None:
-    layer = Linear8(linear(32, 16).bfloat16())
+    layer = Linear8.of(linear(32, 16).bfloat16())
     assert layer(torch.randn(1, 2, 32).bfloat16()).dtype is torch.bfloat16
 
 
@@ -97,6 +139,6 @@ def test_what_cannot_rest_in_8_bits_is_refused() -> None:
     broken = linear(8, 8)
     broken.weight[0, 0] = float("nan")
     with pytest.raises(ModelError, match="NaN or infinite and has no 8-bit form"):
-        Linear8(broken)
+        Linear8.of(broken)
     with pytest.raises(ModelError, match=r"hold no nn\.Linear"):
         to_8_bits([nn.LayerNorm(8)])
