@@ -18,7 +18,7 @@ from firsttoken.engine.edges import Edges
 from firsttoken.engine.executor import Limits
 from firsttoken.engine.joined import join
 from firsttoken.engine.kv import KVPool, KVShape
-from firsttoken.engine.native.attend import NativeAttend, supports
+from firsttoken.engine.native.attend import fastest, supports
 from firsttoken.engine.padded import PaddedAttend
 from firsttoken.engine.request import Request
 from firsttoken.engine.sampling import next_tokens
@@ -226,4 +226,4 @@ def fastest_attend(pool: KVPool) -> type[Attend]:
     half = pool.shape.dtype in (torch.float16, torch.bfloat16)
     if pool.device.type == "cuda" and half:
         return VarlenAttend
-    return NativeAttend if supports(pool.shape, pool.device) else PaddedAttend
+    return fastest(pool) if supports(pool.shape, pool.device) else PaddedAttend

@@ -15,7 +15,7 @@ from firsttoken.engine.attention import Attend
 from firsttoken.engine.fused import FusedLayer, fuse
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.native import attend
-from firsttoken.engine.native.attend import NativeAttend
+from firsttoken.engine.native.attend import NativeAttend, TiledAttend
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.padded import PaddedAttend
 from firsttoken.engine.request import Sampling
@@ -98,6 +98,11 @@ def test_a_decode_beside_short_and_long_prefills(bench, make_model, monkeypatch)
     assert BothWays.seen == [(0, 3), (9, 2)]
 
 
+def test_steps_of_tiles(bench, make_model) -> None:
+    """Few tokens by the kernels, a block of them as the reference does it: the plain logits."""
+    assert steps(bench, make_model(config("llama", 64, 3)), TiledAttend, 1)[1] < TOLERANCE
+
+
 def test_what_lies_in_the_pool_does_not_show(bench, make_model) -> None:
     """Not even NaN, which no mask would hide."""
     one = bench(make_model(config("qwen2", 16, 3)), attend=NativeAttend)
@@ -108,7 +113,7 @@ def test_what_lies_in_the_pool_does_not_show(bench, make_model) -> None:
 def test_logits_in_bf16_are_as_near_to_fp32_as_plain_ones(bench, make_model) -> None:
     exact = make_model(config("llama", 64, 3))
     one = bench(copy.deepcopy(exact).to(torch.bfloat16))
-    assert one.executor._attend is NativeAttend
+    assert issubclass(one.executor._attend, NativeAttend)
     paged, alone = one.far_from(exact)
     assert paged < 1.3 * alone
 
@@ -122,7 +127,10 @@ def chosen(model: torch.nn.Module) -> type[Attend]:
 def test_the_executor_takes_the_kernels_where_it_can(make_model, llama, monkeypatch) -> None:
     model = make_model(config("llama", 16, 1))
     assert chosen(model) is NativeAttend
-    assert chosen(copy.deepcopy(model).to(torch.bfloat16)) is NativeAttend
+    for tiles in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
+        assert chosen(copy.deepcopy(model).to(torch.bfloat16)) is (TiledAttend if tiles else NativeAttend)
+        assert chosen(model) is NativeAttend, "float32 has no tiles"
     assert chosen(copy.deepcopy(model).to(torch.float64)) is PaddedAttend
     assert chosen(copy.deepcopy(model).to(torch.float16)) is PaddedAttend
     assert llama.model.config.head_dim == 8 and chosen(llama.model) is PaddedAttend
