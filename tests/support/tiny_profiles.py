@@ -42,6 +42,7 @@ SMALL = {
     "churn": {"servers": 12, "depth": 12, "events": 2},
     "one_engine": {"sessions": 2, "session_tokens": 32, "session_new_tokens": 40, "beside_tokens": 100, "sharing": 2}
     | {"gbit_per_s": 10.0, "stored_tokens": 32, "shared_tokens": 32},
+    "under_chunks": {"streams": 3, "prompt_tokens": 100, "plain_tokens": 4, "budget": 24},
     "survival": {
         "tokens": 5,
         "prompt_tokens": 8,

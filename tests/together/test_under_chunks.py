@@ -6,7 +6,8 @@ import pytest
 
 from firsttoken.assets.models import load_model
 from firsttoken.engine.config import EngineConfig
-from firsttoken.together.under_chunks import prompt_under_streams
+from firsttoken.study.errors import ProfileError
+from firsttoken.together.under_chunks import UnderChunksConfig, prompt_under_streams, under_chunks_summary
 
 
 @pytest.mark.parametrize("scheduler", ["sarathi", "adaptive_budget"])
@@ -17,3 +18,18 @@ def test_a_prompt_under_streams(scheduler: str) -> None:
     assert [(row["round"], row["wrong"]) for row in rows] == [(0, 0), (1, 0)]
     for row in rows:
         assert min(row["ttft_s"], row["beside_tbt_s"], row["plain_tbt_s"]) > 0
+
+
+def test_the_summary_of_a_run_made_by_hand() -> None:
+    times = [{"plain_tbt_s": 0.1, "beside_tbt_s": 0.1 * more, "ttft_s": 2.0, "wrong": 0} for more in (1, 2, 3)]
+    summary = under_chunks_summary([{"steps": "fixed"} | row for row in times], {})
+    assert summary["fixed_over_plain_x"]["value"] == pytest.approx(2)
+    assert summary["fixed_plain_tbt_p99_ms"]["value"] == pytest.approx(100) and summary["fixed_tokens_wrong"]["n"] == 3
+
+
+@pytest.mark.parametrize("bad", [{"rounds": 0}, {"plain_tokens": 1}, {"budget": 20}, {"budget": 100}, {"stretch": 0.9}])
+def test_what_measures_nothing_is_refused(bad: dict) -> None:
+    good = {"streams": 8, "prompt_tokens": 100, "plain_tokens": 4, "budget": 32, "stretch": 1.2, "rounds": 1}
+    UnderChunksConfig(**good)
+    with pytest.raises(ProfileError, match="under_chunks: "):
+        UnderChunksConfig(**(good | bad))

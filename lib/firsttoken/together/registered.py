@@ -15,6 +15,13 @@ EXPERIMENTS = (
         "one_engine_summary",
     ),
     Experiment(
+        "under_chunks",
+        "A long prompt under running streams",
+        "40",
+        f"{_TOGETHER}.under_chunks:under_chunks",
+        "under_chunks_summary",
+    ),
+    Experiment(
         "borrowed_start",
         "A start that borrows from a warm neighbour",
         "56",

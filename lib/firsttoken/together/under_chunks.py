@@ -1,21 +1,19 @@
-"""A long prompt arrives at a server whose streams all run: what they notice of it, token by token.
-
-``python -m firsttoken.together.under_chunks`` measures it with a fixed budget and with steps that are stretched so far
-and no further; nothing else should run meanwhile.
-"""
+"""A long prompt arrives at a server whose streams all run: what they notice of it, token by token."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
-import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.fused import fuse
@@ -23,13 +21,85 @@ from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.serving import Server
 from firsttoken.engine.streams import Stream, TokenEvent
-from firsttoken.study.dtypes import AUTO, name_of, resolve
-from firsttoken.study.machine import machine_slug
-from firsttoken.study.record import Rows
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
+FIXED, STRETCHED = "fixed", "stretched"
 BLOCK_TOKENS = 16
 STREAM_PROMPT = 16
+
+
+@dataclass(frozen=True)
+class UnderChunksConfig:
+    """A prompt of ``prompt_tokens`` joins ``streams`` that have said ``plain_tokens`` each, ``rounds`` times: with
+    ``budget`` tokens a step, and with steps that may take ``stretch`` times what their decodes alone would.
+    ProfileError for what is none."""
+
+    streams: int
+    prompt_tokens: int
+    plain_tokens: int
+    budget: int
+    stretch: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        if min(self.streams, self.prompt_tokens, self.rounds) < 1 or self.plain_tokens < 2:
+            raise ProfileError("under_chunks: every number must be at least 1, plain_tokens at least 2")
+        if not self.streams + BLOCK_TOKENS <= self.budget < self.prompt_tokens or self.stretch < 1:
+            raise ProfileError(
+                "under_chunks: budget must hold the streams and a block, not the whole prompt; stretch is at least 1"
+            )
+
+    def needs(self) -> list[Need]:
+        """The context for the prompt."""
+        return [Need("under_chunks.prompt_tokens", self.prompt_tokens + 1, CONTEXT)]
+
+
+def under_chunks(profile: Profile) -> Outcome:
+    """Rows {steps: fixed | stretched, ...} as ``prompt_under_streams`` gives them."""
+    config = profile.section("under_chunks", UnderChunksConfig)
+    check(config.needs(), ModelFacts(profile.model))
+    loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device(), with_tokenizer=False)
+    shared = {"requests": config.streams + 1, "watermark": 0.0}
+    ways = {
+        FIXED: EngineConfig(scheduler="sarathi", token_budget=config.budget, **shared),
+        STRETCHED: EngineConfig(
+            scheduler="adaptive_budget",
+            token_budget=config.streams + 2 * BLOCK_TOKENS,
+            stretch=config.stretch,
+            **shared,
+        ),
+    }
+    model, rows = fuse(loaded.model), []
+    for way, engine in tqdm(ways.items(), desc="under chunks", disable=None):
+        found = prompt_under_streams(
+            model,
+            engine,
+            streams=config.streams,
+            prompt_tokens=config.prompt_tokens,
+            plain_tokens=config.plain_tokens,
+            rounds=config.rounds,
+        )
+        rows += [{"steps": way} | row for row in found]
+    return Outcome(rows, provenance=loaded.provenance.as_dict())
+
+
+def under_chunks_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By kind of steps: P99 of the time between tokens without the prompt and beside it, one over the other in the
+    same round, the prompt's first token, and tokens that came wrong."""
+    measures: dict[str, dict[str, Any]] = {}
+    for way in dict.fromkeys(row["steps"] for row in rows):
+        here = [row for row in rows if row["steps"] == way]
+        for name in ("plain", "beside"):
+            seconds = bootstrap([row[f"{name}_tbt_s"] for row in here], "median")
+            measures[f"{way}_{name}_tbt_p99_ms"] = seconds.summary("ms", 1000)
+        over = bootstrap([row["beside_tbt_s"] / row["plain_tbt_s"] for row in here], "median")
+        measures[f"{way}_over_plain_x"] = over.summary("x")
+        measures[f"{way}_prompt_ttft_s"] = bootstrap([row["ttft_s"] for row in here], "median").summary("s")
+        measures[f"{way}_tokens_wrong"] = {"value": sum(row["wrong"] for row in here), "n": len(here)}
+    return measures
 
 
 def prompt_under_streams(
@@ -100,51 +170,3 @@ def _p99(streams: Sequence[Sequence[TokenEvent]], places: Sequence[range]) -> fl
 def _wrong(events: Sequence[TokenEvent], stream: Stream) -> int:
     said, made = [event.token_id for event in events], stream.request.output
     return abs(len(said) - len(made)) + sum(one != other for one, other in zip(said, made, strict=False))
-
-
-def main() -> None:
-    """Measure and print both."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=4000)
-    parser.add_argument("--plain-tokens", type=int, default=30, help="of each stream before the prompt arrives")
-    parser.add_argument("--budget", type=int, default=512, help="tokens a step, where it is fixed")
-    parser.add_argument("--stretch", type=float, default=1.2, help="0: only the fixed budget")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    model = fuse(load_model(options.model, dtype=resolve(AUTO, "cpu"), with_tokenizer=False).model)
-    print(f"{options.model}, {name_of(model.dtype)}, {machine_slug()}, {torch.get_num_threads()} threads: a prompt of")
-    print(f"{options.prompt_tokens} tokens under {options.streams} streams")
-    shared = {"requests": options.streams + 1, "watermark": 0.0}
-    budgets = {
-        f"{options.budget} tokens a step": EngineConfig(scheduler="sarathi", token_budget=options.budget, **shared)
-    }
-    if options.stretch:
-        budgets[f"steps stretched {options.stretch:g} times"] = EngineConfig(
-            scheduler="adaptive_budget", token_budget=options.streams + 32, stretch=options.stretch, **shared
-        )
-    for named, config in budgets.items():
-        rows = prompt_under_streams(
-            model,
-            config,
-            streams=options.streams,
-            prompt_tokens=options.prompt_tokens,
-            plain_tokens=options.plain_tokens,
-            rounds=options.rounds,
-        )
-        print(f"{named}:")
-        _tell("TBT P99 without the prompt, ms", [1e3 * row["plain_tbt_s"] for row in rows])
-        _tell("and beside it, to its first token, ms", [1e3 * row["beside_tbt_s"] for row in rows])
-        _tell("the second over the first (goal 1.3)", [row["beside_tbt_s"] / row["plain_tbt_s"] for row in rows])
-        _tell("the prompt's first token, s", [row["ttft_s"] for row in rows])
-        _tell("tokens lost or doubled", [row["wrong"] for row in rows])
-
-
-def _tell(what: str, values: Sequence[float]) -> None:
-    found = bootstrap(values, "median")
-    print(f"  {what:<40} {found.estimate:>8.2f} [{found.low:.2f}, {found.high:.2f}], n={found.n}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
