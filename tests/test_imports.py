@@ -135,3 +135,12 @@ def twice(sources: dict[str, str]) -> dict[str, list[str]]:
 def test_no_class_name_stands_for_two_things() -> None:
     assert twice(sources()) == {}
     assert twice({"a": "class Span: pass", "b": "def f():\n    class _Span: pass"}) == {"Span": ["a", "b"]}
+
+
+def too_long(modules: dict[str, str]) -> list[str]:
+    return [name for name, source in modules.items() if len(source.splitlines()) > 250]
+
+
+def test_no_file_is_too_long_to_be_of_one_concept() -> None:
+    assert too_long(sources()) == []
+    assert too_long({"a": "\n" * 250, "b": "\n" * 251}) == ["b"]

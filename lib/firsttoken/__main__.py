@@ -65,7 +65,8 @@ def run(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace) -> int:
     """Run experiments without notebooks."""
-    if any([find_experiment(name).in_turns for name in options.experiments]):
+    experiments = [find_experiment(name) for name in options.experiments]
+    if any(experiment.in_turns for experiment in experiments):
         wait_briefly()
     from firsttoken.experiments import run_experiment
 

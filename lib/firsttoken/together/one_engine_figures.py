@@ -1,4 +1,4 @@
-"""The figure and the table of notebook 60, and a table of notebook 40, drawn from a result alone."""
+"""The figure and the table of notebook 60, drawn from a result alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.together.one_engine import ARRIVAL, LINK
-from firsttoken.together.under_chunks import FIXED, STRETCHED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,21 +64,3 @@ def goal_rows(result: Result) -> Rows:
         ("all first tokens, nothing shared, s", "", "apart_s"),
     )
     return [{"measure": what, "goal": goal, "measured": interval(found[name], 2)} for what, goal, name in said]
-
-
-def under_chunks_rows(result: Result) -> Rows:
-    """What streams notice of a long prompt, with a fixed budget and with steps that may be stretched so far."""
-    config = result.parameters["under_chunks"]
-    named = {FIXED: f"{config['budget']} tokens", STRETCHED: f"stretched {config['stretch']:g} times"}
-    return [
-        {
-            "steps": name,
-            "P99 without the prompt, ms": interval(result.summary[f"{way}_plain_tbt_p99_ms"], 0),
-            "P99 beside it, ms": interval(result.summary[f"{way}_beside_tbt_p99_ms"], 0),
-            "times as long": interval(result.summary[f"{way}_over_plain_x"], 2),
-            "goal": "1.3" if way == STRETCHED else "",
-            "the prompt's first token, s": interval(result.summary[f"{way}_prompt_ttft_s"], 1),
-            "tokens lost or doubled": result.summary[f"{way}_tokens_wrong"]["value"],
-        }
-        for way, name in named.items()
-    ]
