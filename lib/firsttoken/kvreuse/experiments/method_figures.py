@@ -6,19 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from firsttoken.kvreuse.experiments.method_summary import ABOVE_BLEND
-from firsttoken.kvreuse.experiments.methods import (
-    ACCURACY,
-    BLEND,
-    CHOOSE,
-    COMPUTE,
-    DECODED,
-    DROIDSPEAK,
-    JUDGE,
-    LATENCY,
-    OWN,
-    where_of,
-)
+from firsttoken.kvreuse.experiments.method_summary import ABOVE_BLEND, ACCURACY, DECODED
+from firsttoken.kvreuse.experiments.methods import BLEND, CHOOSE, COMPUTE, DROIDSPEAK, JUDGE, LATENCY, OWN, where_of
 from firsttoken.kvreuse.experiments.profiling import BOUND
 from firsttoken.kvreuse.experiments.setting import run_of
 from firsttoken.kvreuse.experiments.styles import METHODS, style_of
@@ -114,11 +103,10 @@ def gains(methods: Result) -> Figure:
     for ax, nothing in ((gain, 1), (loss, 0), (lead, 0)):
         ax.axvline(nothing, color=COLOURS["mark"], linewidth=0.8)
         ax.grid(axis="y", visible=False)
-    chosen, accuracy = {"method": DROIDSPEAK}, {"method": DROIDSPEAK, "chosen_by": ACCURACY}
     for at, place in enumerate([*(run_of(rows[0]) for rows in runs.values()), {"across": "mean"}]):
         for ax, measure, filled, hollow in (
-            (gain, "speedup_x", chosen | {"chosen_by": DECODED}, accuracy),
-            (loss, "relative_loss_pct", chosen, accuracy),
+            (gain, "speedup_x", DECODED, ACCURACY),
+            (loss, "relative_loss_pct", {"method": DROIDSPEAK}, ACCURACY),
             (lead, "score_above_points", ABOVE_BLEND | {"case": LATENCY}, ABOVE_BLEND | {"case": COMPUTE}),
         ):
             _dot(ax, methods.summary.get(measure, **filled, **place), at - 0.12, "full")

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 
 from firsttoken.kvreuse.experiments.methods import (
-    ACCURACY,
     BLEND,
     CHOOSE,
     COMPUTE,
-    DECODED,
     DROIDSPEAK,
     JUDGE,
     LATENCY,
@@ -31,6 +29,8 @@ from firsttoken.study.measures import Summary
 from firsttoken.study.record import Rows
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
 
+# where the measures of the chosen group hold, and those of the group that token accuracy would choose
+DECODED, ACCURACY = ({"method": DROIDSPEAK, "chosen_by": by} for by in ("decoded answers", "token accuracy"))
 ABOVE_BLEND = {"method": DROIDSPEAK, "than": BLEND}
 _CHOICES, _MEANS = 200, 2000  # samples of the items that choose, and of those that judge
 
@@ -53,14 +53,13 @@ def methods_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         summary.add("relative_loss_pct", worst, method=method, across="worst")
     mended = [choice for choice in choices if len(choice.group)] or choices
     layers = _over(mended, "shares", np.mean).summary("% of layers", 100)
-    summary.add("group_layers_pct", layers, chosen_by=DECODED, across="mean")
-    decoded, accuracy = ({"method": DROIDSPEAK, "chosen_by": by} for by in (DECODED, ACCURACY))
-    by_accuracy = zip(summary.all("speedup_x", **accuracy), choices, strict=True)
+    summary.add("group_layers_pct", layers, **DECODED, across="mean")
+    by_accuracy = zip(summary.all("speedup_x", **ACCURACY), choices, strict=True)
     gains = [entry["value"] for entry, choice in by_accuracy if len(choice.group)]
-    summary.add("speedup_x", _over(mended, "gains", np.mean).summary("x"), **decoded, across="mean")
-    summary.add("speedup_x", _over(mended, "gains", np.min).summary("x"), **decoded, across="least")
+    summary.add("speedup_x", _over(mended, "gains", np.mean).summary("x"), **DECODED, across="mean")
+    summary.add("speedup_x", _over(mended, "gains", np.min).summary("x"), **DECODED, across="least")
     if gains:
-        summary.add("speedup_x", bootstrap(gains).summary("x"), **accuracy, across="mean")
+        summary.add("speedup_x", bootstrap(gains).summary("x"), **ACCURACY, across="mean")
     for equal in (COMPUTE, LATENCY):
         leads = [lead for of in runs if (lead := _leads(of, equal)) is not None]
         if leads:
@@ -105,10 +104,11 @@ def _over(choices: Sequence[ChosenGroup], what: str, stat: Callable[..., np.ndar
 
 
 def _add_choice(summary: Summary, choice: ChosenGroup, run: dict[str, str]) -> None:
-    decoded, group = run | {"chosen_by": DECODED}, {"value": str(choice.group), "n": choice.items, "unit": "layers"}
-    summary.add("group", group, **decoded)
-    summary.add("group_layers_pct", _over([choice], "shares", np.mean).summary("% of layers", 100), **decoded)
-    summary.add("speedup_x", _over([choice], "gains", np.mean).summary("x"), method=DROIDSPEAK, **decoded)
+    layers, gain = (_over([choice], what, np.mean) for what in ("shares", "gains"))
+    group = {"value": str(choice.group), "n": choice.items, "unit": "layers"}
+    summary.add("group", group, **DECODED, **run)
+    summary.add("group_layers_pct", layers.summary("% of layers", 100), **DECODED, **run)
+    summary.add("speedup_x", gain.summary("x"), **DECODED, **run)
 
 
 def _add_by_accuracy(summary: Summary, rows: Rows) -> None:
@@ -119,10 +119,10 @@ def _add_by_accuracy(summary: Summary, rows: Rows) -> None:
     row = min(within, key=lambda row: (row["hi"] - row["lo"], row["accuracy_lost_pct"]))
     lost = bootstrap(np.column_stack([own, row["item_score"]]), _relative_loss)
     gain = bootstrap(1 / np.array(row["time_share"]), "median")
-    group, accuracy = str(Group(row["lo"], row["hi"])), run_of(row) | {"chosen_by": ACCURACY}
-    summary.add("group", {"value": group, "n": row["n"], "unit": "layers"}, **accuracy)
-    summary.add("relative_loss_pct", lost.summary("% of own", 100), method=DROIDSPEAK, **accuracy)
-    summary.add("speedup_x", gain.summary("x"), method=DROIDSPEAK, **accuracy)
+    group = {"value": str(Group(row["lo"], row["hi"])), "n": row["n"], "unit": "layers"}
+    summary.add("group", group, **ACCURACY, **run_of(row))
+    summary.add("relative_loss_pct", lost.summary("% of own", 100), **ACCURACY, **run_of(row))
+    summary.add("speedup_x", gain.summary("x"), **ACCURACY, **run_of(row))
 
 
 def _mean_of(runs: Sequence[np.ndarray]) -> Interval:

@@ -34,7 +34,6 @@ from firsttoken.study.record import Outcome, Rows
 
 OWN, REUSE, DROIDSPEAK, SENDER, SMALLER = "full prefill", "full reuse", "DroidSpeak", "sender", "smaller model"
 BLEND, COMPUTE, LATENCY = "CacheBlend", "equal compute", "equal latency"
-DECODED, ACCURACY = "decoded answers", "token accuracy"  # what a group is chosen by
 CHOOSE, JUDGE = "choose", "judge"  # what a row's items are for
 
 
