@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.foreign.faults import shown
 from firsttoken.study.foreign.schema import unknown
 
 Scalar = str | int | float | bool
@@ -59,11 +60,11 @@ class Summary(list[Entry]):
 
         Raises FirstTokenError for a key that ``WHERE`` has not, and for what is there already.
         """
-        for key in where.keys() - WHERE.keys():
-            raise FirstTokenError(f"summary: {measure} has no place {key!r}; {unknown(key, WHERE)}")
-        if self.get(measure, **where) is not None:
-            raise FirstTokenError(f"summary: {named(measure, where)} is there already")
         plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in where.items()}
+        if fault := misnamed(plain):
+            raise FirstTokenError(f"{measure}: {fault}")
+        if self.get(measure, **plain) is not None:
+            raise FirstTokenError(f"{named(measure, plain)} is there already")
         values = {name: value for name, value in entry.items() if name not in ("measure", "where")}
         self.append({"measure": measure, "where": plain} | values)
         return self[-1]
@@ -91,6 +92,16 @@ class Summary(list[Entry]):
 def named(measure: str, where: Mapping[str, Scalar]) -> str:
     """An entry's name as a person reads it: "p99_tpot_ms (policy swap, requests 16)"."""
     return measure + (f" ({', '.join(f'{key} {value}' for key, value in where.items())})" if where else "")
+
+
+def misnamed(where: Mapping[str, Any]) -> str:
+    """What is wrong with ``where`` as a place, "" if nothing."""
+    for key, value in where.items():
+        if key not in WHERE:
+            return f"no place {key!r}; {unknown(key, WHERE)}"
+        if not isinstance(value, Scalar):
+            return f"{key}: expected a number, yes or no, or text, not {shown(value)}"
+    return ""
 
 
 def misplaced(entries: Iterable[Entry]) -> str:
