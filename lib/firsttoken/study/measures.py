@@ -43,6 +43,7 @@ WHERE = {
     "task": "the questions that are asked",
     "items": "how many questions a choice was made on",
     "context_tokens": "tokens before those that are measured",
+    "tenant": "whose requests: light, heavy",
     "requests": "at once",
     "clients": "at once, each with one request after the other",
     "batch": "requests in a step",
