@@ -20,14 +20,15 @@ Scalar = str | int | float | bool
 Entry = dict[str, Any]
 
 WHERE = {
-    "across": "one number for several entries that differ elsewhere: mean, worst, least, most",
+    "across": "one number for several entries that differ elsewhere: mean, sum, worst, least, most",
     "than": "what the measure is a ratio or a difference to",
-    "source": "how it was come by: live, simulated, replayed, published, table, arithmetic",
+    "source": "how it was come by: live, measured, simulated, replayed, foreseen, published, table, arithmetic",
     "gbit_per_s": "rate of the link",
     "link": "a link by its name: a rate with what else it does, unshaped",
     "machine": "a machine, a network or a device by its name",
     "model": "a model or its shape",
     "dtype": "what is computed or kept in",
+    "bits": "of a weight",
     "variant": "one of several ways to do the same, by its name",
     "stage": "of a progressive model, 1 the first; 0 the model that never lacked a layer",
     "recipe": "how a stage was healed",
@@ -51,7 +52,8 @@ WHERE = {
     "requests": "at once",
     "clients": "at once, each with one request after the other",
     "batch": "requests in a step",
-    "servers": "of a chain or a swarm",
+    "servers": "of a chain or a swarm; 0 all blocks in one process",
+    "audited": "share of a server's answers that a client audits",
     "case": "one of the situations that the experiment sets up, by its name",
 }
 
