@@ -244,5 +244,5 @@ def throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             summary.add("tokens_per_s", bootstrap(values, "median").summary("tokens/s"), engine=name, **case)
             for engine in [own for own in ("engine_stock", "engine") if own in rates and own != name]:
                 over = ratio_of_medians(rates[engine], values).summary("x")
-                summary.add("throughput_x", over, engine=engine, than=name, **case)
+                summary.add("tokens_per_s_x", over, engine=engine, than=name, **case)
     return summary

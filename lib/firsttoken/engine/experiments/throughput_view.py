@@ -64,7 +64,7 @@ def throughput_rows(result: Result) -> Rows:
             rate = result.summary.get("tokens_per_s", engine=name, **case)
             line[f"{dtype}, {count} requests: tokens/s"] = interval(rate, 0)
             for engine, ours in (("engine", "engine"), ("engine_stock", "engine, stock modules")):
-                ratio = result.summary.get("throughput_x", engine=engine, than=name, **case)
+                ratio = result.summary.get("tokens_per_s_x", engine=engine, than=name, **case)
                 line[f"{ours} / it ({dtype}, {count})"] = interval(ratio, 2)
         if any(line.values()):
             rows.append({"system": label} | {key: value for key, value in line.items() if value or "tokens/s" in key})
