@@ -34,6 +34,7 @@ WHERE = {
     "recipe": "how a stage was healed",
     "layers": "how many, or which as first-last",
     "policy": "what is done with a preempted request or an open session",
+    "threshold_tokens": "up to how many a preempted request is swapped",
     "scheduler": "what makes the batch of a step",
     "budget_tokens": "most tokens of a step or a chunk",
     "objective": "the bound on a time, between tokens or of a request, that capacity keeps",
