@@ -20,7 +20,7 @@ from firsttoken.study.errors import ClaimsError
 from firsttoken.study.foreign.faults import Damaged, blaming, shown
 from firsttoken.study.foreign.schema import at_least, shaped, unknown
 from firsttoken.study.foreign.yaml_text import read_entries
-from firsttoken.study.measures import Scalar
+from firsttoken.study.measures import misnamed
 
 NATURES = ("measured", "arithmetic", "configuration")
 _DECIDES = (  # what a verdict hangs on: a change to any of it makes a result *post hoc*
@@ -57,7 +57,7 @@ class Claim:
     notebook: Annotated[str, _two_digits]
     human_min: Annotated[float, at_least(0)]
     compute_min: Annotated[float, at_least(0)]
-    where: dict[str, Scalar] | tuple[dict[str, Scalar], ...] = field(default_factory=dict)
+    where: dict[str, Any] | tuple[dict[str, Any], ...] = field(default_factory=dict)
     conditions: str = ""
     value: float | bool | str | None = None
     unit: str = ""
@@ -75,6 +75,8 @@ class Claim:
             raise ClaimsError("no source: place must say where the report has it, or that it is this project's goal")
         if isinstance(self.where, tuple) != (self.kind == "ordering"):
             raise ClaimsError("where must be a list of places for an ordering, and one place otherwise")
+        for fault in filter(None, map(misnamed, self.places)):
+            raise ClaimsError(f"where: {fault}")
         if self.kind == "ordering" and (len(self.places) < 2 or not self.told):
             raise ClaimsError("an ordering needs at least two places of its measure, and told: what the report has")
         if (self.value is None) != (self.kind == "ordering"):
@@ -91,14 +93,19 @@ class Claim:
             raise ClaimsError(f"no_effect is the value itself, {self.value}; nothing could be told apart")
 
     @property
-    def places(self) -> tuple[dict[str, Scalar], ...]:
+    def places(self) -> tuple[dict[str, Any], ...]:
         """Where the measure is read: one place, of an ordering several."""
         return (self.where,) if isinstance(self.where, dict) else self.where
 
     @property
+    def deciding(self) -> dict[str, Any]:
+        """All that decides a verdict; wording, notebook and minutes may change."""
+        return {name: getattr(self, name) for name in _DECIDES}
+
+    @property
     def digest(self) -> str:
-        """The sha256 of all that decides a verdict; wording, notebook and minutes may change."""
-        return digest({name: getattr(self, name) for name in _DECIDES})
+        """The sha256 of what decides."""
+        return digest(self.deciding)
 
 
 def digest(deciding: dict[str, Any]) -> str:

@@ -13,28 +13,32 @@ from typing import Any
 import numpy as np
 
 from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.foreign.faults import shown
 from firsttoken.study.foreign.schema import unknown
 
 Scalar = str | int | float | bool
 Entry = dict[str, Any]
 
 WHERE = {
-    "across": "one number for several entries that differ elsewhere: mean, worst, least, most",
+    "across": "one number for several entries that differ elsewhere: mean, sum, worst, least, most",
     "than": "what the measure is a ratio or a difference to",
-    "source": "how it was come by: live, simulated, replayed, published, table, arithmetic",
+    "source": "how it was come by: live, measured, simulated, replayed, foreseen, published, table, arithmetic",
     "gbit_per_s": "rate of the link",
     "link": "a link by its name: a rate with what else it does, unshaped",
     "machine": "a machine, a network or a device by its name",
     "model": "a model or its shape",
     "dtype": "what is computed or kept in",
+    "bits": "of a weight",
     "variant": "one of several ways to do the same, by its name",
     "stage": "of a progressive model, 1 the first; 0 the model that never lacked a layer",
     "recipe": "how a stage was healed",
     "layers": "how many, or which as first-last",
     "policy": "what is done with a preempted request or an open session",
+    "threshold_tokens": "up to how many a preempted request is swapped",
     "scheduler": "what makes the batch of a step",
     "budget_tokens": "most tokens of a step or a chunk",
-    "objective": "the bound on the time between tokens that capacity keeps",
+    "objective": "the bound on a time, between tokens or of a request, that capacity keeps",
+    "metric": "the time that an objective bounds: ttft, tbt, e2e",
     "costs": "the cost table that a replay stands on",
     "engine": "what computes: this engine, another, another library",
     "method": "how another model's cache is used",
@@ -47,11 +51,15 @@ WHERE = {
     "sender": "model whose cache is reused",
     "task": "the questions that are asked",
     "items": "how many questions a choice was made on",
+    "chosen_on": "the task whose questions a choice was made on",
+    "transitions": "contiguous runs of layers that are computed again",
     "context_tokens": "tokens before those that are measured",
+    "tenant": "whose requests: light, heavy",
     "requests": "at once",
     "clients": "at once, each with one request after the other",
     "batch": "requests in a step",
-    "servers": "of a chain or a swarm",
+    "servers": "of a chain or a swarm; 0 all blocks in one process",
+    "audited": "share of a server's answers that a client audits",
     "case": "one of the situations that the experiment sets up, by its name",
 }
 
@@ -65,11 +73,11 @@ class Summary(list[Entry]):
 
         Raises FirstTokenError for a key that ``WHERE`` has not, and for what is there already.
         """
-        for key in where.keys() - WHERE.keys():
-            raise FirstTokenError(f"summary: {measure} has no place {key!r}; {unknown(key, WHERE)}")
-        if self.get(measure, **where) is not None:
-            raise FirstTokenError(f"summary: {named(measure, where)} is there already")
         plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in where.items()}
+        if fault := misnamed(plain):
+            raise FirstTokenError(f"{measure}: {fault}")
+        if self.get(measure, **plain) is not None:
+            raise FirstTokenError(f"{named(measure, plain)} is there already")
         values = {name: value for name, value in entry.items() if name not in ("measure", "where")}
         self.append({"measure": measure, "where": plain} | values)
         return self[-1]
@@ -97,6 +105,16 @@ class Summary(list[Entry]):
 def named(measure: str, where: Mapping[str, Scalar]) -> str:
     """An entry's name as a person reads it: "p99_tpot_ms (policy swap, requests 16)"."""
     return measure + (f" ({', '.join(f'{key} {value}' for key, value in where.items())})" if where else "")
+
+
+def misnamed(where: Mapping[str, Any]) -> str:
+    """What is wrong with ``where`` as a place, "" if nothing."""
+    for key, value in where.items():
+        if key not in WHERE:
+            return f"no place {key!r}; {unknown(key, WHERE)}"
+        if not isinstance(value, Scalar):
+            return f"{key}: expected a number, yes or no, or text, not {shown(value)}"
+    return ""
 
 
 def misplaced(entries: Iterable[Entry]) -> str:

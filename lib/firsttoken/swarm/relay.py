@@ -18,6 +18,7 @@ class Relay:
         self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
         self._port = 0
         self._open: set[socket.socket] = set()
+        self._opening = threading.Lock()  # no connection is made while others are cut: it would outlive them
         self._whole = threading.Event()
         self._flowing = threading.Event()
         self._flowing.set()
@@ -30,8 +31,10 @@ class Relay:
 
     def cut(self) -> None:
         """Reset every connection, and refuse new ones until it is healed."""
-        self._whole.clear()
-        for one in list(self._open):
+        with self._opening:
+            self._whole.clear()
+            cut = list(self._open)
+        for one in cut:
             self._end(one)
 
     def hold(self) -> None:
@@ -53,19 +56,23 @@ class Relay:
         with suppress(OSError):
             while True:
                 near, _ = self._listening.accept()
-                if not self._whole.is_set():
-                    near.close()
-                    continue
-                try:
-                    far = socket.create_connection(("127.0.0.1", self._port))
-                except OSError:
-                    near.close()
-                    continue
-                for one in (near, far):
-                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._open |= {near, far}
-                for one, other in ((near, far), (far, near)):
-                    self._lead(one, other)
+                with self._opening:
+                    self._connect(near)
+
+    def _connect(self, near: socket.socket) -> None:
+        """Lead ``near`` to the port, or end it where the link is cut or nobody listens."""
+        far = None
+        if self._whole.is_set():
+            with suppress(OSError):
+                far = socket.create_connection(("127.0.0.1", self._port))
+        if far is None:
+            near.close()
+            return
+        for one in (near, far):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._open |= {near, far}
+        for one, other in ((near, far), (far, near)):
+            self._lead(one, other)
 
     def _lead(self, one: socket.socket, other: socket.socket) -> None:
         """What ``one`` says, to ``other``."""
