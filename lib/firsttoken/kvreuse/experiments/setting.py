@@ -85,11 +85,6 @@ class Run:
         return {"run": self.name, "receiver": receiver, "sender": sender, "task": Path(self.task).stem}
 
 
-def key_of(row: dict[str, Any]) -> str:
-    """How the measures of a row's run begin in a summary."""
-    return Run(Pair(row["receiver"], row["sender"]), row["task"], 0).key
-
-
 def run_of(row: dict[str, Any]) -> dict[str, str]:
     """Where the measures of a row's run hold in a summary."""
     return {name: row[name] for name in ("receiver", "sender", "task")}
