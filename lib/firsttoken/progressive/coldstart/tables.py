@@ -128,7 +128,7 @@ def deferral_rows(result: Result) -> Table:
     blocks = {(r["selection"], r["deferred_layers"]): r["block"] for r in result.rows if "selection" in r}
     found, rows = result.summary, []
     for size in sizes:
-        entry: dict[str, Any] = {"layers deferred": size, "TTFT, s": interval(found.of("ttft_s", layers=size), 2)}
+        entry: dict[str, Any] = {"layers deferred": size, "TTFT, s": interval(found.of("ttft_p50_s", layers=size), 2)}
         titles = ("distance", "perplexity", "healed")
         for title, selection in zip(titles, titles if size else ("none",), strict=False):
             if (block := blocks.get((selection, size))) is not None:

@@ -58,7 +58,7 @@ def called(place: Place) -> str:
 def shares(result: Result, task: str = "") -> list[Entry]:
     """The bytes before the first token of all that was measured on ``task``, STORIES or, "", the served model's own; by
     name."""
-    found = [entry for entry in result.summary.all("first_share") if entry["where"].get("task", "") == task]
+    found = [entry for entry in result.summary.all("byte_share") if entry["where"].get("task", "") == task]
     return sorted(found, key=lambda entry: called(entry["where"]))
 
 
@@ -140,11 +140,11 @@ def _frontier_row(result: Result, share: Entry) -> dict[str, str]:
     return {
         "first": called(place),
         "bytes first": _share(share),
-        "in all": _share(get("planes_share", **place)),
+        "in all": _share(get("full_byte_share", **place)),
         "EM lost, points": interval(get("em_drop", **place)),
         "F1 lost, points": interval(get("f1_drop", **place)),
         "perplexity, x": interval(get(PERPLEXITY, **place, than="exact"), 3),
-        "stories: bytes first": _share(get("first_share", **place, task=STORIES)),
+        "stories: bytes first": _share(get("byte_share", **place, task=STORIES)),
         "stories: perplexity, x": interval(get(PERPLEXITY, **place, task=STORIES, than="exact"), 3),
     }
 

@@ -231,8 +231,8 @@ def precision_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         for name in dict.fromkeys(row["variant"] for row in part):
             one = next(row for row in part if row["variant"] == name)
             place = places[name] | ({"task": task} if task == STORIES else {})
-            for share in ("first_share", "planes_share"):
-                summary.add(share, {"value": one[share], "unit": "of the plain bytes"}, **place)
+            for measure, share in (("byte_share", "first_share"), ("full_byte_share", "planes_share")):
+                summary.add(measure, {"value": one[share], "unit": "of the plain bytes"}, **place)
             lost = column(part, name, task, "text_nll") - column(part, one["exact"], task, "text_nll")
             summary.add("perplexity_x", bootstrap(lost, exp_mean).summary("x"), **place, than="exact")
             if task == STORIES:
