@@ -152,16 +152,17 @@ def trade_off(result: Result) -> Figure:
     rate = 1e9 / 8 * float(timed[0]["gbit_per_s"])
     left.plot(sizes, np.array(moved) / rate, ":", color=COLOURS["mark"], label="bytes / nominal rate")
     left.set(ylabel="TTFT from arrival, s", ylim=(0, None), title=f"{timed[0]['link']}, {len(times[0])} starts each")
-    for ax, score, label in ((middle, "f1", "F1, %"), (right, "perplexity", "perplexity")):
+    for ax, score, label in ((middle, "f1_pct", "F1, %"), (right, "perplexity", "perplexity")):
+        whole = result.summary.of(score, variant="none", layers=0)
         for selection, look in _SELECTIONS.items():
             points = [
-                (size, result.summary[f"{score}_{selection}_{size}"])
+                (size, entry)
                 for size in range(max(sizes) + 1)
-                if f"{score}_{selection}_{size}" in result.summary
+                if (entry := result.summary.get(score, variant=selection, layers=size))
             ]
             if points:
-                _line(ax, points, result.summary[f"{score}_s0"], **look)
-        ax.set(ylabel=label, title=f"n = {result.summary[f'{score}_s0']['n']}, 95 %")
+                _line(ax, points, whole, **look)
+        ax.set(ylabel=label, title=f"n = {whole['n']}, 95 %")
     right.set(yscale="log")
     ticks = (20, 50, 100, 200, 500, 1000, 2000)
     right.yaxis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])

@@ -125,17 +125,17 @@ def _limit(row: dict[str, Any], result: Result) -> str:
 def deferral_rows(result: Result) -> Table:
     """By the number of deferred layers: TTFT in s, and F1 in % and perplexity by the way in which they were chosen."""
     sizes = sorted({row["deferred_layers"] for row in result.rows if "ttft_request_s" in row})
-    rows: Table = []
+    blocks = {(r["selection"], r["deferred_layers"]): r["block"] for r in result.rows if "selection" in r}
+    found, rows = result.summary, []
     for size in sizes:
-        entry: dict[str, Any] = {"layers deferred": size, "TTFT, s": interval(result.summary[f"ttft_{size}"], 2)}
-        for selection in ("distance", "perplexity", "healed"):
-            name = f"{selection}_{size}" if size else "s0"
-            if f"f1_{name}" in result.summary and (size or selection == "distance"):
-                block = next((row["block"] for row in result.rows if row.get("variant") == name and row["block"]), None)
-                where = f"{block[0]}-{block[-1]}" if block else "whole"
-                entry[f"{selection}: block"] = where
-                entry[f"{selection}: F1, %"] = f"{result.summary[f'f1_{name}']['value']:.1f}"
-                entry[f"{selection}: perplexity"] = f"{result.summary[f'perplexity_{name}']['value']:.1f}"
+        entry: dict[str, Any] = {"layers deferred": size, "TTFT, s": interval(found.of("ttft_p50_s", layers=size), 2)}
+        titles = ("distance", "perplexity", "healed")
+        for title, selection in zip(titles, titles if size else ("none",), strict=False):
+            if (block := blocks.get((selection, size))) is not None:
+                place = {"variant": selection, "layers": size}
+                entry[f"{title}: block"] = f"{block[0]}-{block[-1]}" if block else "whole"
+                entry[f"{title}: F1, %"] = f"{found.value('f1_pct', **place):.1f}"
+                entry[f"{title}: perplexity"] = f"{found.value('perplexity', **place):.1f}"
         rows.append(entry)
     return rows
 

@@ -145,7 +145,7 @@ def continuation_losses(result: Result) -> Figure:
     kinds = {"healed": ("with adapters", "full", -0.13), "bare": ("without adapters", "none", 0.13)}
     for place, (policy, (colour, marker)) in enumerate(POLICIES.items()):
         for kind, (_, fill, shift) in kinds.items():
-            entry = result.summary[f"excess_nll_{policy.replace(' ', '_')}_{kind}"]
+            entry = result.summary.of("excess_nll", policy=policy, variant=kind)
             ax.plot([entry["low"], entry["high"]], [place + shift] * 2, color=colour, linewidth=2)
             ax.plot(entry["value"], place + shift, marker, color=colour, markersize=8, fillstyle=fill)
     for label, fill, _ in kinds.values():

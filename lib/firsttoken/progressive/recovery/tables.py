@@ -54,16 +54,17 @@ def policy_rows(result: Result) -> Table:
     rows: Table = []
     for kind in ("healed", "bare"):
         for name in TRANSITIONS:
-            key = f"{name.replace(' ', '_')}_{kind}"
+            place = {"policy": name, "variant": kind}
+            (cost,) = found.all("cost_ms", **place)
             rows.append(
                 {
                     "policy": name,
                     "adapters": "yes" if kind == "healed" else "no",
-                    f"stall, {found[f'cost_{key}']['unit']}": interval(found[f"cost_{key}"], 2),
-                    "largest logit error": f"{found[f'logit_error_{key}']['value']:.2g}",
-                    "next token right, %": interval(found[f"same_token_{key}"], 0),
-                    "loss of what follows, nats a token": interval(found.get(f"nll_{key}"), 2),
-                    "more than after a prefill": interval(found.get(f"excess_nll_{key}"), 2),
+                    f"stall, {cost['unit']}": interval(cost, 2),
+                    "largest logit error": f"{found.value('logit_error', **place):.2g}",
+                    "next token right, %": interval(found.of("same_token_pct", **place), 0),
+                    "loss of what follows, nats a token": interval(found.get("nll", **place), 2),
+                    "more than after a prefill": interval(found.get("excess_nll", **place), 2),
                 }
             )
     return rows
