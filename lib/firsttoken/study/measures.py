@@ -25,6 +25,7 @@ WHERE = {
     "source": "how it was come by: live, measured, simulated, replayed, foreseen, published, table, arithmetic",
     "gbit_per_s": "rate of the link",
     "link": "a link by its name: a rate with what else it does, unshaped",
+    "rtt_ms": "round trip to the other end",
     "machine": "a machine, a network or a device by its name",
     "model": "a model or its shape",
     "dtype": "what is computed or kept in",

@@ -107,7 +107,8 @@ def test_a_cold_start_from_trial_to_table(trained):
     tokens = {row["variant"]: row["token_id"] for row in result.rows if row["variant"] != "read"}
     (last,) = (row["full_token_id"] for row in result.rows if row["variant"] == "progressive")
     assert tokens["whole_streamed"] == last and tokens.get("from_pretrained", last) == last
-    assert result.summary["progressive_over_whole_0.01gbit"]["n"] == 1
+    over = result.summary.of("ttft_x", variant="progressive", than="whole_streamed", link="0.01gbit")
+    assert over["n"] == 1
     assert [row["link"] for row in tables.link_rows(result)] == ["0.01 Gbit/s"]
     assert len(tables.first_token_rows(result, "0.01gbit")) >= 2
 
@@ -146,7 +147,7 @@ def test_the_sweep_times_and_scores_every_size(trained, few_processes):
 
 def test_the_timeline_serves_every_request_whole(trained, few_processes):
     result = run_experiment("recovery_timeline", trained)
-    assert all(result.summary[f"short_requests_{case}"]["value"] == 0 for case in ("whole", "pinned", "upgrade"))
+    assert all(result.summary.value("short_requests", case=case) == 0 for case in ("whole", "pinned", "upgrade"))
     peaks = [row for row in result.rows if row["row"] == "peak"]
     assert len({row["model_bytes"] for row in peaks}) == 1 and peaks[0]["model_bytes"] > 0
     grown = "stage 1 to whole model"

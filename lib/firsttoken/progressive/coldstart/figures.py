@@ -42,7 +42,8 @@ def phase_stacks(result: Result, links: Sequence[str]) -> Figure:
         labels = []
         for place, name in enumerate(found):
             own = [row for row in rows if row["variant"] == name]
-            _stack(ax, place, own, _floor(result, link, own), result.summary[f"{name}_request_p50_{link_key(own[0])}"])
+            median = result.summary.of("ttft_p50_s", variant=name, link=link_key(own[0]))
+            _stack(ax, place, own, _floor(result, link, own), median)
             labels.append(f"{VARIANTS[name].label} (n = {len(own)})")
         before = float(
             np.median([_seconds(row, ("interpreter", "imports")) for row in rows if not VARIANTS[row["variant"]].lean])
@@ -132,7 +133,7 @@ def _by_rate(result: Result, variant: str) -> list[tuple[float, float, float, fl
         if rate < 0.9 * asked or link_key(rows[0]) not in (f"{asked:g}gbit", "unshaped"):
             continue
         moved = next(row["bytes"] for row in rows if row["variant"] == variant)
-        found = result.summary[f"{variant}_request_p50_{link_key(rows[0])}"]
+        found = result.summary.of("ttft_p50_s", variant=variant, link=link_key(rows[0]))
         points.append((rate, found["value"], found["low"], found["high"], moved * read / size, found["n"]))
     return points
 

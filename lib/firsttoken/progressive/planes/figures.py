@@ -200,19 +200,16 @@ def starts(result: Result) -> Figure:
         names = list(dict.fromkeys(row["variant"] for row in found if row["variant"] != "read"))
         whole = float(np.median(values(found, "read", "load_s")))
         for place, name in enumerate(names):
-            end = f"{name.replace(' ', '_')}_{key}"
-            entry, look = (
-                result.summary[f"request_s_{end}"],
-                _LOOKS.get(name, "measured" if name == "bits" else "other"),
-            )
-            floor = whole * result.summary[f"first_share_{end}"]["value"]
+            entry = result.summary.of("ttft_p50_s", variant=name, link=key)
+            look = _LOOKS.get(name, "measured" if name == "bits" else "other")
+            floor = whole * result.summary.value("byte_share", variant=name, link=key)
             ax.plot(
                 [floor], [place], "|", color=COLOURS["floor"], markersize=16, markeredgewidth=2, label="its bytes alone"
             )
             ax.plot([entry["low"], entry["high"]], [place, place], color=COLOURS[look], linewidth=3)
             ax.plot([entry["value"]], [place], "o", color=COLOURS[look], markersize=8, label="first token")
-            if over := result.summary.get(f"full_over_whole_{end}"):
-                full = over["value"] * result.summary[f"request_s_{WHOLE}_{key}"]["value"]
+            if over := result.summary.get("full_time_x", variant=name, than=WHOLE, link=key):
+                full = over["value"] * result.summary.value("ttft_p50_s", variant=WHOLE, link=key)
                 ax.plot([full], [place], "D", color=COLOURS[look], markerfacecolor="white", label="every weight exact")
         ax.set(xlabel="s from the request's arrival", title=found[0]["link"], xlim=(0, None))
         ax.set_yticks(range(len(names)), [plan_name(name) for name in names])
@@ -231,18 +228,15 @@ def start_rows(result: Result) -> Rows:
     for key in dict.fromkeys(link_key(row) for row in result.rows):
         found = [row for row in result.rows if link_key(row) == key and row["variant"] != "read"]
         for name in dict.fromkeys(row["variant"] for row in found):
-            end = f"{name.replace(' ', '_')}_{key}"
-            measured = {
-                "TTFT, s": (f"request_s_{end}", 2),
-                "from process creation, s": (f"process_s_{end}", 2),
-                "TTFT / whole": (f"request_over_whole_{end}", 3),
-                "all exact / whole": (f"full_over_whole_{end}", 3),
-            }
+            place, beside = {"variant": name, "link": key}, {"variant": name, "than": WHOLE, "link": key}
             rows.append(
                 {
                     "plan and link": f"{plan_name(name)}, {found[0]['link']}",
-                    "bytes first": _share(result.summary[f"first_share_{end}"]),
-                    **{title: interval(result.summary.get(name), digits) for title, (name, digits) in measured.items()},
+                    "bytes first": _share(result.summary.of("byte_share", **place)),
+                    "TTFT, s": interval(result.summary.of("ttft_p50_s", **place), 2),
+                    "from process creation, s": interval(result.summary.of("process_ttft_p50_s", **place), 2),
+                    "TTFT / whole": interval(result.summary.get("ttft_x", **beside), 3),
+                    "all exact / whole": interval(result.summary.get("full_time_x", **beside), 3),
                 }
             )
     return rows
