@@ -1,6 +1,6 @@
 """Results of schema 2, whose summaries had one name an entry, as schema 3 has them: by measure and place.
 
-    python -m firsttoken.study.restate FORMER
+    python -m firsttoken.restate FORMER
 
 FORMER is a checkout of the last revision of schema 2. A result is restated only where the summary that this code makes
 of its rows has the former code's entries, value by value and in their order; so each former name has one measure and
