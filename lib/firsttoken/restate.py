@@ -5,7 +5,9 @@
 FORMER is a checkout of the last revision of schema 2. A result is restated only where the summary that this code makes
 of its rows has the former code's entries, value by value and in their order; so each former name has one measure and
 place. The digest of a claim goes over where the entry is the former one but for these names, and stays where it is not,
-so that what was *post hoc* remains it. Every result says which revision restated it, and the sha256 that it had before.
+so that what was *post hoc* remains it. The former code put two or three entries of `cold_start` and
+`refinement_under_load` in the order of a set, which PYTHONHASHSEED decides: where it is another, nothing is written.
+Every result says which revision restated it, and the sha256 that it had before.
 """
 
 from __future__ import annotations
