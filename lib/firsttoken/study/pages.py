@@ -4,8 +4,8 @@ in them is put there by the program.
 A template says ``{{ n("cold_start", "ttft_x", 2, variant="progressive", than="whole_streamed", link="1gbit") }}`` for a
 value as text, its place by keywords, ``{{ i(...) }}`` for one with its interval, ``{{ v(...) }}`` for the value to
 reckon with, ``{{ k(...) }}`` for how many observations it has, ``{{ counts }}``, ``{{ scoreboard }}`` and
-``{{ systems }}`` for tables, ``{{ table("serving_capacity") }}`` for the table that the system of an experiment makes of
-its result.
+``{{ systems }}`` for tables, ``{{ table("serving_capacity") }}`` for the table that the system of an experiment makes
+of its result.
 """
 
 from __future__ import annotations
