@@ -8,6 +8,7 @@ keys of ``where`` are those of ``WHERE`` for every experiment, so that a thing h
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ def misnamed(where: Mapping[str, Any]) -> str:
     """What is wrong with ``where`` as a place, "" if nothing."""
     for key, value in where.items():
         if key not in WHERE:
-            return f"no place {key!r}; {unknown(key, WHERE)}"
+            return f"no place {key!r}; {unknown(key, get_close_matches(key, WHERE, n=3) or WHERE)}"
         if not isinstance(value, Scalar):
             return f"{key}: expected a number, yes or no, or text, not {shown(value)}"
     return ""
