@@ -32,6 +32,7 @@ from firsttoken.swarm.member import SwarmMember
 from firsttoken.swarm.patience import Patience
 from firsttoken.together.borrowed.arrivals import LayerArrivals, follow
 from firsttoken.together.borrowed.ends import neighbours_name
+from firsttoken.together.borrowed.lender import Lender
 from firsttoken.together.borrowed.loan import Loan
 from firsttoken.together.borrowed.replica import BorrowingReplica
 
@@ -58,7 +59,7 @@ def replica(lent, neighbour) -> Iterator[Callable[..., BorrowingReplica]]:
         """Its layers are those of the whole model, and used when they are said to have come."""
         arrivals, executor = LayerArrivals(DEPTH), LiveExecutor(lent, 64)
         found, patience = (address, SHORT) if address else (neighbour.server.record.address, PATIENCE)
-        loan = Loan(found, model or neighbour.model, DEPTH, 32, patience=patience)
+        loan = Loan([Lender(found, range(DEPTH))], model or neighbour.model, DEPTH, 32, patience=patience)
         one = BorrowingReplica(executor, lent.model.layers, arrivals, loan, config)
         one.arrivals = arrivals
         made.append(one)
@@ -207,7 +208,7 @@ def test_a_silent_neighbour_is_not_waited_for_once_all_layers_are_here(replica, 
     """However long its own patience: this one would be a minute."""
     one, lender = asked(21, 4), member()
     made = replica(lender.relay.address)
-    made.loan._patience = made.loan._lines[-1]._patience = Patience(step_s=60.0)
+    made.loan._spans[0].lines[-1]._patience = PATIENCE
     made.arrivals.come(3)
     request = made.submit(one.prompt, Sampling(4))
     until(request, 2, made)
@@ -239,7 +240,7 @@ def test_a_neighbour_that_cannot_lend_is_a_plain_wait(replica, neighbour, asked,
     else:
         up = here.serve((0, DEPTH), limits={"sessions": 1})[0]
         changed["address"] = up.record.address
-        other = Loan(up.record.address, here.model, DEPTH, 32)
+        other = Loan([Lender(up.record.address, range(DEPTH))], here.model, DEPTH, 32)
         while not up.sessions.open:
             pass
     made = replica(**changed)
@@ -258,12 +259,12 @@ def test_a_neighbour_that_cannot_lend_is_a_plain_wait(replica, neighbour, asked,
 
 def test_an_address_beyond_this_machine_wants_a_certificate(lent):
     with pytest.raises(SwarmError, match="give --tls-ca"):
-        Loan("192.0.2.1:4000", "model", DEPTH, 32)
+        Loan([Lender("192.0.2.1:4000", range(DEPTH))], "model", DEPTH, 32)
 
 
 def test_requests_that_share_prefixes_are_refused(lent, neighbour):
     shared = EngineConfig(share_prefixes=True)
-    loan = Loan("127.0.0.1:9", "model", DEPTH, 32)
+    loan = Loan([Lender("127.0.0.1:9", range(DEPTH))], "model", DEPTH, 32)
     with closing(LiveExecutor(lent, 4)) as executor, pytest.raises(SwarmError, match="share no prefixes"):
         BorrowingReplica(executor, lent.model.layers, LayerArrivals(DEPTH), loan, shared)
     loan.close()
@@ -280,7 +281,7 @@ def loaded(ends_folder, neighbour, asked) -> Iterator[Callable]:
         load = StageLoad(ends_folder, manifest, [1], [link], skeleton, skeleton.empty_view(), threads=1)
         name = neighbours_name(ends_folder, manifest)
         assert name == model_sha256(ends_folder)
-        loan = Loan(neighbour.server.record.address, name, DEPTH, 32)
+        loan = Loan([Lender(neighbour.server.record.address, range(DEPTH))], name, DEPTH, 32)
         executor = LiveExecutor(skeleton.model, 64, device=skeleton.device)
         made.append((BorrowingReplica(executor, load.view.layers, follow(load, DEPTH), loan), load))
         return made[-1][0]

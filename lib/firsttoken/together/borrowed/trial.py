@@ -33,6 +33,7 @@ from firsttoken.study.dtypes import DTYPES, named  # noqa: E402
 from firsttoken.study.system.cores import stay_on  # noqa: E402
 from firsttoken.together.borrowed.arrivals import LayerArrivals, follow  # noqa: E402
 from firsttoken.together.borrowed.ends import neighbours_name  # noqa: E402
+from firsttoken.together.borrowed.lender import Lender  # noqa: E402
 from firsttoken.together.borrowed.loan import Loan  # noqa: E402
 from firsttoken.together.borrowed.replica import CONFIG, BorrowingReplica  # noqa: E402
 
@@ -114,7 +115,9 @@ def _borrowing(
 ) -> BorrowingReplica:
     config = executor.model.config
     name = neighbours_name(Path(spec.staged), manifest)
-    loan = Loan(spec.neighbour, name, config.num_hidden_layers, config.hidden_size)
+    loan = Loan(
+        [Lender(spec.neighbour, range(config.num_hidden_layers))], name, config.num_hidden_layers, config.hidden_size
+    )
     return BorrowingReplica(executor, load.view.layers, arrivals, loan)
 
 

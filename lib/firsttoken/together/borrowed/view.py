@@ -1,4 +1,4 @@
-"""The model as a replica has it at one moment: its own layers, and behind them those that a neighbour runs."""
+"""The model as a replica has it at one moment: its own layers, and behind them those that others run."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ class BorrowingView(View):
         super().__init__(Decoder(model, [*own, borrowed]), Edges([here]))
 
     def take_over(self, request: Request) -> None:
-        """Go on with what the neighbour has of it; what entered the layers that were borrowed before is done with."""
+        """Go on with what the lenders have of it; what entered the layers that were borrowed before is done with."""
         request.view.edges.drop(request.number)
