@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ def check_lenders(lenders: Sequence[Lender], depth: int) -> None:
     """Raise SwarmError unless ``lenders`` have, in this order, all layers from the first one's first to the last of
     ``depth``, each once."""
     ends = [lenders[0].layers.start, *(one.layers.stop for one in lenders)] if lenders else []
-    each = [range(first, stop) for first, stop in zip(ends, ends[1:], strict=False)]
+    each = [range(first, stop) for first, stop in pairwise(ends)]
     if not each or ends[-1] != depth or [one.layers for one in lenders] != each or not all(map(len, each)):
         held = ", ".join(f"[{one.layers.start}, {one.layers.stop})" for one in lenders) or "none"
         raise SwarmError(f"layers {held} are lent: name them in order to the end of [0, {depth}), each once")
