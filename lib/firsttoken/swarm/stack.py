@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from firsttoken.assets.model_config import read_config
 from firsttoken.engine.attention import page
@@ -23,6 +23,9 @@ from firsttoken.study.errors import ModelError, SwarmError
 from firsttoken.swarm.blocks import load_span
 from firsttoken.swarm.room import Room
 from firsttoken.swarm.wire import Stretch
+
+if TYPE_CHECKING:  # a lean start needs none of it
+    from transformers import PreTrainedModel
 
 _TIMED = 5  # steps of one token that say how fast a span is
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from firsttoken.engine.decoder import Decoder
 from firsttoken.engine.edges import Edges
@@ -17,6 +17,9 @@ from firsttoken.engine.views import View
 from firsttoken.study.errors import RequestError
 from firsttoken.swarm.wire import Stretch
 from firsttoken.together.borrowed.loan import Loan
+
+if TYPE_CHECKING:  # a lean start needs none of it
+    from transformers import PreTrainedModel
 
 
 class BorrowedSegment:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from firsttoken.engine.attention import page
 from firsttoken.engine.work import Work
@@ -20,6 +20,9 @@ from firsttoken.progressive.loading.views import make_view
 from firsttoken.progressive.passlayer import PassLayer
 from firsttoken.swarm.stack import BlockStack
 from firsttoken.together.fetchers.division import only
+
+if TYPE_CHECKING:  # a lean start needs none of it
+    from transformers import PreTrainedModel
 
 
 class FetchedStack(BlockStack):
