@@ -26,6 +26,7 @@ from made_up import (
     in_this_process,
     items,
     lender,
+    lending,
     passages,
     plausible,
     questions,
@@ -58,6 +59,7 @@ from firsttoken.study.claims import load_claims
 from firsttoken.study.experiment import EVERY_PROFILE
 from firsttoken.study.record import Result
 from firsttoken.together.borrowed import experiment as borrowed
+from firsttoken.together.fetchers import trial as fetch_trial
 
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
 
@@ -124,6 +126,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(borrowed, "warm_neighbour", lender)
         patch.setattr(borrowed, "shaped", lambda address, *_: nullcontext(address))
         patch.setattr(borrowed, "own_request", lambda *_: nullcontext(Busy()))
+        patch.setattr(fetch_trial, "fetchers", lending)
         for place in (coldstart, deferral, precision):
             patch.setattr(place, "disk_speed", lambda read: 100.0)
         for place in ("converted", "_from_hub"):
