@@ -5,7 +5,7 @@
 It says "ready" when its libraries are imported, and begins to fetch when it is sent a line; then it says the address
 at which it listens. A step that comes before its layers waits for them. When its standard input ends, as it does when
 whoever started it has ended, it says {bytes, loaded_s} as JSON and ends: what came over its link, and when its layers
-were there on ``time.monotonic`` (0: not yet).
+were there on ``time.monotonic`` (null: not yet).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def serve(folder: Path, blocks: str, gbit_per_s: float, readers: int) -> N
         load = running.sessions.batcher.stack.load
         await asyncio.to_thread(sys.stdin.read)
         load.close()
-    print(json.dumps({"bytes": link.bytes_moved, "loaded_s": load.arrived_s}), flush=True)
+    print(json.dumps({"bytes": link.bytes_moved, "loaded_s": load.arrived_s or None}), flush=True)
 
 
 def main() -> None:

@@ -23,7 +23,10 @@ def parallel_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
     when the whole start had them, and all bytes that came over the links over the model's. Of all of them whose tokens
     came out, and how many lost a process."""
     summary, asked = Summary(), parameters["fetchers"]
-    rows = [row | {"parts_s": max(row["fetched_s"]), "all_s": row["local_s"] or row["loaded_s"]} for row in rows]
+    rows = [
+        row | {"parts_s": max(filter(None, row["fetched_s"])), "all_s": row["local_s"] or row["loaded_s"]}
+        for row in rows
+    ]
     for rate in asked["gbit_per_s"]:
         here = [row for row in rows if row["gbit_per_s"] == rate]
         for measure, column in (("ttft_p50_s", TTFT), ("loaded_s", "loaded_s")):

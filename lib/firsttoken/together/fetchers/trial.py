@@ -34,7 +34,8 @@ class FetchSpec(StartSpec):
 
 
 def main(spec: FetchSpec) -> dict[str, Any]:
-    """Run the trial and return its row; ``bytes_each`` by process, and ``fetched_s``, when each had its part."""
+    """Run the trial and return its row; by process ``bytes_each``, and ``fetched_s``, when it had its part (None: it
+    had not)."""
     prepare(spec)
     if spec.variant == WHOLE:
         row = start(spec, time.perf_counter())
@@ -46,7 +47,7 @@ def main(spec: FetchSpec) -> dict[str, Any]:
         behind.go()
         row = start(spec, arrived, lambda _: behind.lenders(), PATIENCE)
         told = behind.let_go()
-    fetched = [row["ends_s"], *(one["loaded_s"] - clock for one in told)]
+    fetched = [row["ends_s"], *(one["loaded_s"] and one["loaded_s"] - clock for one in told)]
     moved = [row["bytes"], *(one["bytes"] for one in told)]
     return row | {"servers": spec.servers, "bytes_each": moved, "fetched_s": fetched}
 
