@@ -24,7 +24,8 @@ TRIAL = "firsttoken.together.fetchers.trial"
 @dataclass(frozen=True)
 class FetchersConfig:
     """``tokens`` of the first of ``questions`` by one process and by each number of ``servers``, every one of them with
-    a link of each of ``gbit_per_s`` and so many ``readers``; ``rounds`` times.
+    a link of each of ``gbit_per_s`` and so many ``readers``; ``rounds`` times. Few of them: files that are read at once
+    are whole at once, and the first process would wait for others behind its own part (eight readers: 50 MB of them).
 
     ProfileError for numbers below these, and for a number of servers or a rate that is named twice.
     """
