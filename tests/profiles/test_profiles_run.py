@@ -26,6 +26,7 @@ from made_up import (
     in_this_process,
     items,
     lender,
+    lending,
     passages,
     plausible,
     questions,
@@ -59,6 +60,7 @@ from firsttoken.study.experiment import EVERY_PROFILE
 from firsttoken.study.measures import Summary
 from firsttoken.study.record import Result
 from firsttoken.together.borrowed import experiment as borrowed
+from firsttoken.together.fetchers import trial as fetch_trial
 
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
 
@@ -125,6 +127,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(borrowed, "warm_neighbour", lender)
         patch.setattr(borrowed, "shaped", lambda address, *_: nullcontext(address))
         patch.setattr(borrowed, "own_request", lambda *_: nullcontext(Busy()))
+        patch.setattr(fetch_trial, "fetchers", lending)
         for place in (coldstart, deferral, precision):
             patch.setattr(place, "disk_speed", lambda read: 100.0)
         for place in ("converted", "_from_hub"):
