@@ -1,4 +1,4 @@
-"""A plugin of pytest (``-p a_core_each``): each process of pytest-xdist, and what it starts, stays on a core of its own.
+"""A plugin of pytest (``-p a_core_each``): each process of pytest-xdist, and what it starts, has a core of its own.
 
 Two kernels that compute with two threads each on two cores wait for one another in every parallel loop: all notebooks,
 two at a time, took 43 minutes on AVX2 instead of 25.
