@@ -32,15 +32,24 @@ echo "firsttoken: unit tests, 6 to 11 minutes on two quiet cores, 13 to 15 witho
 "$FIRSTTOKEN_PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 [[ "${1:-}" != --unit ]] || exit 0
 echo "firsttoken: the notebooks, 7 to 11 minutes on two quiet cores, 25 to 28 without bf16"
-# each kernel is a copy of one process that has imported what they need. Those that start processes and servers, or time
-# one core against another, have all cores; the others go side by side, the longest first.
-all_cores=(13 15 17 20 45 50 51 52 53 54 56 60)
-one_core=(22 14 12 16 35 33 30 41)
+# Each kernel is a copy of one process that has imported what they need. Notebooks that start processes and wait for links
+# have all cores, one after the other, and leave half of them idle; the others run meanwhile, a core each, the longest first.
+with_processes=(13 15 17 20 45 50 51 52 53 54 56 60)
+on_a_core=(22 14 12 16 35 33 30 41)
 notebooks() { local number && for number; do echo notebooks/"$number"_*.ipynb; done; }
 for notebook in notebooks/*.ipynb; do
     number="${notebook#notebooks/}" && number="${number%%_*}"
-    [[ " ${all_cores[*]} ${one_core[*]} " == *" $number "* ]] || one_core+=("$number")
+    [[ " ${with_processes[*]} ${on_a_core[*]} " == *" $number "* ]] || on_a_core+=("$number")
 done
-"$FIRSTTOKEN_PYTHON" -m firsttoken.study.warm pytest -q --nbval -n 2 --dist loadfile --no-loadscope-reorder \
-    -p a_core_each $(notebooks "${one_core[@]}")
-"$FIRSTTOKEN_PYTHON" -m firsttoken.study.warm pytest -q --nbval $(notebooks "${all_cores[@]}")
+check() { exec "$FIRSTTOKEN_PYTHON" -m firsttoken.study.warm pytest -q --nbval "$@"; }
+said="$(mktemp)"
+set -m  # a group of its own, which can be ended as a whole
+(check -n 2 --dist loadfile --no-loadscope-reorder -p a_core_each $(notebooks "${on_a_core[@]}")) >"$said" 2>&1 &
+beside=$!
+set +m
+trap 'kill -- -"$beside" 2>/dev/null || true; rm -f "$said"' EXIT
+failed=0
+(check $(notebooks "${with_processes[@]}")) || failed=$?
+wait "$beside" || failed=$?
+cat "$said"
+exit "$failed"
