@@ -60,9 +60,11 @@ firsttoken_make_venv() {
     echo "firsttoken: installing the pinned packages into .venv; a minute, or several where torch brings CUDA"
     # no build isolation: the lock pins setuptools, and a build of this package needs nothing else
     "$python" -m pip install --disable-pip-version-check "pip==$FIRSTTOKEN_PIP" &&
-        "$python" -m pip install -r "$firsttoken_root/env/requirements.lock" &&
+        "$python" -m pip install --no-compile -r "$firsttoken_root/env/requirements.lock" &&
         "$python" -m pip install --no-deps --no-build-isolation -e "$firsttoken_root" ||
         firsttoken_fail "pip could not install env/requirements.lock (see above); check the network, then run this again"
+    # pip compiles 20,000 modules one after the other; some are of other versions of Python and cannot be compiled
+    "$python" -m compileall -qq -j 0 "$venv"/lib/python*/site-packages || true
     firsttoken_stamp "$python" >"$stamp"
 }
 

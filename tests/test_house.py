@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import re
 import shlex
@@ -29,7 +30,7 @@ from firsttoken.study.verdicts import count_verdicts
 README = paths.ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 NOTEBOOKS = notebook_paths()
-RESULT = SimpleNamespace(duration_s=0.0, rows=[], path="x", summary={})
+RESULT = SimpleNamespace(duration_s=0.0, rows=[], path="x", summary=[])
 STAGED = SimpleNamespace(stages=())
 
 
@@ -155,7 +156,9 @@ def is_count(cell):
 def test_a_quick_run_that_says_otherwise_than_the_record_is_named(monkeypatch, capsys):
     recorded = ledger.recorded()
     sizes = next(result for result in recorded if result.experiment == "sizes")
-    grown = sizes.summary | {"llama2_fp16_gb": {"value": 20.0, "unit": "GB"}}
+    claim = next(claim for claim in ledger.claims() if claim.id == "progressive.checkpoint-size")
+    grown = copy.deepcopy(sizes.summary)
+    grown.of(claim.measure, **claim.where)["value"] = 20.0
     for summary, said in (
         (grown, "here not reproduced (20 GB), recorded reproduced (13.5 GB): the checkpoint is 13.5 GB\n"),
         (sizes.summary, "nothing that was measured here says otherwise than the record\n"),

@@ -16,6 +16,7 @@ from firsttoken.study import paths, storage
 from firsttoken.study.errors import AssetError, FirstTokenError, ProfileError, StageError
 from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import describe, machine_slug
+from firsttoken.study.measures import named
 from firsttoken.study.notebooks import notebook_paths, notebook_title
 from firsttoken.study.profile import Profile, check_used, load_profile, profile_names
 from firsttoken.study.record import pick, result_path
@@ -74,8 +75,9 @@ def measure(options: argparse.Namespace) -> int:
     for name in options.experiments:
         result = run_experiment(name, profile)
         print(f"{name}: {result.duration_s:.1f} s, {len(result.rows)} rows in {result.path}", flush=True)
-        for measure, entry in result.summary.items():
-            print(f"  {measure}: {show(entry['value'])} {entry.get('unit', '')}".rstrip())
+        for entry in result.summary:
+            what = named(entry["measure"], entry["where"])
+            print(f"  {what}: {show(entry['value'])} {entry.get('unit', '')}".rstrip())
         used |= profile.used.keys()
     check_used(dict(options.set), used)
     return OK

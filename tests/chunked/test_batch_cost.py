@@ -42,9 +42,10 @@ def test_the_experiment() -> None:
     assert sum(row["new"] for row in live) == 2 * 2 * 3 * 40, "each prompt whole, in every case, twice"
     summary = batch_summary(outcome.rows, profile.parameters())
     alone = {piece: sum(r["ms"] for r in live if r["context"] == 0 and r["piece"] == piece) for piece in (8, 40)}
-    assert summary["live_pieces_8_x"]["value"] == pytest.approx(alone[8] / alone[40])
-    assert summary["live_tile_x"]["n"] == 2
-    assert summary["table_pieces_512_worst_x"]["value"] > 1
+    pieces = summary.value("prefill_x", source="live", budget_tokens=8, than="whole")
+    assert pieces == pytest.approx(alone[8] / alone[40])
+    assert summary.of("prefill_x", source="live", case="a token past a tile", than="tile")["n"] == 2
+    assert summary.value("prefill_x", source="table", budget_tokens=512, than="whole", across="worst") > 1
     assert outcome.provenance["table"]["costs"] == "yi-34b-a100"
 
 

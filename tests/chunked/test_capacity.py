@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from firsttoken.chunked.capacity import ClientTimes, Objective, capacity
 from firsttoken.chunked.policy import engine_config
+from firsttoken.chunked.policy_text import place_of
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.study.errors import ProfileError
 
@@ -57,6 +58,12 @@ def test_what_clients_saw() -> None:
     served = ClientTimes.of([first, second])
     assert served.tbt_max_s == 2.0 and served.tbt_p99_s == pytest.approx(1.99)
     assert (served.ttft_p50_s, served.delay_p50_s) == (2.0, 1.25)
+
+
+def test_where_a_summary_has_a_scheduler() -> None:
+    assert place_of("sarathi 512") == {"scheduler": "sarathi", "budget_tokens": 512}
+    assert place_of("prefill_first") == {"scheduler": "prefill_first"}
+    assert place_of("my own/mine.py") == {"scheduler": "my own/mine.py"}
 
 
 def test_schedulers_by_their_names() -> None:

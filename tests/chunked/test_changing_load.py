@@ -71,9 +71,9 @@ def test_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
             for name in chosen["schedulers"]
         }
         best = np.maximum(share["sarathi 512"], share["deadline"])
-        above = summary[f"adaptive_above_best_{times}_points"]
+        above = summary.of("within_points", scheduler="adaptive_budget", than="best rival", objective=times)
         assert above["value"] == pytest.approx(100 * np.mean(share["adaptive_budget"] - best)) and above["n"] == 2
-    assert summary["shortest_first_512_overtaken"]["value"] == 0
+    assert summary.value("overtaken", scheduler="shortest_first", budget_tokens=512) == 0
     assert outcome.provenance["costs"] == "yi-34b-a100"
 
 

@@ -254,13 +254,18 @@ def test_the_summary_by_hand() -> None:
         *(made(VLLM, 256, n, itl_p99_s=[0.03, 0.02, 0.04][n], ttft_p50_s=1.5, tokens_per_s=5) for n in range(3)),
     ]
     found = peer_summary(rows[::-1], {"live_peer": {"budgets": [64, 256]}})
-    assert found["budget_256_itl_p99_over_vllm"] == pytest.approx(
-        {"value": 1.5, "low": 1.0, "high": 2.0, "n": 3, "unit": "x", "range": True}
+    over = found.of("itl_p99_x", engine=OURS, than=VLLM, budget_tokens=256)
+    assert {name: over[name] for name in ("value", "low", "high")} == pytest.approx(
+        {"value": 1.5, "low": 1.0, "high": 2.0}
     )
-    assert found["ours_256_itl_p99_s"]["value"] == 0.04 and found["vllm_64_ttft_p50_s"]["unit"] == "s"
-    assert found["best_ttft_p50_over_vllm"]["value"] == 2.0  # 256 tokens for one, 64 for the other
-    assert (found["ours_best_ttft_p50_budget"]["value"], found["vllm_best_ttft_p50_budget"]["value"]) == (256, 64)
-    assert found["best_tokens_per_s_over_vllm"]["value"] == 4.0 and found["ours_64_tokens_per_s"]["value"] == 20
+    assert (over["n"], over["unit"], over["range"]) == (3, "x", True)
+    assert found.value("itl_p99_s", engine=OURS, budget_tokens=256) == 0.04
+    assert found.of("ttft_p50_s", engine=VLLM, budget_tokens=64)["unit"] == "s"
+    best = {"engine": OURS, "than": VLLM, "case": "each at its best budget"}
+    assert found.value("ttft_p50_x", **best) == 2.0  # 256 tokens for one, 64 for the other
+    assert [found.value("ttft_p50_best_budget_tokens", engine=system) for system in (OURS, VLLM)] == [256, 64]
+    assert found.value("tokens_per_s_x", **best) == 4.0
+    assert found.value("tokens_per_s", engine=OURS, budget_tokens=64) == 20
 
 
 def test_the_figure_and_the_table() -> None:

@@ -28,10 +28,11 @@ def test_both_objectives(tmp_path: Path) -> None:
     assert by["relaxed", "sarathi 2048"]["requests_per_s"] > by["strict", "sarathi 2048"]["requests_per_s"]
     summary = capacity_summary(outcome.rows, profile.parameters())
     for objective in chosen["objectives"]:
-        assert summary[f"sarathi_512_{objective}_x"]["value"] == pytest.approx(
+        sarathi = {"scheduler": "sarathi", "budget_tokens": 512, "objective": objective}
+        assert summary.value("capacity_x", **sarathi, than="prefill_first") == pytest.approx(
             by[objective, "sarathi 512"]["requests_per_s"] / by[objective, "prefill_first"]["requests_per_s"]
         )
-        assert f"adaptive_over_best_fixed_{objective}_x" in summary
+        assert summary.of("capacity_x", scheduler="adaptive_budget", objective=objective, than="best fixed")
 
 
 def test_an_objective_that_is_none() -> None:

@@ -51,7 +51,8 @@ def test_the_error_is_in_per_cent_of_the_real_server() -> None:
             times = {"ttft_s": scale * off, "tpot_s": scale / off, "latency_s": scale}
             rows.append({"request": number, "run": run} | times)
     summary = error_summary(rows, {})
-    assert summary["ttft_mean_off_pct"]["value"] == pytest.approx(10)
-    assert summary["tpot_p99_off_pct"]["value"] == pytest.approx(100 * (1 / 1.1 - 1))
-    assert summary["latency_p50_off_pct"]["value"] == 0 and summary["worst_off_pct"]["value"] == pytest.approx(10)
-    assert summary["worst_off_without_prefix_caching_pct"]["value"] == pytest.approx(20)
+    assert summary.value("ttft_mean_off_pct", source="simulated", than="vllm") == pytest.approx(10)
+    assert summary.value("tpot_p99_off_pct", source="simulated", than="vllm") == pytest.approx(100 * (1 / 1.1 - 1))
+    assert summary.value("latency_p50_off_pct", source="simulated", than="vllm") == 0
+    worst = {entry["where"]["source"]: entry["value"] for entry in summary.all("off_pct", across="worst")}
+    assert worst == pytest.approx({"simulated": 10, "simulated without prefix caching": 20})

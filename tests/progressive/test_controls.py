@@ -28,10 +28,9 @@ def test_controls_run_and_keep_their_adapters_in_the_cache(paper, monkeypatch):
     assert {"chosen_none", f"chosen_{recipe}", f"one_shot_{recipe}", f"full_{recipe}", "random_none"} <= set(variants)
     assert not {"full_none", "one_shot_none"} & set(variants), "these have no unhealed counterpart of their own"
     summary = controls_summary(outcome.rows, paper.parameters())
-    assert summary["f1_s0"]["n"] == 4
-    assert {name.split("_recovered_")[1] for name in summary if "_recovered_" in name} <= {
-        f"{block}_{recipe}" for block in outcome.provenance["blocks"]
-    }
+    assert summary.of("f1_pct", stage=0)["n"] == 4
+    healed = [entry["where"] for entry in summary.all("log_perplexity_recovered_pct")]
+    assert healed == [{"variant": block, "recipe": recipe} for block in outcome.provenance["blocks"]]
     kept = {path.name for path in (paths.CACHE / "adapters").glob("*/*")}
     assert {"control-chosen", "control-one_shot", "control-full", "control-random"} <= kept
     assert healing_controls(paper).rows == outcome.rows

@@ -27,7 +27,15 @@ from firsttoken.study.errors import ProfileError, StageError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import read_result
 
-VARIANTS = ["s0", "s1_none", "s1_report", "s2_none", "s2_report", "s3"]
+PLACES = {
+    "s0": {"stage": 0},
+    "s1_none": {"stage": 1, "recipe": "none"},
+    "s1_report": {"stage": 1, "recipe": "report"},
+    "s2_none": {"stage": 2, "recipe": "none"},
+    "s2_report": {"stage": 2, "recipe": "report"},
+    "s3": {"stage": 3},
+}
+VARIANTS = list(PLACES)
 
 
 def changed(profile: Profile, **sections: dict) -> Profile:
@@ -44,7 +52,8 @@ def untimed(rows: list[dict]) -> list[dict]:
 def test_the_report_from_training_to_the_table(paper, tmp_path, monkeypatch):
     result = run_experiment("healing_training", paper)
     assert result.profile == "paper" and read_result(result.path).rows == result.rows
-    assert set(result.summary) == {"train_s_A-report", "train_s_AB-report"}
+    places = [(entry["measure"], entry["where"]) for entry in result.summary]
+    assert places == [("train_s", {"stage": stage, "recipe": "report"}) for stage in (1, 2)]
     for letters, layers in (("A", [0, 1, 5]), ("AB", [0, 1, 2, 3, 5])):
         recipe = read_recipe(tmp_path / "adapters" / f"{letters}-report")
         assert recipe["layers"] == layers
@@ -73,14 +82,16 @@ def test_the_report_from_training_to_the_table(paper, tmp_path, monkeypatch):
         return [{key: value for key, value in row.items() if key != "variant"} for row in table[variant]]
 
     assert scores("s3") == scores("s0")
-    assert quality.summary["s3_bit_identical"]["value"] is True
+    assert quality.summary.value("bit_identical", stage=3) is True
     assert quality.provenance["block"] == [2, 3, 4]
     for other in ("s0", "s1_none"):
         assert scores("s1_report") != scores(other)
-    assert quality.summary["em_drop_s3"]["value"] == 0
-    for score in ("em", "f1", "answer_nll", "perplexity", "closed_book_f1"):
-        assert {f"{score}_{variant}" for variant in VARIANTS} <= set(quality.summary)
-    assert not [name for name in quality.summary if name.startswith("choice")], "SQuAD has no choices"
+    assert quality.summary.value("em_drop", stage=3) == 0
+    for score in ("em_pct", "f1_pct", "answer_nll", "perplexity"):
+        own = [entry["where"] for entry in quality.summary.all(score) if "task" not in entry["where"]]
+        assert own == [PLACES[variant] for variant in VARIANTS]
+    assert len(quality.summary.all("f1_pct", task="closed_book")) == len(VARIANTS)
+    assert not quality.summary.all("choice_pct"), "SQuAD has no choices"
     for written in (result, quality):
         content = json.loads(written.path.read_text())
         del content["parameters"]  # recorded as the user typed them; nothing else may hold a path
@@ -112,7 +123,7 @@ def test_our_recipe_and_a_task_adapter_take_the_same_path(paper, tmp_path, monke
     assert {"answer_loss", "distill_loss"} <= set(stage["curve"][0])
     quality = stage_quality(profile)
     assert {row["task"] for row in quality.rows} == {"extractive", "text", LOGITS}
-    assert stage_summary(quality.rows, profile.parameters())["s3_bit_identical"]["value"] is True
+    assert stage_summary(quality.rows, profile.parameters()).value("bit_identical", stage=3) is True
     assert quality.provenance["task_adapter_sha256"]
 
 
@@ -127,10 +138,10 @@ def test_layer_distance_has_every_start_of_every_size(paper):
     rows = {(r["size_layers"], r["start_layer"], r["tokens"]): r for r in outcome.rows}
     assert set(rows) == {(n, s, t) for n in (1, 2, 3, 4) for s in range(7 - n) for t in ("last", "all")}
     best = min(range(5), key=lambda start: rows[2, start, "last"]["distance"])
-    summary = {name: entry["value"] for name, entry in distance_summary(outcome.rows, paper.parameters()).items()}
-    assert (summary["chosen_start"], summary["chosen_end"]) == (best, best + 1)
-    assert summary["relative_depth"] == best / 6 and summary["dropped_layers_pct"] == pytest.approx(100 / 3)
-    assert 0 <= summary["stability_pct"] <= 100
+    value = distance_summary(outcome.rows, paper.parameters()).value
+    assert (value("chosen_start"), value("chosen_end")) == (best, best + 1)
+    assert value("relative_depth") == best / 6 and value("dropped_layers_pct") == pytest.approx(100 / 3)
+    assert 0 <= value("stability_pct") <= 100
     assert all(r["low"] <= r["distance"] <= r["high"] for r in outcome.rows)
     assert {len(r["by_passage"]) for r in outcome.rows} == {config.passages}
     assert untimed(layer_distance(paper).rows) == untimed(outcome.rows)
@@ -140,7 +151,7 @@ def test_the_block_that_is_deployed_may_be_larger_than_those_of_the_map(paper):
     profile = changed(paper, distance={"max_block": 1})
     rows = layer_distance(profile).rows
     assert {row["size_layers"] for row in rows} == {1, 2}
-    assert distance_summary(rows, profile.parameters())["chosen_end"]["value"] <= 5
+    assert distance_summary(rows, profile.parameters()).value("chosen_end") <= 5
 
 
 @pytest.mark.parametrize("size", [6, 9])
@@ -170,12 +181,14 @@ def test_stages_are_judged_by_the_closed_book_as_in_the_paper(paper):
     healing_training(paper)
     outcome = stage_quality(paper)
     summary = stage_summary(outcome.rows, paper.parameters())
-    for variant, task in (("s1_report", "closed_book"), ("s3", "closed_book")):
-        scores = [row["f1"] for row in outcome.rows if (row["variant"], row["task"]) == (variant, task)]
-        assert summary[f"f1_{variant}"]["value"] == pytest.approx(100 * sum(scores) / len(scores))
-        assert summary[f"f1_{variant}"] == summary[f"closed_book_f1_{variant}"]
-        assert summary[f"extractive_f1_{variant}"]["n"] == 8
-    assert summary["em_drop_s1_report"]["n"] == 4
+    for variant in ("s1_report", "s3"):
+        scores = [row["f1"] for row in outcome.rows if (row["variant"], row["task"]) == (variant, "closed_book")]
+        judged = summary.of("f1_pct", **PLACES[variant])
+        assert judged["value"] == pytest.approx(100 * sum(scores) / len(scores))
+        asked = summary.of("f1_pct", **PLACES[variant], task="closed_book")
+        assert asked | {"where": PLACES[variant]} == judged
+        assert summary.of("f1_pct", **PLACES[variant], task="extractive")["n"] == 8
+    assert summary.of("em_drop", **PLACES["s1_report"])["n"] == 4
     assert outcome.provenance["judged"] == "closed_book"
 
 
@@ -184,9 +197,10 @@ def test_healing_live_takes_its_steps_and_writes_no_adapter(paper, tmp_path, mon
     outcome = healing_live(changed(paper, live={"steps": 3}))
     assert [row["step"] for row in outcome.rows] == [1, 2, 3]
     summary = live_summary(outcome.rows, {})
-    assert summary["loss_first"]["n"] == 1
-    assert summary["loss_first"]["value"] == pytest.approx(outcome.rows[0]["answer_loss"], abs=1e-3)
-    assert summary["step_s"]["value"] == pytest.approx(outcome.rows[-1]["train_s"] / 3, abs=0.01)
+    first = summary.of("loss", case="first steps")
+    assert first["n"] == 1
+    assert first["value"] == pytest.approx(outcome.rows[0]["answer_loss"], abs=1e-3)
+    assert summary.value("step_s") == pytest.approx(outcome.rows[-1]["train_s"] / 3, abs=0.01)
     assert not (tmp_path / "adapters").exists()
     torch.manual_seed(99)
     assert untimed(healing_live(changed(paper, live={"steps": 3})).rows) == untimed(outcome.rows)

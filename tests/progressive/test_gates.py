@@ -9,6 +9,12 @@ import pytest
 
 from firsttoken.progressive.gates import GATES, column, exp_mean, gate, recoveries, share_recovered, summarise
 
+PLACES = {
+    "s0": {"stage": 0},
+    **{f"s1_{recipe}": {"stage": 1, "recipe": recipe} for recipe in ("none", "ours", "report")},
+    "s3": {"stage": 3},
+}
+
 
 def rows_of(variant: str, em: list[float], f1: list[float], nll: list[float], choices: bool = False) -> list[dict]:
     """One extractive row an item and one window of text a loss."""
@@ -31,39 +37,42 @@ def test_columns_are_in_recorded_order():
 
 
 def test_scores_are_per_cent_and_drops_are_points():
-    summary = summarise(FULL + PRUNED + HEALED)
-    assert {name: summary[name]["value"] for name in ("em_s0", "em_s1_none", "em_s1_ours")} == {
-        "em_s0": 75,
-        "em_s1_none": 25,
-        "em_s1_ours": 50,
-    }
-    assert summary["f1_s1_ours"]["value"] == pytest.approx(67.5)
-    assert summary["em_drop_s1_none"]["value"] == 50 and summary["em_drop_s1_none"]["unit"] == "points"
-    assert summary["f1_drop_s1_ours"]["value"] == pytest.approx(12.5)
-    assert "em_drop_s0" not in summary
-    assert summary["perplexity_s0"]["value"] == pytest.approx(math.exp(1.5))
-    assert summary["answer_nll_s0"] == {"value": 1.0, "low": 1.0, "high": 1.0, "n": 4, "unit": "nats"}
-    assert {entry["n"] for name, entry in summary.items() if name.startswith("perplexity")} == {2}
-    for entry in summary.values():
+    summary = summarise(FULL + PRUNED + HEALED, PLACES)
+    assert [(entry["where"], entry["value"]) for entry in summary.all("em_pct")] == [
+        (PLACES["s0"], 75),
+        (PLACES["s1_none"], 25),
+        (PLACES["s1_ours"], 50),
+    ]
+    assert summary.value("f1_pct", stage=1, recipe="ours") == pytest.approx(67.5)
+    drop = summary.of("em_drop", stage=1, recipe="none")
+    assert (drop["value"], drop["unit"]) == (50, "points")
+    assert summary.value("f1_drop", stage=1, recipe="ours") == pytest.approx(12.5)
+    assert not summary.all("em_drop", stage=0)
+    assert summary.value("perplexity", stage=0) == pytest.approx(math.exp(1.5))
+    loss = {"value": 1.0, "low": 1.0, "high": 1.0, "n": 4, "unit": "nats"}
+    assert summary.of("answer_nll", stage=0) == {"measure": "answer_nll", "where": {"stage": 0}} | loss
+    assert {entry["n"] for entry in summary.all("perplexity")} == {2}
+    for entry in summary:
         assert entry["low"] <= entry["value"] <= entry["high"]
 
 
 def test_a_drop_is_paired():
     # Both lose the same item: whichever items are drawn, the difference is theirs, and no wider than the scores.
     same = rows_of("s3", [1, 1, 1, 0], [1, 1, 1, 0.2], [1.0, 2.0])
-    summary = summarise(FULL + same)
-    assert summary["em_drop_s3"]["low"] == summary["em_drop_s3"]["high"] == 0
-    assert summary["em_s3"]["low"] < summary["em_s3"]["high"]
+    summary = summarise(FULL + same, PLACES)
+    drop, score = summary.of("em_drop", stage=3), summary.of("em_pct", stage=3)
+    assert drop["low"] == drop["high"] == 0
+    assert score["low"] < score["high"]
 
 
 def test_choices_and_closed_book_appear_where_they_were_asked():
     closed = [{"variant": "s0", "task": "closed_book", "item": "c", "em": 0.0, "f1": 0.5, "answer_nll": 9.0}]
-    summary = summarise(rows_of("s0", [1, 0], [1, 0], [1.0], choices=True) + closed)
-    assert summary["choice_s0"]["value"] == 50
-    assert (summary["closed_book_f1_s0"]["value"], summary["closed_book_em_s0"]["value"]) == (50, 0)
-    assert summary["answer_nll_s0"]["value"] == 1.0, "closed-book losses stay apart"
-    without = summarise(FULL)
-    assert not [name for name in without if name.startswith(("choice", "closed"))]
+    summary = summarise(rows_of("s0", [1, 0], [1, 0], [1.0], choices=True) + closed, PLACES)
+    assert summary.value("choice_pct", stage=0) == 50
+    assert [summary.value(score, stage=0, task="closed_book") for score in ("f1_pct", "em_pct")] == [50, 0]
+    assert summary.value("answer_nll", stage=0) == 1.0, "closed-book losses stay apart"
+    without = summarise(FULL, PLACES)
+    assert not without.all("choice_pct") and not any("task" in entry["where"] for entry in without)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +89,20 @@ def test_where_nothing_was_lost_nothing_is_recovered():
 
 
 def test_recoveries_of_hand_made_rows():
-    found = recoveries(FULL + PRUNED + HEALED, ("ours", "report"))
-    assert set(found) == {"em_recovered_s1_ours", "f1_recovered_s1_ours", "log_perplexity_recovered_s1_ours"}
-    assert found["em_recovered_s1_ours"]["value"] == pytest.approx(50)
-    assert found["f1_recovered_s1_ours"]["value"] == pytest.approx(75)
-    assert found["log_perplexity_recovered_s1_ours"]["value"] == pytest.approx(100 * 2 / 3)
-    for entry in found.values():
+    found = recoveries(FULL + PRUNED + HEALED, PLACES)
+    assert len(found) == 3
+    ours = {"stage": 1, "recipe": "ours"}
+    assert found.value("em_recovered_pct", **ours) == pytest.approx(50)
+    assert found.value("f1_recovered_pct", **ours) == pytest.approx(75)
+    assert found.value("log_perplexity_recovered_pct", **ours) == pytest.approx(100 * 2 / 3)
+    for entry in found:
         assert entry["low"] <= entry["value"] <= entry["high"] and entry["unit"] == "% of the loss"
 
 
 def test_a_pruned_model_that_lost_nothing_has_no_share_to_recover():
     level = rows_of("s1_none", [1, 1, 1, 0], [1, 1, 1, 0.2], [4.0, 5.0])
-    assert set(recoveries(FULL + level + HEALED, ("ours",))) == {"log_perplexity_recovered_s1_ours"}
+    (entry,) = recoveries(FULL + level + HEALED, PLACES)
+    assert (entry["measure"], entry["where"]) == ("log_perplexity_recovered_pct", PLACES["s1_ours"])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +114,7 @@ def test_gates(low, high, verdict):
 
 
 def test_the_report_gates():
-    assert GATES == {"s1": 3.0, "s2": 3.0, "s3": 1.0}
+    assert GATES == {1: 3.0, 2: 3.0, 3: 1.0}
 
 
 def test_exp_mean():

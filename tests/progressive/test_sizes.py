@@ -29,6 +29,8 @@ def test_another_shape_loses_a_quarter_of_its_layers():
 
 def test_the_summary_is_of_the_reports_model_alone():
     shares = {"block_bytes_pct": 24.027, "adapter_a_params": 14_991_360, "adapter_all_params": 19_988_480}
-    shares |= {"fp16_bytes": 14_250_000_000}
+    shares |= {"fp16_bytes": 14_250_000_000, "depth_layers": 32, "block_layers": 8}
     rows = [{"shape": "smollm2-135m"}, {"shape": "llama-2-7b"} | shares]
-    assert [entry["value"] for entry in sizes_summary(rows, {}).values()] == [24.03, 14.25, 1.0, 14.99, 19.99]
+    summary = sizes_summary(rows, {})
+    assert [entry["value"] for entry in summary] == [24.03, 14.25, 1.0, 14.99, 19.99]
+    assert [entry["where"]["layers"] for entry in summary.all("adapter_params", model="llama-2-7b")] == [24, 32]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from entries import entry
 
 from firsttoken.study import paths, warm
 from firsttoken.study.claims import Claim
@@ -55,7 +56,7 @@ def make_result() -> Callable[..., Result]:
             "entries": {},
             "rows": [{"trial": 0, "copy_s": 0.25}, {"trial": 1, "copy_s": 0.5}],
             "floors": {"copy_s": {"value": 0.2, "unit": "s", "why": "bytes over bandwidth"}},
-            "summary": {"copy": {"value": 0.375, "low": 0.25, "high": 0.5, "n": 2, "unit": "s"}},
+            "summary": [entry("copy_s", value=0.375, low=0.25, high=0.5, n=2, unit="s")],
         }
         return Result(**fields | changes)
 

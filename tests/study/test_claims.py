@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from entries import entry as measured
 
 from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import paths
@@ -43,7 +44,7 @@ def test_the_committed_claims_load() -> None:
 
 def test_an_entry_becomes_a_claim(root) -> None:
     (found,) = load(entry())
-    assert (found.id, found.value, found.notebook, found.measures) == ("a", 2.0, "12", ("speedup",))
+    assert (found.id, found.value, found.notebook, found.measure, found.places) == ("a", 2.0, "12", "speedup", ({},))
 
 
 def test_a_result_keeps_what_decides_each_claim_that_it_answers(root) -> None:
@@ -55,6 +56,7 @@ def test_a_result_keeps_what_decides_each_claim_that_it_answers(root) -> None:
         *(("value: 2", "value: 2.1"), ("tolerance: 0.1", "tolerance: 0.2"), ("no_effect: 1", "no_effect: 0")),
         *(("measure: speedup", "measure: speed"), ("experiment: machine", "experiment: sizes"), ("unit: x", "unit: s")),
         ("kind: ratio", "kind: exact"),
+        ("measure: speedup", "measure: speedup\n  where: {policy: swap}"),
     ):
         assert load(entry().replace(said, other))[0].digest != before.digest, other
 
@@ -83,7 +85,10 @@ def test_a_result_keeps_what_decides_each_claim_that_it_answers(root) -> None:
         (entry(kind="bound"), 'op must be "<=" or ">="'),
         (entry(kind="bound") + "  op: '<'\n", "op: '<' is not known"),
         (entry() + '  op: "<="\n', "op must be .* absent otherwise"),
-        (entry(kind="ordering"), "measure must be a list"),
+        (entry(kind="ordering"), "where must be a list of places for an ordering"),
+        (entry() + "  where: [{policy: a}, {policy: b}]\n", "where must be a list of places for an ordering, and one"),
+        (entry() + "  where: {policy: [a]}\n", r"where: policy: expected a number, yes or no, or text, not \['a'\]"),
+        (entry() + "  where: {polizy: swap}\n", "where: no place 'polizy'.*did you mean 'policy'"),
         (entry().replace("0.1", "0"), "tolerance must be positive"),
         (entry().replace("value: 2", "value: two"), "value must be a number"),
         (entry().replace("  value: 2\n", ""), "value must be given"),
@@ -106,8 +111,8 @@ def cells(table: str, row: int) -> list[str]:
 def test_the_table_shows_the_record_and_a_gpu(claim, make_result) -> None:
     ratio = claim(**RATIO, says="a | b " + "word " * 40)
     kept = {"entries": {"c": ratio.digest}}
-    here = make_result(summary={"m": {"value": 1.5, "low": 1.25, "high": 1.75, "n": 20, "unit": "x"}}, **kept)
-    there = make_result(summary={"m": {"value": 2.0}}, machine={"slug": "nvidia-x", "gpu": "X"}, **kept)
+    here = make_result(summary=[measured(value=1.5, low=1.25, high=1.75, n=20, unit="x")], **kept)
+    there = make_result(summary=[measured(value=2.0)], machine={"slug": "nvidia-x", "gpu": "X"}, **kept)
     table = table_for([ratio], [here, there], "test-cpu-2c")
     row = table.splitlines()[2]
     assert "a \\| b" in row
@@ -128,10 +133,10 @@ def test_a_readers_values_stand_beside_the_record_and_neither_is_taken_for_the_o
     ratio, other = claim(**RATIO), claim(id="d", **RATIO | {"experiment": "sizes"})
     kept = {"entries": {"c": ratio.digest, "d": other.digest}}
     recorded = [
-        make_result(experiment=name, profile="full", summary={"m": {"value": 2.0}}, **kept)
+        make_result(experiment=name, profile="full", summary=[measured(value=2.0)], **kept)
         for name in ("machine", "sizes")
     ]
-    mine = make_result(summary={"m": {"value": 0.5}}, machine={"slug": "laptop-avx2-4c", "gpu": None}, **kept)
+    mine = make_result(summary=[measured(value=0.5)], machine={"slug": "laptop-avx2-4c", "gpu": None}, **kept)
     table = table_for([ratio, other], [*recorded, mine], "test-cpu-2c", Own("laptop-avx2-4c", "quick", (mine,)))
     head = cells(table, 0)
     assert head[2:4] == ["yours: laptop-avx2-4c, quick", "recorded"] and head[-2:] == ["yours says", "the record says"]

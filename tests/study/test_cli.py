@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from entries import entry
 
 from firsttoken.__main__ import main
 from firsttoken.option_values import setting
@@ -109,7 +110,7 @@ def test_processes_that_compute_in_turns_wait_briefly(monkeypatch, experiment: s
 
     def run_experiment(name: str, profile: object) -> SimpleNamespace:
         told.append("GOMP_SPINCOUNT" in os.environ)
-        return SimpleNamespace(duration_s=0.0, rows=[], path="", summary={})
+        return SimpleNamespace(duration_s=0.0, rows=[], path="", summary=[])
 
     monkeypatch.setattr("firsttoken.experiments.run_experiment", run_experiment)
     assert main(["measure", experiment]) == 0 and told == [briefly]
@@ -187,10 +188,10 @@ def test_the_pages_keep_their_verdicts(root: Path, make_result, capsys) -> None:
     for page in ("README.md", "CLAIMS.md", "CAPACITY.md"):
         (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
     claim = load_claims(paths.CLAIMS, EXPERIMENTS)[0]
-    measure = {measure: {"value": 25.0} for measure in claim.measures}
-    for slug, summary in (("a-4c", measure), ("b-4c", {"x": {"value": 1}})):
+    summary = [entry(claim.measure, claim.where, value=25.0)]
+    for slug, found in (("a-4c", summary), ("b-4c", [entry(value=1)])):
         machine = {"slug": slug, "gpu": None}
-        write_result(make_result(experiment=claim.experiment, profile="full", machine=machine, summary=summary))
+        write_result(make_result(experiment=claim.experiment, profile="full", machine=machine, summary=found))
     assert main(["claims", "--update", "--machine", "a-4c"]) == 0
     before = (root / "README.md").read_text(encoding="utf-8")
     assert main(["claims", "--update", "--machine", "b-4c"]) == 2

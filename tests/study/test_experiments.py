@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from entries import entry
 
 from firsttoken.experiments import run_experiment
 from firsttoken.registry import EXPERIMENTS
@@ -18,6 +19,7 @@ from firsttoken.study.claims import digests, load_claims
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.experiment import Experiment
 from firsttoken.study.machine import machine_slug
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Outcome, Result, Rows, git_revision, is_clean, read_result
 
@@ -26,8 +28,10 @@ def measured(profile: Profile) -> Outcome:
     return Outcome([{"s": 0.5}, {"s": 1.5}], provenance={"kind": "real"})
 
 
-def total(rows: Rows, parameters: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {"total": {"value": sum(row["s"] for row in rows), "unit": "s", "seed": parameters["seed"]}}
+def total(rows: Rows, parameters: dict[str, Any]) -> Summary:
+    summary = Summary()
+    summary.add("total_s", {"value": sum(row["s"] for row in rows), "unit": "s"}, case=f"seed {parameters['seed']}")
+    return summary
 
 
 @pytest.fixture
@@ -55,7 +59,7 @@ def test_a_result_names_its_commit_the_ledger_and_a_summary_that_anybody_can_mak
     result = read_result(run_experiment("machine", load_profile("full")).path)
     assert is_clean(result.git_revision) and result.git_revision == clone("rev-parse", "HEAD")
     assert result.summary == EXPERIMENTS["machine"].summarise(result.rows, result.parameters)
-    assert result.summary == {"total": {"value": 2.0, "unit": "s", "seed": 0}}
+    assert result.summary == [entry("total_s", {"case": "seed 0"}, value=2.0, unit="s")]
     assert result.entries == digests(load_claims(paths.CLAIMS, EXPERIMENTS), "machine")
 
 
@@ -98,7 +102,7 @@ def test_what_an_experiment_reads_is_measured_first_and_once(root: Path, clone, 
     reader = Experiment("sizes", "Reads", "00", "made_up:doubled", "total", reads=("machine",))
     monkeypatch.setitem(EXPERIMENTS, "sizes", reader)
     for _ in range(2):
-        assert run_experiment("sizes", load_profile("quick")).summary["total"]["value"] == 4.0
+        assert run_experiment("sizes", load_profile("quick")).summary.value("total_s", case="seed 0") == 4.0
     assert len(ran) == 1 and read_result(root / f"data/results/{machine_slug()}/quick/machine.json").rows
     for other in ({"machine.repeats": 7}, {"threads": 1}):
         run_experiment("sizes", load_profile("quick", **other))

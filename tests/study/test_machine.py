@@ -65,7 +65,7 @@ def test_an_experiment_writes_its_result(root) -> None:
     result = run_experiment("machine", load_profile("quick", seed=5, **SMALL))
     assert read_result(result.path) == result
     assert result.parameters["machine"]["repeats"] == 2
-    assert (result.seeds, result.summary["memcpy"]["n"]) == ([5], 2)
+    assert (result.seeds, result.summary.of("memcpy")["n"]) == ([5], 2)
 
 
 def test_an_experiment_that_does_not_exist(root) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from entries import entry
 
 from firsttoken.study import pages, paths
 from firsttoken.study.errors import ClaimsError, FirstTokenError, NotebookError
@@ -29,7 +30,7 @@ def template(root: Path) -> Path:
 
 @pytest.fixture
 def recorded(make_result):
-    return [make_result(summary={"m": {"value": 1.5, "low": 1.25, "high": 1.75, "n": 20, "unit": "x"}})]
+    return [make_result(summary=[entry(value=1.5, low=1.25, high=1.75, n=20, unit="x")])]
 
 
 def test_the_pages_hold_numbers_verdicts_and_counts(template: Path, claim, recorded) -> None:
@@ -51,7 +52,8 @@ def test_the_pages_hold_numbers_verdicts_and_counts(template: Path, claim, recor
     [
         ('{{ n("machin", "m") }}', "README.md: no result of 'machin'"),
         ('{{ table("machine") }}', "README.md: 'machine' has no table; known: none"),
-        ('{{ n("machine", "n") }}', "README.md: machine has no 'n'; known: m"),
+        ('{{ n("machine", "n") }}', "README.md: machine: no measure n; known: m"),
+        ('{{ n("machine", "m", policy="swap") }}', r"README.md: machine: no measure m \(policy swap\); known: m"),
         ("{{ nothing }}", "README.md: 'nothing' is undefined"),
         ("{% for %}", "README.md: "),
     ],
@@ -90,7 +92,7 @@ def test_a_notebook_says_what_was_recorded(notebook: Path, claim, recorded, make
     assert said["said"] == "**Verdict.** It is 1.5 [20 runs], twice that 3.0." and said["more"] == "150 %"
     assert said["own"] == "" and said["code"] == "1"
     assert pages.outdated([claim()], recorded, "test-cpu-2c") == []
-    again = [make_result(summary={"m": {"value": 1.7, "low": 1.25, "high": 1.75, "n": 20, "unit": "x"}})]
+    again = [make_result(summary=[entry(value=1.7, low=1.25, high=1.75, n=20, unit="x")])]
     assert notebook in pages.outdated([claim()], again, "test-cpu-2c"), "a result changed, its prose did not"
 
 

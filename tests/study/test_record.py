@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from entries import entry
 
 from firsttoken.study import paths
 from firsttoken.study.content import sha256_of
@@ -47,14 +48,18 @@ def test_a_value_that_json_cannot_hold_is_refused(make_result) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 99}, "schema 99, this version reads 2; measure it again"),
+        ({"schema": 99}, "schema 99, this version reads 3; measure it again"),
         ({"extra": 1}, "unknown key 'extra'"),
         ({"rows": None}, "missing key 'rows'"),
         ({"machine": {}}, "machine: does not say on which machine"),
         ({"machine": {"slug": "x", "gpu": 3}}, "machine: does not say on which machine"),
-        ({"summary": {"x": {}}}, r"summary\['x'\]: expected a value"),
-        ({"summary": {"x": {"value": 1, "low": 0}}}, "low and high as numbers or not at all"),
-        ({"summary": {"x": {"value": [1]}}}, "expected a number, yes or no, or text"),
+        ({"summary": {"x": {"value": 1}}}, "summary: expected list"),
+        ({"summary": [{"value": 1}]}, r"summary\[0\]: expected a measure, and where it holds"),
+        ({"summary": [entry()]}, r"summary\[0\]: expected a value"),
+        ({"summary": [entry(value=1, low=0)]}, "low and high as numbers or not at all"),
+        ({"summary": [entry(value=[1])]}, "expected a number, yes or no, or text"),
+        ({"summary": [entry(value=1), entry(value=2)]}, "summary: m is there already"),
+        ({"summary": [entry("m", {"polizy": "swap"}, value=1)]}, "no place 'polizy'.*did you mean 'policy'"),
         ({"duration_s": -1}, "duration_s: expected 0 or more"),
         ({"seeds": ["0"]}, "expected int, not '0'"),
     ],

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
+from entries import entry
 from PIL import Image
 
 from firsttoken.__main__ import main
@@ -134,7 +135,7 @@ def test_a_slower_machine_is_told_before_it_begins(ran, make_result, capsys, mon
     monkeypatch.setattr(machine, "cores", lambda: 2)
     monkeypatch.setattr(runs, "cores", lambda: 2)
     rows = [{"notebook": stem, "seconds": 60.0} for stem in ("01_first", "02_second")]
-    summary = {"products": {"value": 400.0, "n": 1, "unit": "GFLOP/s"}}
+    summary = [entry("products", value=400.0, n=1, unit="GFLOP/s")]
     write_result(make_result(experiment="run", rows=rows, summary=summary))
     assert main(["run", "--again"]) == 0
     out = capsys.readouterr().out
@@ -150,7 +151,7 @@ def test_a_whole_run_is_recorded_with_what_the_processor_can_do(ran, monkeypatch
     assert main(["run", "--again"]) == 0
     (result,) = all_results()
     assert (result.experiment, result.duration_s, len(result.rows)) == ("run", 120.0, 2)
-    assert result.summary["products"]["value"] == 100.0
+    assert result.summary.value("products") == 100.0
 
 
 def test_a_damaged_memory_is_forgotten(ran) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from entries import entry
 
 from firsttoken.study.verdicts import Verdict, judge, judge_all, judge_record, show
 
@@ -50,7 +51,7 @@ LEAST = {"kind": "bound", "value": 3.0, "op": ">="}
     ],
 )
 def test_verdicts_on_one_measure(claim, make_result, changes: dict, measured: dict, verdict: Verdict) -> None:
-    judged = judge(claim(**changes), make_result(summary={"m": measured}))
+    judged = judge(claim(**changes), make_result(summary=[entry(**measured)]))
     assert judged.verdict == verdict, judged.why
 
 
@@ -66,38 +67,41 @@ def test_verdicts_on_one_measure(claim, make_result, changes: dict, measured: di
     ],
 )
 def test_verdicts_on_an_ordering(claim, make_result, entries: list, verdict: Verdict) -> None:
-    ordering = claim(kind="ordering", measure=("a", "b", "c"), value=None, told="a < b < c")
-    made = [dict(zip(("value", "low", "high"), entry, strict=False)) for entry in entries]
-    assert judge(ordering, make_result(summary=dict(zip("abc", made, strict=True)))).verdict == verdict
+    places = tuple({"policy": name} for name in "abc")
+    ordering = claim(kind="ordering", where=places, value=None, told="a < b < c")
+    made = [dict(zip(("value", "low", "high"), values, strict=False)) for values in entries]
+    summary = [entry("m", where, **values) for where, values in zip(places, made, strict=True)]
+    assert judge(ordering, make_result(summary=summary)).verdict == verdict
 
 
 def test_a_claim_that_was_changed_after_the_run_is_judged_post_hoc(claim, make_result) -> None:
     before, after = claim(value=24, tolerance=0.5), claim(value=24, tolerance=1.0)
-    result = make_result(summary={"m": {"value": 25}}, entries={"c": before.digest})
+    result = make_result(summary=[entry(value=25)], entries={"c": before.digest})
     assert judge(before, result).says == "not reproduced"
     assert judge(after, result).says == "reproduced, post hoc"
-    assert judge(before, make_result(summary={"m": {"value": 25}})).says == "not reproduced, post hoc", "none was kept"
+    assert judge(before, make_result(summary=[entry(value=25)])).says == "not reproduced, post hoc", "none was kept"
 
 
 def test_without_a_result_or_measure_nothing_is_claimed(claim, make_result) -> None:
     assert judge(claim(), None).says == "not run here"
-    assert "has no m" in judge(claim(), make_result()).why
-    text = judge(claim(kind="bound", op=">="), make_result(summary={"m": {"value": "many"}}))
+    assert judge(claim(), make_result()).why == "the result of machine has no m"
+    elsewhere = make_result(summary=[entry("m", {"policy": "swap"}, value=25)])
+    assert judge(claim(where={"policy": "recompute"}), elsewhere).why.endswith("has no m (policy recompute)")
+    assert judge(claim(where={"policy": "swap"}), elsewhere).verdict == R
+    text = judge(claim(kind="bound", op=">="), make_result(summary=[entry(value="many")]))
     assert (text.verdict, text.measured) == (N, "")
 
 
 def test_only_the_profiles_that_a_claim_names_may_answer(claim, make_result) -> None:
-    results = [
-        make_result(profile=name, summary={"m": {"value": value}}) for name, value in (("quick", 1), ("full", 25))
-    ]
+    results = [make_result(profile=name, summary=[entry(value=value)]) for name, value in (("quick", 1), ("full", 25))]
     by_full, by_quick = judge_all([claim(), claim(profiles=("quick",))], results, "test-cpu-2c")
     assert (by_full.verdict, by_quick.verdict) == (R, F)
 
 
 def test_what_only_another_machine_recorded_names_it(claim, make_result) -> None:
-    here = make_result(experiment="here", summary={"m": {"value": 1}})
-    there = make_result(experiment="there", machine={"slug": "other-cpu-2c", "gpu": None}, summary={"m": {"value": 25}})
-    gpu = make_result(experiment="gpu", machine={"slug": "a-card", "gpu": "A Card"}, summary={"m": {"value": 25}})
+    here = make_result(experiment="here", summary=[entry(value=1)])
+    there = make_result(experiment="there", machine={"slug": "other-cpu-2c", "gpu": None}, summary=[entry(value=25)])
+    gpu = make_result(experiment="gpu", machine={"slug": "a-card", "gpu": "A Card"}, summary=[entry(value=25)])
     asked = [claim(experiment=name) for name in ("here", "there", "gpu")]
     found = judge_record(asked, [here, there, gpu], here.slug)
     assert [judged.verdict for judged in found] == [F, R, N]
@@ -107,7 +111,7 @@ def test_what_only_another_machine_recorded_names_it(claim, make_result) -> None
 def test_a_range_is_called_one_and_a_bound_is_told_from_what_misses_it(claim, make_result) -> None:
     few = {"value": 1.0512, "low": 1.04996, "high": 1.0524, "n": 3, "unit": "x", "range": True}
     limit = claim(kind="bound", op="<=", value=1.05)
-    assert judge(limit, make_result(summary={"m": few})).measured == "1.051 x range [1.04996, 1.052], n=3"
+    assert judge(limit, make_result(summary=[entry(**few)])).measured == "1.051 x range [1.04996, 1.052], n=3"
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,16 @@ def test_streams_folder_environment_and_status_are_the_clients_own(start, tmp_pa
     assert start("").wait(60) == 0
 
 
+def test_it_runs_on_the_processors_of_its_client(start) -> None:
+    mine = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(mine)})
+        process = start("import os\nprint(os.sched_getaffinity(0))")
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert process.communicate(timeout=60)[0] == f"{{{min(mine)}}}\n"
+
+
 def test_an_exception_is_a_traceback_and_status_1(start) -> None:
     process = start("raise ValueError('no')")
     _, err = process.communicate(timeout=60)

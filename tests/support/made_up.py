@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ from firsttoken.progressive.recovery import timeline_trial
 from firsttoken.study.record import Result
 from firsttoken.together.borrowed import experiment as borrowed
 from firsttoken.together.borrowed import trial as borrowed_trial
+from firsttoken.together.borrowed.lender import Lender
+from firsttoken.together.fetchers import experiment as parallel
+from firsttoken.together.fetchers import trial as fetch_trial
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
@@ -93,9 +96,13 @@ def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedP
     """A trial without a process of its own; there is no other command."""
     if command[:2] != [sys.executable, "-m"]:
         raise FileNotFoundError(command[0])
-    if command[2] == borrowed.TRIAL:
+    if command[2] in (borrowed.TRIAL, parallel.TRIAL):
         told = json.loads(command[-1]) | {"spawned_s": trial.INTERPRETER_UP, "gbit_per_s": 0.0, "cores": ()}
-        answer: Any = {"variant": told["variant"]} | borrowed_trial.main(borrowed_trial.BorrowSpec(**told))
+        of, kind = {
+            borrowed.TRIAL: (borrowed_trial, borrowed_trial.BorrowSpec),
+            parallel.TRIAL: (fetch_trial, fetch_trial.FetchSpec),
+        }[command[2]]
+        answer: Any = {"variant": told["variant"]} | of.main(kind(**told))
     elif command[2].endswith("timeline_trial"):
         answer = timeline_trial.main(timeline_trial.TimelineSpec(**json.loads(options["input"])))
     else:
@@ -115,6 +122,30 @@ def lender(folder: Path, depth: int, *_: Any) -> Iterator[str]:
     """A warm neighbour in this process."""
     with closing(Here(folder)) as here:
         yield here.serve((0, depth))[0].record.address
+
+
+class Lending:
+    """Fetchers in this process that have their ``layers``."""
+
+    def __init__(self, here: Here, layers: Sequence[range]) -> None:
+        self._here, self._layers = here, layers
+
+    def go(self) -> None:
+        pass
+
+    def lenders(self) -> list[Lender]:
+        up = self._here.serve(*((one.start, one.stop) for one in self._layers))
+        return [Lender(one.record.address, layers) for one, layers in zip(up, self._layers, strict=True)]
+
+    def let_go(self) -> list[dict[str, Any]]:
+        return [{"bytes": 1, "loaded_s": time.monotonic()} for _ in self._layers]
+
+
+@contextmanager
+def lending(folder: Path, layers: Sequence[range], *_: Any) -> Iterator[Lending]:
+    """Fetchers without processes of their own."""
+    with closing(Here(folder)) as here:
+        yield Lending(here, layers)
 
 
 class Busy:

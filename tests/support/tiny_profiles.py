@@ -63,6 +63,7 @@ SMALL = {
     },
     "transport": {"tokens": 4, "prompt_tokens": 8, "chains": [1, 3]},
     "borrowed": {"tokens": 4, "main_rounds": 2, "busy_rounds": 1, "alone_s": 0.2},
+    "fetchers": {"tokens": 4, "servers": [2, 3]},
     "validation": {"tokens": 3, "prompt_tokens": 4, "servers": 2, "batches": [1], "lies": ["noise"], "rates": [0.1, 1]},
     "privacy": {"train_windows": 4, "windows": 2, "batch": 2},
     "live_peer": {"prompt_spread": 4},

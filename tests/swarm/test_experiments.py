@@ -32,8 +32,8 @@ def test_a_little_churn() -> None:
     assert events[0] == events[1]
     summary = churn_summary(outcome.rows, profile.parameters())
     for rule in ("paper", "fewest"):
-        assert 0 <= summary[f"{rule}_back_within_a_period_pct"]["value"] <= 100
-        assert 0 < summary[f"{rule}_share_after_pct"]["value"] <= 100
+        assert 0 <= summary.value("back_within_a_period_pct", variant=rule) <= 100
+        assert 0 < summary.value("share_after_pct", variant=rule) <= 100
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,20 @@ def test_the_summary_of_a_run_made_by_hand() -> None:
         *({"what": "block", "bits": 8, "repeat": n, "seconds": 0.01} for n in range(5)),
     ]
     asked = {"chains": {"contexts": [8], "forwards": [2], "block_bits": [8]}}
-    summary = {name: entry["value"] for name, entry in chains_summary(rows, asked).items()}
-    assert summary["context_8_100m_100ms_steps_per_s"] == pytest.approx(1 / 0.31, rel=1e-3)
-    assert summary["offload_memory_gb_per_s"] == pytest.approx(10) and summary[
-        "offload_disk_gb_per_s"
-    ] == pytest.approx(1)
-    assert summary["crossover_memory_100m_100ms_gb"] == pytest.approx(3.0, rel=1e-3)
-    assert summary["simulated_twelve_8_clients_slower_pct"] == 25
-    chain_s = 70 * 0.01 + 3 * NETWORKS["1 Gbit/s, 5 ms"].hop_s(14336)
-    assert summary["bloom_measured_8_bits_1g_5ms_over_offloading_128_x"] == pytest.approx(11.0 / chain_s)
-    assert summary["bloom_16_bits_nodes"] == 44 and summary["bloom_offload_pcie_4_0_x16_s"] == 5.5
+    summary, fast, slow = chains_summary(rows, asked), "1 Gbit/s, 5 ms", "100 Mbit/s, 100 ms"
+    assert summary.value("steps_per_s", context_tokens=8, link=slow) == pytest.approx(1 / 0.31, rel=1e-3)
+    for place, gb_per_s in (("memory", 10), ("disk", 1)):
+        found = summary.value("bringing_gb_per_s", variant="offloading", machine=place)
+        assert found == pytest.approx(gb_per_s)
+    assert summary.value("crossover_gb", machine="memory", link=slow) == pytest.approx(3.0, rel=1e-3)
+    (slower,) = summary.all("slower_pct", source="simulated", case="twelve", clients=8)
+    assert slower["value"] == 25
+    chain_s = 70 * 0.01 + 3 * NETWORKS[fast].hop_s(14336)
+    (over,) = summary.all("steps_per_s_x", source="measured", bits=8, link=fast, gbit_per_s=128)
+    assert over["value"] == pytest.approx(11.0 / chain_s)
+    reckoned = {"model": "bloom-176b", "source": "arithmetic"}
+    assert summary.value("nodes", bits=16, **reckoned) == 44
+    assert summary.value("step_s", variant="offloading", link="PCIe 4.0 x16", **reckoned) == 5.5
 
 
 def test_a_block_of_bloom_takes_a_token_and_forgets_it() -> None:
@@ -108,10 +112,11 @@ def test_recoveries_are_held_to_their_bounds() -> None:
     rows += [struck("kill", 9.0, 5, several=2, equal=False), struck("stop", 9.0, 5, several=2, equal=False)]
     rows += [{"what": "token", "generation": 0, "token": token, "seconds": 0.1} for token in range(4)]
     summary = survival_summary(rows, {"survival": {"faults": ["kill", "stop"]}})
-    found = {name: entry["value"] for name, entry in summary.items()}
-    assert found["equal_pct"] == 100 and found["several_equal_pct"] == 0
-    assert found["within_bound_pct"] == 75, "0.15 s are beyond 0.1 s and two round trips"
-    assert found["kill_round_trips"] == pytest.approx(2.0) and found["stop_bound_s"] == pytest.approx(1.14)
+    assert [entry["value"] for entry in summary.all("equal_pct")] == [100, 0], "one fault, several"
+    within = summary.value("within_bound_pct", case="one fault")
+    assert within == 75, "0.15 s are beyond 0.1 s and two round trips"
+    assert summary.value("round_trips", case="kill") == pytest.approx(2.0)
+    assert summary.value("bound_s", case="stop") == pytest.approx(1.14)
 
 
 def test_the_transport_is_what_a_step_takes_longer() -> None:
@@ -121,9 +126,9 @@ def test_the_transport_is_what_a_step_takes_longer() -> None:
         for number in range(3)
         for token in range(2, 6)
     ]
-    found = transport_summary(rows, {"transport": {"chains": [1]}})
-    assert found["chain_1_share"]["value"] == pytest.approx(0.9)
-    assert found["chain_1_transport_ms"]["value"] == pytest.approx(4.0), "the median of three rounds"
+    summary, place = transport_summary(rows, {"transport": {"chains": [1]}}), {"servers": 1, "than": "one process"}
+    assert summary.value("tokens_per_s_x", **place) == pytest.approx(0.9)
+    assert summary.value("transport_ms", **place) == pytest.approx(4.0), "the median of three rounds"
 
 
 def test_what_was_trained_is_held_to_the_run_that_it_should_equal() -> None:
@@ -145,12 +150,15 @@ def test_what_was_trained_is_held_to_the_run_that_it_should_equal() -> None:
     ]
     rows.append({"what": "fault", "step": 1, "replaced": 1})
     asked = {"swarm_tuning": {"steps": 2, "chains": [1], "rounds": 2}}
-    found = {name: entry["value"] for name, entry in tuning_summary(rows, asked).items()}
-    assert found["local_loss_difference"] == pytest.approx(0.001 / 2)
-    assert found["at_once_loss_difference"] == pytest.approx(0.002 / 2)
-    assert found["killed_loss_difference"] == pytest.approx(0.002 / 2.001), "to the same client's alone"
-    assert found["chain_1_over_local_x"] == 2 and found["chain_1_step_mb"] == 5 and found["folders_pct"] == 50
-    assert found["at_once_rate_x"] == 1 and found["lora_fell_nats"] == pytest.approx(1.999)
+    summary = tuning_summary(rows, asked)
+    assert summary.value("loss_difference", case="alone", than="stock") == pytest.approx(0.001 / 2)
+    assert summary.value("loss_difference", case="at_once", than="alone") == pytest.approx(0.002 / 2)
+    killed = summary.value("loss_difference", case="killed", than="alone")
+    assert killed == pytest.approx(0.002 / 2.001), "to the same client's alone"
+    assert summary.value("step_x", servers=1, than="one process") == 2 and summary.value("step_mb", servers=1) == 5
+    assert summary.value("folders_pct") == 50
+    assert summary.value("steps_per_s_x", case="at_once", than="alone", across="sum") == 1
+    assert summary.value("fell_nats", variant="lora", case="alone") == pytest.approx(1.999)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +192,16 @@ def test_liars_are_counted_beside_what_the_draws_foresee() -> None:
     rows += [{"what": "honest", "batch": 1, "convicted": 0, "inconclusive": 0, "recomputed": 300, "computed": 30}]
     rows += [liar("noise", 0.5, 0), liar("noise", 0.5, 3), liar("seldom", 0.5, 1), liar("seldom", 0.5, -1, DEPOSIT)]
     asked = {"validation": {"lies": ["noise", "seldom"], "rates": [0.5], "tokens": 2}}
-    found = {name: entry["value"] for name, entry in validation_summary(rows, asked).items()}
-    assert found["noise_50_pct_caught_pct"] == 100 and found["seldom_50_pct_caught_pct"] == 50
-    assert found["noise_50_pct_foreseen_pct"] == pytest.approx(75)
-    assert found["seldom_50_pct_foreseen_pct"] == pytest.approx(100 * (1 - 0.875**2))
-    assert found["caught_off_foreseen_points"] == pytest.approx((25 + 50 - 23.4375) / 2)
-    assert found["largest_honest_of_tolerance"] == pytest.approx(0.05) and found["honest_convicted"] == 0
-    assert found["deposits_left_pct"] == 0 and found["audit_all_computes_x"] == 10
+    summary = validation_summary(rows, asked)
+    for lie, caught, expected in (("noise", 100, 75), ("seldom", 50, 100 * (1 - 0.875**2))):
+        assert summary.value("caught_pct", case=lie, audited=0.5, source="measured") == caught
+        assert summary.value("caught_pct", case=lie, audited=0.5, source="foreseen") == pytest.approx(expected)
+    off = summary.value("caught_off_points", than="foreseen", across="mean")
+    assert off == pytest.approx((25 + 50 - 23.4375) / 2)
+    largest = summary.value("difference_x", case="honest", across="most", than="tolerance")
+    assert largest == pytest.approx(0.05) and summary.value("convicted", case="honest") == 0
+    assert summary.value("deposits_left_pct") == 0
+    assert summary.value("recomputed_x", case="honest", than="computed") == 10
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ weights, fp32."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -11,11 +10,12 @@ from itertools import combinations
 
 import pytest
 import torch
+from borrowing import PATIENCE, nothing_is_left, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loads import Held
 from plain_tokens import check_greedy
-from swarms import DEPTH, Asked, Here
+from swarms import DEPTH, Asked
 
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.engine import Engine
@@ -26,61 +26,15 @@ from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.study.errors import LinkError, SwarmError
-from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.member import SwarmMember
-from firsttoken.swarm.patience import Patience
 from firsttoken.together.borrowed.arrivals import LayerArrivals, follow
 from firsttoken.together.borrowed.ends import neighbours_name
+from firsttoken.together.borrowed.lender import Lender
 from firsttoken.together.borrowed.loan import Loan
 from firsttoken.together.borrowed.replica import BorrowingReplica
 
-SHORT = Patience(step_s=0.5, token_s=0.001)  # of who waits for a neighbour that falls silent
-PATIENCE = Patience(step_s=60.0)  # else a pause of the machine is a neighbour lost, and whoever counts on it hangs
-SMALL = EngineConfig(scheduler="sarathi", requests=4, token_budget=7)
 TOKENS = 9
-
-
-@pytest.fixture(scope="module")
-def neighbour(ends_folder) -> Iterator[Here]:
-    """One for the whole file: nothing of what it lends may be left in it."""
-    here = Here(ends_folder)
-    here.server = here.serve((0, DEPTH))[0]
-    yield here
-    here.close()
-
-
-@pytest.fixture
-def replica(lent, neighbour) -> Iterator[Callable[..., BorrowingReplica]]:
-    made = []
-
-    def make(address: str = "", config: EngineConfig = SMALL, model: str = "") -> BorrowingReplica:
-        """Its layers are those of the whole model, and used when they are said to have come."""
-        arrivals, executor = LayerArrivals(DEPTH), LiveExecutor(lent, 64)
-        found, patience = (address, SHORT) if address else (neighbour.server.record.address, PATIENCE)
-        loan = Loan(found, model or neighbour.model, DEPTH, 32, patience=patience)
-        one = BorrowingReplica(executor, lent.model.layers, arrivals, loan, config)
-        one.arrivals = arrivals
-        made.append(one)
-        return one
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def until(request, tokens: int, replica) -> None:
-    while len(request.output) < tokens:
-        replica.step()
-
-
-def nothing_is_left(server) -> None:
-    async def gone() -> None:
-        while server.sessions.open:
-            await asyncio.sleep(0.01)
-
-    wait_for(gone())
-    assert server.sessions.room.held == 0
 
 
 def test_every_boundary_to_every_other(replica, neighbour, asked):
@@ -207,7 +161,7 @@ def test_a_silent_neighbour_is_not_waited_for_once_all_layers_are_here(replica, 
     """However long its own patience: this one would be a minute."""
     one, lender = asked(21, 4), member()
     made = replica(lender.relay.address)
-    made.loan._patience = made.loan._lines[-1]._patience = Patience(step_s=60.0)
+    made.loan._spans[0].lines[-1]._patience = PATIENCE
     made.arrivals.come(3)
     request = made.submit(one.prompt, Sampling(4))
     until(request, 2, made)
@@ -239,7 +193,7 @@ def test_a_neighbour_that_cannot_lend_is_a_plain_wait(replica, neighbour, asked,
     else:
         up = here.serve((0, DEPTH), limits={"sessions": 1})[0]
         changed["address"] = up.record.address
-        other = Loan(up.record.address, here.model, DEPTH, 32)
+        other = Loan([Lender(up.record.address, range(DEPTH))], here.model, DEPTH, 32)
         while not up.sessions.open:
             pass
     made = replica(**changed)
@@ -258,12 +212,12 @@ def test_a_neighbour_that_cannot_lend_is_a_plain_wait(replica, neighbour, asked,
 
 def test_an_address_beyond_this_machine_wants_a_certificate(lent):
     with pytest.raises(SwarmError, match="give --tls-ca"):
-        Loan("192.0.2.1:4000", "model", DEPTH, 32)
+        Loan([Lender("192.0.2.1:4000", range(DEPTH))], "model", DEPTH, 32)
 
 
 def test_requests_that_share_prefixes_are_refused(lent, neighbour):
     shared = EngineConfig(share_prefixes=True)
-    loan = Loan("127.0.0.1:9", "model", DEPTH, 32)
+    loan = Loan([Lender("127.0.0.1:9", range(DEPTH))], "model", DEPTH, 32)
     with closing(LiveExecutor(lent, 4)) as executor, pytest.raises(SwarmError, match="share no prefixes"):
         BorrowingReplica(executor, lent.model.layers, LayerArrivals(DEPTH), loan, shared)
     loan.close()
@@ -280,7 +234,7 @@ def loaded(ends_folder, neighbour, asked) -> Iterator[Callable]:
         load = StageLoad(ends_folder, manifest, [1], [link], skeleton, skeleton.empty_view(), threads=1)
         name = neighbours_name(ends_folder, manifest)
         assert name == model_sha256(ends_folder)
-        loan = Loan(neighbour.server.record.address, name, DEPTH, 32)
+        loan = Loan([Lender(neighbour.server.record.address, range(DEPTH))], name, DEPTH, 32)
         executor = LiveExecutor(skeleton.model, 64, device=skeleton.device)
         made.append((BorrowingReplica(executor, load.view.layers, follow(load, DEPTH), loan), load))
         return made[-1][0]

@@ -79,22 +79,28 @@ ROWS = [
 ASKED = {"gbit_per_s": [1], "rtt_ms": [5], "main_gbit_per_s": 1, "main_rtt_ms": 5, "tokens": 3}
 
 
+WHOSE = {"variant": "borrowed", "than": "whole"}
+
+
 def test_the_summary_of_starts_made_by_hand():
-    said = {name: entry["value"] for name, entry in borrowed_start_summary(ROWS, {"borrowed": ASKED}).items()}
-    assert said["borrowed_over_whole_1gbit_5ms"] == pytest.approx(0.4)
-    assert said["last_over_whole_1gbit_5ms"] == pytest.approx(1.0 / 2.2)
-    assert said["local_over_whole_1gbit_5ms"] == pytest.approx(1.1)
-    assert said["lent_mb_1gbit_5ms"] == 3 and said["lent_tokens_1gbit_5ms"] == 3
-    assert (said["borrowed_same_pct"], said["pruned_same_pct"], said["pruned_same_first_pct"]) == (100, 0, 100)
-    assert said["neighbour_borrowed_lost_pct"] == pytest.approx(40)
-    assert said["neighbour_whole_lost_pct"] == pytest.approx(5)
-    assert said["loans_that_failed"] == 0
+    said = borrowed_start_summary(ROWS, {"borrowed": ASKED})
+    over = WHOSE | {"gbit_per_s": 1, "rtt_ms": 5}
+    assert said.value("ttft_x", **over) == pytest.approx(0.4)
+    assert said.value("last_token_x", **over) == pytest.approx(1.0 / 2.2)
+    assert said.value("loaded_x", **over) == pytest.approx(1.1)
+    lent = [said.value(name, variant="borrowed", gbit_per_s=1, rtt_ms=5) for name in ("lent_mb", "lent_tokens")]
+    assert lent == [3, 3]
+    assert [entry["value"] for entry in said.all("same_tokens_pct")] == [0, 100]
+    assert said.value("same_first_token_pct", variant="pruned", than="whole") == 100
+    assert [entry["value"] for entry in said.all("neighbour_lost_pct")] == pytest.approx([5, 40])
+    assert said.value("loans_that_failed") == 0
 
 
 def test_a_token_that_is_not_the_whole_models_is_counted():
     rows = [*ROWS, start("borrowed", 5, 2, 0.8, [1, 2, 4], **LENT | {"gone": "it died"})]
-    said = {name: entry["value"] for name, entry in borrowed_start_summary(rows, {"borrowed": ASKED}).items()}
-    assert said["borrowed_same_pct"] == pytest.approx(200 / 3) and said["loans_that_failed"] == 1
+    said = borrowed_start_summary(rows, {"borrowed": ASKED})
+    assert said.value("same_tokens_pct", **WHOSE) == pytest.approx(200 / 3)
+    assert said.value("loans_that_failed") == 1
 
 
 def test_figures_and_tables_are_drawn_from_a_result_alone():

@@ -23,8 +23,9 @@ def test_a_prompt_under_streams(scheduler: str) -> None:
 def test_the_summary_of_a_run_made_by_hand() -> None:
     times = [{"plain_tbt_s": 0.1, "beside_tbt_s": 0.1 * more, "ttft_s": 2.0, "wrong": 0} for more in (1, 2, 3)]
     summary = under_chunks_summary([{"steps": "fixed"} | row for row in times], {})
-    assert summary["fixed_over_plain_x"]["value"] == pytest.approx(2)
-    assert summary["fixed_plain_tbt_p99_ms"]["value"] == pytest.approx(100) and summary["fixed_tokens_wrong"]["n"] == 3
+    assert summary.value("tbt_p99_x", variant="fixed", case="beside", than="plain") == pytest.approx(2)
+    assert summary.value("tbt_p99_ms", variant="fixed", case="plain") == pytest.approx(100)
+    assert summary.of("tokens_wrong", variant="fixed")["n"] == 3
 
 
 @pytest.mark.parametrize("bad", [{"rounds": 0}, {"plain_tokens": 1}, {"budget": 20}, {"budget": 100}, {"stretch": 0.9}])

@@ -1,5 +1,5 @@
-"""A scheduler as a profile or a reader names it: "sarathi 512" is Sarathi with a budget of 512 tokens, "mine.py 512"
-the scheduler of a file of one's own."""
+"""A scheduler as a profile or a reader names it (``policy_text``): of the engine, or of a file of one's own,
+"mine.py 512"."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from firsttoken.chunked.capacity import Objective
 from firsttoken.chunked.patience import Decisions, bounded
 from firsttoken.chunked.policy_file import blamed, read_scheduler
+from firsttoken.chunked.policy_text import place_of
 from firsttoken.chunked.watched import watched
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.schedulers.base import Scheduler
@@ -32,10 +33,8 @@ class Policy:
     @classmethod
     def named(cls, text: str) -> Policy:
         """Raises ProfileError for a budget that is no number, and for a file that holds no scheduler."""
-        name, _, last = text.rpartition(" ")
-        if not name or not last.isdigit():
-            name, last = text, ""
-        budget = int(last) if last else None
+        place = place_of(text)
+        name, budget = place["scheduler"], place.get("budget_tokens")
         if name.endswith(".py"):
             file = Path(name).expanduser()
             decisions = Decisions()

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from firsttoken.chunked.capacity import STRICT
+from firsttoken.chunked.policy_text import place_of
 from firsttoken.study.markdown import table
 from firsttoken.study.record import Result
 from firsttoken.study.show import interval
@@ -31,8 +32,9 @@ def standing(result: Result) -> list[Place]:
     names = dict.fromkeys(row["scheduler"] for row in result.rows if row.get("objective") == STRICT)
     places = []
     for name in names:
-        key = f"{name.replace(' ', '_')}_{STRICT}"
-        places.append(Place(name, result.summary[f"{key}_requests_per_s"], result.summary.get(f"{key}_x")))
+        where = place_of(name) | {"objective": STRICT}
+        capacity = result.summary.of("capacity_requests_per_s", **where)
+        places.append(Place(name, capacity, result.summary.get("capacity_x", **where, than=BASE)))
     return sorted(places, key=lambda place: place.capacity["value"], reverse=True)
 
 

@@ -13,16 +13,18 @@ from firsttoken.assets.needs import ModelFacts, Need, check, text_of
 from firsttoken.progressive.adapters import load_adapter
 from firsttoken.progressive.distance import angular_distances, choose_block
 from firsttoken.progressive.examination import Examination, QualityConfig
-from firsttoken.progressive.gates import Summary, recoveries, summarise
+from firsttoken.progressive.gates import recoveries, summarise
 from firsttoken.progressive.healing import Teacher
 from firsttoken.progressive.recipe import RECIPES, Recipe
 from firsttoken.progressive.served import ServedConfig, ServedModel, load_base, load_served, passing
 from firsttoken.progressive.training import HealingConfig, healed, present_without
 from firsttoken.study import paths
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 
 CALIBRATION_TOKENS = 256  # of a window that the smaller blocks are chosen on
+CONTROLS = ("chosen", "one_shot", "full", "random", "drop4", "drop6")
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,13 @@ def healing_controls(profile: Profile) -> Outcome:
 
 def controls_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Scores of every control, and what healing brings back of those that were also asked unhealed."""
-    judged, recipe = QualityConfig.recorded(parameters).judged, parameters["controls"]["recipe"]
-    return summarise(rows, judged=judged) | recoveries(rows, (recipe,), judged=judged)
+    judged = QualityConfig.recorded(parameters).judged
+    places: dict[str, dict[str, Any]] = {"s0": {"stage": 0}}
+    for recipe in ("none", parameters["controls"]["recipe"]):
+        places |= {f"{name}_{recipe}": {"variant": name, "recipe": recipe} for name in CONTROLS}
+    summary = summarise(rows, places, judged=judged)
+    summary += recoveries(rows, places, judged)
+    return summary
 
 
 def control_blocks(profile: Profile, config: ControlsConfig, served: ServedModel) -> dict[str, tuple[int, ...]]:

@@ -21,17 +21,19 @@ from firsttoken.progressive.distance import (
     resampled_starts,
 )
 from firsttoken.progressive.examination import Examination, QualityConfig
-from firsttoken.progressive.gates import Summary, recoveries, summarise
+from firsttoken.progressive.gates import recoveries, summarise
 from firsttoken.progressive.healing import Teacher
 from firsttoken.progressive.recipe import RECIPES
 from firsttoken.progressive.served import ServedConfig, at_stage, load_base, load_served
 from firsttoken.progressive.training import HealingConfig, heal, healed, materials
 from firsttoken.study.errors import StageError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
 LOGITS = "logits"  # the task of a row that says whether a variant's logits are the full model's
+LETTERS = {1: "A", 2: "AB"}  # the layers that a stage's adapters are for
 
 
 @dataclass(frozen=True)
@@ -92,20 +94,16 @@ def distance_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     start, start_all = (min(found, key=lambda row: row["distance"])["start_layer"] for found in (by_last, by_all))
     by_passage = list(zip(*(row["by_passage"] for row in by_last), strict=True))
     starts = resampled_starts(by_passage, config["resamples"], parameters["seed"])
-    summary: Summary = {
-        "chosen_start": {"value": start, "unit": "layer, 0-based"},
-        "chosen_end": {"value": start + config["block"] - 1, "unit": "layer, 0-based"},
-        "chosen_start_all_tokens": {"value": start_all, "unit": "layer, 0-based"},
-        "relative_depth": {"value": start / depth, "unit": "start / depth"},
-        "dropped_layers_pct": {"value": 100 * config["block"] / depth, "unit": "%"},
-        "stability_pct": {
-            "value": 100 * starts.count(start) / len(starts),
-            "n": len(starts),
-            "unit": "% of resampled calibration sets",
-        },
-    }
+    stability_pct = 100 * starts.count(start) / len(starts)
+    summary = Summary()
+    summary.add("chosen_start", {"value": start, "unit": "layer, 0-based"})
+    summary.add("chosen_end", {"value": start + config["block"] - 1, "unit": "layer, 0-based"})
+    summary.add("chosen_start", {"value": start_all, "unit": "layer, 0-based"}, variant="all tokens")
+    summary.add("relative_depth", {"value": start / depth, "unit": "start / depth"})
+    summary.add("dropped_layers_pct", {"value": 100 * config["block"] / depth, "unit": "%"})
+    summary.add("stability_pct", {"value": stability_pct, "n": len(starts), "unit": "% of resampled calibration sets"})
     if "compute_s" in rows[0]:
-        summary["compute_s"] = {"value": rows[0]["compute_s"], "n": 1, "unit": "s"}
+        summary.add("compute_s", {"value": rows[0]["compute_s"], "n": 1, "unit": "s"})
     return summary
 
 
@@ -147,7 +145,7 @@ def healing_training(profile: Profile) -> Outcome:
     served = load_served(profile)
     teacher = Teacher(served.model)
     for name in chosen.recipes:
-        for stage, letters in ((1, "A"), (2, "AB")):
+        for stage, letters in LETTERS.items():
             folder = place.folder / f"{letters}-{name}"
             missing = served.plan.missing(stage)
             runs[folder.name] = healed(folder, served, missing, RECIPES[name], config, teacher)
@@ -162,10 +160,19 @@ def _curve_rows(label: dict[str, Any], curve: Rows, train_s: float) -> Rows:
     return [*before, last | {"train_s": train_s}]
 
 
-def training_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
+def training_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """How long the training of each adapter took whose rows say so."""
-    timed = [row for row in rows if "train_s" in row]
-    return {f"train_s_{row['adapter']}": {"value": row["train_s"], "n": 1, "unit": "s"} for row in timed}
+    places = {
+        f"{letters}-{recipe}": {"stage": stage, "recipe": recipe}
+        for stage, letters in LETTERS.items()
+        for recipe in parameters["training"]["recipes"]
+    }
+    summary = Summary()
+    for row in rows:
+        if "train_s" in row:
+            place = places.get(row["adapter"], {"recipe": row["adapter"]})  # the task adapter's is called as it is
+            summary.add("train_s", {"value": row["train_s"], "n": 1, "unit": "s"}, **place)
+    return summary
 
 
 def stage_quality(profile: Profile) -> Outcome:
@@ -177,7 +184,7 @@ def stage_quality(profile: Profile) -> Outcome:
     examine = Examination(config, served.tokenizer)
     original = examine.logits(served.model)
     rows = examine.rows("s0", served.model)
-    for stage, letters in ((1, "A"), (2, "AB")):
+    for stage, letters in LETTERS.items():
         for recipe in ("none", *config.recipes):
             adapter = None if recipe == "none" else folder / f"{letters}-{recipe}"
             with at_stage(served, stage, adapter) as model:
@@ -196,11 +203,15 @@ def stage_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     The latter is absent where no row compares the logits.
     """
     config = QualityConfig.recorded(parameters)
-    summary = summarise(rows, judged=config.judged) | recoveries(rows, config.recipes, judged=config.judged)
+    places: dict[str, dict[str, Any]] = {"s0": {"stage": 0}, "s3": {"stage": 3}}
+    for stage in LETTERS:
+        places |= {f"s{stage}_{recipe}": {"stage": stage, "recipe": recipe} for recipe in ("none", *config.recipes)}
+    summary = summarise(rows, places, judged=config.judged)
+    summary += recoveries(rows, places, config.judged)
     for row in rows:
         if row["task"] == LOGITS:
             entry = {"value": row["bit_identical"], "n": row["logits"], "unit": "logits compared"}
-            summary[f"{row['variant']}_bit_identical"] = entry
+            summary.add("bit_identical", entry, **places[row["variant"]])
     return summary
 
 
@@ -231,10 +242,9 @@ def live_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     steps, third = len(rows), max(1, len(rows) // 3)
     losses = [sum(value for key, value in row.items() if key.endswith("_loss")) for row in rows]
     first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
-    summary: Summary = {
-        "loss_first": {"value": round(first, 3), "n": third, "unit": "nats, all losses"},
-        "loss_last": {"value": round(last, 3), "n": third, "unit": "nats, all losses"},
-    }
+    summary = Summary()
+    for case, loss in (("first steps", first), ("last steps", last)):
+        summary.add("loss", {"value": round(loss, 3), "n": third, "unit": "nats, all losses"}, case=case)
     if "train_s" in rows[-1]:
-        summary["step_s"] = {"value": round(rows[-1]["train_s"] / steps, 2), "n": steps, "unit": "s"}
+        summary.add("step_s", {"value": round(rows[-1]["train_s"] / steps, 2), "n": steps, "unit": "s"})
     return summary

@@ -17,13 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-KIISE = {
-    "s0": {"em": 55.67, "f1": 66.11},
-    "s1": {"em": 48.22, "f1": 54.26},
-    "s2": {"em": 56.22, "f1": 62.02},
-    "s3": {"em": 55.67, "f1": 66.11},
-}
-"""The authors' stage scores in % (KIISE KSC 2025, Table 1): Llama-2-7B, TriviaQA validation, closed book."""
+KIISE = {"em_pct": (55.67, 48.22, 56.22, 55.67), "f1_pct": (66.11, 54.26, 62.02, 66.11)}
+"""The authors' scores of the full model and of stages 1 to 3 in % (KIISE KSC 2025, Table 1): Llama-2-7B, TriviaQA
+validation, closed book."""
 
 NAMES = {"none": "not healed", "report": "report's recipe", "ours": "our recipe"}
 
@@ -98,20 +94,19 @@ def stage_scores(result: Result) -> Figure:
     import matplotlib.pyplot as plt
 
     fig, axes = plt.subplots(1, 3, figsize=(11, 4.2))
-    for ax, score, label in zip(
-        axes, ("em", "f1", "perplexity"), ("exact match, %", "F1, %", "perplexity"), strict=True
-    ):
-        kinds = [k for k in NAMES if f"{score}_s1_{k}" in result.summary]
+    found = result.summary
+    labels = {"em_pct": "exact match, %", "f1_pct": "F1, %", "perplexity": "perplexity"}
+    for ax, (score, label) in zip(axes, labels.items(), strict=True):
+        kinds = [k for k in NAMES if found.get(score, stage=1, recipe=k)]
         for offset, kind in zip(np.linspace(-0.25, 0.25, len(kinds)), kinds, strict=True):
             for stage in (1, 2):
-                _whisker(ax, stage + offset, result.summary[f"{score}_s{stage}_{kind}"], COLOURS[kind], NAMES[kind])
-        _whisker(ax, 0, result.summary[f"{score}_s0"], COLOURS["S0"], "full model")
-        _whisker(ax, 3, result.summary[f"{score}_s3"], COLOURS["S0"], "full model")
-        if score in KIISE["s0"]:
-            values = [KIISE[f"s{stage}"][score] for stage in range(4)]
+                _whisker(ax, stage + offset, found.of(score, stage=stage, recipe=kind), COLOURS[kind], NAMES[kind])
+        for stage in (0, 3):
+            _whisker(ax, stage, found.of(score, stage=stage), COLOURS["S0"], "full model")
+        if score in KIISE:
             ax.plot(
                 range(4),
-                values,
+                KIISE[score],
                 color=COLOURS["paper"],
                 marker="d",
                 linestyle=":",
@@ -123,7 +118,7 @@ def stage_scores(result: Result) -> Figure:
             ax.set_yscale("log")
             _log_ticks(ax.yaxis)
         ax.set(xlabel="stage", ylabel=label, xticks=range(4), xticklabels=["full", "1", "2", "3"], xlim=(-0.5, 3.5))
-    questions, windows = (result.summary[name]["n"] for name in ("f1_s0", "perplexity_s0"))
+    questions, windows = (found.of(score, stage=0)["n"] for score in ("f1_pct", "perplexity"))
     axes[1].set_title(f"{questions} questions, {windows} windows; bars: 95 %", fontsize=11)
     handles = dict(zip(*reversed(axes[1].get_legend_handles_labels()), strict=True))
     fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5)
@@ -144,12 +139,12 @@ def control_scores(result: Result) -> Figure:
         "drop4": "4 layers, chosen block",
     }
     fig, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
-    for ax, score, label in zip(axes, ("f1", "perplexity"), ("F1, %", "perplexity (log scale)"), strict=True):
+    for ax, score, label in zip(axes, ("f1_pct", "perplexity"), ("F1, %", "perplexity (log scale)"), strict=True):
         for place, name in enumerate(labels):
             for kind, shift in (("none", 0.14), ("ours", -0.14)):
-                if (entry := result.summary.get(f"{score}_{name}_{kind}")) is not None:
+                if (entry := result.summary.get(score, variant=name, recipe=kind)) is not None:
                     _whisker(ax, place - shift, entry, COLOURS[kind], NAMES[kind], horizontal=True)
-        _whisker(ax, 0, result.summary[f"{score}_s0"], COLOURS["S0"], "full model", horizontal=True)
+        _whisker(ax, 0, result.summary.of(score, stage=0), COLOURS["S0"], "full model", horizontal=True)
         ax.set(xlabel=label, yticks=range(len(labels)), yticklabels=labels.values())
     axes[0].set_xlim(0, None)
     axes[0].invert_yaxis()

@@ -1,25 +1,28 @@
 """From rows to verdicts: scores of each variant, losses against the full model, shares recovered, the report's gates.
 
-A variant is a stage with a recipe: "s0" the full model, "s1_none" stage 1 without healing, "s2_ours", ... Rows of two
-variants hold the same items in the same order, so every difference is paired.
+Rows name what was asked by a variant: "s0" the full model, "s1_none" stage 1 without healing, "s2_ours", ...
+``places`` says where what is found of each holds. Rows of two variants hold the same items in the same order, so every
+difference is paired.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from itertools import permutations
 from typing import Any
 
 import numpy as np
 
+from firsttoken.study.measures import Scalar, Summary
 from firsttoken.study.record import Rows
 from firsttoken.study.stats import bootstrap, paired_bootstrap
 
-Summary = dict[str, dict[str, Any]]
+Places = Mapping[str, dict[str, Scalar]]  # by variant
 
 EXTRACTIVE, CLOSED_BOOK = "extractive", "closed_book"
 SCORES = {"em": "em", "f1": "f1", "choice": "choice_correct"}  # columns of the judged task
-GATES = {"s1": 3.0, "s2": 3.0, "s3": 1.0}
-"""Points of EM and of F1 that a stage may lose (ProgressiveServe, 3.1.2)."""
+GATES = {1: 3.0, 2: 3.0, 3: 1.0}
+"""By stage, the points of EM and of F1 that it may lose (ProgressiveServe, 3.1.2)."""
 
 
 def column(rows: Rows, variant: str, task: str, name: str) -> np.ndarray:
@@ -27,50 +30,47 @@ def column(rows: Rows, variant: str, task: str, name: str) -> np.ndarray:
     return np.array([r[name] for r in rows if r["variant"] == variant and r["task"] == task and name in r])
 
 
-def summarise(rows: Rows, baseline: str = "s0", judged: str = EXTRACTIVE) -> Summary:
+def summarise(rows: Rows, places: Places, baseline: str = "s0", judged: str = EXTRACTIVE) -> Summary:
     """Scores of every variant in %, perplexity, nats an answer token; drops against ``baseline`` in points.
 
-    ``em``, ``f1`` and the drops are those of the task ``judged``; any task that was asked has its own by its name too.
+    Scores and drops without a task are those of the task ``judged``; any task that was asked has its own too.
     """
-    found: Summary = {}
+    found = Summary()
     for variant in dict.fromkeys(r["variant"] for r in rows):
+        place = places[variant]
         for score, name in SCORES.items():
             values = column(rows, variant, judged, name)
             if not len(values):
                 continue
-            found[f"{score}_{variant}"] = bootstrap(values).summary("%", 100)
+            found.add(f"{score}_pct", bootstrap(values).summary("%", 100), **place)
             if variant != baseline:
                 drop = paired_bootstrap(column(rows, baseline, judged, name), values)
-                found[f"{score}_drop_{variant}"] = drop.summary("points", 100)
-        found[f"answer_nll_{variant}"] = bootstrap(column(rows, variant, judged, "answer_nll")).summary("nats")
-        found[f"perplexity_{variant}"] = bootstrap(column(rows, variant, "text", "text_nll"), exp_mean).summary()
+                found.add(f"{score}_drop", drop.summary("points", 100), **place)
+        found.add("answer_nll", bootstrap(column(rows, variant, judged, "answer_nll")).summary("nats"), **place)
+        found.add("perplexity", bootstrap(column(rows, variant, "text", "text_nll"), exp_mean).summary(), **place)
         for task in (CLOSED_BOOK, EXTRACTIVE) if judged == CLOSED_BOOK else (CLOSED_BOOK,):
             for name in ("f1", "em"):
                 values = column(rows, variant, task, name)
                 if len(values):
-                    found[f"{task}_{name}_{variant}"] = bootstrap(values).summary("%", 100)
+                    found.add(f"{name}_pct", bootstrap(values).summary("%", 100), **place, task=task)
     return found
 
 
-def recoveries(rows: Rows, recipes: Sequence[str], judged: str = EXTRACTIVE) -> Summary:
+def recoveries(rows: Rows, places: Places, judged: str = EXTRACTIVE) -> Summary:
     """The share of what pruning lost that healing brings back, in %, by model (a stage, a control), recipe and score.
 
-    A model has a share where it was asked unhealed too: as "s1_none" beside "s1_ours". 0 is the pruned model without
-    healing, 100 the full one. Perplexity is compared by its logarithm.
+    A model has a share where it was asked unhealed too, at the same place with the recipe "none". 0 is the pruned model
+    without healing, 100 the full one. Perplexity is compared by its logarithm.
     """
-    found: Summary = {}
-    unhealed = [variant for variant in dict.fromkeys(r["variant"] for r in rows) if variant.endswith("_none")]
-    for stage in (variant.removesuffix("_none") for variant in unhealed):
-        for recipe in recipes:
-            for score, task, name in (
-                ("em", judged, "em"),
-                ("f1", judged, "f1"),
-                ("log_perplexity", "text", "text_nll"),
-            ):
-                parts = [column(rows, v, task, name) for v in (f"{stage}_none", f"{stage}_{recipe}", "s0")]
-                if len({len(p) for p in parts}) == 1 and len(parts[0]) and parts[0].mean() != parts[2].mean():
-                    share = bootstrap(np.stack(parts, 1), share_recovered)
-                    found[f"{score}_recovered_{stage}_{recipe}"] = share.summary("% of the loss", 100)
+    found = Summary()
+    for pruned, healed in permutations(places, 2):
+        if places[pruned] != places[healed] | {"recipe": "none"}:
+            continue
+        for score, task, name in (("em", judged, "em"), ("f1", judged, "f1"), ("log_perplexity", "text", "text_nll")):
+            parts = [column(rows, variant, task, name) for variant in (pruned, healed, "s0")]
+            if len({len(p) for p in parts}) == 1 and len(parts[0]) and parts[0].mean() != parts[2].mean():
+                share = bootstrap(np.stack(parts, 1), share_recovered)
+                found.add(f"{score}_recovered_pct", share.summary("% of the loss", 100), **places[healed])
     return found
 
 

@@ -16,6 +16,7 @@ from firsttoken.assets.shapes import shape_config
 from firsttoken.progressive.healing import attach
 from firsttoken.progressive.recipe import REPORT
 from firsttoken.progressive.stages import REPORT_PLAN, StagePlan
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 
@@ -29,18 +30,19 @@ def sizes(_: Profile) -> Outcome:
     return Outcome([size_row(shape) for shape in SHAPES], provenance=provenance)
 
 
-def sizes_summary(rows: Rows, _: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def sizes_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     """The report's model, Llama-2-7B: its bytes and the rate at which the report brought them, its block in % of the
     bytes, its adapters in million parameters."""
     (report,) = [row for row in rows if row["shape"] == SHAPES[0]]
-    million = {"unit": "million parameters"}
-    return {
-        "llama2_block_bytes_pct": {"value": round(report["block_bytes_pct"], 2), "unit": "% of bytes"},
-        "llama2_fp16_gb": {"value": report["fp16_bytes"] / 1e9, "unit": "GB"},
-        "published_gbit_per_s": {"value": 8e-9 * report["fp16_bytes"] / PUBLISHED_START_S, "unit": "Gbit/s"},
-        "llama2_adapter_a_params": {"value": round(report["adapter_a_params"] / 1e6, 2), **million},
-        "llama2_adapter_all_params": {"value": round(report["adapter_all_params"] / 1e6, 2), **million},
-    }
+    model, depth, gbit = SHAPES[0], report["depth_layers"], 8e-9 * report["fp16_bytes"]
+    summary = Summary()
+    summary.add("block_bytes_pct", {"value": round(report["block_bytes_pct"], 2), "unit": "% of bytes"}, model=model)
+    summary.add("weights_gb", {"value": report["fp16_bytes"] / 1e9, "unit": "GB"}, model=model, dtype="fp16")
+    summary.add("link_gbit_per_s", {"value": gbit / PUBLISHED_START_S, "unit": "Gbit/s"}, source="published")
+    for adapter, layers in (("a", depth - report["block_layers"]), ("all", depth)):
+        millions = round(report[f"adapter_{adapter}_params"] / 1e6, 2)
+        summary.add("adapter_params", {"value": millions, "unit": "million parameters"}, model=model, layers=layers)
+    return summary
 
 
 def size_row(shape: str) -> dict[str, Any]:

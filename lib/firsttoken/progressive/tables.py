@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.progressive.figures import KIISE, NAMES
-from firsttoken.progressive.gates import GATES, gate
+from firsttoken.progressive.gates import CLOSED_BOOK, GATES, gate
+from firsttoken.study.measures import Scalar
 from firsttoken.study.record import Result
 from firsttoken.study.show import interval, table
 
@@ -18,22 +19,21 @@ Row = dict[str, Any]
 
 def stage_rows(result: Result, live: Result | None = None) -> list[Row]:
     """One row a variant: EM, F1, choices, perplexity with 95 % intervals; EM of the live run and of the authors."""
-    rows = []
-    for variant in _variants(result):
-        stage, _, kind = variant.partition("_")
-        get = result.summary.get
+    rows, get = [], result.summary.get
+    for place in _places(result):
+        stage, healed = place["stage"], place.get("recipe") != "none"
         row = {
-            "variant": _title(stage, kind),
-            "EM, %": interval(get(f"em_{variant}")),
-            "F1, %": interval(get(f"f1_{variant}")),
-            "four choices, %": interval(get(f"choice_{variant}")),
-            "answer, nats/token": interval(get(f"answer_nll_{variant}"), 2),
-            "perplexity": interval(get(f"perplexity_{variant}")),
-            "closed-book F1, %": interval(get(f"closed_book_f1_{variant}")),
+            "variant": _title(**place),
+            "EM, %": interval(get("em_pct", **place)),
+            "F1, %": interval(get("f1_pct", **place)),
+            "four choices, %": interval(get("choice_pct", **place)),
+            "answer, nats/token": interval(get("answer_nll", **place), 2),
+            "perplexity": interval(get("perplexity", **place)),
+            "closed-book F1, %": interval(get("f1_pct", **place, task=CLOSED_BOOK)),
         }
         if live is not None:
-            row["F1 here, now, %"] = interval(live.summary.get(f"f1_{variant}"))
-        row["authors' EM / F1, %"] = f"{KIISE[stage]['em']} / {KIISE[stage]['f1']}" if kind != "none" else ""
+            row["F1 here, now, %"] = interval(live.summary.get("f1_pct", **place))
+        row["authors' EM / F1, %"] = f"{KIISE['em_pct'][stage]} / {KIISE['f1_pct'][stage]}" if healed else ""
         rows.append(row)
     return rows
 
@@ -60,53 +60,55 @@ def healing_rows(recipes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
 def gate_rows(result: Result) -> list[Row]:
     """The report's gates (3.1.2): points lost against the full model, the limit, what the authors lost, the verdict."""
     rows = []
-    for variant in _variants(result):
-        stage, _, kind = variant.partition("_")
-        if stage not in GATES or kind == "none":
+    for place in _places(result):
+        stage = place["stage"]
+        if stage not in GATES or place.get("recipe") == "none":
             continue
         for score in ("em", "f1"):
-            drop = result.summary[f"{score}_drop_{variant}"]
+            drop, authors = result.summary.of(f"{score}_drop", **place), KIISE[f"{score}_pct"]
             rows.append(
                 {
-                    "variant": _title(stage, kind),
+                    "variant": _title(**place),
                     "score": score.upper(),
                     "points lost": interval(drop),
                     "limit": GATES[stage],
-                    "authors lost": round(KIISE["s0"][score] - KIISE[stage][score], 2),
+                    "authors lost": round(authors[0] - authors[stage], 2),
                     "gate": gate(drop, GATES[stage]),
                 }
             )
     return rows
 
 
-def recovery_rows(result: Result, models: dict[str, str]) -> list[Row]:
-    """Share of the loss that healing brings back, in %, for each of ``models`` (summary name -> title) and recipe."""
+def recovery_rows(result: Result, models: Mapping[str, dict[str, Scalar]]) -> list[Row]:
+    """Share of the loss that healing brings back, in %, for each of ``models`` (title -> place) and recipe."""
+    get = result.summary.get
     return [
         {
             "model": title,
             "recipe": NAMES[kind],
             **{
-                heading: interval(result.summary.get(f"{score}_recovered_{model}_{kind}"), 0)
+                heading: interval(get(f"{score}_recovered_pct", **place, recipe=kind), 0)
                 for score, heading in (("em", "EM"), ("f1", "F1"), ("log_perplexity", "log perplexity"))
             },
         }
-        for model, title in models.items()
+        for title, place in models.items()
         for kind in NAMES
-        if f"f1_recovered_{model}_{kind}" in result.summary
+        if get("f1_recovered_pct", **place, recipe=kind)
     ]
 
 
 def control_table(result: Result) -> pandas.DataFrame:
     """Shares recovered by every control that removes layers, named by its block."""
     blocks = result.provenance["blocks"]
-    titles = {name: f"{name}: layers {layers[0]}-{layers[-1]}" for name, layers in blocks.items()}
-    return table(recovery_rows(result, titles), "model")
+    controls = {f"{name}: layers {layers[0]}-{layers[-1]}": {"variant": name} for name, layers in blocks.items()}
+    return table(recovery_rows(result, controls), "model")
 
 
-def _variants(result: Result) -> list[str]:
-    return list(dict.fromkeys(row["variant"] for row in result.rows))
+def _places(result: Result) -> list[dict[str, Any]]:
+    """Stage, and recipe where it has one, of everything that was asked."""
+    return [entry["where"] for entry in result.summary.all("perplexity")]
 
 
-def _title(stage: str, kind: str) -> str:
-    name = {"s0": "full model", "s3": "stage 3"}.get(stage, f"stage {stage[1:]}")
-    return f"{name}, {NAMES[kind]}" if kind else name
+def _title(stage: int, recipe: str = "") -> str:
+    name = "full model" if stage == 0 else f"stage {stage}"
+    return f"{name}, {NAMES[recipe]}" if recipe else name

@@ -21,6 +21,7 @@ from firsttoken.study import paths
 from firsttoken.study.clock import Stopwatch, timed
 from firsttoken.study.dtypes import computing
 from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -53,15 +54,15 @@ def experiment(profile: Profile) -> Outcome:
     return Outcome(rows=rows, provenance={"source": "random bytes and matrices", "kind": "random"})
 
 
-def ceilings_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def ceilings_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The median of each rate, by its name."""
     rates: dict[str, Rows] = {}
     for row in rows:
         rates.setdefault(row["what"], []).append(row)
-    return {
-        what: bootstrap([row["value"] for row in group], stat="median").summary(group[0]["unit"])
-        for what, group in rates.items()
-    }
+    summary = Summary()
+    for what, group in rates.items():
+        summary.add(what, bootstrap([row["value"] for row in group], stat="median").summary(group[0]["unit"]))
+    return summary
 
 
 def measure_ceilings(config: MachineConfig, device: torch.device | str) -> list[Row]:

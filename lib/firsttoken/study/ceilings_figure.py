@@ -30,14 +30,14 @@ def rate_rows(result: Result) -> list[dict[str, Any]]:
     how = {row["what"]: row["how"] for row in result.rows}
     return [
         {
-            "rate": TITLES[what],
-            "median [95 %]": interval(result.summary[what]),
-            "unit": UNITS[result.summary[what]["unit"]],
-            "n": result.summary[what]["n"],
+            "rate": title,
+            "median [95 %]": interval(entry),
+            "unit": UNITS[entry["unit"]],
+            "n": entry["n"],
             "how": how[what],
         }
-        for what in TITLES
-        if what in result.summary
+        for what, title in TITLES.items()
+        if (entry := result.summary.get(what))
     ]
 
 
@@ -45,7 +45,8 @@ def rates(result: Result) -> Figure:
     """Every repeat of every rate as a dot, bytes and operations apart, medians as bars."""
     import matplotlib.pyplot as plt
 
-    groups = [[w for w in TITLES if result.summary.get(w, {}).get("unit") == unit] for unit in UNITS]
+    unit_of = {entry["measure"]: entry["unit"] for entry in result.summary}
+    groups = [[what for what in TITLES if unit_of.get(what) == unit] for unit in UNITS]
     fig, axes = plt.subplots(
         2, 1, figsize=(8, 1.6 + 0.55 * len(result.summary)), height_ratios=[len(g) for g in groups]
     )
@@ -53,7 +54,7 @@ def rates(result: Result) -> Figure:
         for place, what in enumerate(group):
             values = [row["value"] for row in result.rows if row["what"] == what]
             ax.scatter(values, [place] * len(values), color=COLOURS["measured"], alpha=0.6, zorder=3)
-            ax.barh(place, result.summary[what]["value"], height=0.5, color=COLOURS["measured"], alpha=0.25)
+            ax.barh(place, result.summary.value(what), height=0.5, color=COLOURS["measured"], alpha=0.25)
         ax.set(xlabel=unit, yticks=range(len(group)), yticklabels=[TITLES[w] for w in group], xlim=(0, None))
         ax.invert_yaxis()
     return fig
@@ -64,7 +65,7 @@ def floor_rows(result: Result, parameters: Mapping[str, float], prompt_tokens: i
 
     2 bytes a parameter to read, 2 operations a parameter and prompt token to compute; attention is left out.
     """
-    rate = {what: entry["value"] * 1e9 for what, entry in result.summary.items()}
+    rate = {entry["measure"]: entry["value"] * 1e9 for entry in result.summary}
     return [
         {
             "model": name,

@@ -1,7 +1,8 @@
 """The ledger: what the papers say, in ``data/claims.yaml``, fixed before anything is measured.
 
-A claim names the experiment and the measure of its summary that answers it; the verdict is computed (``verdicts.py``),
-never written down. A result keeps the digest of every claim that it answers as it stood when the run began.
+A claim names the experiment that answers it and, of its summary, the measure and where it holds (``measures.py``); the
+verdict is computed (``verdicts.py``), never written down. A result keeps the digest of every claim that it answers as
+it stood when the run began.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,11 +20,12 @@ from firsttoken.study.errors import ClaimsError
 from firsttoken.study.foreign.faults import Damaged, blaming, shown
 from firsttoken.study.foreign.schema import at_least, shaped, unknown
 from firsttoken.study.foreign.yaml_text import read_entries
+from firsttoken.study.measures import misnamed
 
 NATURES = ("measured", "arithmetic", "configuration")
 _DECIDES = (  # what a verdict hangs on: a change to any of it makes a result *post hoc*
     *("kind", "value", "unit", "op", "tolerance", "no_effect"),
-    *("measure", "experiment", "profiles", "whose", "nature"),
+    *("measure", "where", "experiment", "profiles", "whose", "nature"),
 )
 
 
@@ -37,11 +39,12 @@ class Claim:
 
     ``kind`` is "exact" (|measured - value| <= tolerance, or equality of text), "ratio" (tolerance relative to the
     effect, which is the value's distance from ``no_effect``), "bound" (``op`` "<=" or ">=" the value) or "ordering"
-    (``measure`` lists measures from the smallest to the largest). ``no_effect`` is what would be measured if the idea
-    did nothing; a bound that has no such value, such as a limit on a loss, leaves it out. ``nature`` is "measured",
-    "arithmetic" (on published numbers) or "configuration" (chosen here as the report chose it). ``notebook`` is its
-    number; the minutes are a reader's and a computer's. ``profiles`` limits which profiles may answer, () for all.
-    ``told`` is what a table shows as the report's, where that is not value and unit; a ``headline`` is in the README.
+    (``where`` lists places of the measure from the smallest value to the largest). ``no_effect`` is what would be
+    measured if the idea did nothing; a bound that has no such value, such as a limit on a loss, leaves it out.
+    ``nature`` is "measured", "arithmetic" (on published numbers) or "configuration" (chosen here as the report chose
+    it). ``notebook`` is its number; the minutes are a reader's and a computer's. ``profiles`` limits which profiles may
+    answer, () for all. ``told`` is what a table shows as the report's, where that is not value and unit; a ``headline``
+    is in the README.
     """
 
     id: str
@@ -49,11 +52,12 @@ class Claim:
     place: str
     says: str
     kind: Literal["exact", "ratio", "bound", "ordering"]
-    measure: str | tuple[str, ...]
+    measure: str
     experiment: str
     notebook: Annotated[str, _two_digits]
     human_min: Annotated[float, at_least(0)]
     compute_min: Annotated[float, at_least(0)]
+    where: dict[str, Any] | tuple[dict[str, Any], ...] = field(default_factory=dict)
     conditions: str = ""
     value: float | bool | str | None = None
     unit: str = ""
@@ -69,10 +73,12 @@ class Claim:
     def __post_init__(self) -> None:
         if not self.place.strip():
             raise ClaimsError("no source: place must say where the report has it, or that it is this project's goal")
-        if isinstance(self.measure, tuple) != (self.kind == "ordering") or len(self.measures) < 1:
-            raise ClaimsError("measure must be a list of names for an ordering, and one name otherwise")
-        if self.kind == "ordering" and (len(self.measures) < 2 or not self.told):
-            raise ClaimsError("an ordering needs at least two measures, and told: what the report has")
+        if isinstance(self.where, tuple) != (self.kind == "ordering"):
+            raise ClaimsError("where must be a list of places for an ordering, and one place otherwise")
+        for fault in filter(None, map(misnamed, self.places)):
+            raise ClaimsError(f"where: {fault}")
+        if self.kind == "ordering" and (len(self.places) < 2 or not self.told):
+            raise ClaimsError("an ordering needs at least two places of its measure, and told: what the report has")
         if (self.value is None) != (self.kind == "ordering"):
             raise ClaimsError(f"value must be {'absent' if self.kind == 'ordering' else 'given'} for kind {self.kind}")
         if self.kind in ("ratio", "bound") and not is_number(self.value):
@@ -87,13 +93,19 @@ class Claim:
             raise ClaimsError(f"no_effect is the value itself, {self.value}; nothing could be told apart")
 
     @property
-    def measures(self) -> tuple[str, ...]:
-        return (self.measure,) if isinstance(self.measure, str) else self.measure
+    def places(self) -> tuple[dict[str, Any], ...]:
+        """Where the measure is read: one place, of an ordering several."""
+        return (self.where,) if isinstance(self.where, dict) else self.where
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """All that decides a verdict; wording, notebook and minutes may change."""
+        return {name: getattr(self, name) for name in _DECIDES}
 
     @property
     def digest(self) -> str:
-        """The sha256 of all that decides a verdict; wording, notebook and minutes may change."""
-        return digest({name: getattr(self, name) for name in _DECIDES})
+        """The sha256 of what decides."""
+        return digest(self.deciding)
 
 
 def digest(deciding: dict[str, Any]) -> str:

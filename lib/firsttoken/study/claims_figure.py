@@ -37,7 +37,7 @@ def effects(claims: Sequence[Claim], results: Sequence[Result], machine: str) ->
         judged = judge(claim, result)
         if result and judged.verdict in _LOOKS and claim.no_effect is not None and claim.nature == "measured":
             says = claim.says if own else f"{claim.says} (on {result.slug})"
-            line = (says, judged.verdict, effect(claim, result.summary[claim.measures[0]]))
+            line = (says, judged.verdict, effect(claim, result.summary.of(claim.measure, **claim.places[0])))
             panels.setdefault(claim.report, []).append(line)
     counts = [len(lines) for lines in panels.values()]
     fig, axes = plt.subplots(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 
@@ -37,7 +38,7 @@ class Experiment:
     def __call__(self, profile: Profile, *read: Result) -> Outcome:
         return _named(self.target)(profile, *read)
 
-    def summarise(self, rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def summarise(self, rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         """The summary of ``rows`` that were measured with ``parameters`` (``Result.parameters``)."""
         module = self.target.partition(":")[0]
         return _named(self.summary if ":" in self.summary else f"{module}:{self.summary}")(rows, parameters)

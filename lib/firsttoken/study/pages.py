@@ -1,10 +1,11 @@
 """README.md, data/CLAIMS.md and what notebooks say of recorded runs, written from templates: every number of a result
 in them is put there by the program.
 
-A template says ``{{ n("cold_start", "p95_reduction") }}`` for a value as text, ``{{ i(...) }}`` for one with its
-interval, ``{{ v(...) }}`` for the value to reckon with, ``{{ k(...) }}`` for how many observations it has,
-``{{ counts }}``, ``{{ scoreboard }}`` and ``{{ systems }}`` for tables, ``{{ table("serving_capacity") }}`` for the
-table that the system of an experiment makes of its result.
+A template says ``{{ n("cold_start", "ttft_x", 2, variant="progressive", than="whole_streamed", link="1gbit") }}`` for a
+value as text, its place by keywords, ``{{ i(...) }}`` for one with its interval, ``{{ v(...) }}`` for the value to
+reckon with, ``{{ k(...) }}`` for how many observations it has, ``{{ counts }}``, ``{{ scoreboard }}`` and
+``{{ systems }}`` for tables, ``{{ table("serving_capacity") }}`` for the table that the system of an experiment makes
+of its result.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 from firsttoken.study import paths, prose
 from firsttoken.study.claims import Claim
 from firsttoken.study.claims_table import counts, page_table, scoreboard
-from firsttoken.study.errors import ClaimsError
+from firsttoken.study.errors import ClaimsError, FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.foreign.schema import unknown
+from firsttoken.study.measures import Entry, Scalar
 from firsttoken.study.record import Result, known_machine, pick
 from firsttoken.study.verdicts import show
 
@@ -60,19 +62,19 @@ def render(
             raise ClaimsError(f"{template.name}: no result of {experiment!r}")
         return result
 
-    def entry(experiment: str, measure: str) -> dict[str, Any]:
-        result = recorded(experiment)
-        if measure not in result.summary:
-            raise ClaimsError(f"{template.name}: {experiment} has no {measure!r}; {unknown(measure, result.summary)}")
-        return result.summary[measure]
+    def entry(experiment: str, measure: str, /, **where: Scalar) -> Entry:
+        try:
+            return recorded(experiment).summary.of(measure, **where)
+        except FirstTokenError as error:
+            raise ClaimsError(f"{template.name}: {experiment}: {error}") from error
 
-    def value(experiment: str, measure: str) -> Any:
-        return entry(experiment, measure)["value"]
+    def value(experiment: str, measure: str, /, **where: Scalar) -> Any:
+        return entry(experiment, measure, **where)["value"]
 
-    def observations(experiment: str, measure: str) -> int:
-        return entry(experiment, measure)["n"]
+    def observations(experiment: str, measure: str, /, **where: Scalar) -> int:
+        return entry(experiment, measure, **where)["n"]
 
-    def where(experiment: str) -> str:
+    def machine_of(experiment: str) -> str:
         return recorded(experiment).slug
 
     def table(experiment: str) -> str:
@@ -80,15 +82,15 @@ def render(
             raise ClaimsError(f"{template.name}: {experiment!r} has no table; {unknown(experiment, tables or {})}")
         return tables[experiment](recorded(experiment))
 
-    def number(experiment: str, measure: str, digits: int | None = None, scale: float = 1) -> str:
-        found = value(experiment, measure)
+    def number(experiment: str, measure: str, digits: int | None = None, scale: float = 1, /, **where: Scalar) -> str:
+        found = value(experiment, measure, **where)
         return show(found) if digits is None else f"{scale * found:.{digits}f}"
 
-    def interval(experiment: str, measure: str, digits: int | None = None) -> str:
-        found = entry(experiment, measure)
+    def interval(experiment: str, measure: str, digits: int | None = None, /, **where: Scalar) -> str:
+        found = entry(experiment, measure, **where)
         ends = [show(found[name]) if digits is None else f"{found[name]:.{digits}f}" for name in ("low", "high")]
         called = "range " if found.get("range") else ""
-        return f"{number(experiment, measure, digits)} {called}[{', '.join(ends)}]"
+        return f"{number(experiment, measure, digits, **where)} {called}[{', '.join(ends)}]"
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     reports = {claim.report: [c for c in claims if c.report == claim.report] for claim in claims}
@@ -99,7 +101,7 @@ def render(
             v=value,
             k=observations,
             table=table,
-            where=where,
+            where=machine_of,
             machine=machine,
             counts=counts(claims, results, machine),
             scoreboard=scoreboard(claims, results, machine),

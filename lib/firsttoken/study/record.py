@@ -22,12 +22,13 @@ from firsttoken.study.foreign.faults import Damaged, blaming, shown
 from firsttoken.study.foreign.json_text import read_json
 from firsttoken.study.foreign.schema import at_least, shaped, unknown
 from firsttoken.study.machine import machine_slug
+from firsttoken.study.measures import Entry, Summary, misplaced
 from firsttoken.study.storage import storing
 
 if TYPE_CHECKING:
     import pandas
 
-SCHEMA = 2
+SCHEMA = 3
 PREFERENCE = ("paper", "full", "gpu", "quick")  # of several results that answer, the larger sample counts
 
 _MEASURES = ("lib", "env", "data/adapters", "data/claims.yaml")  # what a result hangs on
@@ -54,8 +55,10 @@ def _named(machine: dict[str, Any]) -> str:
     return "" if said else "does not say on which machine it was measured (slug, gpu)"
 
 
-def _measured(entry: dict[str, Any]) -> str:
-    """A value, and an interval with both its ends or with none."""
+def _measured(entry: Entry) -> str:
+    """What was measured and where, a value, and an interval with both its ends or with none."""
+    if not isinstance(entry.get("measure"), str) or not isinstance(entry.get("where"), dict):
+        return "expected a measure, and where it holds"
     ends = [entry[name] for name in ("low", "high") if name in entry]
     if "value" not in entry or len(ends) == 1 or not all(type(end) in (int, float) for end in ends):
         return "expected a value, and low and high as numbers or not at all"
@@ -78,9 +81,10 @@ class Result:
     entries: dict[str, str]  # id of a claim -> its digest (``claims.digests``) when the run began
     rows: Rows
     floors: dict[str, dict[str, Any]]
-    summary: dict[
-        str, Annotated[dict[str, Any], _measured]
-    ]  # of a measure: value, and where they exist low, high, n, unit, range
+    summary: Annotated[list[Annotated[Entry, _measured]], misplaced]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "summary", Summary(self.summary))
 
     def frame(self) -> pandas.DataFrame:
         """The rows as a table, one observation a row."""

@@ -21,6 +21,7 @@ from firsttoken.study.files import write_text
 from firsttoken.study.foreign.json_text import read_json
 from firsttoken.study.foreign.schema import shaped
 from firsttoken.study.machine import cores, describe, identity, machine_slug
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, git_revision, load_result, write_result
 from firsttoken.study.storage import storing
@@ -53,7 +54,7 @@ def expected(profile: Profile) -> Expected:
     if recorded is None:
         return Expected({})
     seconds = {row["notebook"]: row["seconds"] for row in recorded.rows}
-    slower = recorded.summary["products"]["value"] / products_gflop_per_s(profile)
+    slower = recorded.summary.value("products") / products_gflop_per_s(profile)
     return Expected(seconds, max(1.0, slower), f"the run recorded on {recorded.slug}")
 
 
@@ -124,12 +125,16 @@ def record(profile: Profile, seconds: Mapping[str, float], started: datetime) ->
             duration_s=round(total, 3),
             rows=[{"notebook": stem, "seconds": round(value, 1)} for stem, value in seconds.items()],
             floors={},
-            summary={
-                "total": {"value": round(total / 60, 2), "n": 1, "unit": "min"},
-                "products": {"value": round(products_gflop_per_s(profile), 1), "n": 1, "unit": "GFLOP/s"},
-            },
+            summary=_of_run(total, products_gflop_per_s(profile)),
         )
     )
+
+
+def _of_run(seconds: float, gflop_per_s: float) -> Summary:
+    summary = Summary()
+    summary.add("total", {"value": round(seconds / 60, 2), "n": 1, "unit": "min"})
+    summary.add("products", {"value": round(gflop_per_s, 1), "n": 1, "unit": "GFLOP/s"})
+    return summary
 
 
 @dataclass(frozen=True)

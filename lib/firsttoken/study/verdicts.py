@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from firsttoken.study.claims import Claim, is_number
+from firsttoken.study.measures import named
 from firsttoken.study.record import Result, pick
 
 WITHIN = 2.0  # an effect is of the report's size where neither is more than so many times the other
@@ -53,12 +54,12 @@ def judge(claim: Claim, result: Result | None) -> Judgement:
     """The verdict on ``claim`` from ``result``; "not run here" without one, or when it lacks the measure."""
     if result is None:
         return Judgement(claim, "", Verdict.NOT_RUN, f"no result of {claim.experiment}")
-    absent = [name for name in claim.measures if name not in result.summary]
+    absent = [named(claim.measure, where) for where in claim.places if not result.summary.get(claim.measure, **where)]
     if absent:
         return Judgement(claim, "", Verdict.NOT_RUN, f"the result of {claim.experiment} has no {', '.join(absent)}")
-    found = [result.summary[name] for name in claim.measures]
+    found = [result.summary.of(claim.measure, **where) for where in claim.places]
     if claim.kind != "exact" and not all(is_number(entry["value"]) for entry in found):
-        return Judgement(claim, "", Verdict.NOT_RUN, f"{', '.join(claim.measures)} must be a number")
+        return Judgement(claim, "", Verdict.NOT_RUN, f"{claim.measure} must be a number")
     verdict, why = _RULES[claim.kind](claim, found)
     post_hoc = result.entries.get(claim.id) != claim.digest
     return Judgement(claim, _measured(claim, found), verdict, why, post_hoc)

@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from firsttoken.study import paths
+from firsttoken.study.system.cores import stay_on
 from firsttoken.study.system.home import kept_elsewhere
 
 SOCKET = "FIRSTTOKEN_WARM"  # the environment variable that names the socket of the warm process
@@ -169,7 +170,8 @@ def _copy(client: socket.socket, listening: socket.socket, selector: selectors.B
 
 
 def _become(asked: dict, handles: Sequence[int]) -> int:
-    """In the child: take on the client's streams, folder and environment and run its module; returns its status."""
+    """In the child: take on the client's streams, folder, environment and processors and run its module; returns its
+    status."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where all this runs in a background
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -177,6 +179,9 @@ def _become(asked: dict, handles: Sequence[int]) -> int:
         os.dup2(handle, number)
         os.close(handle)
     os.chdir(asked["folder"])
+    stay_on(asked["processors"])
+    if "torch" in sys.modules:  # which has counted those of the warm process
+        sys.modules["torch"].set_num_threads(len(asked["processors"]))
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.environ.pop("JPY_PARENT_PID", None)  # a kernel that is not its frontend's child takes it for dead

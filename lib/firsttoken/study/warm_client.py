@@ -23,6 +23,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 with socket.socket(socket.AF_UNIX) as server:
     server.connect(sys.argv[1])
     asked = {"module": sys.argv[2], "arguments": sys.argv[3:], "folder": os.getcwd(), "environment": dict(os.environ)}
+    asked["processors"] = sorted(os.sched_getaffinity(0))
     socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
     said = b""
     while b"\n" not in said:

@@ -9,17 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from firsttoken.assets.checkpoint import CODES, combined_sha256, weight_files
 from firsttoken.assets.empty_model import build_on_meta, put
 from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.study.errors import ModelError, SwarmError
 from firsttoken.swarm.rest8 import SCALES, put_8_bits
+
+if TYPE_CHECKING:  # a lean start needs none of it
+    from transformers import PreTrainedModel
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from firsttoken.assets.model_config import read_config
 from firsttoken.engine.attention import page
@@ -21,6 +23,9 @@ from firsttoken.study.errors import ModelError, SwarmError
 from firsttoken.swarm.blocks import load_span
 from firsttoken.swarm.room import Room
 from firsttoken.swarm.wire import Stretch
+
+if TYPE_CHECKING:  # a lean start needs none of it
+    from transformers import PreTrainedModel
 
 _TIMED = 5  # steps of one token that say how fast a span is
 
@@ -37,18 +42,17 @@ class BlockStack:
         self.depth: int = read_config(folder).num_hidden_layers
         if not 0 <= blocks.start < blocks.stop <= self.depth:
             raise SwarmError(f"blocks [{blocks.start}, {blocks.stop}) are not among the model's [0, {self.depth})")
-        model = load_span(folder, blocks, dtype)
+        self._folder, self.dtype = folder, dtype
+        model = self._span(blocks)
         if odd := set(getattr(model.config, "layer_types", None) or []) - {"full_attention"}:
             raise ModelError(f"{model.config.model_type} has layers of {min(odd)}; a swarm runs full_attention only")
-        page(model)
         self.blocks = blocks
         self.width: int = model.config.hidden_size
         self.context: int = model.config.max_position_embeddings
-        self.dtype = dtype
-        self.pool = KVPool(KVShape.of(model.config, dtype, block_tokens), -(-kv_tokens // block_tokens), touched=False)
-        self._folder = folder
+        shape = replace(KVShape.of(model.config, dtype, block_tokens), layers=len(blocks))
+        self.pool = KVPool(shape, -(-kv_tokens // block_tokens), touched=False)
         self._rotary = model.model.rotary_emb
-        self._segment = LocalSegment([fuse_layer(layer) for layer in model.model.layers])
+        self._segment = LocalSegment(model.model.layers)
         self._attend = fastest_attend(self.pool)
 
     @torch.inference_mode()
@@ -79,9 +83,14 @@ class BlockStack:
         """As many other ``blocks`` in the place of those that were here, whose memory is given back first; nobody may
         use the pool meanwhile. Raises ModelError, and holds nothing then, for blocks that cannot be loaded."""
         self.blocks, self._segment = blocks, LocalSegment([])
+        self._segment = LocalSegment(self._span(blocks).model.layers)
+
+    def _span(self, blocks: range) -> PreTrainedModel:
+        """The model with ``blocks`` as its only layers, numbered from 0, as a step runs them."""
         model = load_span(self._folder, blocks, self.dtype)
         page(model)
-        self._segment = LocalSegment([fuse_layer(layer) for layer in model.model.layers])
+        model.model.layers = nn.ModuleList(fuse_layer(layer) for layer in model.model.layers)
+        return model
 
     def measured_throughput(self) -> float:
         """Tokens a second through one block, from steps of one token; nobody may use the pool meanwhile."""

@@ -16,6 +16,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.engine.fused import fuse
 from firsttoken.kvreuse.prefill import Group
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -24,6 +25,24 @@ from firsttoken.together.restored import over_a_link
 from firsttoken.together.shared_prompt import shared_prompt
 
 ARRIVAL, LINK, PROMPT = "arrival", "link", "prompt"
+MEASURED = {
+    "gap_s": ("longest_gap_s", "moving"),
+    "moving_s": ("median_gap_s", "moving"),
+    "with_prompt_s": ("median_gap_s", "with_prompt"),
+    "decode_s": ("median_gap_s", "decode"),
+    "alone_s": ("ttft_p50_s", "alone"),
+    "beside_s": ("ttft_p50_s", "beside"),
+    "tbt_s": ("tbt_p99_s", "beside"),
+    "plain_tbt_s": ("tbt_p99_s", "plain"),
+}
+"""The columns of seconds: what each measures, and in which case."""
+
+_RATIOS = (
+    ("longest_gap_x", "gap_s", "with_prompt_s"),
+    ("median_gap_x", "moving_s", "with_prompt_s"),
+    ("ttft_x", "beside_s", "alone_s"),
+    ("tbt_p99_x", "tbt_s", "plain_tbt_s"),
+)
 
 
 @dataclass(frozen=True)
@@ -104,26 +123,19 @@ def one_engine(profile: Profile) -> Outcome:
     return Outcome([{"scene": scene} | row for scene, rows in scenes.items() for row in rows], provenance=provenance)
 
 
-def one_engine_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def one_engine_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Medians over rounds: seconds of every scene, and the ratios that the goals are of."""
-    arrived, restored, prompts = ([row for row in rows if row["scene"] == scene] for scene in (ARRIVAL, LINK, PROMPT))
-    summary = {
-        "longest_gap_over_prompt": _median([row["gap_s"] / row["with_prompt_s"] for row in arrived], "x"),
-        "median_gap_over_prompt": _median([row["moving_s"] / row["with_prompt_s"] for row in arrived], "x"),
-        "restored_ttft_over_alone": _median([row["beside_s"] / row["alone_s"] for row in restored], "x"),
-        "restored_tbt_over_plain": _median([row["tbt_s"] / row["plain_tbt_s"] for row in restored], "x"),
-    }
-    for scene, found, names in (
-        (ARRIVAL, arrived, ("gap_s", "moving_s", "with_prompt_s", "decode_s")),
-        (LINK, restored, ("alone_s", "beside_s", "tbt_s", "plain_tbt_s")),
-    ):
-        summary |= {f"{scene}_{name}": _median([row[name] for row in found], "s") for name in names}
-    config = parameters["one_engine"]
-    for shared, name in ((True, "shared"), (False, "apart")):
-        mine = [row for row in prompts if row["shared"] is shared]
+    summary, config = Summary(), parameters["one_engine"]
+    for measure, column, base in _RATIOS:
+        over = [row[column] / row[base] for row in rows if column in row]
+        summary.add(measure, _median(over, "x"), case=MEASURED[column][1], than=MEASURED[base][1])
+    for column, (measure, case) in MEASURED.items():
+        summary.add(measure, _median([row[column] for row in rows if column in row], "s"), case=case)
+    for shared, case in ((True, "shared"), (False, "apart")):
+        mine = [row for row in rows if row.get("shared") is shared]
         beginnings = [(row["prefilled_tokens"] - config["sharing"]) / config["shared_tokens"] for row in mine]
-        summary[f"{name}_prefills"] = _median(beginnings, "prefills")
-        summary[f"{name}_s"] = _median([row["seconds"] for row in mine], "s")
+        summary.add("prefills", _median(beginnings, "prefills"), case=case)
+        summary.add("first_tokens_s", _median([row["seconds"] for row in mine], "s"), case=case)
     return summary
 
 

@@ -28,4 +28,11 @@ EXPERIMENTS = (
         f"{_TOGETHER}.borrowed.experiment:borrowed_start",
         f"{_TOGETHER}.borrowed.summary:borrowed_start_summary",
     ),
+    Experiment(
+        "parallel_start",
+        "A start of several processes that each fetch a part",
+        "56",
+        f"{_TOGETHER}.fetchers.experiment:parallel_start",
+        f"{_TOGETHER}.fetchers.summary:parallel_start_summary",
+    ),
 )

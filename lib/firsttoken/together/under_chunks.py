@@ -22,6 +22,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.engine.serving import Server
 from firsttoken.engine.streams import Stream, TokenEvent
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -86,20 +87,21 @@ def under_chunks(profile: Profile) -> Outcome:
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 
 
-def under_chunks_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def under_chunks_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By kind of steps: P99 of the time between tokens without the prompt and beside it, one over the other in the
     same round, the prompt's first token, and tokens that came wrong."""
-    measures: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     for way in dict.fromkeys(row["steps"] for row in rows):
         here = [row for row in rows if row["steps"] == way]
-        for name in ("plain", "beside"):
-            seconds = bootstrap([row[f"{name}_tbt_s"] for row in here], "median")
-            measures[f"{way}_{name}_tbt_p99_ms"] = seconds.summary("ms", 1000)
+        for case in ("plain", "beside"):
+            seconds = bootstrap([row[f"{case}_tbt_s"] for row in here], "median")
+            summary.add("tbt_p99_ms", seconds.summary("ms", 1000), variant=way, case=case)
         over = bootstrap([row["beside_tbt_s"] / row["plain_tbt_s"] for row in here], "median")
-        measures[f"{way}_over_plain_x"] = over.summary("x")
-        measures[f"{way}_prompt_ttft_s"] = bootstrap([row["ttft_s"] for row in here], "median").summary("s")
-        measures[f"{way}_tokens_wrong"] = {"value": sum(row["wrong"] for row in here), "n": len(here)}
-    return measures
+        summary.add("tbt_p99_x", over.summary("x"), variant=way, case="beside", than="plain")
+        first = bootstrap([row["ttft_s"] for row in here], "median")
+        summary.add("ttft_p50_s", first.summary("s"), variant=way)
+        summary.add("tokens_wrong", {"value": sum(row["wrong"] for row in here), "n": len(here)}, variant=way)
+    return summary
 
 
 def prompt_under_streams(

@@ -9,17 +9,17 @@ from firsttoken.together.under_chunks import FIXED, STRETCHED
 
 def under_chunks_rows(result: Result) -> Rows:
     """What streams notice of a long prompt, with a fixed budget and with steps that may be stretched so far."""
-    config = result.parameters["under_chunks"]
+    found, config = result.summary, result.parameters["under_chunks"]
     named = {FIXED: f"{config['budget']} tokens", STRETCHED: f"stretched {config['stretch']:g} times"}
     return [
         {
             "steps": name,
-            "P99 without the prompt, ms": interval(result.summary[f"{way}_plain_tbt_p99_ms"], 0),
-            "P99 beside it, ms": interval(result.summary[f"{way}_beside_tbt_p99_ms"], 0),
-            "times as long": interval(result.summary[f"{way}_over_plain_x"], 2),
+            "P99 without the prompt, ms": interval(found.of("tbt_p99_ms", variant=way, case="plain"), 0),
+            "P99 beside it, ms": interval(found.of("tbt_p99_ms", variant=way, case="beside"), 0),
+            "times as long": interval(found.of("tbt_p99_x", variant=way, case="beside", than="plain"), 2),
             "goal": "1.3" if way == STRETCHED else "",
-            "the prompt's first token, s": interval(result.summary[f"{way}_prompt_ttft_s"], 1),
-            "tokens lost or doubled": result.summary[f"{way}_tokens_wrong"]["value"],
+            "the prompt's first token, s": interval(found.of("ttft_p50_s", variant=way), 1),
+            "tokens lost or doubled": found.value("tokens_wrong", variant=way),
         }
         for way, name in named.items()
     ]

@@ -11,7 +11,7 @@ from firsttoken.kvreuse.experiments import decoding, gating
 from firsttoken.kvreuse.experiments.examples import example_rows
 from firsttoken.kvreuse.experiments.gating import gate_summary, quality_gate
 from firsttoken.kvreuse.experiments.method_summary import choice_of, methods_summary
-from firsttoken.kvreuse.experiments.methods import _blend, reuse_methods
+from firsttoken.kvreuse.experiments.methods import _blend, reuse_methods, where_of
 from firsttoken.kvreuse.experiments.setting import Setting
 from firsttoken.kvreuse.prefill import Group
 from firsttoken.study import paths
@@ -19,6 +19,7 @@ from firsttoken.study.errors import ProfileError, RequestError
 
 ALWAYS = ["full prefill", "sender", "full reuse", "DroidSpeak"]
 BLENDS = ["CacheBlend 0.15 gradual", "CacheBlend equal compute", "CacheBlend equal latency"]
+CASES = ("reuse", "half", "chosen")
 EQUAL = {"equal compute": 4 / 6, "equal latency": 0.5}
 
 
@@ -46,15 +47,15 @@ def test_what_each_method_answers(study):
         chosen = rows["DroidSpeak"]
         assert (chosen["lo"], chosen["hi"]) in within
         assert chosen["hi"] - chosen["lo"] == min(hi - lo for lo, hi in within), "the fewest layers in the bound"
-        key = f"tuned_from_{sender}_hotpotqa"
-        assert {f"{key}_full_prefill_pct", f"{key}_over_cacheblend_equal_latency_points"} <= set(result.summary)
-        assert f"{key}_full_prefill_loss_points" not in result.summary
+        run = {"receiver": "tuned", "sender": sender, "task": "hotpotqa"}
+        assert result.summary.of("score_pct", method="full prefill", **run)
+        assert result.summary.get("loss_points", method="full prefill", **run) is None
         for name in (*ALWAYS[1:], *BLENDS):
-            slug = f"{key}_{name.replace(' ', '_').lower()}"
-            assert {f"{slug}_pct", f"{slug}_loss_points", f"{slug}_relative_loss_pct"} <= set(result.summary)
-        assert result.summary[f"{key}_decoded_speedup_x"]["value"] == pytest.approx(
-            float(np.median(1 / np.array(chosen["time_share"])))
-        )
+            for measure in ("score_pct", "loss_points", "relative_loss_pct"):
+                assert result.summary.of(measure, **where_of(name), **run)
+        assert len(result.summary.all("score_above_points", than="CacheBlend", case="equal latency", **run)) == 1
+        (gain,) = result.summary.all("speedup_x", chosen_by="decoded answers", **run)
+        assert gain["value"] == pytest.approx(float(np.median(1 / np.array(chosen["time_share"]))))
     content = json.loads(result.path.read_text())
     del content["parameters"]
     assert str(study.folder.parent) not in json.dumps(content)
@@ -111,6 +112,20 @@ def test_what_is_no_blend_is_refused(text):
         _blend(text, EQUAL, 6)
 
 
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [
+        ("smaller model", {"method": "smaller model"}),
+        ("CacheBlend 0.15", {"method": "CacheBlend", "share": 0.15}),
+        ("CacheBlend .5 gradual from 2", {"method": "CacheBlend", "share": 0.5, "variant": "gradual from 2"}),
+        ("CacheBlend equal latency", {"method": "CacheBlend", "case": "equal latency"}),
+        ("CacheBlend equal compute from 2", {"method": "CacheBlend", "case": "equal compute", "variant": "from 2"}),
+    ],
+)
+def test_where_the_measures_of_a_method_hold(method, where):
+    assert where_of(method) == where
+
+
 def answered(items: str, method: str, group: tuple[int, int], scores: list[float], time: float) -> dict:
     row = {"run": "a <- b: qa", "receiver": "a", "sender": "b", "task": "qa", "items": items, "method": method}
     times = {"depth": 4, "n": len(scores), "time_share": [time, time]}
@@ -129,17 +144,20 @@ def test_the_summary_of_answers():
     judged = {"full prefill": 0.8, "full reuse": 0.2, "DroidSpeak": 0.72, "CacheBlend equal compute": 0.5}
     judged |= {"CacheBlend equal latency": 0.3, "CacheBlend equal latency from 2": 0.32}
     rows += [answered("judge", m, (1, 3) if m == "DroidSpeak" else (0, 0), [s] * 6, 0.5) for m, s in judged.items()]
-    value = {name: entry["value"] for name, entry in methods_summary(rows, {}).items()}
-    assert value["a_from_b_qa_decoded_group"] == "1-2"
-    assert value["decoded_group_layers_mean_pct"] == 50
-    assert value["decoded_speedup_mean_x"] == value["decoded_speedup_least_x"] == 2
-    assert value["a_from_b_qa_accuracy_group"] == "1-1", "one layer is enough for token accuracy"
-    assert value["accuracy_speedup_mean_x"] == 4
-    assert value["a_from_b_qa_accuracy_group_relative_loss_pct"] == pytest.approx(12.5)
-    assert value["decoded_group_relative_loss_worst_pct"] == pytest.approx(10)
-    assert value["reuse_relative_loss_worst_pct"] == pytest.approx(75)
-    assert value["over_cacheblend_equal_latency_mean_points"] == pytest.approx(40), "the better of its two ways"
-    assert value["over_cacheblend_equal_compute_mean_points"] == pytest.approx(22)
+    value, run = methods_summary(rows, {}).value, {"receiver": "a", "sender": "b", "task": "qa"}
+    decoded, accuracy = ({"method": "DroidSpeak", "chosen_by": by} for by in ("decoded answers", "token accuracy"))
+    above = {"method": "DroidSpeak", "than": "CacheBlend", "across": "mean"}
+    assert value("group", **decoded, **run) == "1-2"
+    assert value("group_layers_pct", **decoded, across="mean") == 50
+    assert value("speedup_x", **decoded, across="mean") == value("speedup_x", **decoded, across="least") == 2
+    assert value("group", **accuracy, **run) == "1-1", "one layer is enough for token accuracy"
+    assert value("speedup_x", **accuracy, across="mean") == 4
+    assert value("relative_loss_pct", **accuracy, **run) == pytest.approx(12.5)
+    assert value("relative_loss_pct", method="DroidSpeak", across="worst") == pytest.approx(10)
+    assert value("relative_loss_pct", method="full reuse", across="worst") == pytest.approx(75)
+    lead = value("score_above_points", **above, case="equal latency")
+    assert lead == pytest.approx(40), "the better of its two ways"
+    assert value("score_above_points", **above, case="equal compute") == pytest.approx(22)
 
 
 def test_a_mean_over_runs_leaves_out_those_with_nothing_to_mend():
@@ -152,12 +170,13 @@ def test_a_mean_over_runs_leaves_out_those_with_nothing_to_mend():
     ]
     rows += [answered("judge", m, (0, 4), lost[0], 1.0) for m in ("full prefill", "full reuse", "DroidSpeak")]
     kept = [row | {"run": "c <- b: qa", "receiver": "c", "item_score": lost[0]} for row in rows]
-    value = methods_summary([*rows, *kept], {})
-    assert value["c_from_b_qa_decoded_group"]["value"] == "none"
-    assert value["c_from_b_qa_decoded_speedup_x"]["value"] == pytest.approx(10)
-    assert value["decoded_speedup_mean_x"]["value"] == value["decoded_speedup_least_x"]["value"] == pytest.approx(1)
-    assert value["decoded_group_layers_mean_pct"]["value"] == 100
-    assert value["decoded_group_layers_mean_pct"]["n"] == 8
+    summary, run = methods_summary([*rows, *kept], {}), {"receiver": "c", "sender": "b", "task": "qa"}
+    decoded = {"method": "DroidSpeak", "chosen_by": "decoded answers"}
+    assert summary.value("group", **decoded, **run) == "none"
+    _, gain, mean, least = (entry["value"] for entry in summary.all("speedup_x", **decoded))
+    assert gain == pytest.approx(10) and mean == least == pytest.approx(1)
+    layers = summary.of("group_layers_pct", **decoded, across="mean")
+    assert (layers["value"], layers["n"]) == (100, 8)
     found = choice_of(rows)
     assert str(found.group) == "0-3" and set(found.shares) <= {1.0, 0.25} and len(found.shares) == len(found.gains)
 
@@ -176,16 +195,21 @@ def test_how_long_each_method_computes(study):
             ("smaller model", 0.5),
         ]
         assert all(0 <= row["prefill_s"] < row["first_token_s"] for row in rows)
-    gains = {"droidspeak_0_of_4_40_x", "droidspeak_2_of_4_40_x", "droidspeak_4_of_4_40_x", "smaller_model_2_of_4_40_x"}
-    assert gains | {"partial_over_share_40"} <= set(result.summary)
-    for bound in ("relative", "absolute"):
-        gains = [
-            result.summary[f"tuned_from_{sender}_hotpotqa_speedup_{bound}_x"]["value"] for sender in ("base", "other")
-        ]
-        nothing = result.summary["droidspeak_0_of_4_40_x"]["value"]  # where nothing is recomputed, nothing is won
-        each = [gain for gain in gains if gain != nothing]
-        assert each and result.summary[f"speedup_least_{bound}_x"]["value"] == min(each)
-        assert result.summary[f"speedup_mean_{bound}_x"]["value"] == pytest.approx(sum(each) / len(each))
+    value, ways = result.summary.value, result.summary.all("speedup_x", context_tokens=40)
+    assert [(e["where"]["method"], e["where"].get("layers")) for e in ways] == [
+        *(("DroidSpeak", layers) for layers in (0, 2, 4)),
+        ("CacheBlend", None),
+        ("smaller model", 2),
+    ]
+    assert value("speedup_x", method="CacheBlend", share=0.15) == ways[3]["value"]
+    (worst,) = result.summary.all("ttft_x")
+    assert (worst["where"]["context_tokens"], worst["where"]["across"]) == (40, "worst")
+    for bound in ("bound_pct", "bound_points"):
+        chosen = {"method": "DroidSpeak", bound: 5}
+        gains = [entry["value"] for entry in result.summary.all("speedup_x", **chosen, receiver="tuned")]
+        each = [gain for gain in gains if gain != ways[0]["value"]]  # where nothing is recomputed, nothing is won
+        assert len(gains) == 2 and each and value("speedup_x", **chosen, across="least") == min(each)
+        assert value("speedup_x", **chosen, across="mean") == pytest.approx(sum(each) / len(each))
 
 
 def test_a_group_that_the_model_has_no_layers_for_is_refused(study):
@@ -201,19 +225,18 @@ def test_the_gate(study):
         assert row["entropy"] >= 0 and 0 <= row["doubt"] <= 1 and row["head"] >= 0 and row["tail"] > -1e-4
     cells = [(row["set"], row["group"], row["item"]) for row in result.rows]
     assert len(cells) == len(set(cells)) == 12 * len(groups)
-    assert {f"{tag}_{name}" for tag in ("reuse", "half", "chosen") for name in ("group", "spoiled_pct")} <= set(
-        result.summary
-    )
-    assert result.summary["reuse_group"]["value"] == "none"
+    for measure in ("group", "spoiled_pct"):
+        assert [entry["where"] for entry in result.summary.all(measure)] == [{"case": case} for case in CASES]
+    assert result.summary.value("group", case="reuse") == "none"
 
 
 def test_the_gate_where_nothing_need_be_recomputed(study, same):
     outcome = quality_gate(study.profile(**{"reuse.runs": [same], "reuse.items": 2, "reuse.eval_items": 2}))
     assert len(outcome.rows) == 4, "one cache, so one row an item"
     summary = gate_summary(outcome.rows, {"gate": {"miss_budget": 0.1}})
-    for tag in ("reuse", "half", "chosen"):
-        assert summary[f"{tag}_group"]["value"] == "none"
-        assert summary[f"{tag}_spoiled_pct"] == {"value": 0, "n": 2, "unit": "%"}
+    for case in CASES:
+        spoiled = summary.of("spoiled_pct", case=case)
+        assert summary.value("group", case=case) == "none" and (spoiled["value"], spoiled["n"]) == (0, 2)
     assert all(row["tail"] == pytest.approx(0, abs=1e-3) and row["head"] < 1e-3 for row in outcome.rows)
 
 
@@ -223,14 +246,15 @@ def test_gates_of_signals_that_see_it_and_that_do_not():
         return {"set": where, "group": "none", "score": 0.2 if spoiled else 0.9, "own": 0.9} | signal
 
     rows = [row(where, index % 4 == 0, index) for where in ("calibrate", "judge") for index in range(8)]
-    found = gate_summary(rows, {"gate": {"miss_budget": 0.1}})
-    value = {name: entry["value"] for name, entry in found.items()}
-    assert value["reuse_spoiled_pct"] == 25
-    assert [value[f"reuse_{s}_auc"] for s in ("entropy", "doubt", "head")] == [1, 0, 0.5]
-    assert (value["reuse_entropy_miss_pct"], value["reuse_entropy_false_alarm_pct"]) == (0, 0)
-    assert value["reuse_entropy_loss_points"] == 0 and value["reuse_entropy_fallback_pct"] == 25
-    assert value["reuse_doubt_fallback_pct"] == 100, "a signal that misleads sends everything back"
-    assert {name.replace("reuse", "chosen") for name in value if name.startswith("reuse")} <= set(value)
+    summary = gate_summary(rows, {"gate": {"miss_budget": 0.1}})
+    for case in CASES:  # of one cache alone
+        assert summary.value("spoiled_pct", case=case) == 25
+        assert [e["value"] for e in summary.all("auc", case=case)][:3] == [1, 0, 0.5]
+        seen = {"case": case, "signal": "entropy"}
+        assert [summary.value(m, **seen) for m in ("miss_pct", "false_alarm_pct", "loss_points")] == [0, 0, 0]
+        assert summary.value("fallback_pct", **seen) == 25
+        misled = summary.value("fallback_pct", case=case, signal="doubt")
+        assert misled == 100, "a signal that misleads sends everything back"
 
 
 @pytest.mark.parametrize(
@@ -240,8 +264,8 @@ def test_which_cache_is_which(groups, half):
     rows = [
         {"set": where, "group": group, "score": 1.0, "own": 1.0} for where in ("calibrate", "judge") for group in groups
     ]
-    found = gate_summary(rows, {"gate": {"miss_budget": 0.1}})
-    assert [found[f"{tag}_group"]["value"] for tag in ("reuse", "half", "chosen")] == ["none", half, groups[-1]]
+    summary = gate_summary(rows, {"gate": {"miss_budget": 0.1}})
+    assert [summary.value("group", case=case) for case in CASES] == ["none", half, groups[-1]]
 
 
 def test_suffixes_of_different_lengths(study):

@@ -11,18 +11,26 @@ from firsttoken.kvreuse.experiments import profiling
 from firsttoken.kvreuse.experiments.profiling import layer_profile, profile_summary, profiled_groups
 from firsttoken.kvreuse.prefill import Group
 
-SUMMARY = [
-    "own_accuracy_pct",
-    "reuse_loss_points",
-    "reuse_relative_loss_pct",
+OF_A_RUN = [
+    "accuracy_pct",
+    "loss_points",
+    "relative_loss_pct",
     "critical_layers_pct",
     "group",
     "group_layers_pct",
-    "group_loss_points",
+    "loss_points",
     "profile_s",
     "prefix_passes",
-    "naive_prefix_passes",
+    "prefix_passes",
     "weight_distance_pct",
+]
+OF_ALL = [
+    "widest_layer_depth",
+    "critical_layers_pct",
+    "runs_with_loss",
+    "group_layers_pct",
+    "relative_loss_pct",
+    "prefix_passes_fewer_x",
 ]
 WHAT = ["own", "sender", *["layer"] * 4, "reuse", *["group"] * 3, "cost", "weights"]
 
@@ -48,7 +56,8 @@ def test_the_table_of_two_runs(study):
     result = study.run("layer_profile")
     names = ["tuned <- base: hotpotqa", "tuned <- other: hotpotqa"]
     assert list(dict.fromkeys(row["run"] for row in result.rows)) == names
-    for name, key in zip(names, ("tuned_from_base_hotpotqa", "tuned_from_other_hotpotqa"), strict=True):
+    summary = result.summary
+    for name, sender in zip(names, ("base", "other"), strict=True):
         rows = [row for row in result.rows if row["run"] == name]
         assert [row["what"] for row in rows] == WHAT
         for row in rows[:-2]:
@@ -58,22 +67,14 @@ def test_the_table_of_two_runs(study):
         by_group = {(row["lo"], row["hi"]): row for row in rows if row["what"] == "group"}
         assert list(by_group) == [(0, 2), (0, 4), (2, 4)]
         assert by_group[0, 4]["item_nll"] == rows[0]["item_nll"], "all layers recomputed is the receiver's own"
-        summary = {k.removeprefix(f"{key}_"): v for k, v in result.summary.items() if k.startswith(f"{key}_")}
-        assert sorted(summary) == sorted(SUMMARY)
-        assert summary["prefix_passes"]["value"] == (4 + 4 + 2) / 4  # sender, own, from layer 2
-        assert summary["naive_prefix_passes"]["value"] == (2 + 4 + 2) / 4
-        assert summary["group"]["value"] in {"none", "0-1", "0-3", "2-3"}
-        assert summary["weight_distance_pct"]["value"] > 0
-    overall = {
-        "critical_layers_mean_pct",
-        "group_layers_mean_pct",
-        "reuse_relative_loss_worst_pct",
-        "runs_with_loss",
-        "two_layer_groups_x",
-        "widest_layer_depth",
-    }
-    assert len(result.summary) == 2 * len(SUMMARY) + len(overall) and overall <= set(result.summary)
-    assert result.summary["two_layer_groups_x"]["value"] == (4 * 1 + 3 * 2 + 2 * 3 + 4) / (2 + 2 + 4)
+        run = {"receiver": "tuned", "sender": sender, "task": "hotpotqa"}
+        assert summary.value("prefix_passes", variant="shared", **run) == (4 + 4 + 2) / 4  # sender, own, from layer 2
+        assert summary.value("prefix_passes", variant="naive", **run) == (2 + 4 + 2) / 4
+        assert summary.value("group", **run) in {"none", "0-1", "0-3", "2-3"}
+        assert summary.value("weight_distance_pct", **run) > 0
+    assert [entry["measure"] for entry in summary] == [*OF_A_RUN, *OF_A_RUN, *OF_ALL]
+    fewer = summary.value("prefix_passes_fewer_x", variant="naive", layers=2, than="single layers")
+    assert fewer == (4 * 1 + 3 * 2 + 2 * 3 + 4) / (2 + 2 + 4)
     assert result.rows[0]["accuracy"] > 0.5, "the receiver has learnt its task"
     content = json.loads(result.path.read_text())
     del content["parameters"]  # recorded as the user typed them
@@ -84,9 +85,9 @@ def test_a_sender_that_is_the_receiver_loses_nothing(study, same):
     outcome = layer_profile(study.profile(**{"reuse.runs": [same]}))
     own, *others = outcome.rows[:-2]
     assert len(others) == 9 and all(row["item_nll"] == pytest.approx(own["item_nll"], abs=0.002) for row in others)
-    found = profile_summary(outcome.rows, {})
-    summary = {name.removeprefix("base_from_base_hotpotqa_"): v["value"] for name, v in found.items()}
-    assert (summary["group"], summary["reuse_loss_points"], summary["weight_distance_pct"]) == ("none", 0, 0)
+    value, run = profile_summary(outcome.rows, {}).value, {"receiver": "base", "sender": "base", "task": "hotpotqa"}
+    assert value("loss_points", method="full reuse", **run) == value("weight_distance_pct", **run) == 0
+    assert value("group", **run) == "none"
     assert {g.group for g in profiled_groups(outcome.rows)} == {Group(0, 0), Group(0, 2), Group(0, 4), Group(2, 4)}
 
 

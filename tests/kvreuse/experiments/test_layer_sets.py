@@ -66,10 +66,11 @@ def test_the_experiment(study, same):
         layers = [int(layer) for layer in row["layers"].split(",")]
         assert (len(spans(layers)), len(layers), row["n"]) == (row["transitions"], 2, 5)
         assert row["deviation"] > 0
-    keys = [f"tuned_from_{sender}_hotpotqa_deviation_{n}" for sender in ("base", "other") for n in (1, 2)]
-    assert list(result.summary) == [*keys, "deviation_1", "deviation_2"]
-    both = [result.summary[f"tuned_from_{sender}_hotpotqa_deviation_1"]["value"] for sender in ("base", "other")]
-    assert result.summary["deviation_1"]["value"] == pytest.approx(sum(both) / 2)
+    runs = [{"receiver": "tuned", "sender": sender, "task": "hotpotqa"} for sender in ("base", "other")]
+    where = [place | {"transitions": n} for place in [*runs, {"across": "mean"}] for n in (1, 2)]
+    assert [entry["where"] for entry in result.summary.all("deviation")] == where
+    both = [result.summary.value("deviation", **run, transitions=1) for run in runs]
+    assert result.summary.value("deviation", across="mean", transitions=1) == pytest.approx(sum(both) / 2)
     assert transitions(study.profile()).rows == result.rows
     outcome = transitions(study.profile(**{"reuse.runs": [same], "transitions.runs": 1}))
     assert {(row["deviation"], row["accuracy_lost"]) for row in outcome.rows} == {(0.0, 0.0)}

@@ -13,7 +13,7 @@ from firsttoken.kvreuse.prefill import Group
 TOKENS, DEPTH = 48, 4
 KV = 2 * 2 * 8 * 4 * TOKENS  # bytes of a layer: keys and values, 2 heads of 8, fp32
 EDGE = 32 * 4 * TOKENS
-SUMMARY = {f"{other}_over_pipelined" for other in ("recompute", "send_all", "send_reused")} | {"pipelined_over_floor"}
+RATIOS = [("pipelined", "floor"), *((other, "pipelined") for other in ("recompute", "send all", "send reused"))]
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, *groups: Group) -> None:
@@ -31,21 +31,20 @@ def test_the_table_of_schedules(study):
     result = study.run("pipelined_loading")
     cells = [(row["gbit_per_s"], row["round"], row["schedule"]) for row in result.rows]
     assert len(cells) == len(set(cells)) == 2 * 2 * 4
-    names = {f"{name}_{rate}" for name in SUMMARY for rate in ("0", "0p02")}
-    assert result.summary["recompute_over_pipelined_fastest"] == result.summary["recompute_over_pipelined_0p02"]
-    more = {
-        "recompute_over_pipelined_fastest",
-        "pipelined_over_floor_worst",
-        "send_reused_over_pipelined_most",
-        "edge_over_kv",
-        "group",
-    }
-    exact = {name: entry["value"] for name, entry in result.summary.items() if name not in names | more}
-    assert names | more <= set(result.summary)
-    assert [exact[f"fig13_{name}"] for name in ("send_all", "send_reused", "pipelined")] == [47, 30, 17]
-    assert (exact["edge_over_kv_llama_3_8b"], exact["edge_over_kv_llama_2_7b"]) == (2, 0.5)
-    assert result.summary["edge_over_kv"]["value"] == EDGE / KV
-    assert result.summary["pipelined_over_floor_worst"] == result.summary["pipelined_over_floor_0p02"]
+    found, value = result.summary, result.summary.value
+    by_link = [(method, than, rate) for rate in (0, 0.02) for method, than in RATIOS]
+    ratios = [entry["where"] for entry in found.all("ttft_x") if "gbit_per_s" in entry["where"]]
+    assert [(where["method"], where["than"], where["gbit_per_s"]) for where in ratios] == by_link
+    full, floor = {"method": "recompute", "than": "pipelined"}, {"method": "pipelined", "than": "floor"}
+    assert value("ttft_x", **full, link="fastest") == value("ttft_x", **full, gbit_per_s=0.02)
+    assert value("ttft_x", **floor, across="worst") == value("ttft_x", **floor, gbit_per_s=0.02)
+    gains = [entry["value"] for entry in found.all("ttft_x", method="send reused")]
+    assert value("ttft_x", method="send reused", than="pipelined", across="most") == max(gains)
+    methods = ("send all", "send reused", "pipelined")
+    assert [value("ttft_units", method=method, case="figure 13") for method in methods] == [47, 30, 17]
+    edges = [value("edge_bytes_x", model=model, than="kv of a layer") for model in ("llama-3-8b", "llama-2-7b")]
+    assert [*edges, value("edge_bytes_x", than="kv of a layer")] == [2, 0.5, EDGE / KV]
+    assert value("group") == result.rows[0]["group"]
 
 
 @pytest.mark.parametrize("group", [Group(0, 0), Group(0, 2), Group(2, 4), Group(0, 4)], ids=str)
@@ -68,13 +67,15 @@ def test_whatever_group_was_chosen(study, monkeypatch, group):
 
 def test_only_unshaped_links(study):
     outcome = pipelined_loading(study.profile(**{"loading.rounds": 1, "loading.gbit_per_s": [0]}))
-    summary = loading_summary(outcome.rows, {})
-    assert "pipelined_over_floor_0" in summary and "pipelined_over_floor_worst" not in summary
+    (over,) = loading_summary(outcome.rows, {}).all("ttft_x", method="pipelined", than="floor")
+    assert over["where"]["gbit_per_s"] == 0, "no worst of links that are shaped"
 
 
 def test_the_table_of_choices(study):
     result = study.run("adaptive_group")
-    assert set(result.summary) == {"chosen_over_best_0", "chosen_over_best_0p02", "chosen_over_best_worst"}
+    places = [{"gbit_per_s": 0}, {"gbit_per_s": 0.02}, {"across": "worst"}]
+    over = [{"variant": "chosen", "than": "best fixed"} | place for place in places]
+    assert [entry["where"] for entry in result.summary.all("ttft_x")] == over
     chosen = [row for row in result.rows if row["how"] == "chosen"]
     assert [(row["gbit_per_s"], row["round"]) for row in chosen] == [(0, 0), (0, 1), (0.02, 0), (0.02, 1)]
     for row in result.rows:

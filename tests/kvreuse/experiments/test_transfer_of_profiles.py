@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from firsttoken.kvreuse.experiments import profiling
-from firsttoken.kvreuse.experiments.transfer import AT_BOUND, OF_SIZE, SEEN, is_foreign, over_own, transfer_summary
+from firsttoken.kvreuse.experiments.transfer import AT_BOUND, OF_SIZE, OWN, SEEN, is_foreign, over_own, transfer_summary
 
 
 def row(chosen_on: str, judged_on: str, losses: list[float], rule: str = AT_BOUND, layers: int = 2) -> dict:
@@ -31,10 +31,11 @@ def test_two_pairs_of_one_task_each(study, monkeypatch):
     assert all(r["n"] == len(r["item_loss"]) == 6 for r in transfers)
     choices = [r for r in result.rows if r["what"] == "choice" and r["sender"] == "base"]
     assert {r["items"] for r in choices} == {1, 3, 6}
-    unseen = result.summary["tuned_from_base_hotpotqa_unseen_points"]
-    assert unseen["n"] == 6
-    assert "worst_over_own_points" not in result.summary, "no task was foreign"
-    assert result.summary["tuned_from_base_hotpotqa_6_items_layers"]["n"] == len(choices) / 3
+    (unseen,) = result.summary.all("loss_points", sender="base", than=SEEN)
+    assert unseen["n"] == 6 and unseen["where"]["task"] == unseen["where"]["chosen_on"] == "hotpotqa"
+    assert not result.summary.all("loss_points", than=OWN), "no task was foreign"
+    layers = result.summary.of("group_layers", receiver="tuned", sender="base", task="hotpotqa", items=6)
+    assert layers["n"] == len(choices) / 3
 
 
 def test_what_a_foreign_choice_costs():
@@ -49,12 +50,15 @@ def test_what_a_foreign_choice_costs():
     assert [is_foreign(r) for r in rows] == [False, False, True, False, True, False]
     assert over_own(rows, rows[2]) == pytest.approx([0.1, 0.1])
     summary = transfer_summary(rows, {})
-    assert summary["a_from_b_y_to_x_over_own_points"]["value"] == pytest.approx(10)
-    assert summary["a_from_b_x_to_y_over_own_points"]["value"] == pytest.approx(-1)
-    assert summary["worst_over_own_points"]["value"] == pytest.approx(10)
-    assert summary["mean_over_own_points"]["value"] == pytest.approx((10 + 10 + 0 - 2) / 4)
-    assert summary["mean_over_own_points"]["n"] == 4
-    assert summary["a_from_b_x_unseen_points"]["value"] == pytest.approx(5)
+    run, over_own_choice = {"receiver": "a", "sender": "b"}, {"variant": AT_BOUND, "than": OWN}
+    for chosen_on, task, points in (("y", "x", 10), ("x", "y", -1)):
+        value = summary.value("loss_points", **run, chosen_on=chosen_on, task=task, **over_own_choice)
+        assert value == pytest.approx(points)
+    assert summary.value("loss_points", **over_own_choice, across="worst") == pytest.approx(10)
+    mean = summary.of("loss_points", **over_own_choice, across="mean")
+    assert mean["value"] == pytest.approx((10 + 10 + 0 - 2) / 4) and mean["n"] == 4
+    unseen = summary.value("loss_points", **run, chosen_on="x", task="x", variant=AT_BOUND, than=SEEN)
+    assert unseen == pytest.approx(5)
 
 
 def test_sizes_are_compared_with_their_own():
@@ -62,4 +66,5 @@ def test_sizes_are_compared_with_their_own():
     rows += [row("y", "x", [0.1 * layers, 0.1], OF_SIZE, layers) for layers in (2, 4)]
     assert over_own(rows, rows[2]) == pytest.approx([0.1, 0])
     assert over_own(rows, rows[3]) == pytest.approx([0.3, 0])
-    assert transfer_summary(rows, {})["same_size_worst_over_own_points"]["value"] == pytest.approx(10)
+    summary = transfer_summary(rows, {})
+    assert summary.value("loss_points", variant=OF_SIZE, than=OWN, across="worst") == pytest.approx(10)

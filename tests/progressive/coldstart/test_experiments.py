@@ -107,7 +107,8 @@ def test_a_cold_start_from_trial_to_table(trained):
     tokens = {row["variant"]: row["token_id"] for row in result.rows if row["variant"] != "read"}
     (last,) = (row["full_token_id"] for row in result.rows if row["variant"] == "progressive")
     assert tokens["whole_streamed"] == last and tokens.get("from_pretrained", last) == last
-    assert result.summary["progressive_over_whole_0.01gbit"]["n"] == 1
+    over = result.summary.of("ttft_x", variant="progressive", than="whole_streamed", link="0.01gbit")
+    assert over["n"] == 1
     assert [row["link"] for row in tables.link_rows(result)] == ["0.01 Gbit/s"]
     assert len(tables.first_token_rows(result, "0.01gbit")) >= 2
 
@@ -130,7 +131,9 @@ def test_a_variant_that_a_bucket_cannot_hold_back_is_refused_or_left_out(trained
 
 def test_the_sweep_times_and_scores_every_size(trained, few_processes):
     result = run_experiment("deferral_sweep", trained)
-    assert {"ttft_0", "ttft_2", "f1_distance_2", "f1_perplexity_2", "f1_healed_3"} <= result.summary.keys()
+    assert [entry["where"] for entry in result.summary.all("ttft_p50_s")] == [{"layers": 0}, {"layers": 2}]
+    for variant, layers in (("none", 0), ("distance", 2), ("perplexity", 2), ("healed", 3)):
+        assert result.summary.of("f1_pct", variant=variant, layers=layers)
     assert tables.most_deferred(result) == 2
     moved = {row["deferred_layers"]: row["bytes"] for row in result.rows if "bytes" in row}
     assert moved[2] < moved[0]
@@ -144,7 +147,7 @@ def test_the_sweep_times_and_scores_every_size(trained, few_processes):
 
 def test_the_timeline_serves_every_request_whole(trained, few_processes):
     result = run_experiment("recovery_timeline", trained)
-    assert all(result.summary[f"short_requests_{case}"]["value"] == 0 for case in ("whole", "pinned", "upgrade"))
+    assert all(result.summary.value("short_requests", case=case) == 0 for case in ("whole", "pinned", "upgrade"))
     peaks = [row for row in result.rows if row["row"] == "peak"]
     assert len({row["model_bytes"] for row in peaks}) == 1 and peaks[0]["model_bytes"] > 0
     grown = "stage 1 to whole model"
@@ -154,9 +157,10 @@ def test_the_timeline_serves_every_request_whole(trained, few_processes):
 
 def test_open_sessions_are_right_but_for_the_naive_one(trained):
     result: Result = run_experiment("open_session", trained)
+    value = result.summary.value
     for kind in ("healed", "bare"):
-        for policy in ("prefill_again", "from_boundary_states"):
-            assert result.summary[f"logit_error_{policy}_{kind}"]["value"] < 1e-3 < ROUNDING
-        assert result.summary[f"logit_error_naive_{kind}"]["value"] > 1e-2
-        assert result.summary[f"excess_nll_prefill_again_{kind}"]["value"] == 0
+        for policy in ("prefill again", "from boundary states"):
+            assert value("logit_error", policy=policy, variant=kind) < 1e-3 < ROUNDING
+        assert value("logit_error", policy="naive", variant=kind) > 1e-2
+        assert value("excess_nll", policy="prefill again", variant=kind) == 0
     assert len(recovery_tables.policy_rows(result)) == 10

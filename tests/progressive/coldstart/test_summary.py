@@ -19,6 +19,7 @@ from firsttoken.progressive.coldstart.summary import (
 LINK = {"link": "1 Gbit/s", "gbit_per_s": 1.0}
 DISK = {"link": "unshaped", "gbit_per_s": 0.0}
 EACH = {"link": "1 Gbit/s a link", "gbit_per_s": 1.0}
+PROGRESSIVE = {"variant": "progressive", "than": "whole_streamed", "link": "1gbit"}
 
 
 def trial(variant: str, round_: int, request: float, **more: Any) -> dict[str, Any]:
@@ -50,28 +51,28 @@ def rows() -> list[dict[str, Any]]:
 
 def test_memory_of_a_gpu_is_compared_where_it_was_measured(rows):
     on_gpu = [row | {"device_peak_bytes": 80 if row["variant"] == "progressive" else 100} for row in rows]
-    name = "peak_device_memory_over_whole_1gbit"
-    assert link_summary(on_gpu)[name]["value"] == pytest.approx(0.8) and name not in link_summary(rows)
+    assert link_summary(on_gpu).value("peak_device_memory_x", **PROGRESSIVE) == pytest.approx(0.8)
+    assert not link_summary(rows).all("peak_device_memory_x")
 
 
 def test_a_lean_start_is_held_against_the_same_load_and_what_none_can_do_without(rows):
     """1.2 s of 4.2 from the creation of the process; importing torch took 0.9 s, the bytes at the rate read alone 1."""
     lean = [trial("lean", i, 0.2, ttft_process_s=1.2 + 0.001 * i, torch_s=0.9, token_id=7) for i in range(4)]
     both = [row | {"token_id": 7} for row in rows] + lean
-    value = {name: entry["value"] for name, entry in link_summary(both).items()}
-    assert value["lean_over_whole_streamed_1gbit"] == pytest.approx(1.2015 / 4.215)
-    assert value["lean_over_bound_1gbit"] == pytest.approx(1.2015)
-    assert value["lean_says_the_same_1gbit"] is True
+    whole = {"variant": "lean", "than": "whole_streamed", "link": "1gbit"}
+    bound = whole | {"than": "bound"}
+    summary = link_summary(both)
+    assert summary.value("process_ttft_x", **whole) == pytest.approx(1.2015 / 4.215)
+    assert summary.value("process_ttft_x", **bound) == pytest.approx(1.2015)
+    assert summary.value("same_first_token", **whole) is True
     slow = link_summary([*rows, *(row | {"torch_s": 2.0, "token_id": 8} for row in lean)])
-    assert (
-        slow["lean_over_bound_1gbit"]["value"] == pytest.approx(1.2015 / 2)
-        and "lean_progressive_over_bound" not in slow
-    )
+    assert slow.value("process_ttft_x", **bound) == pytest.approx(1.2015 / 2)
+    assert not slow.all("process_ttft_x", variant="lean_progressive")
 
 
 def test_a_lean_loader_is_nobody_elses(rows):
     faster = rows + [trial("lean_folder", i, 0.1) for i in range(4)]
-    assert link_summary(faster)["best_peer_1gbit"] == link_summary(rows)["best_peer_1gbit"]
+    assert link_summary(faster).all("best_peer") == link_summary(rows).all("best_peer")
 
 
 def test_values_come_by_round(rows):
@@ -94,61 +95,74 @@ def test_the_whole_model_counts_both_later_stages(rows):
 
 def test_measures_of_a_link(rows):
     summary = link_summary(rows)
-    value = {name: entry["value"] for name, entry in summary.items()}
     assert link_floor(rows) == {"value": 1.0, "unit": "s", "why": "1,000 bytes at the rate read alone"}
-    assert value["bandwidth_1gbit"] == pytest.approx(8e-6)
-    assert value["stage1_load_over_floor_1gbit"] == pytest.approx(0.88 / 0.8)
-    assert value["whole_streamed_over_bound_1gbit"] == pytest.approx(1.215)
-    assert value["p50_reduction_vs_from_pretrained_1gbit"] == pytest.approx(100 * (1 - 1.015 / 2.015))
-    assert value["streaming_gain_1gbit"] == pytest.approx(100 * (1 - 1.215 / 1.415))
-    assert value["device_s_first_1gbit"] == pytest.approx(4.015 / 4.215)
-    assert value["device_s_full_1gbit"] == pytest.approx(4.315 / 4.215)
-    assert value["full_over_whole_1gbit"] == pytest.approx(1.315 / 1.215)
-    assert value["peak_memory_over_whole_1gbit"] == pytest.approx(1.1)
-    assert (value["byte_share_first_1gbit"], value["byte_share_full_1gbit"]) == (0.8, 1.04)
-    assert value["best_peer_1gbit"] == "from_pretrained" and value["whole_over_best_peer_1gbit"] < 1
-    reduction = summary["p95_reduction_vs_same_loader_1gbit"]
+    assert summary.value("bandwidth_gbit_per_s", link="1gbit") == pytest.approx(8e-6)
+    ratios = {
+        "device_time_x": 4.015 / 4.215,
+        "full_device_time_x": 4.315 / 4.215,
+        "full_time_x": 1.315 / 1.215,
+        "peak_memory_x": 1.1,
+    }
+    assert {name: summary.value(name, **PROGRESSIVE) for name in ratios} == pytest.approx(ratios)
+    assert summary.value("load_x", **PROGRESSIVE | {"than": "floor"}) == pytest.approx(0.88 / 0.8)
+    assert summary.value("ttft_x", variant="whole_streamed", than="bound", link="1gbit") == pytest.approx(1.215)
+    saved = summary.value("ttft_p50_below_pct", **PROGRESSIVE | {"than": "from_pretrained"})
+    assert saved == pytest.approx(100 * (1 - 1.015 / 2.015))
+    gain = summary.value("ttft_p50_below_pct", variant="whole_streamed", than="whole", link="1gbit")
+    assert gain == pytest.approx(100 * (1 - 1.215 / 1.415))
+    shares = [summary.value(name, variant="progressive", link="1gbit") for name in ("byte_share", "full_byte_share")]
+    assert shares == [0.8, 1.04]
+    assert summary.value("best_peer", link="1gbit") == "from_pretrained"
+    assert summary.value("ttft_x", variant="whole", than="best_peer", link="1gbit") < 1
+    reduction = summary.of("ttft_p95_below_pct", **PROGRESSIVE)
     assert reduction["low"] <= reduction["value"] <= reduction["high"] and reduction["unit"] == "%"
 
 
 def test_a_variant_of_fewer_rounds_is_paired_with_those_that_it_ran_in(rows):
     few = [row for row in rows if row["variant"] != "from_pretrained" or row["round"] < 2]
     assert ratio(few, "progressive", "from_pretrained").estimate == pytest.approx(1.005 / 2.005)
-    assert link_summary(few)["p95_reduction_vs_from_pretrained_1gbit"]["n"] == 2
-    assert link_summary(few)["p95_reduction_vs_same_loader_1gbit"]["n"] == 4
+    found = {entry["where"]["than"]: entry["n"] for entry in link_summary(few).all("ttft_p95_below_pct")}
+    assert found == {"whole_streamed": 4, "from_pretrained": 2}
 
 
 def test_peers_are_compared_by_when_their_weights_can_be_used(rows):
     """One that maps its file returns at once, and its first prefill is the slower for it."""
     mapped = [row | {"variant": "safetensors", "load_s": 0.01} for row in rows if row["variant"] == "from_pretrained"]
     pooled = [row | {"variant": "chunked", "ttft_request_s": 1.3} for row in mapped]
-    value = {name: entry["value"] for name, entry in link_summary(rows + mapped + pooled).items()}
-    assert value["quickest_peer_1gbit"] == "chunked"
-    assert value["whole_ready_over_quickest_peer_1gbit"] == pytest.approx(1.215 / 1.1)
-    assert value["p95_reduction_vs_chunked_1gbit"] == pytest.approx(100 * (1 - 1.0285 / 1.3))
+    summary = link_summary(rows + mapped + pooled)
+    assert summary.value("quickest_peer", link="1gbit") == "chunked"
+    ready = summary.value("ready_x", variant="whole", than="quickest_peer", link="1gbit")
+    assert ready == pytest.approx(1.215 / 1.1)
+    saved = summary.value("ttft_p95_below_pct", **PROGRESSIVE | {"than": "chunked"})
+    assert saved == pytest.approx(100 * (1 - 1.0285 / 1.3))
 
 
 def test_a_link_without_the_progressive_start_has_no_measure_of_it(rows):
     summary = link_summary([row | DISK for row in rows if row["variant"] != "progressive"])
-    assert "whole_over_best_peer_unshaped" in summary
-    assert not [name for name in summary if name.startswith(("progressive", "device_s", "stage1"))]
+    assert summary.get("ttft_x", variant="whole", than="best_peer", link="unshaped")
+    assert not [entry for entry in summary if entry["where"].get("variant") == "progressive"]
 
 
 def test_several_links_are_held_against_a_kth_of_the_time():
     summary = link_summary([row | EACH for row in (read(0), trial("four_links", 0, 0.5, load_s=0.3))])
-    assert summary["four_links_over_expected_1gbit_each"]["value"] == pytest.approx(0.3 / 0.25)
+    over = summary.value("load_x", variant="four_links", than="expected", link="1gbit_each")
+    assert over == pytest.approx(0.3 / 0.25)
 
 
 def test_every_link_is_judged_by_its_own_rows(rows):
     slow = [row | DISK | {"load_s": 2 * row["load_s"]} for row in rows]
     found = cold_start_summary([row for pair in zip(rows, slow, strict=True) for row in pair], {})
-    assert found == link_summary(rows) | link_summary(slow)
+    assert found == link_summary(rows) + link_summary(slow)
 
 
 def test_shapes_have_a_ratio_a_link_and_one_share_of_the_bytes(rows):
     wheres = [{"shape": shape} | link for shape in ("small", "large") for link in (LINK, DISK)]
     found = shapes_summary([row | where for where in wheres for row in rows], {})
-    ends = ("ratio_1gbit", "ratio_unshaped", "byte_share")
-    assert found.keys() == {f"{shape}_{end}" for shape in ("small", "large") for end in ends}
-    assert found["large_byte_share"]["value"] == 0.8
-    assert found["small_ratio_unshaped"]["value"] == ratio(rows, "progressive", "whole_streamed").estimate
+    assert [(entry["measure"], entry["where"]["model"], entry["where"].get("link")) for entry in found] == [
+        (measure, shape, link)
+        for shape in ("small", "large")
+        for measure, link in (("ttft_x", "1gbit"), ("byte_share", None), ("ttft_x", "unshaped"))
+    ]
+    assert found.value("byte_share", model="large", variant="progressive") == 0.8
+    over = found.value("ttft_x", model="small", **PROGRESSIVE | {"link": "unshaped"})
+    assert over == ratio(rows, "progressive", "whole_streamed").estimate

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from read_blobs import CHUNK, content, make_blob, outcomes
 
 from firsttoken.link import Link, LinkConfig
-from firsttoken.progressive.loading.reader import PAGE, Blob, BlobReader, _groups, host_memory
+from firsttoken.progressive.loading.reader import PAGE, Blob, BlobReader, even_groups, host_memory
 from firsttoken.study.errors import LinkError
 from firsttoken.study.system.pagecache import evict, resident_fraction
 
@@ -125,7 +125,7 @@ def test_what_was_handed_over_stays_when_the_reader_is_gone(blobs: list[Blob]) -
 
 @given(sizes=st.lists(st.integers(0, 1000), max_size=12), count=st.integers(1, 5))
 def test_links_get_contiguous_groups_of_about_equal_bytes(sizes: list[int], count: int) -> None:
-    groups = _groups([Blob(Path(), "", size, "") for size in sizes], count)
+    groups = even_groups(sizes, count)
     assert [i for group in groups for i in group] == list(range(len(sizes)))
     shares = [sum(sizes[i] for i in group) for group in groups]
     assert len(shares) == count
@@ -142,7 +142,7 @@ def test_links_get_contiguous_groups_of_about_equal_bytes(sizes: list[int], coun
     ],
 )
 def test_no_link_is_idle_where_there_is_enough_for_all(sizes: list[int], count: int, expected: list[int]) -> None:
-    groups = _groups([Blob(Path(), "", size, "") for size in sizes], count)
+    groups = even_groups(sizes, count)
     assert [sum(sizes[i] for i in group) for group in groups] == expected
 
 

@@ -184,9 +184,10 @@ def test_mixtures_and_sparsity_stand_in_the_frontier_beside_exact_weights_of_the
     assert exact | {"layers": "s0"} == exact
     assert (exact["bits_fp16"], exact[mixed], exact[pruned]) == ("lossless_fp16", "s0", "s0")
     summary = precision_summary(rows, profile.parameters())
-    for name in ("bits_fp16", mixed, pruned):
-        assert summary[f"perplexity_over_exact_{name}"]["value"] != 1 and f"em_drop_{name}" in summary
-    assert summary[f"first_share_{mixed}"]["value"] < summary["first_share_bits_fp16"]["value"]
+    bits, mixture = {"variant": "bits", "dtype": "fp16"}, {"variant": "bits, 1:3 later, ends 8 bits", "dtype": "bf16"}
+    for place in (bits, mixture, {"variant": "sparse 0.5", "dtype": "bf16"}):
+        assert summary.value("perplexity_x", **place, than="exact") != 1 and summary.of("em_drop", **place)
+    assert summary.value("byte_share", **mixture) < summary.value("byte_share", **bits)
     with pytest.raises(StageError, match="the plan names the layers 4:9, and the model has 0:6"):
         cuts[:] = ["bits, 4:9 later of BF16"]
         precision_frontier(profile)

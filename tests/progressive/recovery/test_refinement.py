@@ -50,8 +50,8 @@ def test_after_the_hand_over_exact_weights_are_nearer(planes):
     assert all(row["kl_kept"] >= -1e-9 for row in after) and any(row["kl_kept"] > 0 for row in after)
     found = handover_summary(rows)
     for context in (8, 12):
-        assert found[f"kl_kept_{context}"]["value"] < found[f"kl_coarse_{context}"]["value"]
-        assert found[f"redo_ms_{context}"]["n"] == 3
+        kept, coarse = (found.value("kl_nats", case=case, context_tokens=context) for case in ("kept", "coarse"))
+        assert kept < coarse and found.of("redo_ms", context_tokens=context)["n"] == 3
 
 
 def test_the_logits_of_the_end_are_those_of_the_plain_model(planes, stage):
@@ -89,13 +89,16 @@ def test_what_the_rows_say():
     rows += timeline("whole", [1.0, 1.1, 1.2], 1000)
     rows += timeline("still", [1.0, 1.1, 1.2], 1050)
     rows += timeline("kept", [1.0, 1.15, 1.2], 1200, (1.1, 1.12))
-    found = {name: entry["value"] for name, entry in refinement_summary(rows, {"refinement": CONFIG}).items()}
-    assert found["step_ms_still"] == pytest.approx(100)
-    assert found["longest_gap_over_step_kept"] == pytest.approx(1.5), "the gap after the planes came is not counted"
-    assert found["merge_gb_per_s"] == pytest.approx(4) and found["merge_over_copy"] == pytest.approx(0.5)
-    assert found["longest_merge_ms"] == pytest.approx(100)
-    assert found["peak_over_model_kept"] == pytest.approx(1.2) and found["peak_over_whole_kept"] == pytest.approx(1.2)
-    assert found["same_logits"] is True and found["short_requests_kept"] == 0
+    found = refinement_summary(rows, {"refinement": CONFIG})
+    assert found.value("step_ms", case="still") == pytest.approx(100)
+    gap = found.value("longest_gap_x", case="kept", than="step")
+    assert gap == pytest.approx(1.5), "the gap after the planes came is not counted"
+    assert found.value("merge_gb_per_s") == pytest.approx(4)
+    assert found.value("merge_x", than="copy") == pytest.approx(0.5)
+    assert found.value("longest_merge_ms") == pytest.approx(100)
+    for base in ("model", "whole"):
+        assert found.value("peak_memory_x", case="kept", than=base) == pytest.approx(1.2)
+    assert found.value("same_logits") is True and found.value("short_requests", case="kept") == 0
 
 
 def test_a_profile_that_names_no_split_or_timeline():

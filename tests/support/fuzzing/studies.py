@@ -21,6 +21,7 @@ from firsttoken.progressive.served import ServedConfig
 from firsttoken.study import paths
 from firsttoken.study.ceilings import MachineConfig
 from firsttoken.study.claims import Claim, load_claims
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import Result, read_result, result_path, write_result
 from firsttoken.study.verdicts import judge
@@ -38,6 +39,7 @@ CLAIMS = """\
   tolerance: 0.1
   no_effect: 1
   measure: speedup
+  where: {policy: swap}
   experiment: machine
   notebook: "12"
   human_min: 1
@@ -48,7 +50,10 @@ CLAIMS = """\
   says: one after another
   kind: ordering
   told: a < b
-  measure: [speedup, other]
+  measure: speedup
+  where:
+    - {policy: swap, requests: 16}
+    - {policy: recompute, requests: 16}
   experiment: machine
   notebook: "12"
   human_min: 1
@@ -110,11 +115,20 @@ def profile(folder: Path) -> dict[str, Any]:
         return loaded.parameters() | {"about": loaded.about, "sections": sorted(loaded.sections)}
 
 
-CLAIM = Claim("c", "R", "1", "s", "ratio", "copy", "machine", "00", 1.0, 1.0, value=2.0, tolerance=0.1, no_effect=1.0)
+PLACE = {"policy": "swap", "requests": 16}
+CLAIM = Claim(
+    *("c", "R", "1", "s", "ratio", "copy_s", "machine", "00", 1.0, 1.0),
+    where=PLACE,
+    value=2.0,
+    tolerance=0.1,
+    no_effect=1.0,
+)
 
 
 def make_result(folder: Path) -> None:
-    summary = {"copy": {"value": 0.375, "low": 0.25, "high": 0.5, "n": 2, "unit": "s"}, "speedup": {"value": 2}}
+    summary = Summary()
+    summary.add("copy_s", {"value": 0.375, "low": 0.25, "high": 0.5, "n": 2, "unit": "s"}, **PLACE)
+    summary.add("speedup", {"value": 2})
     machine = {"slug": "test-cpu-2c", "gpu": None}
     measured = [{"trial": 0, "copy_s": 0.25}, {"trial": 1, "copy_s": 0.5}]
     with here(folder):

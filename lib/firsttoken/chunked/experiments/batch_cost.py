@@ -20,6 +20,7 @@ from firsttoken.engine.fused import fuse
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.trace import Step
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import Interval, bootstrap
@@ -28,6 +29,7 @@ PLAIN = 4  # steps that only decode, timed before each prompt
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 PROMPTS = tuple(2**power for power in range(4, 14))
 TILE = 256  # tokens; one more begins another tile (4.3)
+PAST_TILE = {"case": "a token past a tile", "than": "tile"}
 
 
 @dataclass(frozen=True)
@@ -136,47 +138,49 @@ def _prefilled(step: Step) -> dict[str, float]:
     return {"cached": cached, "new": new, "ms": 1e3 * step.seconds}
 
 
-def batch_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def batch_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """What pieces cost over the whole prompt, by the table and live; steps that prefill and decode over one of each;
     a token more than a tile."""
     config = parameters["batch_cost"]
     table = [row for row in rows if row["what"] == "table"]
     of = {(row["prompt"], row["piece"]): row["ms"] for row in table if row["of"] == "pieces"}
-    measures: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     for piece in config["table_pieces"]:
         over = [of[prompt, piece] / of[prompt, prompt] for prompt in config["table_prompts"]]
-        measures[f"table_pieces_{piece}_worst_x"] = {"value": max(over), "n": len(over), "unit": "x"}
+        worst = {"value": max(over), "n": len(over), "unit": "x"}
+        summary.add("prefill_x", worst, source="table", budget_tokens=piece, than="whole", across="worst")
     mixed = {(row["chunk"], row["run"]): row["ms"] for row in table if row["of"] == "mixed"}
     for piece in config["table_pieces"]:
         apart = mixed[piece, "alone"] + mixed[0, "beside"]
         together = {"value": mixed[piece, "beside"] / apart, "n": 1, "unit": "x"}
-        measures[f"table_together_{piece}_over_apart_x"] = together
+        summary.add("mixed_x", together, source="table", budget_tokens=piece, than="apart")
     one, more = (row["ms"] for row in table if row["of"] == "tile")
-    measures["table_tile_x"] = {"value": more / one, "n": 1, "unit": "x"}
-    return measures | _live_summary(rows, config)
+    summary.add("prefill_x", {"value": more / one, "n": 1, "unit": "x"}, source="table", **PAST_TILE)
+    _add_live(summary, rows, config)
+    return summary
 
 
-def _live_summary(rows: Rows, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _add_live(summary: Summary, rows: Rows, config: Mapping[str, Any]) -> None:
     repeats = sorted({row["repeat"] for row in rows if "repeat" in row})
 
     def ms(what: str, repeat: int, **asked: int) -> np.ndarray:
         mine = (row for row in rows if row["what"] == what and row["repeat"] == repeat)
         return np.array([row["ms"] for row in mine if all(row[name] == value for name, value in asked.items())])
 
-    measures: dict[str, dict[str, Any]] = {}
     whole = [ms("live", repeat, context=0, piece=config["prompt"]).sum() for repeat in repeats]
     for piece in config["pieces"]:
         alone = {repeat: ms("live", repeat, context=0, piece=piece) for repeat in repeats}
-        measures[f"live_pieces_{piece}_x"] = _over([each.sum() for each in alone.values()], whole).summary("x")
+        over = _over([each.sum() for each in alone.values()], whole).summary("x")
+        summary.add("prefill_x", over, source="live", budget_tokens=piece, than="whole")
         together, apart = np.zeros(len(repeats)), np.zeros(len(repeats))
         for context in config["contexts"]:
             decode = [ms("decode", repeat, context=context).mean() for repeat in repeats]
             together += [ms("live", repeat, context=context, piece=piece).sum() for repeat in repeats]
             apart += [each.sum() + len(each) * one for each, one in zip(alone.values(), decode, strict=True)]
-        measures[f"live_together_{piece}_over_apart_x"] = _over(together, apart).summary("x")
+        over = _over(together, apart).summary("x")
+        summary.add("mixed_x", over, source="live", budget_tokens=piece, than="apart")
     tiles = ([ms("tile", repeat, tokens=config["tile"] + more).sum() for repeat in repeats] for more in (1, 0))
-    measures["live_tile_x"] = _over(*tiles).summary("x")
-    return measures
+    summary.add("prefill_x", _over(*tiles).summary("x"), source="live", **PAST_TILE)
 
 
 def _over(these: Any, those: Any) -> Interval:

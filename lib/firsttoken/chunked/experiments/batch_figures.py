@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from firsttoken.chunked.experiments.batch_cost import PAST_TILE
+from firsttoken.study.measures import Entry
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -73,7 +75,7 @@ def live_costs(result: Result) -> Figure:
     for prompt in config["table_prompts"]:
         over = [_table_pieces(result, prompt, piece) for piece in config["table_pieces"]]
         pieces.plot(config["table_pieces"], over, "s-", color=COLOURS["chunks alone"], markersize=4)
-    found = [result.summary[f"live_pieces_{piece}_x"] for piece in config["pieces"]]
+    found = [_live_pieces(result, piece) for piece in config["pieces"]]
     values = np.array([(entry["value"], entry["low"], entry["high"]) for entry in found]).T
     ends = np.abs(values[1:] - values[0])
     live = {"color": COLOURS["measured"], "marker": "o", "capsize": 2}
@@ -97,8 +99,10 @@ def piece_rows(result: Result) -> Rows:
     return [
         {
             "tokens of a piece": piece,
-            "time / whole prompt": interval(result.summary[f"live_pieces_{piece}_x"], 2),
-            "with decodes / apart": interval(result.summary[f"live_together_{piece}_over_apart_x"], 2),
+            "time / whole prompt": interval(_live_pieces(result, piece), 2),
+            "with decodes / apart": interval(
+                result.summary.of("mixed_x", source="live", budget_tokens=piece, than="apart"), 2
+            ),
         }
         for piece in result.parameters["batch_cost"]["pieces"]
     ]
@@ -106,22 +110,28 @@ def piece_rows(result: Result) -> Rows:
 
 def table_rows(result: Result) -> Rows:
     """The same by the cost table, the worst of its prompts."""
+    value = result.summary.value
     return [
         {
             "tokens of a piece": piece,
-            "time / whole prompt, at most": f"{result.summary[f'table_pieces_{piece}_worst_x']['value']:.2f}",
-            "with decodes / apart": f"{result.summary[f'table_together_{piece}_over_apart_x']['value']:.2f}",
+            "time / whole prompt, at most": f"{value('prefill_x', **where, than='whole', across='worst'):.2f}",
+            "with decodes / apart": f"{value('mixed_x', **where, than='apart'):.2f}",
         }
         for piece in result.parameters["batch_cost"]["table_pieces"]
+        for where in ({"source": "table", "budget_tokens": piece},)
     ]
 
 
 def tile_rows(result: Result) -> Rows:
     """A token more than a tile, beside the paper's."""
-    here, table = result.summary["live_tile_x"], result.summary["table_tile_x"]
+    here, table = (result.summary.of("prefill_x", source=source, **PAST_TILE) for source in ("live", "table"))
     return [
         {"what": "257 tokens / 256", "paper (A100)": 1.32, "live": interval(here, 2), "table": f"{table['value']:.2f}"}
     ]
+
+
+def _live_pieces(result: Result, piece: int) -> Entry:
+    return result.summary.of("prefill_x", source="live", budget_tokens=piece, than="whole")
 
 
 def _steps_ms(result: Result, context: int, size: int) -> np.ndarray:

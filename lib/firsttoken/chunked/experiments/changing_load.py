@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,22 +16,23 @@ from firsttoken.chunked.hardware import Hardware
 from firsttoken.chunked.lengths import lengths
 from firsttoken.chunked.own_objectives import OWN_OBJECTIVES
 from firsttoken.chunked.policy import Policy
+from firsttoken.chunked.policy_text import place_of
 from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.metrics import serve_items
 from firsttoken.engine.request import Request
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
 TOLD = ("adaptive_budget", "deadline")  # which know the objective: they are run once for each
 ADAPTIVE, RIVALS = "adaptive_budget", ("sarathi ", "prefill_cap", "deadline")
+ABOVE_BEST = {"scheduler": ADAPTIVE, "than": "best rival"}
 TRIED = 2  # draws on which the margin of ``pace`` was chosen: what is judged is drawn anew
-COLUMNS = {"tbt_p99_s": "s", "light_ttft_p50_s": "s", "light_ttft_p99_s": "s"} | {
-    name: "s" for name in ("heavy_ttft_p50_s", "heavy_ttft_p99_s", "longest_wait_s")
-}
+TENANTS, QUANTILES = ("light", "heavy"), (50, 99)
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ class _Served:
     def measures(self) -> dict[str, float]:
         """Of all requests, and of either kind of tenant."""
         found = {"tbt_p99_s": float(np.percentile(np.concatenate(self.gaps), 99))}
-        for tenant, mine in (("light", ~self.heavy), ("heavy", self.heavy)):
-            for q in (50, 99):
+        for tenant, mine in zip(TENANTS, (~self.heavy, self.heavy), strict=True):
+            for q in QUANTILES:
                 found[f"{tenant}_ttft_p{q}_s"] = float(np.percentile(self.ttft[mine], q))
         overtaken = self.begun[:, None] - self.arrivals >= self.config.wait_s  # [young, old]
         overtaken &= (self.arrivals[:, None] > self.arrivals) & (self.begun[:, None] < self.begun)
@@ -150,36 +152,37 @@ class _Served:
                 yield {"phase": phase, "ttft_p50_s": ttft_s, "tbt_p99_s": tbt_s}
 
 
-def changing_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def changing_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Times by scheduler; shares within each objective, and how many points the adaptive budget's is above the best of
     the fixed budgets' and rivals' of each draw; requests that were late; who was overtaken after the bound."""
-    measures: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     runs = [row for row in rows if row["what"] == "run" and row.get("objective", TIMES[STRICT]) == TIMES[STRICT]]
     by = {name: [row for row in runs if row["scheduler"] == name] for name in _names(runs)}
     for name, mine in by.items():
-        for column, unit in COLUMNS.items():
-            measures[f"{_key(name)}_{column}"] = bootstrap([row[column] for row in mine]).summary(unit)
-        measures[f"{_key(name)}_late_pct"] = bootstrap([row["late"] for row in mine]).summary("%", 100)
-        overtaken = sum(row["overtaken"] for row in mine)
-        measures[f"{_key(name)}_overtaken"] = {"value": overtaken, "n": len(mine), "unit": "pairs of requests"}
+        where = place_of(name)
+        summary.add("tbt_p99_s", bootstrap([row["tbt_p99_s"] for row in mine]).summary("s"), **where)
+        for tenant, q in itertools.product(TENANTS, QUANTILES):
+            ttft = bootstrap([row[f"{tenant}_ttft_p{q}_s"] for row in mine])
+            summary.add(f"ttft_p{q}_s", ttft.summary("s"), **where, tenant=tenant)
+        summary.add("longest_wait_s", bootstrap([row["longest_wait_s"] for row in mine]).summary("s"), **where)
+        summary.add("late_pct", bootstrap([row["late"] for row in mine]).summary("%", 100), **where)
+        overtaken = {"value": sum(row["overtaken"] for row in mine), "n": len(mine), "unit": "pairs of requests"}
+        summary.add("overtaken", overtaken, **where)
     above = []
     for times in dict.fromkeys(row["objective"] for row in rows if row["what"] == "within"):
         here = [row for row in rows if row["what"] == "within" and row["objective"] == times]
         shares = {name: [row["share"] for row in here if row["scheduler"] == name] for name in _names(here)}
         for name, each in shares.items():
-            measures[f"{_key(name)}_within_{times}_pct"] = bootstrap(each).summary("%", 100)
+            summary.add("within_pct", bootstrap(each).summary("%", 100), **place_of(name), objective=times)
         rivals = [each for name, each in shares.items() if name.startswith(RIVALS)]
         if ADAPTIVE in shares and rivals:
-            above.append(bootstrap(np.subtract(shares[ADAPTIVE], np.max(rivals, axis=0))).summary("points", 100))
-            measures[f"adaptive_above_best_{times}_points"] = above[-1]
+            distance = bootstrap(np.subtract(shares[ADAPTIVE], np.max(rivals, axis=0))).summary("points", 100)
+            above.append(summary.add("within_points", distance, **ABOVE_BEST, objective=times))
     if above:
-        measures["adaptive_above_best_worst_points"] = min(above, key=lambda entry: entry["value"])
-    return measures
+        worst = min(above, key=lambda entry: entry["value"])
+        summary.add("within_points", worst, **ABOVE_BEST, across="worst")
+    return summary
 
 
 def _names(rows: Rows) -> list[str]:
     return list(dict.fromkeys(row["scheduler"] for row in rows))
-
-
-def _key(name: str) -> str:
-    return name.replace(" ", "_")

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firsttoken.chunked.experiments.generation_stalls import LIVE, SIMULATED
+from firsttoken.chunked.experiments.pipeline_bubbles import SIZE, TIME, WHOLE
 from firsttoken.chunked.experiments.simulator_error import METRICS, QUANTILES, VLLM
 from firsttoken.chunked.experiments.simulator_error import SIMULATED as FORETOLD
+from firsttoken.chunked.policy_text import place_of
+from firsttoken.chunked.standing import BASE
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -87,11 +90,12 @@ def stall_rows(result: Result) -> Rows:
     return [
         {
             "run": f"{run}: {told(scheduler)}",
-            "longest gap, ms": interval(_of(result, run, scheduler, "worst_gap_ms"), 0),
-            "over a plain gap": interval(_of(result, run, scheduler, "worst_over_plain_x"), 1),
-            "prompt's TTFT, s": interval(_of(result, run, scheduler, "prompt_ttft_s"), 2),
+            "longest gap, ms": interval(result.summary.of("worst_gap_ms", **where), 0),
+            "over a plain gap": interval(result.summary.of("worst_gap_x", **where, than="plain gap"), 1),
+            "prompt's TTFT, s": interval(result.summary.of("ttft_s", **where), 2),
         }
         for run, scheduler in found
+        for where in ({"source": run} | place_of(scheduler),)
     ]
 
 
@@ -113,10 +117,9 @@ def capacities(result: Result) -> Figure:
         for place, scheduler in enumerate(schedulers):
             mine = [r for r in rows if r["objective"] == objective and r["scheduler"] == scheduler]
             rates = [row["requests_per_s"] for row in mine]
-            dots(
-                ax, place, scheduler, rates, result.summary[f"{scheduler.replace(' ', '_')}_{objective}_requests_per_s"]
-            )
-        base = result.summary[f"prefill_first_{objective}_requests_per_s"]["value"]
+            entry = result.summary.of("capacity_requests_per_s", **place_of(scheduler), objective=objective)
+            dots(ax, place, scheduler, rates, entry)
+        base = result.summary.value("capacity_requests_per_s", scheduler=BASE, objective=objective)
         ax.axvline(2 * base, color=COLOURS["target"], linestyle="--", linewidth=1.5)
         ax.annotate("twice prefill first", (2 * base, -0.6), (5, 0), textcoords="offset points", fontsize=9)
         bound_ms = 1e3 * mine[0]["tbt_s"]
@@ -129,13 +132,13 @@ def capacities(result: Result) -> Figure:
 
 def capacity_rows(result: Result) -> Rows:
     """Ratios to the prefill-first scheduler."""
-    rows = [row for row in result.rows if row["what"] == "capacity" and row["scheduler"] != "prefill_first"]
+    rows = [row for row in result.rows if row["what"] == "capacity" and row["scheduler"] != BASE]
     objectives = dict.fromkeys(row["objective"] for row in rows)
     return [
         {"scheduler": told(name)}
         | {
             f"{objective}, over prefill first": interval(
-                result.summary.get(f"{name.replace(' ', '_')}_{objective}_x"), 2
+                result.summary.get("capacity_x", **place_of(name), objective=objective, than=BASE), 2
             )
             for objective in objectives
         }
@@ -149,9 +152,9 @@ def ablation_rows(result: Result) -> Rows:
     return [
         {
             "scheduler": told(name),
-            "P50 TTFT, s": interval(result.summary[f"ablation_{name.replace(' ', '_')}_ttft_p50_s"], 2),
+            "P50 TTFT, s": interval(result.summary.of("ttft_p50_s", **place_of(name), case="ablation"), 2),
             "paper, P50 TTFT (Yi-34B)": paper[name.partition(" ")[0]][0],
-            "P99 TBT, s": interval(result.summary[f"ablation_{name.replace(' ', '_')}_tbt_p99_s"], 3),
+            "P99 TBT, s": interval(result.summary.of("tbt_p99_s", **place_of(name), case="ablation"), 3),
             "paper, P99 TBT (Yi-34B)": paper[name.partition(" ")[0]][1],
         }
         for name in dict.fromkeys(row["scheduler"] for row in result.rows if row["what"] == "ablation")
@@ -162,12 +165,13 @@ def errors(result: Result) -> Figure:
     """Each request of vLLM's run beside the simulated one: on the diagonal they agree."""
     import matplotlib.pyplot as plt
 
-    titles = {"ttft_s": ("TTFT", "s", 1.0), "tpot_s": ("TPOT", "ms", 1e3), "latency_s": ("latency", "s", 1.0)}
+    titles = {"ttft": ("TTFT", "s", 1.0), "tpot": ("TPOT", "ms", 1e3), "latency": ("latency", "s", 1.0)}
     fig, axes = plt.subplots(1, 3, figsize=(12, 4.2))
     for ax, metric in zip(axes, METRICS, strict=True):
         name, unit, scale = titles[metric]
         real, simulated = (
-            np.array([row[metric] for row in result.rows if row["run"] == run]) * scale for run in (VLLM, FORETOLD)
+            np.array([row[f"{metric}_s"] for row in result.rows if row["run"] == run]) * scale
+            for run in (VLLM, FORETOLD)
         )
         ax.plot(real, simulated, LOOKS["measured"].marker, color=COLOURS["measured"], markersize=3, alpha=0.6)
         ends = [0, 1.05 * max(real.max(), simulated.max())]
@@ -181,25 +185,24 @@ def error_rows(result: Result) -> Rows:
     names = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
     return [
         {"metric": told_as}
-        | {f"{name} off, %": f"{result.summary[f'{short}_{name}_off_pct']['value']:+.1f}" for name in QUANTILES}
-        for short, told_as in names.items()
+        | {
+            f"{name} off, %": f"{result.summary.value(f'{metric}_{name}_off_pct', source=FORETOLD, than=VLLM):+.1f}"
+            for name in QUANTILES
+        }
+        for metric, told_as in names.items()
     ]
-
-
-def _of(result: Result, run: str, scheduler: str, measure: str) -> dict | None:
-    return result.summary.get(f"{run}_{scheduler.replace(' ', '_')}_{measure}")
 
 
 def bubble_rows(result: Result) -> Rows:
     """What two stages leave idle (Figure 13), by what fills their steps."""
-    kinds = {"whole": "whole prompts", "equal_size": "chunks of equal size", "equal_time": "chunks of equal time"}
+    kinds = {WHOLE: "whole prompts", SIZE: "chunks of equal size", TIME: "chunks of equal time"}
     found = result.summary
     return [
         {
             "prompts": told_as,
-            "idle, % of the devices' time": interval(found[f"{kind}_bubbles_pct"], 1),
-            "variation of the steps": interval(found[f"{kind}_step_cv"], 2),
-            "time in all / that of equal size": interval(found.get(f"{kind}_makespan_over_equal_size_x"), 2) or "1",
+            "idle, % of the devices' time": interval(found.of("bubbles_pct", variant=kind), 1),
+            "variation of the steps": interval(found.of("step_cv", variant=kind), 2),
+            "time in all / that of equal size": interval(found.get("makespan_x", variant=kind, than=SIZE), 2) or "1",
         }
         for kind, told_as in kinds.items()
     ]

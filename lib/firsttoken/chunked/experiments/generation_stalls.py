@@ -15,6 +15,7 @@ from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.chunked.capacity import Objective
 from firsttoken.chunked.hardware import Hardware
 from firsttoken.chunked.policy import engine_config
+from firsttoken.chunked.policy_text import place_of
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
@@ -22,6 +23,7 @@ from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -103,12 +105,12 @@ def _stalled(
     yield {"request": "prompt", "ttft_s": prompt.ttft_s}
 
 
-def stalls_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def stalls_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The longest gap of the running requests while the prompt is prefilled, beside a plain one, and the prompt's TTFT.
 
     A plain gap is the median of those that end before the prompt's arrival or a while after its first token.
     """
-    measures: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     for run in (LIVE, SIMULATED):
         for scheduler in dict.fromkeys(row["scheduler"] for row in rows if row["run"] == run):
             here = [row for row in rows if (row["run"], row["scheduler"]) == (run, scheduler)]
@@ -121,8 +123,8 @@ def stalls_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[
                 worst.append(max(row["gap_s"] for row in gaps if row["at_s"] > 0))
                 over.append(worst[-1] / plain)
                 ttft.append(first_s)
-            key = f"{run}_{scheduler.replace(' ', '_')}"
-            measures[f"{key}_worst_gap_ms"] = bootstrap(worst).summary("ms", 1e3)
-            measures[f"{key}_worst_over_plain_x"] = bootstrap(over).summary("x")
-            measures[f"{key}_prompt_ttft_s"] = bootstrap(ttft).summary("s")
-    return measures
+            where = {"source": run} | place_of(scheduler)
+            summary.add("worst_gap_ms", bootstrap(worst).summary("ms", 1e3), **where)
+            summary.add("worst_gap_x", bootstrap(over).summary("x"), **where, than="plain gap")
+            summary.add("ttft_s", bootstrap(ttft).summary("s"), **where)
+    return summary

@@ -24,6 +24,7 @@ from firsttoken.engine.kv import KVShape
 from firsttoken.study import paths
 from firsttoken.study.dtypes import AUTO, name_of, resolve, serving
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -32,6 +33,7 @@ Turns = list[tuple[int, int, str]]  # round, budget, system
 TIMES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "gap_p99", "latency_p50")
 METRICS = {name: (f"{name}_s", "s", min) for name in TIMES} | {"tokens_per_s": ("tokens_per_s", "tokens/s", max)}
 """Of each its column, its unit, and which value is the better one."""
+BEST = {"case": "each at its best budget"}
 CPU = "cpu"
 LONGER = 4  # standard deviations above the mean that a prompt may have
 
@@ -146,14 +148,13 @@ def _stored(profile: Profile, longest: int) -> Iterator[tuple[PeerModel, dict[st
         yield PeerModel(folder, name_of(served), torch.get_num_threads(), longest, kv_bytes), provenance
 
 
-def peer_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def peer_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Medians over rounds by system and budget; ours over vLLM's, round by round, at each budget and with each at its
     own best one, that of the best median."""
     budgets = parameters["live_peer"]["budgets"]
     found = {(row["system"], row["budget"], row["round"]): row for row in rows}
     rounds = sorted({number for _, _, number in found})
-
-    measures: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     for name, (column, unit, better) in METRICS.items():
         values = {
             (system, budget): [found[system, budget, number][column] for number in rounds]
@@ -161,15 +162,17 @@ def peer_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[st
             for budget in budgets
         }
         medians = {case: bootstrap(each, "median") for case, each in values.items()}
-        measures |= {f"{system}_{budget}_{column}": one.summary(unit) for (system, budget), one in medians.items()}
+        for (system, budget), one in medians.items():
+            summary.add(column, one.summary(unit), engine=system, budget_tokens=budget)
         best = {
             system: better(budgets, key=lambda budget, of=system: medians[of, budget].estimate)
             for system in (OURS, VLLM)
         }
-        measures |= {f"{system}_best_{name}_budget": {"value": best[system], "unit": "tokens"} for system in best}
-        pairs = {f"budget_{budget}": (budget, budget) for budget in budgets} | {"best": (best[OURS], best[VLLM])}
-        for key, (mine, theirs) in pairs.items():
+        for system, budget in best.items():
+            summary.add(f"{name}_best_budget_tokens", {"value": budget, "unit": "tokens"}, engine=system)
+        pairs = [({"budget_tokens": budget}, budget, budget) for budget in budgets]
+        for where, mine, theirs in [*pairs, (BEST, best[OURS], best[VLLM])]:
             both = zip(values[OURS, mine], values[VLLM, theirs], strict=True)
-            ratios = [ours / other for ours, other in both]
-            measures[f"{key}_{name}_over_vllm"] = bootstrap(ratios, "median").summary("x")
-    return measures
+            over = bootstrap([ours / other for ours, other in both], "median").summary("x")
+            summary.add(f"{name}_x", over, engine=OURS, than=VLLM, **where)
+    return summary

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firsttoken.chunked.capacity import STRICT, TIMES
+from firsttoken.chunked.experiments.changing_load import ABOVE_BEST, ADAPTIVE
 from firsttoken.chunked.experiments.figures import NAMES, dots, told
+from firsttoken.chunked.policy_text import place_of
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -31,7 +33,7 @@ def within(result: Result) -> Figure:
     for ax, times in zip(axes[0], objectives, strict=True):
         for place, name in enumerate(schedulers):
             shares = [100 * r["share"] for r in rows if r["scheduler"] == name and r["objective"] == times]
-            dots(ax, place, name, shares, result.summary[f"{_key(name)}_within_{times}_pct"])
+            dots(ax, place, name, shares, result.summary.of("within_pct", **place_of(name), objective=times))
         ax.set(xlabel="within, % of requests", xlim=(-4, 104))
         ax.set_title(f"gaps ≤ {1e3 * times * iteration_s:.0f} ms", fontsize=11)
     axes[0][0].set_yticks(range(len(schedulers)), [told(name) for name in schedulers])
@@ -80,29 +82,29 @@ def load_rows(result: Result) -> Rows:
     return [
         {
             "scheduler": told(name),
-            "P99 between tokens, ms": interval(scaled(found[f"{key}_tbt_p99_s"], 1e3), 0),
-            "light: P50 TTFT, s": interval(found[f"{key}_light_ttft_p50_s"], 2),
-            "light: P99": interval(found[f"{key}_light_ttft_p99_s"], 1),
-            "heavy: P50 TTFT, s": interval(found[f"{key}_heavy_ttft_p50_s"], 2),
-            "heavy: P99": interval(found[f"{key}_heavy_ttft_p99_s"], 1),
-            "late, % of requests": interval(found[f"{key}_late_pct"], 0),
-            "longest wait, s": interval(found[f"{key}_longest_wait_s"], 1),
+            "P99 between tokens, ms": interval(scaled(found.of("tbt_p99_s", **where), 1e3), 0),
+            "light: P50 TTFT, s": interval(found.of("ttft_p50_s", **where, tenant="light"), 2),
+            "light: P99": interval(found.of("ttft_p99_s", **where, tenant="light"), 1),
+            "heavy: P50 TTFT, s": interval(found.of("ttft_p50_s", **where, tenant="heavy"), 2),
+            "heavy: P99": interval(found.of("ttft_p99_s", **where, tenant="heavy"), 1),
+            "late, % of requests": interval(found.of("late_pct", **where), 0),
+            "longest wait, s": interval(found.of("longest_wait_s", **where), 1),
         }
-        for name, key in ((name, _key(name)) for name in _schedulers(result))
+        for name, where in ((name, place_of(name)) for name in _schedulers(result))
     ]
 
 
 def above_rows(result: Result) -> Rows:
     """The adaptive budget's share over the best of fixed budgets and rivals, by objective."""
-    iteration_s = result.floors["decode_iteration"]["value"]
+    iteration_s, found = result.floors["decode_iteration"]["value"], result.summary
     return [
         {
             "gaps of at most, ms": f"{1e3 * times * iteration_s:.0f}",
-            "adaptive, % within": interval(result.summary[f"adaptive_budget_within_{times}_pct"], 0),
-            "above the best of the others, points": interval(result.summary[f"adaptive_above_best_{times}_points"], 1),
+            "adaptive, % within": interval(found.of("within_pct", scheduler=ADAPTIVE, objective=times), 0),
+            "above the best of the others, points": interval(above, 1),
         }
         for times in result.parameters["changing_load"]["objectives"]
-        if f"adaptive_above_best_{times}_points" in result.summary
+        if (above := found.get("within_points", **ABOVE_BEST, objective=times))
     ]
 
 
@@ -113,7 +115,3 @@ def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
 
 def _schedulers(result: Result) -> list[str]:
     return list(dict.fromkeys(row["scheduler"] for row in result.rows if row["what"] == "run"))
-
-
-def _key(name: str) -> str:
-    return name.replace(" ", "_")

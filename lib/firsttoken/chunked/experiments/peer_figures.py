@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from firsttoken.chunked.experiments.live_peer import BEST
 from firsttoken.chunked.experiments.load_figures import scaled
 from firsttoken.chunked.peers import OURS, VLLM
+from firsttoken.study.measures import Scalar, Summary
 from firsttoken.study.plot import LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -20,12 +21,12 @@ PANELS = (
     ("itl_p99_s", 1e3, "P99 of time between tokens, ms"),
     ("tokens_per_s", 1.0, "tokens/s"),
 )
-COLUMNS = {  # of the table: a row's column, the same of the ratios, digits, and from seconds to the unit
-    "P50 TTFT, s": ("ttft_p50_s", "ttft_p50", 2, 1.0),
-    "P99 TTFT, s": ("ttft_p99_s", "ttft_p99", 2, 1.0),
-    "P99 ITL, ms": ("itl_p99_s", "itl_p99", 1, 1e3),
-    "P99 of single gaps, ms": ("gap_p99_s", "gap_p99", 0, 1e3),
-    "tokens/s": ("tokens_per_s", "tokens_per_s", 1, 1.0),
+COLUMNS = {  # of the table: a measure, its ratio to vLLM's, digits, and from seconds to the unit
+    "P50 TTFT, s": ("ttft_p50_s", "ttft_p50_x", 2, 1.0),
+    "P99 TTFT, s": ("ttft_p99_s", "ttft_p99_x", 2, 1.0),
+    "P99 ITL, ms": ("itl_p99_s", "itl_p99_x", 1, 1e3),
+    "P99 of single gaps, ms": ("gap_p99_s", "gap_p99_x", 0, 1e3),
+    "tokens/s": ("tokens_per_s", "tokens_per_s_x", 1, 1.0),
 }
 
 
@@ -42,7 +43,7 @@ def beside(result: Result) -> Figure:
                 mine = [row[column] for row in result.rows if (row["system"], row["budget"]) == (system, budget)]
                 each = [scale * value for value in mine]
                 ax.plot([place + 2 * shift] * len(each), each, ".", color=colour, markersize=7)
-            medians = [scale * result.summary[f"{system}_{budget}_{column}"]["value"] for budget in budgets]
+            medians = [scale * result.summary.value(column, engine=system, budget_tokens=budget) for budget in budgets]
             places = [place + shift for place in range(len(budgets))]
             ax.plot(places, medians, marker, ls="-", color=colour, markersize=8, label=told)
         ax.set(xlabel="tokens a step, at most", ylabel=label, xlim=(-0.5, len(budgets) - 0.5))
@@ -59,13 +60,16 @@ def peer_rows(result: Result) -> Rows:
     for budget in result.parameters["live_peer"]["budgets"]:
         for system, (_, told) in SYSTEMS.items():
             entries = {
-                head: interval(scaled(result.summary[f"{system}_{budget}_{column}"], scale), digits)
+                head: interval(scaled(result.summary.of(column, engine=system, budget_tokens=budget), scale), digits)
                 for head, (column, _, digits, scale) in COLUMNS.items()
             }
             rows.append({"tokens a step": f"{budget:,}: {told}"} | entries)
-        rows.append({"tokens a step": f"{budget:,}: over vLLM"} | _over(result.summary, f"budget_{budget}"))
-    return [*rows, {"tokens a step": "each at its best: over vLLM"} | _over(result.summary, "best")]
+        rows.append({"tokens a step": f"{budget:,}: over vLLM"} | _over(result.summary, budget_tokens=budget))
+    return [*rows, {"tokens a step": "each at its best: over vLLM"} | _over(result.summary, **BEST)]
 
 
-def _over(summary: Mapping[str, Any], which: str) -> dict[str, str]:
-    return {head: interval(summary[f"{which}_{name}_over_vllm"], 2) for head, (_, name, _, _) in COLUMNS.items()}
+def _over(summary: Summary, **where: Scalar) -> dict[str, str]:
+    return {
+        head: interval(summary.of(measure, engine=OURS, than=VLLM, **where), 2)
+        for head, (_, measure, _, _) in COLUMNS.items()
+    }

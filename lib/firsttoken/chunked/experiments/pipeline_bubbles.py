@@ -21,6 +21,7 @@ from firsttoken.engine.trace import Trace
 from firsttoken.engine.workload.arrivals import Arrivals, with_arrivals
 from firsttoken.engine.workload.items import Item
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -81,16 +82,16 @@ def _ran(
     }
 
 
-def pipeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def pipeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Bubbles and variation of the steps by kind of chunks; bubbles and makespan over those of equal size, by seed."""
-    measures: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     by = {kind: [row for row in rows if row["chunks"] == kind] for kind in (WHOLE, SIZE, TIME)}
     for kind, here in by.items():
-        measures[f"{kind}_bubbles_pct"] = bootstrap([row["bubbles"] for row in here]).summary("%", 100)
-        measures[f"{kind}_step_cv"] = bootstrap([row["step_cv"] for row in here]).summary()
-        for column in ("bubbles", "makespan_s"):
+        summary.add("bubbles_pct", bootstrap([row["bubbles"] for row in here]).summary("%", 100), variant=kind)
+        summary.add("step_cv", bootstrap([row["step_cv"] for row in here]).summary(), variant=kind)
+        for measure, column in (("bubbles_x", "bubbles"), ("makespan_x", "makespan_s")):
             if kind != SIZE:
                 pairs = np.array([[row[column] for row in here], [row[column] for row in by[SIZE]]]).T
                 over = bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0))))
-                measures[f"{kind}_{column.removesuffix('_s')}_over_equal_size_x"] = over.summary("x")
-    return measures
+                summary.add(measure, over.summary("x"), variant=kind, than=SIZE)
+    return summary

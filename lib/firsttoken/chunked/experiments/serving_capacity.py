@@ -12,7 +12,9 @@ from firsttoken.chunked.bench import Bench, CapacityConfig
 from firsttoken.chunked.capacity import STRICT
 from firsttoken.chunked.hardware import Hardware
 from firsttoken.chunked.policy import Policy
+from firsttoken.chunked.policy_text import place_of
 from firsttoken.chunked.standing import BASE
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import Interval, bootstrap
@@ -40,38 +42,36 @@ def serving_capacity(profile: Profile) -> Outcome:
     return Outcome(rows, floors, provenance=hardware.provenance(bench.costs))
 
 
-def capacity_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def capacity_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Capacities, their ratios by seed to the prefill-first scheduler's and to the best fixed budget's, and Table 4."""
-    measures: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     found = [row for row in rows if row["what"] == "capacity"]
     for objective in parameters["capacity"]["objectives"]:
         here = [row for row in found if row["objective"] == objective]
         by = {name: [row["requests_per_s"] for row in here if row["scheduler"] == name] for name in _names(here)}
         for name, rates in by.items():
-            measures[f"{_key(name)}_{objective}_requests_per_s"] = bootstrap(rates).summary("requests/s")
+            where = place_of(name) | {"objective": objective}
+            summary.add("capacity_requests_per_s", bootstrap(rates).summary("requests/s"), **where)
             if BASE in by and name != BASE and min(by[BASE]) > 0:
-                measures[f"{_key(name)}_{objective}_x"] = _over(rates, by[BASE]).summary("x")
+                summary.add("capacity_x", _over(rates, by[BASE]).summary("x"), **where, than=BASE)
         fixed = [rates for name, rates in by.items() if name.startswith("sarathi ")]
         if "adaptive_budget" in by and fixed:
-            best = np.max(fixed, axis=0)
-            measures[f"adaptive_over_best_fixed_{objective}_x"] = _over(by["adaptive_budget"], best).summary("x")
+            over = _over(by["adaptive_budget"], np.max(fixed, axis=0)).summary("x")
+            summary.add("capacity_x", over, scheduler="adaptive_budget", objective=objective, than="best fixed")
     held = [row["step_max_s"] / row["budget_step_s"] for row in found if "budget_step_s" in row and "step_max_s" in row]
     if held:
-        measures["step_over_budget_step_worst_x"] = {"value": max(held), "n": len(held), "unit": "x"}
+        worst = {"value": max(held), "n": len(held), "unit": "x"}
+        summary.add("step_x", worst, than="step of the budget", across="worst")
     ablated = [row for row in rows if row["what"] == "ablation"]
     for name in _names(ablated):
         for column, unit in (("ttft_p50_s", "s"), ("tbt_p99_s", "s")):
             values = [row[column] for row in ablated if row["scheduler"] == name]
-            measures[f"ablation_{_key(name)}_{column}"] = bootstrap(values).summary(unit)
-    return measures
+            summary.add(column, bootstrap(values).summary(unit), **place_of(name), case="ablation")
+    return summary
 
 
 def _names(rows: Rows) -> list[str]:
     return list(dict.fromkeys(row["scheduler"] for row in rows))
-
-
-def _key(name: str) -> str:
-    return name.replace(" ", "_")
 
 
 def _over(rates: list[float], others: np.ndarray | list[float]) -> Interval:

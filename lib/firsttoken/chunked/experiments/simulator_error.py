@@ -19,13 +19,14 @@ from firsttoken.engine.request import Request
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.items import Item
 from firsttoken.study.errors import CorpusError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 
 FIELDS = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
 VLLM, SIMULATED = "vllm", "simulated"
 RUNS = {SIMULATED: True, "simulated without prefix caching": False}  # whether blocks are kept and found again
-METRICS = ("ttft_s", "tpot_s", "latency_s")
+METRICS = ("ttft", "tpot", "latency")
 QUANTILES = {"mean": np.mean, "p50": np.median, "p99": lambda values: np.percentile(values, 99)}
 
 
@@ -110,25 +111,21 @@ def _simulated(request: Request) -> dict[str, float]:
     }
 
 
-def error_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def error_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By how much the simulator is off, in per cent of vLLM's: mean, median and P99 of each metric, and the worst; the
     worst without prefix caching, too."""
-    measures: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     for run in RUNS:
-        off = {
-            f"{metric.removesuffix('_s')}_{name}_off_pct": _off_pct(rows, run, metric, name)
-            for metric in METRICS
-            for name in QUANTILES
-        }
+        off = {(metric, name): _off_pct(rows, run, metric, name) for metric in METRICS for name in QUANTILES}
         if run == SIMULATED:
-            measures |= off
+            for (metric, name), entry in off.items():
+                summary.add(f"{metric}_{name}_off_pct", entry, source=run, than=VLLM)
         worst = max(off.values(), key=lambda entry: abs(entry["value"]))
-        key = "worst_off_pct" if run == SIMULATED else "worst_off_without_prefix_caching_pct"
-        measures[key] = worst | {"value": abs(worst["value"])}
-    return measures
+        summary.add("off_pct", worst | {"value": abs(worst["value"])}, source=run, than=VLLM, across="worst")
+    return summary
 
 
 def _off_pct(rows: Rows, run: str, metric: str, name: str) -> dict[str, Any]:
-    simulated, real = ([row[metric] for row in rows if row["run"] == which] for which in (run, VLLM))
+    simulated, real = ([row[f"{metric}_s"] for row in rows if row["run"] == which] for which in (run, VLLM))
     off = float(QUANTILES[name](simulated)) / float(QUANTILES[name](real)) - 1
     return {"value": 100 * off, "n": len(real), "unit": "%"}

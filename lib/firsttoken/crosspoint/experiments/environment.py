@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from firsttoken.study.machine import describe
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.system import NOT_HERE
@@ -70,10 +71,12 @@ def environment(profile: Profile) -> Outcome:
     return Outcome(rows, provenance={"source": "this machine"})
 
 
-def environment_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def environment_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """How many pairs of parts cannot have been together."""
+    summary = Summary()
     broken = [row["broken"] for row in rows if row["what"] == "limit"]
-    return {"impossible_pairs": {"value": sum(broken), "n": len(broken)}}
+    summary.add("impossible_pairs", {"value": sum(broken), "n": len(broken)})
+    return summary
 
 
 def _here(component: str, machine: dict[str, Any], profile: Profile) -> str:

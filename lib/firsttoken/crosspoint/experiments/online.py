@@ -23,6 +23,7 @@ from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decom
 from firsttoken.engine.preemption.base import PreemptionPolicy
 from firsttoken.engine.workload.conversations import conversations
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import Interval, bootstrap
@@ -121,12 +122,12 @@ def _course(paid: Rows) -> Rows:
     return [{"at_s": paid[index]["at_s"], "regret_s": float(lost[index])} for index in chosen]
 
 
-def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The learning policy over the best static one, the oracle, and the fixed threshold, by setting and at worst."""
     spent = {(row["setting"], row["policy"], row["seed"]): row["seconds"] for row in rows if row["what"] == "total"}
     named = list(dict.fromkeys(setting for setting, _, _ in spent))
     seeds = sorted({seed for _, _, seed in spent})
-    measures: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     worst: dict[str, list[Interval]] = {"best_static": [], "oracle": []}
     beaten = wrong = 0
     for setting in named:
@@ -135,18 +136,19 @@ def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[
         over = {"best_static": _over(by_policy["online"], by_policy[best])}
         over |= {name: _over(by_policy["online"], by_policy[name]) for name in ("oracle", "cross_point")}
         for name, interval in over.items():
-            measures[f"online_over_{name}: {setting}"] = interval.summary("x")
-        measures[f"best_static: {setting}"] = {"value": best}
+            summary.add("recovery_x", interval.summary("x"), policy="online", than=name, case=setting)
+        summary.add("best_static", {"value": best}, case=setting)
         for name in worst:
             worst[name].append(over[name])
         if by_policy["cross_point"].sum() > 1.02 * by_policy["oracle"].sum():
             wrong += 1
             beaten += over["cross_point"].estimate < 1
     for name, intervals in worst.items():
-        measures[f"worst_over_{name}"] = max(intervals, key=lambda interval: interval.estimate).summary("x")
-    measures["threshold_wrong_settings"] = {"value": wrong, "n": len(named)}
-    measures["threshold_beaten_settings"] = {"value": beaten, "n": wrong}
-    return measures
+        largest = max(intervals, key=lambda interval: interval.estimate)
+        summary.add("recovery_x", largest.summary("x"), policy="online", than=name, across="worst")
+    summary.add("wrong_settings", {"value": wrong, "n": len(named)}, policy="cross_point")
+    summary.add("beaten_settings", {"value": beaten, "n": wrong}, policy="cross_point")
+    return summary
 
 
 def _over(mine: np.ndarray, other: np.ndarray) -> Interval:

@@ -65,17 +65,14 @@ def courses(result: Result) -> Figure:
 
 def setting_rows(result: Result) -> Rows:
     """The ratios by setting."""
-    return [
-        {
-            "setting": setting,
-            "best static policy": LOOKS[result.summary[f"best_static: {setting}"]["value"]][0],
-            **{
-                f"online / {label}": interval(result.summary[f"online_over_{name}: {setting}"], 3)
-                for name, label in (("best_static", "best static"), ("oracle", "oracle"), ("cross_point", "CrossPoint"))
-            },
-        }
-        for setting in _by_setting(result)
-    ]
+    rows = []
+    for best in result.summary.all("best_static"):
+        line = {"setting": best["where"]["case"], "best static policy": LOOKS[best["value"]][0]}
+        for name, label in (("best_static", "best static"), ("oracle", "oracle"), ("cross_point", "CrossPoint")):
+            over = result.summary.of("recovery_x", policy="online", than=name, case=line["setting"])
+            line[f"online / {label}"] = interval(over, 3)
+        rows.append(line)
+    return rows
 
 
 def _by_setting(result: Result) -> dict[str, dict[str, np.ndarray]]:

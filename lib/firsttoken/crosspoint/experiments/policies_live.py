@@ -27,13 +27,21 @@ from firsttoken.engine.trace import Trace
 from firsttoken.engine.workload.items import Item, with_ids
 from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
 BLOCK_TOKENS = 16
 POOL = "tokens in all of its KV blocks"
-METRICS = ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms")
+MEANS = {  # over runs: measure -> column of the rows, unit
+    "ttft_mean_ms": ("mean_ttft_ms", "ms"),
+    "tpot_mean_ms": ("mean_tpot_ms", "ms"),
+    "tpot_p99_ms": ("p99_tpot_ms", "ms"),
+    "recovery_s": ("recovery_s", "s"),
+    "preemptions": ("preemptions", ""),
+}
+OFF = {"ttft_mean_off_pct": "mean_ttft_ms", "tpot_mean_off_pct": "mean_tpot_ms", "tpot_p99_off_pct": "p99_tpot_ms"}
 
 
 @dataclass(frozen=True)
@@ -135,18 +143,18 @@ def _mix(config: LivePoliciesConfig, tokenizer: Any | None, seed: int) -> tuple[
     return threshold_mix(tokenizer, config.short, config.long, scale=config.scale, seed=seed)
 
 
-def live_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def live_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Means of the live runs, and how far the simulated ones are off, by metric: the mean over runs and the worst."""
-    measures: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     live = {(row["seed"], row["policy"]): row for row in rows if row["run"] == "live"}
     simulated = {(row["seed"], row["policy"]): row for row in rows if row["run"] == "simulated"}
     for policy in parameters["live_policies"]["policies"]:
-        for name in (*METRICS, "recovery_s", "preemptions"):
-            unit = {"recovery_s": "s", "preemptions": ""}.get(name, "ms")
+        for measure, (name, unit) in MEANS.items():
             values = [row[name] for (_, which), row in live.items() if which == policy]
-            measures[f"{policy}_{name}"] = bootstrap(values).summary(unit)
-    for name in METRICS:
+            summary.add(measure, bootstrap(values).summary(unit), policy=policy)
+    for measure, name in OFF.items():
         off = [100 * abs(simulated[key][name] / row[name] - 1) for key, row in live.items()]
-        measures[f"simulator_{name.removesuffix('_ms')}_off_pct"] = bootstrap(off).summary("%")
-        measures[f"simulator_{name.removesuffix('_ms')}_worst_pct"] = {"value": max(off), "n": len(off), "unit": "%"}
-    return measures
+        worst = {"value": max(off), "n": len(off), "unit": "%"}
+        summary.add(measure, bootstrap(off).summary("%"), source="simulated", than="live", across="mean")
+        summary.add(measure, worst, source="simulated", than="live", across="worst")
+    return summary

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from firsttoken.assets.needs import Need, check
 from firsttoken.crosspoint.costs.copies import CopyCosts
 from firsttoken.crosspoint.experiments.controls import Coin, Inverse
-from firsttoken.crosspoint.experiments.policies_live import BLOCK_TOKENS, POOL
+from firsttoken.crosspoint.experiments.policies_live import BLOCK_TOKENS, MEANS, POOL
 from firsttoken.crosspoint.experiments.recovery_latency import LONG, PCIE_4_X16
 from firsttoken.crosspoint.policies import make_policy
 from firsttoken.engine.config import EngineConfig
@@ -26,6 +26,7 @@ from firsttoken.engine.trace import Trace
 from firsttoken.engine.workload.items import Item, with_ids
 from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import Interval, bootstrap
@@ -33,9 +34,16 @@ from firsttoken.study.stats import Interval, bootstrap
 PAPER_TPOT_MS = 36.55  # mean TPOT of CPS (4.2.2), to which the price of a decode step is set
 POLICIES = ("swap", "recompute", "cross_point", "bandwidth_only", "online", "oracle")
 CONTROLS = ("inverse", "coin", "swap_overtaking")
+BELOW = {  # measure -> column of the rows
+    "ttft_mean_below_pct": "mean_ttft_ms",
+    "tpot_mean_below_pct": "mean_tpot_ms",
+    "tpot_p99_below_pct": "p99_tpot_ms",
+    "recovery_below_pct": "recovery_s",
+}
 HOST_BLOCKS = 1 << 20  # the paper does not state the swap space (errata I19); here it never fills
 OVERTAKING = "_overtaking"  # ends the name of a policy whose swapped requests may overtake each other
 BOUND = "bound"  # policy and costs of a row that no run made
+AS_PUBLISHED = "cross_point as published"  # what Swap with coalesced copies is held against
 FLOP_PER_TOKEN, A6000_FLOP_PER_S = 0.72e9, 155e12  # Qwen2.5-0.5B without embeddings; dense fp16 of an RTX A6000
 
 
@@ -170,34 +178,37 @@ def _maker(name: str) -> Callable[[Costs], PreemptionPolicy]:
     return lambda costs: make_policy(name.removesuffix(OVERTAKING))
 
 
-def replayed_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def replayed_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Means by policy, and by how much CPS lies below each static policy, paired by workload."""
     moved = [row for row in rows if row["costs"] == "coalesced"]
     decode_ms = moved[0]["decode_ms"]  # the calibrated price, as in every row but those of other prices
     main = [row for row in rows if row["costs"] == "published" and row["decode_ms"] == decode_ms]
-    measures: dict[str, dict[str, Any]] = {"decode_ms": {"value": decode_ms, "unit": "ms"}}
+    summary = Summary()
+    summary.add("decode_ms", {"value": decode_ms, "unit": "ms"})
     least = column(rows, BOUND, "mean_ttft_ms")
-    measures["least_mean_ttft_ms"] = {"value": float(np.mean(least)), "n": len(least), "unit": "ms"}
-    for policy in {row["policy"]: None for row in main}:
-        for name in ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "recovery_s", "preemptions"):
-            unit = {"recovery_s": "s", "preemptions": ""}.get(name, "ms")
-            measures[f"{policy}_{name}"] = bootstrap(column(main, policy, name)).summary(unit)
+    summary.add("ttft_mean_ms", {"value": float(np.mean(least)), "n": len(least), "unit": "ms"}, policy=BOUND)
+    for policy, threshold in {row["policy"]: row.get("threshold") for row in main}.items():
+        place = {"policy": "threshold", "threshold_tokens": threshold} if threshold is not None else {"policy": policy}
+        for measure, (name, unit) in MEANS.items():
+            summary.add(measure, bootstrap(column(main, policy, name)).summary(unit), **place, costs="published")
+
+    def gained(measure: str, runs: Rows, policy: str, other: str, costs: str = "published") -> None:
+        entry = below(runs, policy, other, BELOW[measure]).summary("%", 100)
+        summary.add(measure, entry, policy=policy, than=other, costs=costs)
+
     for other in ("swap", "recompute"):
-        for name in ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "recovery_s"):
-            short = name.removesuffix("_ms").removesuffix("_s")
-            measures[f"{short}_below_{other}_pct"] = below(main, "cross_point", other, name).summary("%", 100)
+        for measure in BELOW:
+            gained(measure, main, "cross_point", other)
     for name in CONTROLS:
         for other in ("swap", "cross_point"):
-            measures[f"{name}_p99_tpot_below_{other}_pct"] = below(main, name, other, "p99_tpot_ms").summary("%", 100)
-    cheap = [row | {"policy": "coalesced"} for row in moved if row["policy"] == "swap"]
-    measures["coalesced_recovery_below_pct"] = below(cheap + main, "coalesced", "cross_point", "recovery_s").summary(
-        "%", 100
-    )
-    measures["coalesced_p99_tpot_below_swap_pct"] = below(moved, "cross_point", "swap", "p99_tpot_ms").summary("%", 100)
+            gained("tpot_p99_below_pct", main, name, other)
+    as_published = [row | {"policy": AS_PUBLISHED} for row in main if row["policy"] == "cross_point"]
+    gained("recovery_below_pct", moved + as_published, "swap", AS_PUBLISHED, "coalesced")
+    gained("tpot_p99_below_pct", moved, "cross_point", "swap", "coalesced")
     pairs = np.column_stack([column(main, "cross_point", name) for name in ("recovery_s", "makespan_s")])
     share = bootstrap(pairs, lambda sample: float(np.divide(*sample.sum(0))))
-    measures["recovery_share_pct"] = share.summary("%", 100)
-    return measures
+    summary.add("recovery_share_pct", share.summary("%", 100), policy="cross_point", costs="published")
+    return summary
 
 
 def column(rows: Rows, policy: str, name: str) -> list[float]:

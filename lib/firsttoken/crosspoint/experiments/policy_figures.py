@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from firsttoken.crosspoint.experiments.policies_replayed import PAPER_TPOT_MS, below
+from firsttoken.crosspoint.experiments.policies_live import MEANS
+from firsttoken.crosspoint.experiments.policies_replayed import BOUND, PAPER_TPOT_MS, below
 from firsttoken.crosspoint.experiments.styles import POLICIES
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
@@ -16,25 +17,25 @@ if TYPE_CHECKING:
 PAPER_P99_MS = 70.57
 # Figure 2 and 4.2.2: CPS in ms; the P99 TPOT of the others from its percentages, and from these theirs below Swap
 PAPER = {
-    "mean_ttft_ms": {"cross_point": 1648.35},
-    "mean_tpot_ms": {"cross_point": PAPER_TPOT_MS},
-    "p99_tpot_ms": {"cross_point": PAPER_P99_MS, "swap": PAPER_P99_MS / 0.869, "recompute": PAPER_P99_MS / 0.799},
+    "ttft_mean_ms": {"cross_point": 1648.35},
+    "tpot_mean_ms": {"cross_point": PAPER_TPOT_MS},
+    "tpot_p99_ms": {"cross_point": PAPER_P99_MS, "swap": PAPER_P99_MS / 0.869, "recompute": PAPER_P99_MS / 0.799},
 }
-SAID = {"mean_ttft_ms": "mean TTFT", "mean_tpot_ms": "mean TPOT", "p99_tpot_ms": "P99 TPOT"}
+SAID = {"ttft_mean_ms": "mean TTFT", "tpot_mean_ms": "mean TPOT", "tpot_p99_ms": "P99 TPOT"}
 
 
 def policy_dots(result: Result) -> Figure:
     """Figure 2 of the paper, on its own costs: every policy beside its numbers, and paired with Swap by workload."""
     import matplotlib.pyplot as plt
 
-    there = [name for name in POLICIES if f"{name}_p99_tpot_ms" in result.summary]
+    there = [name for name in POLICIES if result.summary.all("tpot_p99_ms", policy=name)]
     main = published_runs(result)
     fig, axes = plt.subplots(2, 3, figsize=(11.5, 0.62 * len(there) + 2.6), sharey=True)
     for (top, bottom), (measure, label) in zip(axes.T, SAID.items(), strict=True):
         for place, name in enumerate(there):
-            entry = result.summary[f"{name}_{measure}"]
+            entry = result.summary.of(measure, policy=name, costs="published")
             _dot(top, place, name, *(entry[key] / 1e3 if "ttft" in measure else entry[key] for key in _KEYS))
-            gain = below(main, name, "swap", measure)
+            gain = below(main, name, "swap", MEANS[measure][0])
             _dot(bottom, place, name, 100 * gain.low, 100 * gain.estimate, 100 * gain.high)
         for name, ms in PAPER[measure].items():
             _paper(top, there.index(name), ms / 1e3 if "ttft" in measure else ms)
@@ -44,7 +45,7 @@ def policy_dots(result: Result) -> Figure:
         bottom.set_xlabel(f"{label} below Swap's, %, paired")
         bottom.axvline(0, color=COLOURS["none"], linewidth=1)
     first = axes[0][0]
-    least = result.summary["least_mean_ttft_ms"]["value"] / 1e3
+    least = result.summary.value("ttft_mean_ms", policy=BOUND) / 1e3
     first.axvline(least, color=COLOURS["floor"], linestyle=":", label=f"floor: {least:.0f} s")
     first.set(xscale="log", xlim=(1, 400))
     first.set_xticks([1, 3, 10, 30, 100, 300], ["1", "3", "10", "30", "100", "300"])
@@ -64,7 +65,7 @@ _KEYS = ("low", "value", "high")
 
 def published_runs(result: Result) -> Rows:
     """The runs on the costs of Table 2 at the calibrated price of a decode step."""
-    price = result.summary["decode_ms"]["value"]
+    price = result.summary.value("decode_ms")
     return [row for row in result.rows if row["costs"] == "published" and row["decode_ms"] == price]
 
 
@@ -82,24 +83,23 @@ def threshold_curve(result: Result) -> Figure:
     """What the threshold is worth: P99 TPOT and recovery cost for thresholds from never swap to always swap."""
     import matplotlib.pyplot as plt
 
-    names = sorted(
-        (int(name.split("_")[1]), name.removesuffix("_p99_tpot_ms"))
-        for name in result.summary
-        if name.startswith("threshold_") and name.endswith("_p99_tpot_ms")
-    )
-    names = sorted([(0, "recompute"), *names, (1024, "cross_point")])
+    summary = result.summary
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.6))
     for ax, (measure, label) in zip(
-        axes, {"p99_tpot_ms": "P99 TPOT, ms", "recovery_s": "all recoveries of a run, s"}.items(), strict=True
+        axes, {"tpot_p99_ms": "P99 TPOT, ms", "recovery_s": "all recoveries of a run, s"}.items(), strict=True
     ):
-        entries = [result.summary[f"{name}_{measure}"] for _, name in names]
-        places = range(len(names))
+        by_threshold = {entry["where"]["threshold_tokens"]: entry for entry in summary.all(measure, policy="threshold")}
+        for threshold, name in ((0, "recompute"), (1024, "cross_point")):
+            by_threshold[threshold] = summary.of(measure, policy=name, costs="published")
+        thresholds = sorted(by_threshold)
+        entries = [by_threshold[threshold] for threshold in thresholds]
+        places = range(len(entries))
         ax.fill_between(places, [e["low"] for e in entries], [e["high"] for e in entries], alpha=0.25, linewidth=0)
         ax.plot(places, [entry["value"] for entry in entries], "o-", color=COLOURS["measured"])
-        chosen = [threshold for threshold, _ in names].index(1024)
+        chosen = thresholds.index(1024)
         _, colour, marker = POLICIES["cross_point"]
         ax.plot(chosen, entries[chosen]["value"], marker, color=colour, markersize=9, label="the paper's threshold")
-        ax.set_xticks(list(places), ["never\nswap" if not threshold else str(threshold) for threshold, _ in names])
+        ax.set_xticks(list(places), [str(threshold) if threshold else "never\nswap" for threshold in thresholds])
         ax.set(xlabel="swap up to this many tokens", ylabel=label)
     axes[0].legend(fontsize=9)
     return fig

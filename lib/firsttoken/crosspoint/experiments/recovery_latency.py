@@ -26,9 +26,10 @@ from firsttoken.engine.swap.arena import HostArena
 from firsttoken.engine.swap.measure import memcpy_rows, swap_rows
 from firsttoken.engine.trace import Trace
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
-from firsttoken.study.stats import bootstrap, ratio_of_medians
+from firsttoken.study.stats import Interval, bootstrap, ratio_of_medians
 
 PCIE_4_X16 = 25e9  # bytes/s that a PCIe 4.0 x16 link moves in practice, of 31.5e9 by its clock
 LONG = 1024  # tokens from which the issue's target for coalesced copies holds
@@ -124,56 +125,58 @@ def swap_ms(row: dict[str, Any]) -> float:
     return row["out_ms"] + row["prep_ms"] + row["in_ms"]
 
 
-def recovery_latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def recovery_latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """What Table 2 says about itself, and here: by swap path where it crosses recompute, what it costs beside recompute
     and beside a plain copy; what a copy of the paper's size costs, and how large it is."""
     recompute = [(row["tokens"], row["ms"] / 1e3) for row in rows if row["what"] == "recompute"]
     longest = max(tokens for tokens, _ in recompute)
-    measures = _published()
+    summary = _published()
     for name in PATHS:
         mine = [row for row in rows if row["what"] == "swap" and row["path"] == name]
         found = crossing_interval([(row["tokens"], swap_ms(row) / 1e3) for row in mine], recompute)
-        measures[f"{name}_crossing"] = {"value": found.crossing.verdict, "n": found.n}
-        measures[f"{name}_cheaper_at_longest"] = {"value": _cheaper_at_end(found.crossing)}
+        summary.add("crossing", {"value": found.crossing.verdict, "n": found.n}, variant=name)
+        summary.add("cheaper_way", {"value": _cheaper_at_end(found.crossing)}, variant=name, case="longest")
         at_end = [swap_ms(row) for row in mine if row["tokens"] == longest]
         again = [seconds * 1e3 for tokens, seconds in recompute if tokens == longest]
-        measures[f"{name}_swap_over_recompute"] = ratio_of_medians(at_end, again).summary("x")
-        measures |= _of_memcpy(name, mine, [row for row in rows if row["what"] == "memcpy"])
+        over = ratio_of_medians(at_end, again).summary("x")
+        summary.add("recovery_x", over, policy="swap", than="recompute", variant=name, case="longest")
+        if least := _of_memcpy(mine, [row for row in rows if row["what"] == "memcpy"]):
+            summary.add("rate_x", least.summary("x"), variant=name, than="memcpy", across="least")
     copied = [row for row in rows if row["what"] == "swap" and row["path"] == "per_block"]
     if long := [row for row in copied if row["tokens"] >= LONG]:
         each = [1e3 * (row["out_ms"] + row["in_ms"]) / (2 * row["copies"]) for row in long]
-        measures["us_per_copy"] = bootstrap(each, "median").summary("us")
-    measures["copy_bytes"] = {"value": copied[0]["bytes"] // copied[0]["copies"], "unit": "bytes"}
-    return measures
+        summary.add("us_per_copy", bootstrap(each, "median").summary("us"), variant="per_block")
+    copy_bytes = copied[0]["bytes"] // copied[0]["copies"]
+    summary.add("copy_bytes", {"value": copy_bytes, "unit": "bytes"}, variant="per_block")
+    return summary
 
 
-def _of_memcpy(name: str, swaps: Rows, plain: Rows) -> dict[str, dict[str, Any]]:
-    """The rate of a path as a share of one plain copy's, the lower of both ways and of all long lengths."""
+def _of_memcpy(swaps: Rows, plain: Rows) -> Interval | None:
+    """The rate of a path as a share of one plain copy's, the lower of both ways and of all long lengths, if any are."""
     found = []
     for tokens in sorted({row["tokens"] for row in swaps if row["tokens"] >= LONG}):
         for way in ("out", "in"):
             took = [row[f"{way}_ms"] for row in swaps if row["tokens"] == tokens]
             least = [row["ms"] for row in plain if row["tokens"] == tokens and row["direction"] == way]
             found.append(ratio_of_medians(least, took))
-    if not found:
-        return {}
-    worst = min(found, key=lambda interval: interval.estimate)
-    return {f"{name}_of_memcpy": worst.summary("x")}
+    return min(found, key=lambda interval: interval.estimate, default=None)
 
 
-def _published() -> dict[str, dict[str, Any]]:
+def _published() -> Summary:
     """What Table 2 says about itself; exact arithmetic, no measurement."""
     swap, again = [row.swap_ms for row in TABLE_2], [row.recompute_ms for row in TABLE_2]
     lengths = [row.tokens for row in TABLE_2]
     parts = decomposed(LONG, PCIE_4_X16)
     rate = PAPER_SHAPE.copies(8192) * PAPER_SHAPE.copy_bytes / (TABLE_2[-1].out_ms / 1e3)
-    return {
-        "published_crossing": {"value": crossing(lengths, swap, again).tokens, "unit": "tokens"},
-        "published_crossing_log2": {"value": crossing(lengths, swap, again, log2=True).tokens, "unit": "tokens"},
-        "published_us_per_copy": {"value": parts.out_us_per_copy, "unit": "us"},
-        "published_bytes_share_pct": {"value": 100 * parts.wire_s / (TABLE_2[1].out_ms / 1e3), "unit": "%"},
-        "published_link_share_pct": {"value": 100 * rate / PCIE_4_X16, "unit": "%"},
-    }
+    straight, log2 = (crossing(lengths, swap, again, log2=log2).tokens for log2 in (False, True))
+    bytes_share = parts.wire_s / (TABLE_2[1].out_ms / 1e3)
+    summary = Summary()
+    summary.add("crossing_tokens", {"value": straight, "unit": "tokens"}, source="published")
+    summary.add("crossing_tokens", {"value": log2, "unit": "tokens"}, source="published", variant="log2")
+    summary.add("us_per_copy", {"value": parts.out_us_per_copy, "unit": "us"}, source="published")
+    summary.add("bytes_share_pct", {"value": 100 * bytes_share, "unit": "%"}, source="published")
+    summary.add("link_share_pct", {"value": 100 * rate / PCIE_4_X16, "unit": "%"}, source="published")
+    return summary
 
 
 def _cheaper_at_end(found: Crossing) -> str:

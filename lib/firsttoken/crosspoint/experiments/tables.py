@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from firsttoken.crosspoint.costs.crossing import Crossing, crossing, fit_crossing
-from firsttoken.crosspoint.experiments.policies_live import METRICS
-from firsttoken.crosspoint.experiments.policies_replayed import CONTROLS
+from firsttoken.crosspoint.experiments.policies_live import MEANS, OFF
+from firsttoken.crosspoint.experiments.policies_replayed import AS_PUBLISHED, BOUND, CONTROLS
 from firsttoken.crosspoint.experiments.recovery_latency import swap_ms
 from firsttoken.crosspoint.experiments.styles import PATHS, POLICIES
 from firsttoken.engine.costs.published import TABLE_2, Table2Row, decomposed
@@ -131,45 +131,54 @@ def length_rows(loads: Sequence[Sequence[Item]], threshold: int = 1024) -> Rows:
 
 def policy_rows(result: Result) -> Rows:
     """Figure 2 in numbers: means over workloads with intervals."""
-    names = ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "recovery_s", "preemptions")
     rows = []
     for name, (label, _, _) in POLICIES.items():
-        if f"{name}_mean_ttft_ms" in result.summary:
-            line = {"policy": label}
-            for measure in names:
-                digits = {"recovery_s": 2, "mean_ttft_ms": 0, "preemptions": 0}.get(measure, 1)
-                line[measure] = interval(result.summary[f"{name}_{measure}"], digits)
+        line = {"policy": label}
+        for measure, (column, _) in MEANS.items():
+            digits = {"recovery_s": 2, "ttft_mean_ms": 0, "preemptions": 0}.get(measure, 1)
+            for entry in result.summary.all(measure, policy=name):
+                line[column] = interval(entry, digits)
+        if len(line) > 1:
             rows.append(line)
     return rows
 
 
 def gain_rows(result: Result) -> Rows:
     """By how much CrossPoint and the controls lie below others, paired by workload; the paper's values beside them."""
-    summary, paper = result.summary, {"p99_tpot_below_swap_pct": "13.1", "p99_tpot_below_recompute_pct": "20.1"}
-    said = {"mean_ttft": "mean TTFT", "mean_tpot": "mean TPOT", "p99_tpot": "P99 TPOT", "recovery": "recovery cost"}
+    summary = result.summary
+    paper = {("tpot_p99_below_pct", "swap"): "13.1", ("tpot_p99_below_pct", "recompute"): "20.1"}
+    said = {
+        "ttft_mean_below_pct": "mean TTFT",
+        "tpot_mean_below_pct": "mean TPOT",
+        "tpot_p99_below_pct": "P99 TPOT",
+        "recovery_below_pct": "recovery cost",
+    }
     rows = [
         {
             "what": f"{label} of CrossPoint below {POLICIES[other][0]}, %",
-            "measured": interval(summary[f"{name}_below_{other}_pct"]),
-            "paper": paper.get(f"{name}_below_{other}_pct", ""),
+            "measured": interval(summary.of(measure, policy="cross_point", than=other, costs="published")),
+            "paper": paper.get((measure, other), ""),
         }
-        for name, label in said.items()
+        for measure, label in said.items()
         for other in ("swap", "recompute")
     ]
     for name in CONTROLS:
         for other in ("swap", "cross_point"):
             what = f"P99 TPOT of {POLICIES[name][0].removeprefix('control: ')} below {POLICIES[other][0]}, %"
-            rows.append({"what": what, "measured": interval(summary[f"{name}_p99_tpot_below_{other}_pct"])})
-    coalesced = {
-        "coalesced_recovery_below_pct": "recovery cost of Swap with coalesced copies below CrossPoint, %",
-        "coalesced_p99_tpot_below_swap_pct": "P99 TPOT of CrossPoint below Swap, both with coalesced copies, %",
-        "recovery_share_pct": "share of all recoveries in a run of CrossPoint, %",
-    }
-    rows += [{"what": what, "measured": interval(summary[name], 2)} for name, what in coalesced.items()]
+            gain = summary.of("tpot_p99_below_pct", policy=name, than=other, costs="published")
+            rows.append({"what": what, "measured": interval(gain)})
+    cheaper = summary.of("recovery_below_pct", policy="swap", than=AS_PUBLISHED, costs="coalesced")
+    gain = summary.of("tpot_p99_below_pct", policy="cross_point", than="swap", costs="coalesced")
+    share = summary.of("recovery_share_pct", policy="cross_point", costs="published")
+    rows += [
+        {"what": "recovery cost of Swap with coalesced copies below CrossPoint, %", "measured": interval(cheaper, 2)},
+        {"what": "P99 TPOT of CrossPoint below Swap, both with coalesced copies, %", "measured": interval(gain, 2)},
+        {"what": "share of all recoveries in a run of CrossPoint, %", "measured": interval(share, 2)},
+    ]
     rows.append(
         {
             "what": "least mean TTFT with 512 blocks of 16 tokens and steps of the paper's TPOT, s",
-            "measured": f"{summary['least_mean_ttft_ms']['value'] / 1e3:.1f}",
+            "measured": f"{summary.value('ttft_mean_ms', policy=BOUND) / 1e3:.1f}",
             "paper": "1.65",
         }
     )
@@ -178,11 +187,10 @@ def gain_rows(result: Result) -> Rows:
 
 def simulator_rows(result: Result) -> Rows:
     """How far the simulated runs are from the live ones."""
-    rows = []
-    for name in METRICS:
-        measure = f"simulator_{name.removesuffix('_ms')}"
-        worst = result.summary[f"{measure}_worst_pct"]["value"]
-        mean = interval(result.summary[f"{measure}_off_pct"])
+    rows, place = [], {"source": "simulated", "than": "live"}
+    for measure, name in OFF.items():
+        mean = interval(result.summary.of(measure, **place, across="mean"))
+        worst = result.summary.value(measure, **place, across="worst")
         rows.append({"metric": name, "off, % (mean over runs)": mean, "worst run, %": f"{worst:.1f}"})
     return rows
 

@@ -29,6 +29,7 @@ from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.arrivals import Arrivals, with_arrivals
 from firsttoken.engine.workload.items import Item, with_ids
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.stats import bootstrap
@@ -175,7 +176,7 @@ def most_qps(rows: Rows, what: str, objective_ms: float) -> float:
     return rates[late - 1] + share * (rates[late] - rates[late - 1])
 
 
-def reuse_throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def reuse_throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By way: the most requests a second within the objective, over full prefill's; paired by seed.
 
     The report names no objective; here it is ``KNEE`` times what a request with a full prefill takes alone, which is
@@ -199,19 +200,21 @@ def reuse_throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[
             found.append(most / most_qps(full, what, objective_ms))
         return found
 
-    summary: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     pairs = [layers for method, layers in ways for _ in by[method, layers, seeds[0]][0]["runs"] if method == PARTIAL]
     for what in ("ttft", "e2e"):
         alone = [by[FULL, depth, seed][0][f"alone_{what}_ms"] for seed in seeds]
-        summary[f"{what}_objective_ms"] = bootstrap(np.multiply(KNEE, alone)).summary("ms")
+        bound = {"metric": what, "objective": KNEE}
+        summary.add("objective_ms", bootstrap(np.multiply(KNEE, alone)).summary("ms"), **bound)
         kept = [most_qps(by[FULL, depth, seed], what, KNEE * ms) for seed, ms in zip(seeds, alone, strict=True)]
-        summary[f"full_prefill_{what}_qps"] = bootstrap(kept).summary("requests/s")
+        entry = bootstrap(kept).summary("requests/s")
+        summary.add("capacity_requests_per_s", entry, method=FULL, layers=depth, **bound)
         for method, layers in ways:
             if method != FULL:
-                slug = "full_reuse" if method == REUSE else f"droidspeak_{layers}_of_{depth}"
-                summary[f"{slug}_{what}_x"] = bootstrap(gains(method, layers, what, KNEE)).summary("x")
+                entry = bootstrap(gains(method, layers, what, KNEE)).summary("x")
+                summary.add("capacity_x", entry, method=method, layers=layers, **bound, than=FULL)
         for knee in (KNEE, *OTHER_KNEES) if pairs else ():
             mean = np.mean([gains(PARTIAL, layers, what, knee) for layers in pairs], axis=0)
-            tag = "" if knee == KNEE else f"_at_{knee:g}_times".replace(".", "p")
-            summary[f"droidspeak_mean_{what}{tag}_x"] = bootstrap(mean).summary("x")
+            place = {"method": PARTIAL, "across": "mean", "metric": what, "objective": knee, "than": FULL}
+            summary.add("capacity_x", bootstrap(mean).summary("x"), **place)
     return summary

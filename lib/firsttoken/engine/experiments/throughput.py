@@ -8,7 +8,7 @@ import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.study import paths
 from firsttoken.study.dtypes import AUTO, DTYPES, name_of, resolve
 from firsttoken.study.errors import FirstTokenError, ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap, ratio_of_medians
@@ -231,19 +232,17 @@ _SYSTEMS: dict[str, Callable[[_Case], System]] = {
 }
 
 
-def throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Medians, and both forms of this engine over each of the others."""
-    measures: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     for dtype, count in {(row["dtype"], row["requests"]): None for row in rows}:
+        case = {"dtype": dtype, "requests": count}
         mine = [row for row in rows if (row["dtype"], row["requests"]) == (dtype, count)]
-        rates = {name: _rates(mine, name) for name in {row["system"]: None for row in mine}}
+        names = dict.fromkeys(row["system"] for row in mine)
+        rates = {name: [row["tokens_per_s"] for row in mine if row["system"] == name] for name in names}
         for name, values in rates.items():
-            measures[f"{name}_{dtype}_{count}"] = bootstrap(values, "median").summary("tokens/s")
-            for engine in rates.keys() & {"engine", "engine_stock"} - {name}:
+            summary.add("tokens_per_s", bootstrap(values, "median").summary("tokens/s"), engine=name, **case)
+            for engine in [own for own in ("engine_stock", "engine") if own in rates and own != name]:
                 over = ratio_of_medians(rates[engine], values).summary("x")
-                measures[f"{engine}_over_{name}_{dtype}_{count}"] = over
-    return measures
-
-
-def _rates(rows: Rows, system: str) -> Sequence[float]:
-    return [row["tokens_per_s"] for row in rows if row["system"] == system]
+                summary.add("tokens_per_s_x", over, engine=engine, than=name, **case)
+    return summary

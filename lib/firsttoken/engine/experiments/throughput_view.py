@@ -31,13 +31,15 @@ def throughput_bars(result: Result) -> Figure:
     there = [name for name in SYSTEMS if any(row["system"] == name for row in result.rows)]
     for ax, (dtype, count) in zip(axes[0], cases, strict=True):
         for place, name in enumerate(there):
-            entry = result.summary.get(f"{name}_{dtype}_{count}")
+            entry = result.summary.get("tokens_per_s", engine=name, dtype=dtype, requests=count)
             if entry:
                 ours = name.startswith("engine")
                 ax.barh(place, entry["value"], color=COLOURS["measured"] if ours else COLOURS["other"], height=0.65)
                 ax.plot([entry["low"], entry["high"]], [place] * 2, color=COLOURS["floor"], linewidth=1.5)
         asked = [
-            share * result.summary[f"{name}_{dtype}_{count}"]["value"] for name, share in GOALS.items() if name in there
+            share * result.summary.value("tokens_per_s", engine=name, dtype=dtype, requests=count)
+            for name, share in GOALS.items()
+            if name in there
         ]
         bottom = there.index("engine")
         ax.plot([max(asked)] * 2, [bottom - 0.45, bottom + 0.45], color=COLOURS["report"], linewidth=3)
@@ -58,10 +60,11 @@ def throughput_rows(result: Result) -> Rows:
     for name, label in SYSTEMS.items():
         line: dict[str, Any] = {}
         for dtype, count in cases:
-            case = f"{dtype}_{count}"
-            line[f"{dtype}, {count} requests: tokens/s"] = interval(result.summary.get(f"{name}_{case}"), 0)
+            case = {"dtype": dtype, "requests": count}
+            rate = result.summary.get("tokens_per_s", engine=name, **case)
+            line[f"{dtype}, {count} requests: tokens/s"] = interval(rate, 0)
             for engine, ours in (("engine", "engine"), ("engine_stock", "engine, stock modules")):
-                ratio = result.summary.get(f"{engine}_over_{name}_{case}")
+                ratio = result.summary.get("tokens_per_s_x", engine=engine, than=name, **case)
                 line[f"{ours} / it ({dtype}, {count})"] = interval(ratio, 2)
         if any(line.values()):
             rows.append({"system": label} | {key: value for key, value in line.items() if value or "tokens/s" in key})

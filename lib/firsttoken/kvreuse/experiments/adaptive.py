@@ -17,6 +17,7 @@ from firsttoken.kvreuse.experiments.wire import LoadingConfig, WiredPair
 from firsttoken.kvreuse.pipeline.schedule import Schedule
 from firsttoken.kvreuse.prefill import Group
 from firsttoken.link import LinkConfig
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -74,9 +75,9 @@ def measured_costs(wire: WiredPair, group: Group) -> GroupCosts:
     return GroupCosts(depth, sorted(layer)[1], 0.0, sorted(behind)[1], wire.kv_token_bytes, wire.edge_token_bytes)
 
 
-def adaptive_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def adaptive_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By link: the chosen group, and its median TTFT over that of the best fixed one."""
-    found: dict[str, dict[str, Any]] = {}
+    summary, over = Summary(), {"variant": "chosen", "than": "best fixed"}
     for rate in sorted({row["gbit_per_s"] for row in rows}):
         times: dict[tuple[str, int, int], list[float]] = {}
         for row in rows:
@@ -86,9 +87,9 @@ def adaptive_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dic
         medians = {key: bootstrap(values, "median").estimate for key, values in times.items()}
         best = min(value for key, value in medians.items() if key[0] == "fixed")
         of = [value / best for value in times["chosen", 0, 0]]
-        found[f"chosen_over_best_{rate:g}".replace(".", "p")] = bootstrap(of, "median").summary("x of the best fixed")
-    found["chosen_over_best_worst"] = max(found.values(), key=lambda entry: entry["value"])
-    return found
+        summary.add("ttft_x", bootstrap(of, "median").summary("x of the best fixed"), **over, gbit_per_s=rate)
+    summary.add("ttft_x", max(summary, key=lambda entry: entry["value"]), **over, across="worst")
+    return summary
 
 
 def _chosen(candidates: Sequence[Scored], costs: GroupCosts, tokens: int, estimate: LinkEstimate) -> Choice:

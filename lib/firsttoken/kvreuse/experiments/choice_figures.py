@@ -8,6 +8,7 @@ import numpy as np
 
 from firsttoken.kvreuse.experiments.styles import METHODS
 from firsttoken.kvreuse.prefill import Group
+from firsttoken.study.measures import Entry
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -44,13 +45,13 @@ def choices(result: Result) -> Figure:
     times.yaxis.set_major_formatter("{x:g}")
     times.yaxis.set_minor_formatter("")
     for rate in rates:
-        entry = result.summary[_over_best(rate)]
+        entry = _over_best(result, rate)
         over.plot([rate, rate], [entry["low"], entry["high"]], color=look.colour, linewidth=2)
         over.plot(rate, entry["value"], "o", color=look.colour, markersize=8)
     over.axhline(1, color=COLOURS["mark"], linestyle=":", linewidth=1.2, label="best fixed group")
     over.axhline(TARGET, color=COLOURS["target"], linestyle="--", label=f"target: at most {TARGET}")
     over.set_ylabel("TTFT of the choice / of the best fixed group")
-    over.set_title(f"medians of {result.summary[_over_best(rates[0])]['n']} rounds, 95 %", fontsize=11)
+    over.set_title(f"medians of {_over_best(result, rates[0])['n']} rounds, 95 %", fontsize=11)
     for ax in (times, over):
         ax.set(xscale="log", xlabel="link, Gbit/s (shaped)")
         ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
@@ -77,7 +78,7 @@ def choice_rows(result: Result) -> Rows:
                 "best fixed": str(Group(*best)),
                 "its TTFT, s": round(fixed[best], 3),
                 "worst fixed, s": round(max(fixed.values()), 3),
-                f"choice / best (target {TARGET})": interval(result.summary[_over_best(rate)], 3),
+                f"choice / best (target {TARGET})": interval(_over_best(result, rate), 3),
             }
         )
     return rows
@@ -96,5 +97,5 @@ def _usual(result: Result, rate: float) -> str:
     return max(sorted(set(groups)), key=groups.count)
 
 
-def _over_best(rate: float) -> str:
-    return f"chosen_over_best_{rate:g}".replace(".", "p")
+def _over_best(result: Result, rate: float) -> Entry:
+    return result.summary.of("ttft_x", variant="chosen", than="best fixed", gbit_per_s=rate)

@@ -56,7 +56,7 @@ def gate_rows(result: Result, depth: int) -> Rows:
         rows.append(cache | {"gate": "no gate"} | _cost([row["score"] for row in judged], own, layers))
         gates = calibrated(_of(result, group, "calibrate"), result.parameters["gate"]["miss_budget"])
         for signal, made in gates.items():
-            rates = {name: result.summary.get(f"{tag}_{signal}_{name}_pct") for name in _RATES}
+            rates = {name: result.summary.get(name, case=tag, signal=signal) for name in _RATES}
             sent_back = 1 - sum(made.accepts(row[signal]) for row in judged) / len(judged)
             cost = layers + sent_back + (probe if signal in ("head", "tail") else 0.0)
             told = {_RATES[name]: "" if rate is None else f"{rate['value']:.0f}" for name, rate in rates.items()}
@@ -64,7 +64,11 @@ def gate_rows(result: Result, depth: int) -> Rows:
     return rows
 
 
-_RATES = {"miss": "missed, % of spoiled", "false_alarm": "false alarms, % of good", "fallback": "sent back, %"}
+_RATES = {
+    "miss_pct": "missed, % of spoiled",
+    "false_alarm_pct": "false alarms, % of good",
+    "fallback_pct": "sent back, %",
+}
 
 
 def _cost(scores: list[float], own: list[float], compute: float) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def _gated(result: Result) -> dict[str, str]:
     """The group of each tag of the summary; where two are one, it stands under the first."""
     found: dict[str, str] = {}
     for tag in TAGS:
-        entry = result.summary.get(f"{tag}_group")
+        entry = result.summary.get("group", case=tag)
         if entry and entry["value"] not in found.values():
             found[tag] = entry["value"]
     return found

@@ -23,6 +23,7 @@ from firsttoken.kvreuse.probes import TOKENS, answer_doubt, answer_entropy, head
 from firsttoken.kvreuse.profile.pareto import frontier, smallest_within
 from firsttoken.kvreuse.tasks.items import Encoded
 from firsttoken.kvreuse.tasks.load import task_of
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 
@@ -95,18 +96,18 @@ def _batch(
     return rows
 
 
-def gate_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def gate_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By cache: how many answers are spoiled; by signal: area under the curve, and what its gate does elsewhere."""
-    found: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     groups, miss_budget = list(dict.fromkeys(row["group"] for row in rows)), parameters["gate"]["miss_budget"]
     caches = {"reuse": groups[0], "half": groups[-2:][0], "chosen": groups[-1]}  # half may be none, too
-    for tag, group in caches.items():
+    for case, group in caches.items():
         sets = {name: [r for r in rows if (r["set"], r["group"]) == (name, group)] for name in ("calibrate", "judge")}
         judged = sets["judge"]
         failed = spoiled(judged)
         n = len(judged)
-        found[f"{tag}_group"] = {"value": group, "unit": "layers"}
-        found[f"{tag}_spoiled_pct"] = {"value": 100 * sum(failed) / n, "n": n, "unit": "%"}
+        summary.add("group", {"value": group, "unit": "layers"}, case=case)
+        summary.add("spoiled_pct", {"value": 100 * sum(failed) / n, "n": n, "unit": "%"}, case=case)
         if len(set(failed)) < 2:
             continue  # a gate is judged by answers of both kinds
         for signal, chosen in calibrated(sets["calibrate"], miss_budget).items():
@@ -121,8 +122,8 @@ def gate_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[st
                 ("fallback_pct", 100 * rates.fallback_share, "% of requests"),
                 ("loss_points", 100 * sum(r["own"] - k for r, k in zip(judged, kept, strict=True)) / n, "points"),
             ):
-                found[f"{tag}_{signal}_{name}"] = {"value": value, "n": n, "unit": unit}
-    return found
+                summary.add(name, {"value": value, "n": n, "unit": unit}, case=case, signal=signal)
+    return summary
 
 
 def spoiled(rows: Rows) -> list[bool]:

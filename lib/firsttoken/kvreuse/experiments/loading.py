@@ -17,6 +17,7 @@ from firsttoken.kvreuse.experiments.wire import LoadingConfig, WiredPair
 from firsttoken.kvreuse.pipeline.schedule import Schedule, simulate
 from firsttoken.kvreuse.profile.pareto import smallest_within
 from firsttoken.link import LinkConfig
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -52,19 +53,17 @@ def pipelined_loading(profile: Profile) -> Outcome:
     return Outcome(rows, provenance={"models": setting.models.provenance})
 
 
-def arithmetic() -> dict[str, dict[str, Any]]:
+def _add_arithmetic(summary: Summary) -> None:
     """What the paper's formulas and its Figure 13 give, exactly."""
-    shapes = {"llama_3_8b": "Llama-3-8B", "llama_3_70b": "Llama-3.1-70B", "llama_2_7b": "Llama-2-7B"}
-    found: dict[str, dict[str, Any]] = {
-        f"edge_over_kv_{slug}": {"value": edge_over_kv(*SHAPES[name][:3]), "unit": "x of one layer's KV"}
-        for slug, name in shapes.items()
-    }
+    for name in ("Llama-3-8B", "Llama-3.1-70B", "Llama-2-7B"):
+        entry = {"value": edge_over_kv(*SHAPES[name][:3]), "unit": "x of one layer's KV"}
+        summary.add("edge_bytes_x", entry, model=name.lower(), than="kv of a layer")
     for schedule in PUBLISHED_UNITS:
-        name = f"fig13_{str(schedule).replace(' ', '_')}"
-        found[name] = {"value": simulate(FIGURE_13, schedule).total, "unit": "units, two requests"}
+        entry = {"value": simulate(FIGURE_13, schedule).total, "unit": "units, two requests"}
+        summary.add("ttft_units", entry, method=schedule, case="figure 13")
     for layers in (6, 4):  # the report's toy, and the one that its number fits (errata I36)
-        found[f"toy_kv_bytes_{layers}_layers"] = {"value": kv_bytes(layers, 1, 2, 4), "unit": "bytes"}
-    return found
+        entry = {"value": kv_bytes(layers, 1, 2, 4), "unit": "bytes"}
+        summary.add("kv_bytes", entry, model="toy", layers=layers)
 
 
 def _add_floors(rows: Rows) -> None:
@@ -81,12 +80,12 @@ def _add_floors(rows: Rows) -> None:
         row["floor_s"] = round(max(compute, transfer), 6)
 
 
-def loading_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def loading_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By link: pipelined over its floor, and its gain over the other ways; the group, sizes, and the arithmetic.
 
     The size of this model's E-cache is left out where the rows do not have it.
     """
-    found: dict[str, dict[str, Any]] = {}
+    summary, pipelined = Summary(), Schedule.PIPELINED
     for rate in sorted({row["gbit_per_s"] for row in rows}):
         of = {
             schedule: sorted(
@@ -94,26 +93,27 @@ def loading_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict
             )
             for schedule in Schedule
         }
-        piped, tag = of[Schedule.PIPELINED], f"{rate:g}".replace(".", "p")
-        over = [row["ttft_s"] / row["floor_s"] for row in piped]
-        found[f"pipelined_over_floor_{tag}"] = bootstrap(over, "median").summary("x of max(transfer, compute)")
+        over = [row["ttft_s"] / row["floor_s"] for row in of[pipelined]]
+        entry = bootstrap(over, "median").summary("x of max(transfer, compute)")
+        summary.add("ttft_x", entry, method=pipelined, than="floor", gbit_per_s=rate)
         for other in (Schedule.RECOMPUTE, Schedule.SEND_ALL, Schedule.SEND_REUSED):
-            gains = [a["ttft_s"] / b["ttft_s"] for a, b in zip(of[other], piped, strict=True)]
-            name = f"{str(other).replace(' ', '_')}_over_pipelined_{tag}"
-            found[name] = bootstrap(gains, "median").summary("x")
-    shaped = [entry for name, entry in found.items() if name.startswith("pipelined_over_floor") and name[-2:] != "_0"]
-    gains = [entry for name, entry in found.items() if name.startswith("send_reused_over_pipelined")]
-    found["send_reused_over_pipelined_most"] = max(gains, key=lambda entry: entry["value"])
-    if shaped:
-        fastest = max(row["gbit_per_s"] for row in rows)
-        tag = f"{fastest:g}".replace(".", "p")
-        found["recompute_over_pipelined_fastest"] = found[f"recompute_over_pipelined_{tag}"]
-        found["pipelined_over_floor_worst"] = max(shaped, key=lambda entry: entry["value"])
+            gains = [a["ttft_s"] / b["ttft_s"] for a, b in zip(of[other], of[pipelined], strict=True)]
+            entry = bootstrap(gains, "median").summary("x")
+            summary.add("ttft_x", entry, method=other, than=pipelined, gbit_per_s=rate)
+    reused = {"method": Schedule.SEND_REUSED, "than": pipelined}
+    summary.add("ttft_x", max(summary.all("ttft_x", **reused), key=lambda e: e["value"]), **reused, across="most")
+    if fastest := max(row["gbit_per_s"] for row in rows):  # at 0 a link is not shaped
+        full, floor = {"method": Schedule.RECOMPUTE, "than": pipelined}, {"method": pipelined, "than": "floor"}
+        shaped = [entry for entry in summary.all("ttft_x", **floor) if entry["where"]["gbit_per_s"]]
+        summary.add("ttft_x", summary.of("ttft_x", **full, gbit_per_s=fastest), **full, link="fastest")
+        summary.add("ttft_x", max(shaped, key=lambda entry: entry["value"]), **floor, across="worst")
     one = rows[0]  # the group and what a token weighs are the same in all
     if "edge_token_bytes" in one:
         ratio = one["edge_token_bytes"] / one["kv_token_bytes"]
-        found["edge_over_kv"] = {"value": ratio, "unit": "x of one layer's KV"}
-    return found | {"group": {"value": one["group"], "unit": "layers"}} | arithmetic()
+        summary.add("edge_bytes_x", {"value": ratio, "unit": "x of one layer's KV"}, than="kv of a layer")
+    summary.add("group", {"value": one["group"], "unit": "layers"})
+    _add_arithmetic(summary)
+    return summary
 
 
 def _rounded(**seconds: float | None) -> dict[str, float]:

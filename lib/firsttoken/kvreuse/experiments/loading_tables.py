@@ -16,7 +16,7 @@ from firsttoken.study.show import interval
 
 def edge_rows(result: Result) -> Rows:
     """E-cache over KV of one layer, by shape; of the model that was run, as it was measured, too."""
-    measured = result.summary.get("edge_over_kv", {}).get("value", "")
+    measured = result.summary.get("edge_bytes_x", than="kv of a layer")
     return [
         {
             "model": name,
@@ -24,7 +24,7 @@ def edge_rows(result: Result) -> Rows:
             "KV heads x head dimension": f"{kv_heads} x {head_dim}",
             "E-cache / KV of a layer": edge_over_kv(hidden, kv_heads, head_dim),
             "paper": paper,
-            "measured": measured if "(here)" in name else "",
+            "measured": measured["value"] if measured and "(here)" in name else "",
         }
         for name, (hidden, kv_heads, head_dim, paper) in SHAPES.items()
     ]
@@ -60,16 +60,16 @@ def loading_rows(result: Result) -> Rows:
     """Figure 20 in numbers: median TTFT of every schedule by link, the floor, and what pipelining gains."""
     rows = []
     for rate, of in by_rate(result.rows):
-        tag = f"{rate:g}".replace(".", "p")
         line: dict[str, Any] = {"link, Gbit/s": f"{rate:g}" if rate else "not shaped"}
         for schedule in Schedule:
             line[f"{schedule}, s"] = f"{median_ttft(of, schedule):.3f}"
         piped = [row for row in of if row["schedule"] == Schedule.PIPELINED]
         line["floor, s"] = f"{np.median([row['floor_s'] for row in piped]):.3f}"
-        line["pipelined / floor"] = interval(result.summary[f"pipelined_over_floor_{tag}"], 2)
-        for other in (Schedule.SEND_REUSED, Schedule.RECOMPUTE):
-            gain = result.summary[f"{str(other).replace(' ', '_')}_over_pipelined_{tag}"]
-            line[f"{other} / pipelined"] = interval(gain, 2)
+        ratios = [(Schedule.PIPELINED, "floor")]
+        ratios += [(other, Schedule.PIPELINED) for other in (Schedule.SEND_REUSED, Schedule.RECOMPUTE)]
+        for schedule, than in ratios:
+            over = result.summary.of("ttft_x", method=schedule, than=than, gbit_per_s=rate)
+            line[f"{schedule} / {than}"] = interval(over, 2)
         rows.append(line)
     return rows
 
@@ -87,31 +87,36 @@ def median_ttft(rows: Rows, schedule: Schedule) -> float:
 
 def loading_comparison(result: Result) -> Rows:
     """Paper, measured and floor: the arithmetic of Figure 13 and 4.1, and the live run at its worst link."""
-    value = {name: entry["value"] for name, entry in result.summary.items()}
+    value = result.summary.value
     rows: Rows = [
         {
             "what": f"Figure 13, {schedule}, two requests",
             "paper": paper,
-            "measured": value[f"fig13_{str(schedule).replace(' ', '_')}"],
+            "measured": value("ttft_units", method=schedule, case="figure 13"),
             "floor": sum(job.floor for job in FIGURE_13),
             "unit": "units",
         }
         for schedule, paper in PUBLISHED_UNITS.items()
     ]
     rows += [
-        {"what": f"E-cache over KV, {name}", "paper": paper, "measured": value[f"edge_over_kv_{key}"], "unit": "x"}
-        for name, key, paper in (("Llama-3-8B", "llama_3_8b", 2), ("Llama-3.1-70B", "llama_3_70b", 4))
+        {
+            "what": f"E-cache over KV, {name}",
+            "paper": paper,
+            "measured": value("edge_bytes_x", model=name.lower(), than="kv of a layer"),
+            "unit": "x",
+        }
+        for name, paper in (("Llama-3-8B", 2), ("Llama-3.1-70B", 4))
     ]
     rows += [
         {
             "what": f"KV of the toy example, {layers} layers",
             "paper": 128,
-            "measured": value[f"toy_kv_bytes_{layers}_layers"],
+            "measured": value("kv_bytes", model="toy", layers=layers),
             "unit": "B",
         }
         for layers in (4, 6)
     ]
-    if (worst := value.get("pipelined_over_floor_worst")) is not None:
+    if worst := result.summary.get("ttft_x", method=Schedule.PIPELINED, than="floor", across="worst"):
         what = "pipelined TTFT over max(transfer, compute), worst link"
-        rows.append({"what": what, "measured": worst, "floor": 1.0, "unit": "x"})
+        rows.append({"what": what, "measured": worst["value"], "floor": 1.0, "unit": "x"})
     return rows

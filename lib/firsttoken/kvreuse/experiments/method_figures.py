@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from firsttoken.kvreuse.experiments.methods import BLEND, CHOOSE, COMPUTE, DROIDSPEAK, JUDGE, LATENCY, OWN
+from firsttoken.kvreuse.experiments.method_summary import ABOVE_BLEND, ACCURACY, DECODED
+from firsttoken.kvreuse.experiments.methods import BLEND, CHOOSE, COMPUTE, DROIDSPEAK, JUDGE, LATENCY, OWN, where_of
 from firsttoken.kvreuse.experiments.profiling import BOUND
-from firsttoken.kvreuse.experiments.setting import key_of
+from firsttoken.kvreuse.experiments.setting import run_of
 from firsttoken.kvreuse.experiments.styles import METHODS, style_of
 from firsttoken.kvreuse.experiments.tables import by_run, relative_loss
+from firsttoken.study.measures import Entry
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 
@@ -70,8 +72,9 @@ def _shown(judged: Rows) -> list[tuple[dict[str, Any], str, str]]:
     found: dict[str, tuple[dict[str, Any], str, str]] = {}
     for row in judged:
         label, fill = style_of(row["method"]).label, "full"
-        if row["method"].startswith(BLEND):
-            label, fill = _BLENDS[next((equal for equal in (LATENCY, COMPUTE) if equal in row["method"]), "")]
+        where = where_of(row["method"])
+        if where["method"] == BLEND:
+            label, fill = _BLENDS[where.get("case", "")]
         elif row["method"] == DROIDSPEAK:
             label = "DroidSpeak, the chosen group"
         if label not in found or row["score"] > found[label][0]["score"]:
@@ -90,8 +93,8 @@ def gains(methods: Result) -> Figure:
     """
     import matplotlib.pyplot as plt
 
-    runs = {key_of(rows[0]): run for run, rows in by_run(methods).items()}
-    names = [*runs.values(), "mean"]
+    runs = by_run(methods)
+    names = [*runs, "mean"]
     fig, (gain, loss, lead) = plt.subplots(1, 3, figsize=(11, 0.6 * len(names) + 2.1), sharey=True)
     for ax, span, mean in ((gain, PAPER_GAIN, PAPER_MEAN_GAIN), (lead, PAPER_LEAD, PAPER_MEAN_LEAD)):
         ax.axvspan(*span, color=COLOURS["paper"], alpha=0.25, linewidth=0, label="paper: range and mean")
@@ -100,15 +103,14 @@ def gains(methods: Result) -> Figure:
     for ax, nothing in ((gain, 1), (loss, 0), (lead, 0)):
         ax.axvline(nothing, color=COLOURS["mark"], linewidth=0.8)
         ax.grid(axis="y", visible=False)
-    for at, key in enumerate([*runs, ""]):
-        prefix, mean = (f"{key}_", "") if key else ("", "_mean")
-        for ax, filled, hollow in (
-            (gain, f"decoded_speedup{mean}_x", f"accuracy_speedup{mean}_x"),
-            (loss, "droidspeak_relative_loss_pct", "accuracy_group_relative_loss_pct"),
-            (lead, f"over_cacheblend_equal_latency{mean}_points", f"over_cacheblend_equal_compute{mean}_points"),
+    for at, place in enumerate([*(run_of(rows[0]) for rows in runs.values()), {"across": "mean"}]):
+        for ax, measure, filled, hollow in (
+            (gain, "speedup_x", DECODED, ACCURACY),
+            (loss, "relative_loss_pct", {"method": DROIDSPEAK}, ACCURACY),
+            (lead, "score_above_points", ABOVE_BLEND | {"case": LATENCY}, ABOVE_BLEND | {"case": COMPUTE}),
         ):
-            _dot(ax, methods.summary.get(prefix + filled), at - 0.12, "full")
-            _dot(ax, methods.summary.get(prefix + hollow), at + 0.16, "none")
+            _dot(ax, methods.summary.get(measure, **filled, **place), at - 0.12, "full")
+            _dot(ax, methods.summary.get(measure, **hollow, **place), at + 0.16, "none")
     gain.set(xlabel="full prefill's time to first token\n/ DroidSpeak's", xlim=(0.9, None))
     loss.set(xlabel="score lost by the chosen group,\n% of the own", xlim=(min(-5, _low(loss)), None))
     lead.set_xlabel("score above CacheBlend's, points")
@@ -128,7 +130,7 @@ def _low(ax: Axes) -> float:
     return min(float(line.get_xdata()[0]) for line in ax.lines)
 
 
-def _dot(ax: Axes, entry: dict[str, Any] | None, at: float, fill: str) -> None:
+def _dot(ax: Axes, entry: Entry | None, at: float, fill: str) -> None:
     if entry is None:
         return
     ax.plot([entry["low"], entry["high"]], [at, at], color=METHODS[DROIDSPEAK].colour, linewidth=1.8, alpha=0.7)

@@ -18,44 +18,53 @@ from firsttoken.kvreuse.experiments.methods import (
     OWN,
     REUSE,
     decoded_groups,
+    where_of,
 )
 from firsttoken.kvreuse.experiments.profiling import BOUND
-from firsttoken.kvreuse.experiments.setting import key_of, rows_by_run
+from firsttoken.kvreuse.experiments.setting import rows_by_run, run_of
 from firsttoken.kvreuse.prefill import Group
 from firsttoken.kvreuse.profile.pareto import Profiled, smallest_within
 from firsttoken.kvreuse.profile.transfer import resampled
+from firsttoken.study.measures import Summary
 from firsttoken.study.record import Rows
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
 
+# where the measures of the chosen group hold, and those of the group that token accuracy would choose
+DECODED, ACCURACY = ({"method": DROIDSPEAK, "chosen_by": by} for by in ("decoded answers", "token accuracy"))
+ABOVE_BLEND = {"method": DROIDSPEAK, "than": BLEND}
 _CHOICES, _MEANS = 200, 2000  # samples of the items that choose, and of those that judge
 
 
-def methods_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def methods_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """What each method scores and loses in each run, and over the runs the chosen group and the lead over CacheBlend.
 
     Means over runs keep the runs and draw the items again, those that choose and those that judge. Layers and speed-up
     are of the runs in which something must be recomputed; of all, where that is none.
     """
-    runs = {key_of(of[0]): of for of in rows_by_run(rows).values()}
-    choices = {key: choice_of(of) for key, of in runs.items()}
-    summary: dict[str, dict[str, Any]] = {}
-    for key, of in runs.items():
-        found = _scored(of) | _chosen(choices[key]) | _by_accuracy(of)
-        summary |= {f"{key}_{name}": entry for name, entry in found.items()}
-    for name, slug in (("reuse", REUSE), ("decoded_group", DROIDSPEAK)):
-        lost = [summary[f"{key}_{_slug(slug)}_relative_loss_pct"] for key in runs]
-        summary[f"{name}_relative_loss_worst_pct"] = max(lost, key=lambda entry: entry["value"])
-    mended = [choice for choice in choices.values() if len(choice.group)] or list(choices.values())
-    summary["decoded_group_layers_mean_pct"] = _over(mended, "shares", np.mean).summary("% of layers", 100)
-    summary["decoded_speedup_mean_x"] = _over(mended, "gains", np.mean).summary("x")
-    summary["decoded_speedup_least_x"] = _over(mended, "gains", np.min).summary("x")
-    by_accuracy = [summary[f"{key}_accuracy_speedup_x"]["value"] for key in runs if len(choices[key].group)]
-    if by_accuracy:
-        summary["accuracy_speedup_mean_x"] = bootstrap(by_accuracy).summary("x")
+    summary, runs = Summary(), list(rows_by_run(rows).values())
+    choices = [choice_of(of) for of in runs]
+    for of, choice in zip(runs, choices, strict=True):
+        _add_scores(summary, of)
+        _add_choice(summary, choice, run_of(of[0]))
+        _add_by_accuracy(summary, of)
+    for method in (REUSE, DROIDSPEAK):
+        lost = [summary.of("relative_loss_pct", method=method, **run_of(of[0])) for of in runs]
+        worst = max(lost, key=lambda entry: entry["value"])
+        summary.add("relative_loss_pct", worst, method=method, across="worst")
+    mended = [choice for choice in choices if len(choice.group)] or choices
+    layers = _over(mended, "shares", np.mean).summary("% of layers", 100)
+    summary.add("group_layers_pct", layers, **DECODED, across="mean")
+    by_accuracy = zip(summary.all("speedup_x", **ACCURACY), choices, strict=True)
+    gains = [entry["value"] for entry, choice in by_accuracy if len(choice.group)]
+    summary.add("speedup_x", _over(mended, "gains", np.mean).summary("x"), **DECODED, across="mean")
+    summary.add("speedup_x", _over(mended, "gains", np.min).summary("x"), **DECODED, across="least")
+    if gains:
+        summary.add("speedup_x", bootstrap(gains).summary("x"), **ACCURACY, across="mean")
     for equal in (COMPUTE, LATENCY):
-        leads = [lead for of in runs.values() if (lead := _leads(of, equal)) is not None]
+        leads = [lead for of in runs if (lead := _leads(of, equal)) is not None]
         if leads:
-            summary[f"over_cacheblend_{_slug(equal)}_mean_points"] = _mean_of(leads).summary("points", 100)
+            mean = _mean_of(leads).summary("points", 100)
+            summary.add("score_above_points", mean, **ABOVE_BLEND, case=equal, across="mean")
     return summary
 
 
@@ -94,26 +103,26 @@ def _over(choices: Sequence[ChosenGroup], what: str, stat: Callable[..., np.ndar
     return Interval(float(estimate), float(low), float(high), min(choice.items for choice in choices))
 
 
-def _chosen(choice: ChosenGroup) -> dict[str, dict[str, Any]]:
-    return {
-        "decoded_group": {"value": str(choice.group), "n": choice.items, "unit": "layers"},
-        "decoded_group_layers_pct": _over([choice], "shares", np.mean).summary("% of layers", 100),
-        "decoded_speedup_x": _over([choice], "gains", np.mean).summary("x"),
-    }
+def _add_choice(summary: Summary, choice: ChosenGroup, run: dict[str, str]) -> None:
+    layers, gain = (_over([choice], what, np.mean) for what in ("shares", "gains"))
+    group = {"value": str(choice.group), "n": choice.items, "unit": "layers"}
+    summary.add("group", group, **DECODED, **run)
+    summary.add("group_layers_pct", layers.summary("% of layers", 100), **DECODED, **run)
+    summary.add("speedup_x", gain.summary("x"), **DECODED, **run)
 
 
-def _by_accuracy(rows: Rows) -> dict[str, dict[str, Any]]:
+def _add_by_accuracy(summary: Summary, rows: Rows) -> None:
     """The smallest group that keeps to the bound by token accuracy: its speed-up, and what its decoded answers lose."""
     candidates = [row for row in rows if row["items"] == CHOOSE]
     own = next(row for row in candidates if row["method"] == OWN)["item_score"]
     within = [row for row in candidates if row["accuracy_lost_pct"] <= 100 * BOUND]
     row = min(within, key=lambda row: (row["hi"] - row["lo"], row["accuracy_lost_pct"]))
     lost = bootstrap(np.column_stack([own, row["item_score"]]), _relative_loss)
-    return {
-        "accuracy_group": {"value": str(Group(row["lo"], row["hi"])), "n": row["n"], "unit": "layers"},
-        "accuracy_group_relative_loss_pct": lost.summary("% of own", 100),
-        "accuracy_speedup_x": bootstrap(1 / np.array(row["time_share"]), "median").summary("x"),
-    }
+    gain = bootstrap(1 / np.array(row["time_share"]), "median")
+    group = {"value": str(Group(row["lo"], row["hi"])), "n": row["n"], "unit": "layers"}
+    summary.add("group", group, **ACCURACY, **run_of(row))
+    summary.add("relative_loss_pct", lost.summary("% of own", 100), **ACCURACY, **run_of(row))
+    summary.add("speedup_x", gain.summary("x"), **ACCURACY, **run_of(row))
 
 
 def _mean_of(runs: Sequence[np.ndarray]) -> Interval:
@@ -130,34 +139,31 @@ def _leads(rows: Rows, equal: str) -> np.ndarray | None:
     None where no CacheBlend was asked so.
     """
     judged = {row["method"]: row for row in rows if row["items"] == JUDGE}
-    blends = [row for name, row in judged.items() if name.startswith(f"{BLEND} {equal}")]
+    blends = [row for name, row in judged.items() if where_of(name).get("case") == equal]
     if not blends:
         return None
     best = max(blends, key=lambda row: row["score"])
     return np.array(judged[DROIDSPEAK]["item_score"]) - np.array(best["item_score"])
 
 
-def _scored(rows: Rows) -> dict[str, dict[str, Any]]:
+def _add_scores(summary: Summary, rows: Rows) -> None:
     """The scores of a run, what each method loses against the receiver's own prefill, and the leads over CacheBlend."""
-    judged = {row["method"]: row for row in rows if row["items"] == JUDGE}
-    own, found = judged[OWN]["item_score"], {}
+    run, judged = run_of(rows[0]), {row["method"]: row for row in rows if row["items"] == JUDGE}
+    own = judged[OWN]["item_score"]
     for name, row in judged.items():
-        found[f"{_slug(name)}_pct"] = bootstrap(row["item_score"]).summary("%", 100)
+        where = where_of(name) | run
+        summary.add("score_pct", bootstrap(row["item_score"]).summary("%", 100), **where)
         if name != OWN:
-            found[f"{_slug(name)}_loss_points"] = paired_bootstrap(own, row["item_score"]).summary("points", 100)
+            summary.add("loss_points", paired_bootstrap(own, row["item_score"]).summary("points", 100), **where)
             relative = bootstrap(np.column_stack([own, row["item_score"]]), _relative_loss)
-            found[f"{_slug(name)}_relative_loss_pct"] = relative.summary("% of own", 100)
+            summary.add("relative_loss_pct", relative.summary("% of own", 100), **where)
     for equal in (COMPUTE, LATENCY):
         if (lead := _leads(rows, equal)) is not None:
-            found[f"over_cacheblend_{_slug(equal)}_points"] = bootstrap(lead).summary("points", 100)
-    return found
+            entry = bootstrap(lead).summary("points", 100)
+            summary.add("score_above_points", entry, **ABOVE_BLEND, case=equal, **run)
 
 
 def _relative_loss(scores: np.ndarray) -> float:
     """Of [items, 2], own and other score: the share of the own that is lost."""
     own, other = scores.mean(0)
     return float(1 - other / own) if own else 0.0
-
-
-def _slug(name: str) -> str:
-    return name.replace(" ", "_").replace("-", "_").lower()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from firsttoken.kvreuse.experiments.method_figures import PAPER_GAIN, PAPER_LEAD, PAPER_MEAN_GAIN, PAPER_MEAN_LEAD
-from firsttoken.kvreuse.experiments.methods import CHOOSE, JUDGE, OWN
-from firsttoken.kvreuse.experiments.setting import key_of
+from firsttoken.kvreuse.experiments.method_summary import ABOVE_BLEND, ACCURACY, DECODED
+from firsttoken.kvreuse.experiments.methods import CHOOSE, COMPUTE, DROIDSPEAK, JUDGE, LATENCY, OWN
+from firsttoken.kvreuse.experiments.setting import run_of
 from firsttoken.kvreuse.experiments.tables import by_run, relative_loss
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -41,44 +42,39 @@ def choice_rows(methods: Result) -> Rows:
     The former's loss is on the items that judge, the latter's on those that choose.
     """
     shown = {
-        "group": "decoded_group",
-        "layers, %": "decoded_group_layers_pct",
-        "earlier, times": "decoded_speedup_x",
-        "lost on other items, %": "droidspeak_relative_loss_pct",
-        "by token accuracy": "accuracy_group",
-        "its: earlier, times": "accuracy_speedup_x",
-        "its: lost, %": "accuracy_group_relative_loss_pct",
+        "group": ("group", DECODED),
+        "layers, %": ("group_layers_pct", DECODED),
+        "earlier, times": ("speedup_x", DECODED),
+        "lost on other items, %": ("relative_loss_pct", {"method": DROIDSPEAK}),
+        "by token accuracy": ("group", ACCURACY),
+        "its: earlier, times": ("speedup_x", ACCURACY),
+        "its: lost, %": ("relative_loss_pct", ACCURACY),
     }
-    return [
-        {"run": run} | {title: interval(methods.summary[f"{key_of(of[0])}_{name}"], 2) for title, name in shown.items()}
-        for run, of in by_run(methods).items()
-    ]
+    rows = []
+    for run, of in by_run(methods).items():
+        found = {title: methods.summary.of(name, **where, **run_of(of[0])) for title, (name, where) in shown.items()}
+        rows.append({"run": run} | {title: interval(entry, 2) for title, entry in found.items()})
+    return rows
 
 
 def paper_rows(latency: Result, methods: Result) -> Rows:
     """What the paper says beside what was measured; what is computed has no floor of its own here."""
-    summary = methods.summary | latency.summary
     gain, lead = f"{PAPER_MEAN_GAIN} ({PAPER_GAIN[0]}-{PAPER_GAIN[1]})", f"{PAPER_LEAD[0]}-{PAPER_LEAD[1]}"
+    lead, mean = f"{PAPER_MEAN_LEAD} ({lead})", {"across": "mean"}
+    latent, computed = (ABOVE_BLEND | {"case": equal} for equal in (LATENCY, COMPUTE))
     shown = [
-        ("speed-up within 5 % of the decoded score, mean", gain, "decoded_speedup_mean_x", 2, "x"),
-        ("the least of it", f"{PAPER_GAIN[0]}", "decoded_speedup_least_x", 2, "x"),
-        ("speed-up within 5 % of token accuracy, mean", "", "accuracy_speedup_mean_x", 2, "x"),
-        ("layers recomputed, mean", "34.4 (Figure 11)", "decoded_group_layers_mean_pct", 1, "% of layers"),
-        (
-            "lead over CacheBlend at equal latency, mean",
-            f"{PAPER_MEAN_LEAD} ({lead})",
-            "over_cacheblend_equal_latency_mean_points",
-            1,
-            "points",
-        ),
-        ("the same at equal computation", "", "over_cacheblend_equal_compute_mean_points", 1, "points"),
+        ("speed-up within 5 % of the decoded score, mean", gain, "speedup_x", DECODED | mean, 2, "x"),
+        ("the least of it", f"{PAPER_GAIN[0]}", "speedup_x", DECODED | {"across": "least"}, 2, "x"),
+        ("speed-up within 5 % of token accuracy, mean", "", "speedup_x", ACCURACY | mean, 2, "x"),
+        ("layers recomputed, mean", "34.4 (Figure 11)", "group_layers_pct", DECODED | mean, 1, "% of layers"),
+        ("lead over CacheBlend at equal latency, mean", lead, "score_above_points", latent | mean, 1, "points"),
+        ("the same at equal computation", "", "score_above_points", computed | mean, 1, "points"),
     ]
     rows = [
-        {"what": what, "paper": paper, "measured": interval(summary.get(name), digits), "unit": unit}
-        for what, paper, name, digits, unit in shown
+        {"what": what, "paper": paper, "measured": interval(methods.summary.get(name, **where), digits), "unit": unit}
+        for what, paper, name, where, digits, unit in shown
     ]
-    for name, entry in latency.summary.items():
-        if name.startswith("partial_over_share_"):
-            what = f"partial prefill, {int(name.split('_')[-1]):,} tokens, its worst size"
-            rows.append({"what": what, "measured": interval(entry, 2), "unit": entry["unit"]})
+    for entry in latency.summary.all("ttft_x", across="worst"):
+        what = f"partial prefill, {entry['where']['context_tokens']:,} tokens, its worst size"
+        rows.append({"what": what, "measured": interval(entry, 2), "unit": entry["unit"]})
     return rows

@@ -28,6 +28,7 @@ from firsttoken.kvreuse.profile.pareto import Profiled, frontier, smallest_withi
 from firsttoken.kvreuse.tasks.items import Encoded
 from firsttoken.kvreuse.tasks.load import task_of
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Scalar
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 
@@ -196,3 +197,12 @@ def _rows(
 def timed(method: str) -> str:
     """What a method is called where times are measured: by how much it computes full reuse is a partial prefill."""
     return DROIDSPEAK if method.startswith((REUSE, DROIDSPEAK)) else BLEND if method.startswith(BLEND) else method
+
+
+def where_of(method: str) -> dict[str, Scalar]:
+    """Where the measures of a row's method hold: a blend has its ``share`` of tokens, or the ``case`` that set it."""
+    found = re.fullmatch(rf"{BLEND} (?:({COMPUTE}|{LATENCY})|(\S+)) ?(.*)", method)
+    if not found:
+        return {"method": method}
+    asked = {"case": found[1]} if found[1] else {"share": float(found[2])}
+    return {"method": BLEND} | asked | ({"variant": found[3]} if found[3] else {})

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from firsttoken.kvreuse.experiments.setting import Run, Setting, batches, key_of, rows_by_run
+from firsttoken.kvreuse.experiments.setting import Run, Setting, batches, rows_by_run, run_of
 from firsttoken.kvreuse.pairs import Distance, PairedModel
 from firsttoken.kvreuse.prefill import NOTHING, Group
 from firsttoken.kvreuse.profile.bank import Bank, Questions, Score
@@ -27,6 +27,7 @@ from firsttoken.study import clock, paths
 from firsttoken.study.files import write_text
 from firsttoken.study.foreign.json_text import read_json
 from firsttoken.study.foreign.schema import shaped
+from firsttoken.study.measures import Entry, Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -52,29 +53,25 @@ def layer_profile(profile: Profile) -> Outcome:
     return Outcome(rows, provenance={"models": setting.models.provenance})
 
 
-def profile_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def profile_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """What the profile of each run says in numbers, what all of them say, and what groups of two layers save."""
-    runs = {key_of(of[0]): of for of in rows_by_run(rows).values()}
-    summary: dict[str, dict[str, Any]] = {}
-    for key, of in runs.items():
-        summary |= {f"{key}_{name}": entry for name, entry in _of_run(of).items()}
-    losing = [key for key in runs if summary[f"{key}_group_layers_pct"]["value"]]
-    *_, last = runs.values()
-    depth = sum(row["what"] == "layer" for row in last)
-    widest = bootstrap([_widest_layer(runs[key]) / depth for key in losing or runs])
-    return summary | {
-        "widest_layer_depth": widest.summary("of the depth"),
-        "critical_layers_mean_pct": _mean([summary[f"{key}_critical_layers_pct"] for key in runs]),
-        "runs_with_loss": {"value": len(losing), "n": len(runs), "unit": "runs in which full reuse breaks the bound"},
-        "group_layers_mean_pct": _mean([summary[f"{key}_group_layers_pct"] for key in losing or runs]),
-        "reuse_relative_loss_worst_pct": max(
-            (summary[f"{key}_reuse_relative_loss_pct"] for key in runs), key=lambda entry: entry["value"]
-        ),
-        "two_layer_groups_x": {
-            "value": naive_passes(depth, 1) / naive_passes(depth, 2),
-            "unit": "x fewer layers over a prefix",
-        },
-    }
+    summary, runs = Summary(), list(rows_by_run(rows).values())
+    for of in runs:
+        _add_run(summary, of)
+    groups, lost = summary.all("group_layers_pct"), summary.all("relative_loss_pct")
+    losing = [of for of, group in zip(runs, groups, strict=True) if group["value"]]
+    depth = sum(row["what"] == "layer" for row in runs[-1])
+    widest = bootstrap([_widest_layer(of) / depth for of in losing or runs])
+    summary.add("widest_layer_depth", widest.summary("of the depth"), across="mean")
+    summary.add("critical_layers_pct", _mean(summary.all("critical_layers_pct")), across="mean")
+    breaking = {"value": len(losing), "n": len(runs), "unit": "runs in which full reuse breaks the bound"}
+    summary.add("runs_with_loss", breaking)
+    summary.add("group_layers_pct", _mean([group for group in groups if group["value"]] or groups), across="mean")
+    worst = max(lost, key=lambda entry: entry["value"])
+    summary.add("relative_loss_pct", worst, method="full reuse", across="worst")
+    fewer = {"value": naive_passes(depth, 1) / naive_passes(depth, 2), "unit": "x fewer layers over a prefix"}
+    summary.add("prefix_passes_fewer_x", fewer, variant="naive", layers=2, than="single layers")
+    return summary
 
 
 def _widest_layer(of: Rows) -> int:
@@ -171,32 +168,32 @@ def profiled_groups(rows: Sequence[dict[str, Any]]) -> list[Profiled]:
     ]
 
 
-def _of_run(rows: Rows) -> dict[str, dict[str, Any]]:
+def _add_run(summary: Summary, rows: Rows) -> None:
     """What a run's profile says in numbers; how far its weights are apart where the rows have it."""
-    own = next(row for row in rows if row["what"] == "own")
+    own, cost = (next(row for row in rows if row["what"] == what) for what in ("own", "cost"))
     groups = profiled_groups(rows)
     reuse = next(group for group in groups if not len(group.group))
     layers = [(row["lo"], row["accuracy"]) for row in rows if row["what"] == "layer"]
     critical = critical_layers(layers, own["accuracy"], CRITICAL)
-    chosen = smallest_within(groups, BOUND)
-    cost = next(row for row in rows if row["what"] == "cost")
-    depth = len(layers)
-    found = {
-        "own_accuracy_pct": {"value": 100 * own["accuracy"], "n": own["n"], "unit": "%"},
-        "reuse_loss_points": reuse.loss.summary("points", 100),
-        "reuse_relative_loss_pct": {"value": 100 * reuse.relative_loss, "n": own["n"], "unit": "% of own"},
-        "critical_layers_pct": {"value": 100 * len(critical) / depth, "n": depth, "unit": "% of layers"},
-        "group": {"value": str(chosen.group), "unit": "layers"},
-        "group_layers_pct": {"value": 100 * len(chosen.group) / depth, "n": own["n"], "unit": "% of layers"},
-        "group_loss_points": chosen.loss.summary("points", 100),
-        "profile_s": {"value": cost["seconds"], "n": cost["n"], "unit": "s"},
-        "prefix_passes": {"value": cost["prefix_layers"] / depth, "unit": "prefills an item"},
-        "naive_prefix_passes": {"value": sum(len(g.group) for g in groups) / depth, "unit": "prefills an item"},
-    }
-    for row in rows:
-        if row["what"] == "weights":
-            found["weight_distance_pct"] = {"value": row["distance_pct"], "unit": "% of |sender|"}
-    return found
+    chosen, depth = smallest_within(groups, BOUND), len(layers)
+    share, naive = 100 * len(chosen.group) / depth, sum(len(g.group) for g in groups) / depth
+    full, reused, mixed = ({"method": name} for name in ("full prefill", "full reuse", "DroidSpeak"))
+    found: list[tuple[str, Entry, dict[str, str]]] = [
+        ("accuracy_pct", {"value": 100 * own["accuracy"], "n": own["n"], "unit": "%"}, full),
+        ("loss_points", reuse.loss.summary("points", 100), reused),
+        ("relative_loss_pct", {"value": 100 * reuse.relative_loss, "n": own["n"], "unit": "% of own"}, reused),
+        ("critical_layers_pct", {"value": 100 * len(critical) / depth, "n": depth, "unit": "% of layers"}, {}),
+        ("group", {"value": str(chosen.group), "unit": "layers"}, {}),
+        ("group_layers_pct", {"value": share, "n": own["n"], "unit": "% of layers"}, {}),
+        ("loss_points", chosen.loss.summary("points", 100), mixed),
+        ("profile_s", {"value": cost["seconds"], "n": cost["n"], "unit": "s"}, {}),
+        ("prefix_passes", {"value": cost["prefix_layers"] / depth, "unit": "prefills an item"}, {"variant": "shared"}),
+        ("prefix_passes", {"value": naive, "unit": "prefills an item"}, {"variant": "naive"}),
+    ]
+    apart = [row["distance_pct"] for row in rows if row["what"] == "weights"]
+    found += [("weight_distance_pct", {"value": distance, "unit": "% of |sender|"}, {}) for distance in apart]
+    for measure, entry, where in found:
+        summary.add(measure, entry, **where, **run_of(rows[0]))
 
 
 def naive_passes(depth: int, group_layers: int) -> float:
@@ -205,6 +202,6 @@ def naive_passes(depth: int, group_layers: int) -> float:
     return sum(hi - lo for i, lo in enumerate(edges) for hi in edges[i + 1 :]) / depth
 
 
-def _mean(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _mean(entries: Sequence[Entry]) -> Entry:
     """The mean of one measure over runs, with its interval."""
     return bootstrap([entry["value"] for entry in entries]).summary(entries[0]["unit"])

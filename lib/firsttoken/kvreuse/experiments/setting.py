@@ -75,7 +75,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """The name as part of a measure's name."""
+        """The name in one word, as rows have it that belong to several runs."""
         row = self.row()
         return re.sub(r"\W+", "_", " ".join((row["receiver"], "from", row["sender"], row["task"])))
 
@@ -85,9 +85,9 @@ class Run:
         return {"run": self.name, "receiver": receiver, "sender": sender, "task": Path(self.task).stem}
 
 
-def key_of(row: dict[str, Any]) -> str:
-    """How the measures of a row's run begin in a summary."""
-    return Run(Pair(row["receiver"], row["sender"]), row["task"], 0).key
+def run_of(row: dict[str, Any]) -> dict[str, str]:
+    """Where the measures of a row's run hold in a summary."""
+    return {name: row[name] for name in ("receiver", "sender", "task")}
 
 
 def rows_by_run(rows: Rows) -> dict[str, Rows]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from firsttoken.kvreuse.experiments.profiling import BOUND, CRITICAL, naive_passes, profiled_groups
-from firsttoken.kvreuse.experiments.setting import key_of, rows_by_run
+from firsttoken.kvreuse.experiments.setting import rows_by_run, run_of
 from firsttoken.kvreuse.profile.pareto import critical_layers, smallest_within
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -29,7 +29,8 @@ def losing_runs(result: Result) -> dict[str, Rows]:
 
 def distance_of(result: Result, of: Rows) -> float | None:
     """How far the weights of a run's pair are apart, % of the sender's; None where that was not recorded."""
-    return result.summary.get(f"{key_of(of[0])}_weight_distance_pct", {}).get("value")
+    entry = result.summary.get("weight_distance_pct", **run_of(of[0]))
+    return entry and entry["value"]
 
 
 def only(rows: Iterable[dict[str, Any]], what: str) -> dict[str, Any]:
@@ -162,24 +163,23 @@ def cost_rows(result: Result) -> Rows:
 
 def reuse_comparison(result: Result, methods: Result) -> Rows:
     """Paper and measured for full reuse, decoded (``methods``), and single layers; what is counted has no floor."""
-    value = {name: entry["value"] for name, entry in result.summary.items()}
     return [
         {
             "what": "full reuse, the worse pair: loss of its own F1",
             "paper": "> 50 (HotpotQA)",
-            "measured": methods.summary["reuse_relative_loss_worst_pct"]["value"],
+            "measured": methods.summary.value("relative_loss_pct", method="full reuse", across="worst"),
             "unit": "%",
         },
         {
             "what": "critical layers, mean over runs",
             "paper": "11 (text: 10)",
-            "measured": value["critical_layers_mean_pct"],
+            "measured": result.summary.value("critical_layers_pct", across="mean"),
             "unit": "% of layers",
         },
         {
             "what": "layers recomputed within 5 %, mean over runs that full reuse takes out of it",
             "paper": "38 (12 of 32), 34 (11 of 32)",
-            "measured": value["group_layers_mean_pct"],
+            "measured": result.summary.value("group_layers_pct", across="mean"),
             "unit": "% of layers",
         },
     ]
@@ -188,8 +188,9 @@ def reuse_comparison(result: Result, methods: Result) -> Rows:
 def cost_comparison(result: Result) -> Rows:
     """Paper and measured for the cost of a profile."""
     of = next(iter(by_run(result).values()))
-    key, cost = key_of(of[0]), only(of, "cost")
-    value = {name: entry["value"] for name, entry in result.summary.items()}
+    cost = only(of, "cost")
+    (fewer,) = result.summary.all("prefix_passes_fewer_x")
+    naive, shared = (result.summary.value("prefix_passes", variant=v, **run_of(of[0])) for v in ("naive", "shared"))
     return [
         {
             "what": "a profile of one run, 50 items",
@@ -200,12 +201,12 @@ def cost_comparison(result: Result) -> Rows:
         {
             "what": "groups of two layers against single ones, layers over a prefix",
             "paper": "about 3",
-            "measured": value["two_layer_groups_x"],
+            "measured": fewer["value"],
             "unit": "x fewer",
         },
         {
             "what": "naive prefills over those that were run",
-            "measured": value[f"{key}_naive_prefix_passes"] / value[f"{key}_prefix_passes"],
+            "measured": naive / shared,
             "unit": "x fewer",
         },
     ]

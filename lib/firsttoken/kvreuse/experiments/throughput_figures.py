@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from firsttoken.engine.experiments.reuse_throughput import FULL, KNEE, OTHER_KNEES, PARTIAL
 from firsttoken.kvreuse.experiments.styles import METHODS
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
@@ -32,7 +33,7 @@ def under_load(result: Result) -> Figure:
         for at, (method, layers) in enumerate(ways):
             _line(ax, [row for row in ran if (row["method"], row["layers"]) == (method, layers)], what, depth, at)
         if what in OBJECTIVES:
-            objective = result.summary[f"{what}_objective_ms"]["value"] / 1e3
+            objective = result.summary.value("objective_ms", metric=what, objective=KNEE) / 1e3
             ax.axhline(objective, color=COLOURS["report"], linestyle="--", label="objective: twice full prefill alone")
         ax.set(xscale="log", yscale="log", xlabel="requests a second, all replicas", ylabel=label)
         for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
@@ -40,7 +41,7 @@ def under_load(result: Result) -> Figure:
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
-    gain = result.summary.get("droidspeak_mean_ttft_x")
+    gain = result.summary.get("capacity_x", method=PARTIAL, across="mean", metric="ttft", objective=KNEE, than=FULL)
     here = f"; here {interval(gain, 2)} times" if gain else ""
     seeds, replicas = len({row["seed"] for row in ran}), ran[0]["replicas"]
     told = f"simulated on measured costs, {replicas} replicas, {seeds} seeds. At one TTFT, paper: {PAPER} times{here}"
@@ -63,15 +64,15 @@ def _line(ax: Axes, rows: Rows, what: str, depth: int, at: int) -> None:
 
 def throughput_rows(result: Result) -> Rows:
     """By way: the most requests a second within each objective, over full prefill's."""
-    summary, rows = result.summary, []
-    slugs = dict.fromkeys(name.removesuffix("_ttft_x") for name in summary if name.endswith("_ttft_x"))
-    for slug in slugs:
-        named = slug.replace("_", " ").replace("droidspeak", "DroidSpeak,").replace("mean", "mean of the pairs")
-        line = {"way": f"{named} layers" if named[-1].isdigit() else named}
+    rows, depth = [], max(row["layers"] for row in result.rows if row["what"] == "run")
+    for entry in result.summary.all("capacity_x", metric="ttft", objective=KNEE):
+        where = entry["where"]
+        told = f"{where['layers']} of {depth} layers" if where.get("layers") else "mean of the pairs"
+        line = {"way": f"{where['method']}, {told}" if where["method"] == PARTIAL else where["method"]}
         for what, label in OBJECTIVES.items():
-            line[f"{label} within 2 x alone"] = interval(summary[f"{slug}_{what}_x"], 2)
-            for factor, tag in ((1.5, "1p5"), (5, "5")):
-                entry = summary.get(f"{slug}_{what}_at_{tag}_times_x")
-                line[f"{label}, {factor:g} x"] = interval(entry, 2)
-        rows.append(line | {"paper": PAPER if slug.startswith("droidspeak") else ""})
+            for knee in (KNEE, *OTHER_KNEES):
+                column = f"{label} within {knee:g} x alone" if knee == KNEE else f"{label}, {knee:g} x"
+                gain = result.summary.get("capacity_x", **where | {"metric": what, "objective": knee})
+                line[column] = interval(gain, 2)
+        rows.append(line | {"paper": PAPER if where["method"] == PARTIAL else ""})
     return rows

@@ -15,6 +15,7 @@ from firsttoken.kvreuse.tasks.items import encode
 from firsttoken.kvreuse.tasks.load import load_items
 from firsttoken.kvreuse.tuning import TuningConfig, tuned
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 
@@ -64,13 +65,13 @@ def reuse_training(profile: Profile) -> Outcome:
     return Outcome(rows, provenance=provenance)
 
 
-def training_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def training_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By adapter, the seconds that its training took; of the rows that say so."""
-    return {
-        f"{row['adapter']}_train_s": {"value": row["train_s"], "n": row["step"], "unit": "s"}
-        for row in rows
-        if "train_s" in row
-    }
+    summary = Summary()
+    for row in rows:
+        if "train_s" in row:
+            summary.add("train_s", {"value": row["train_s"], "n": row["step"], "unit": "s"}, model=row["adapter"])
+    return summary
 
 
 def _parse(line: str) -> tuple[str, list[str], int]:

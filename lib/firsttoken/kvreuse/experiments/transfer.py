@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +10,13 @@ from firsttoken.kvreuse.experiments.setting import Run, Setting
 from firsttoken.kvreuse.pairs import Pair
 from firsttoken.kvreuse.profile.pareto import Profiled, smallest_within
 from firsttoken.kvreuse.profile.transfer import Chooser, best_of_size, resampled, transfer
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 
 SEEN = "the same items"  # in place of a task's name: the choice was made on the very items that judge it
+OWN = "own choice"  # of the task that judges, made on other items of it
 AT_BOUND, OF_SIZE = "at the bound", "of a size"
 _DRAWS = 20  # random halvings; an item judges one choice in each
 _RESAMPLES = 100
@@ -105,60 +106,68 @@ def is_foreign(row: dict[str, Any]) -> bool:
     return row["what"] == "transfer" and row["chosen_on"] not in (SEEN, row["judged_on"])
 
 
-def transfer_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def transfer_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """What each choice loses where it is used, what a foreign one loses more than the task's own, how stable one is."""
-    found = {}
+    summary = Summary()
     for row in rows:
         if row["what"] == "transfer" and row["rule"] == AT_BOUND:
-            found[f"{_key(row)}_loss_points"] = bootstrap(row["item_loss"]).summary("points", 100)
+            place = _place(row)
+            summary.add("loss_points", bootstrap(row["item_loss"]).summary("points", 100), **place)
             if row["chosen_on"] == SEEN:  # the optimism of a choice about its own items
-                unseen = bootstrap([-difference for difference in over_own(rows, row)])
-                found[f"{_key(row, row['judged_on'])}_unseen_points"] = unseen.summary("points", 100)
-    return found | _foreign(rows, AT_BOUND, "") | _foreign(rows, OF_SIZE, "same_size_") | _stability(rows)
+                unseen = bootstrap([-difference for difference in over_own(rows, row)]).summary("points", 100)
+                summary.add("loss_points", unseen, **place | {"chosen_on": row["judged_on"], "than": SEEN})
+    for rule in (AT_BOUND, OF_SIZE):
+        _add_foreign(summary, rows, rule)
+    _add_stability(summary, rows)
+    return summary
 
 
-def _foreign(rows: Sequence[dict[str, Any]], rule: str, prefix: str) -> dict[str, dict[str, Any]]:
-    """What foreign choices lose more than the task's own: each, their mean, and the one whose estimate is largest.
+def _place(row: dict[str, Any]) -> dict[str, str]:
+    """Where the loss of a transfer holds."""
+    run = {"receiver": row["receiver"], "sender": row["sender"], "task": row["judged_on"]}
+    return run | {"chosen_on": row["chosen_on"], "variant": row["rule"]}
+
+
+def _add_foreign(summary: Summary, rows: Rows, rule: str) -> None:
+    """What foreign choices lose more than the task's own: each, the one that loses most, and their mean.
 
     The sizes of one transfer are averaged item by item, and so are the foreign choices that one item judged.
     """
-    each: dict[str, list[list[float]]] = {}
+    each: dict[tuple[tuple[str, str], ...], list[list[float]]] = {}
     by_item: dict[tuple[str, str, int], list[float]] = {}
     for row in rows:
         if is_foreign(row) and row["rule"] == rule:
             differences = over_own(rows, row)
-            each.setdefault(_key(row), []).append(differences)
+            each.setdefault(tuple(_place(row).items()), []).append(differences)
             for item, difference in enumerate(differences):
                 by_item.setdefault((row["receiver"], row["judged_on"], item), []).append(difference)
     if not each:
-        return {}
-    over = {key: bootstrap([sum(of) / len(of) for of in zip(*lists, strict=True)]) for key, lists in each.items()}
-    over["worst"] = max(over.values(), key=lambda interval: interval.estimate)
-    over["mean"] = bootstrap([sum(of) / len(of) for of in by_item.values()])
-    return {f"{prefix}{key}_over_own_points": interval.summary("points", 100) for key, interval in over.items()}
+        return
+    for place, lists in each.items():
+        over = bootstrap([sum(of) / len(of) for of in zip(*lists, strict=True)])
+        summary.add("loss_points", over.summary("points", 100), **dict(place), than=OWN)
+    of_rule = {"variant": rule, "than": OWN}
+    worst = max(summary.all("loss_points", **of_rule), key=lambda entry: entry["value"])
+    mean = bootstrap([sum(of) / len(of) for of in by_item.values()])
+    summary.add("loss_points", worst, **of_rule, across="worst")
+    summary.add("loss_points", mean.summary("points", 100), **of_rule, across="mean")
 
 
-def _stability(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _add_stability(summary: Summary, rows: Rows) -> None:
     """By task and sample size: the layers chosen (95 % of the draws), and the mean loss on items not drawn."""
-    found: dict[str, dict[str, Any]] = {}
-    cells: dict[str, list[dict[str, Any]]] = {}
+    cells: dict[tuple[str, str, str, int], Rows] = {}
     for row in rows:
         if row["what"] == "choice":
-            cells.setdefault(f"{_key(row, row['items'])}_items", []).append(row)
-    for key, of in cells.items():
+            cells.setdefault((row["receiver"], row["sender"], row["chosen_on"], row["items"]), []).append(row)
+    for (receiver, sender, task, items), of in cells.items():
+        place = {"receiver": receiver, "sender": sender, "task": task, "items": items}
         layers = sorted(row["layers"] for row in of)
         middle, low, high = (layers[round(share * (len(layers) - 1))] for share in (0.5, 0.025, 0.975))
-        found[f"{key}_layers"] = {"value": middle, "low": low, "high": high, "n": len(of), "unit": "layers"}
-        found[f"{key}_loss_pct"] = bootstrap([row["relative_loss"] for row in of]).summary("% of the own score", 100)
-    if sizes := sorted({of[0]["items"] for of in cells.values()}):
+        chosen = {"value": middle, "low": low, "high": high, "n": len(of), "unit": "layers"}
+        lost = bootstrap([row["relative_loss"] for row in of])
+        summary.add("group_layers", chosen, **place)
+        summary.add("relative_loss_pct", lost.summary("% of the own score", 100), **place)
+    if sizes := sorted({items for *_, items in cells}):
         half = sizes[len(sizes) // 2]  # of all items, the paper's 50 contexts or a few more
-        losses = [found[f"{key}_loss_pct"] for key, of in cells.items() if of[0]["items"] == half]
-        found["half_of_items_loss_worst_pct"] = max(losses, key=lambda entry: entry["value"])
-    return found
-
-
-def _key(row: dict[str, Any], *last: object) -> str:
-    """Pair and task as part of a measure's name; of a transfer where it was made and where it was used."""
-    words = last or ("to", row["judged_on"])
-    start = () if row["what"] == "transfer" and last else (row["chosen_on"],)
-    return re.sub(r"\W+", "_", " ".join(map(str, (row["receiver"], "from", row["sender"], *start, *words))))
+        worst = max(summary.all("relative_loss_pct", items=half), key=lambda entry: entry["value"])
+        summary.add("relative_loss_pct", worst, items="half", across="worst")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from firsttoken.kvreuse.experiments.profiling import BOUND
 from firsttoken.kvreuse.experiments.styles import METHODS
-from firsttoken.kvreuse.experiments.transfer import AT_BOUND
+from firsttoken.kvreuse.experiments.transfer import AT_BOUND, OF_SIZE, OWN, SEEN
+from firsttoken.study.measures import Scalar
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -18,33 +20,33 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAPER_WORST, PAPER_MEAN = 4, 2  # points, 5.4
-_OVER = "_over_own_points"
 
 
 def differences(result: Result) -> Figure:
     """What a choice made on another task loses more than the task's own: at the bound, and with equally many layers."""
     import matplotlib.pyplot as plt
 
-    rules = {"": ("smallest group within the bound, as chosen there", "o"), "same_size_": ("equally many layers", "s")}
-    found = {name.removesuffix(_OVER): entry for name, entry in result.summary.items() if name.endswith(_OVER)}
-    transfers = [name for name in found if not name.startswith("same_size_") and name not in ("mean", "worst")]
-    shown = [*transfers, "mean"]
+    rules = {AT_BOUND: ("smallest group within the bound, as chosen there", "o"), OF_SIZE: ("equally many layers", "s")}
+    of_bound = {"variant": AT_BOUND, "than": OWN}
+    transfers = [entry for entry in result.summary.all("loss_points", **of_bound) if "across" not in entry["where"]]
+    shown = [*(entry["where"] for entry in transfers), of_bound | {"across": "mean"}]
     fig, ax = plt.subplots(figsize=(9, 0.45 * len(shown) + 1.9))
-    for shift, (prefix, (label, marker)) in zip((-0.14, 0.14), rules.items(), strict=True):
-        for place, name in enumerate(shown):
-            if (entry := found.get(f"{prefix}{name}")) is not None:
-                fill, at = "none" if prefix else "full", place + shift
-                colour = METHODS["DroidSpeak"].colour
+    colour = METHODS["DroidSpeak"].colour
+    for shift, (rule, (label, marker)) in zip((-0.14, 0.14), rules.items(), strict=True):
+        fill = "none" if rule == OF_SIZE else "full"
+        for line, where in enumerate(shown):
+            if entry := result.summary.get("loss_points", **where | {"variant": rule}):
+                at = line + shift
                 ax.plot([entry["low"], entry["high"]], [at, at], color=colour, linewidth=1.8, alpha=0.8)
                 ax.plot(entry["value"], at, marker, color=colour, markersize=7, fillstyle=fill)
-        ax.plot([], [], marker, color=METHODS["DroidSpeak"].colour, fillstyle="none" if prefix else "full", label=label)
+        ax.plot([], [], marker, color=colour, fillstyle=fill, label=label)
     for value, style, label in ((PAPER_MEAN, "-", "paper: mean"), (PAPER_WORST, "--", "paper: at most")):
         ax.axvline(value, color=COLOURS["paper"], linestyle=style, linewidth=2, label=label)
     ax.axvline(0, color=COLOURS["mark"], linestyle=":", linewidth=1.2)
-    ax.set_yticks(range(len(shown)), [_told(name) for name in shown])
+    ax.set_yticks(range(len(shown)), [_told(where) for where in shown])
     ax.set_ylim(len(shown) - 0.5, -0.5)
     ax.set_xlabel("token accuracy lost beyond the task's own choice, points (95 %)")
-    ax.set_title(f"n = {found[transfers[0]]['n']} items each" if transfers else "one task only", fontsize=11)
+    ax.set_title(f"n = {transfers[0]['n']} items each" if transfers else "one task only", fontsize=11)
     ax.grid(axis="y", visible=False)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9.5)
     return fig
@@ -100,28 +102,28 @@ def matrix_rows(result: Result) -> Rows:
 def difference_rows(result: Result) -> Rows:
     """What a foreign choice loses more than the task's own: at the bound, and at equal size averaged over the sizes."""
     rows = []
-    for name, entry in result.summary.items():
-        if name.endswith(_OVER) and not name.startswith("same_size_"):
-            what = name.removesuffix(_OVER)
-            paper = {"worst": f"at most {PAPER_WORST}", "mean": str(PAPER_MEAN)}.get(what, "")
-            rows.append(
-                {
-                    "transfer": what.replace("_", " "),
-                    "at the bound, points": interval(entry),
-                    "equally many layers, points": interval(result.summary.get(f"same_size_{name}")),
-                    "paper, points": paper,
-                    "n": entry["n"],
-                }
-            )
+    papers = {"worst": f"at most {PAPER_WORST}", "mean": str(PAPER_MEAN)}
+    for entry in result.summary.all("loss_points", variant=AT_BOUND, than=OWN):
+        where = entry["where"]
+        across = where.get("across")
+        same_size = result.summary.get("loss_points", **where | {"variant": OF_SIZE})
+        rows.append(
+            {
+                "transfer": across or f"{_choice(where)} to {where['task']}",
+                "at the bound, points": interval(entry),
+                "equally many layers, points": interval(same_size),
+                "paper, points": papers.get(across, ""),
+                "n": entry["n"],
+            }
+        )
     return rows
 
 
 def unseen_rows(result: Result) -> Rows:
     """What a choice loses more on other items of its own task than on those that made it."""
     return [
-        {"choice": name.removesuffix("_unseen_points").replace("_", " "), "points": interval(entry), "n": entry["n"]}
-        for name, entry in result.summary.items()
-        if name.endswith("_unseen_points")
+        {"choice": _choice(entry["where"]), "points": interval(entry), "n": entry["n"]}
+        for entry in result.summary.all("loss_points", than=SEEN)
     ]
 
 
@@ -139,12 +141,15 @@ def _transfers(result: Result, rule: str) -> Rows:
     return [row for row in result.rows if row["what"] == "transfer" and row["rule"] == rule]
 
 
-def _pair(row: dict[str, Any]) -> str:
+def _pair(row: Mapping[str, Scalar]) -> str:
     return f"{row['receiver']} <- {row['sender']}"
 
 
-def _told(transfer: str) -> str:
-    """ "all_from_base_copy_to_qa" in words."""
-    pair, to, judged = transfer.rpartition("_to_")
-    pair, _, chosen = pair.rpartition("_")
-    return f"{pair.replace('_from_', ' <- ')}: chosen on {chosen}, used on {judged}" if to else transfer
+def _choice(where: Mapping[str, Scalar]) -> str:
+    return f"{where['receiver']} from {where['sender']} {where['chosen_on']}"
+
+
+def _told(where: Mapping[str, Scalar]) -> str:
+    """A transfer in words, or what stands for several."""
+    across = where.get("across")
+    return across or f"{_pair(where)}: chosen on {where['chosen_on']}, used on {where['task']}"

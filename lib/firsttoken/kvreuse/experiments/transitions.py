@@ -11,10 +11,11 @@ from typing import Any
 from tqdm import tqdm
 
 from firsttoken.assets.needs import LAYERS, Need
-from firsttoken.kvreuse.experiments.setting import ITEMS, Setting, batches, key_of, rows_by_run
+from firsttoken.kvreuse.experiments.setting import ITEMS, Setting, batches, rows_by_run
 from firsttoken.kvreuse.prefill import spans
 from firsttoken.kvreuse.profile.bank import Bank, Questions
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -75,14 +76,16 @@ def transitions(profile: Profile) -> Outcome:
     return Outcome(rows, provenance={"models": setting.models.provenance})
 
 
-def transitions_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def transitions_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By number of transitions, the distance over the sets of layers: of each run, and of all runs together."""
-    found = {}
-    for start, of in [*((f"{key_of(of[0])}_", of) for of in rows_by_run(rows).values()), ("", rows)]:
+    summary = Summary()
+    runs = [({key: of[0][key] for key in ("receiver", "sender", "task")}, of) for of in rows_by_run(rows).values()]
+    for place, of in [*runs, ({"across": "mean"}, rows)]:
         for count in dict.fromkeys(row["transitions"] for row in of):
             deviations = [row["deviation"] for row in of if row["transitions"] == count]
-            found[f"{start}deviation_{count}"] = bootstrap(deviations).summary("of the output's length")
-    return found
+            entry = bootstrap(deviations).summary("of the output's length")
+            summary.add("deviation", entry, **place, transitions=count)
+    return summary
 
 
 def layer_sets(depth: int, config: TransitionsConfig, seed: int) -> Iterator[tuple[int, tuple[int, ...]]]:

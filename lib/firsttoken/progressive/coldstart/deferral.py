@@ -20,12 +20,13 @@ from firsttoken.progressive.coldstart.materials import Checkpoint, write_stock
 from firsttoken.progressive.coldstart.summary import REQUEST
 from firsttoken.progressive.distance import angular_distances, choose_block
 from firsttoken.progressive.examination import Examination, QualityConfig
-from firsttoken.progressive.gates import Summary, summarise
+from firsttoken.progressive.gates import summarise
 from firsttoken.progressive.quality import text_scores
 from firsttoken.progressive.served import ServedConfig, ServedModel, at_stage, load_base, load_served, passing
 from firsttoken.progressive.staging import best_recipe, served_source, stage_adapters
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -79,13 +80,15 @@ def deferral_sweep(profile: Profile) -> Outcome:
 def deferral_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Scores of every block, the median TTFT by the number of deferred layers, and what each of them saves of it."""
     scored = [row for row in rows if "task" in row]
-    summary = summarise(scored, judged=QualityConfig.recorded(parameters).judged)
+    places = {row["variant"]: {"variant": row["selection"], "layers": row["deferred_layers"]} for row in scored}
+    summary = summarise(scored, places, judged=QualityConfig.recorded(parameters).judged)
     sizes = parameters["deferral"]["sizes"]
     for size in sizes:
         times = [row[REQUEST] for row in rows if REQUEST in row and row["deferred_layers"] == size]
-        summary[f"ttft_{size}"] = bootstrap(times, "median").summary("s")
-    whole, deferred = summary["ttft_0"]["value"], summary[f"ttft_{max(sizes)}"]["value"]
-    summary["ms_saved_a_layer"] = {"value": 1000 * (whole - deferred) / max(sizes), "unit": "ms of TTFT a layer"}
+        summary.add("ttft_p50_s", bootstrap(times, "median").summary("s"), layers=size)
+    whole, deferred = (summary.value("ttft_p50_s", layers=size) for size in (0, max(sizes)))
+    saved = {"value": 1000 * (whole - deferred) / max(sizes), "unit": "ms of TTFT a layer"}
+    summary.add("saved_a_layer_ms", saved)
     return summary
 
 

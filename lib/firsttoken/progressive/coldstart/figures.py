@@ -42,7 +42,8 @@ def phase_stacks(result: Result, links: Sequence[str]) -> Figure:
         labels = []
         for place, name in enumerate(found):
             own = [row for row in rows if row["variant"] == name]
-            _stack(ax, place, own, _floor(result, link, own), result.summary[f"{name}_request_p50_{link_key(own[0])}"])
+            median = result.summary.of("ttft_p50_s", variant=name, link=link_key(own[0]))
+            _stack(ax, place, own, _floor(result, link, own), median)
             labels.append(f"{VARIANTS[name].label} (n = {len(own)})")
         before = float(
             np.median([_seconds(row, ("interpreter", "imports")) for row in rows if not VARIANTS[row["variant"]].lean])
@@ -132,7 +133,7 @@ def _by_rate(result: Result, variant: str) -> list[tuple[float, float, float, fl
         if rate < 0.9 * asked or link_key(rows[0]) not in (f"{asked:g}gbit", "unshaped"):
             continue
         moved = next(row["bytes"] for row in rows if row["variant"] == variant)
-        found = result.summary[f"{variant}_request_p50_{link_key(rows[0])}"]
+        found = result.summary.of("ttft_p50_s", variant=variant, link=link_key(rows[0]))
         points.append((rate, found["value"], found["low"], found["high"], moved * read / size, found["n"]))
     return points
 
@@ -152,16 +153,17 @@ def trade_off(result: Result) -> Figure:
     rate = 1e9 / 8 * float(timed[0]["gbit_per_s"])
     left.plot(sizes, np.array(moved) / rate, ":", color=COLOURS["mark"], label="bytes / nominal rate")
     left.set(ylabel="TTFT from arrival, s", ylim=(0, None), title=f"{timed[0]['link']}, {len(times[0])} starts each")
-    for ax, score, label in ((middle, "f1", "F1, %"), (right, "perplexity", "perplexity")):
+    for ax, score, label in ((middle, "f1_pct", "F1, %"), (right, "perplexity", "perplexity")):
+        whole = result.summary.of(score, variant="none", layers=0)
         for selection, look in _SELECTIONS.items():
             points = [
-                (size, result.summary[f"{score}_{selection}_{size}"])
+                (size, entry)
                 for size in range(max(sizes) + 1)
-                if f"{score}_{selection}_{size}" in result.summary
+                if (entry := result.summary.get(score, variant=selection, layers=size))
             ]
             if points:
-                _line(ax, points, result.summary[f"{score}_s0"], **look)
-        ax.set(ylabel=label, title=f"n = {result.summary[f'{score}_s0']['n']}, 95 %")
+                _line(ax, points, whole, **look)
+        ax.set(ylabel=label, title=f"n = {whole['n']}, 95 %")
     right.set(yscale="log")
     ticks = (20, 50, 100, 200, 500, 1000, 2000)
     right.yaxis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])

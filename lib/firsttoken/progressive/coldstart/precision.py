@@ -15,7 +15,7 @@ from firsttoken.progressive.checkpoint.writer import write_staged
 from firsttoken.progressive.coldstart.experiments import disk_speed, trial_specs
 from firsttoken.progressive.coldstart.harness import link_key, one_trial, wire_for
 from firsttoken.progressive.coldstart.materials import Checkpoint, planes_checkpoint, stored_source, write_stock
-from firsttoken.progressive.coldstart.summary import PROCESS, REQUEST, Measures, link_floor, ratio, values
+from firsttoken.progressive.coldstart.summary import PROCESS, REQUEST, link_floor, ratio, values
 from firsttoken.progressive.coldstart.trial import TrialSpec
 from firsttoken.progressive.examination import QualityConfig
 from firsttoken.progressive.planes.frontier import PrecisionConfig
@@ -23,6 +23,7 @@ from firsttoken.progressive.planes.layouts import planes_of
 from firsttoken.progressive.served import ServedConfig, ServedModel, load_served
 from firsttoken.study import paths
 from firsttoken.study.dtypes import named
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -85,32 +86,34 @@ def _starts(profile: Profile, config: PrecisionConfig, questions: str, served: S
     return starts
 
 
-def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Measures:
+def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     """By link and start: TTFT from arrival and from process creation, over the plain whole model's and the losslessly
     coded one's; bytes before the first token and in all; time until every weight is exact over the whole model's."""
-    summary: Measures = {}
+    summary = Summary()
     for key in dict.fromkeys(link_key(row) for row in rows):
         found = [row for row in rows if link_key(row) == key]
         plain = values(found, "read", "bytes")[0]
         complete = [row | {REQUEST: row[REQUEST] + _later(row)} for row in found if row["variant"] != "read"]
         exact = {row["weights_sha256"] for row in found if row["variant"] == WHOLE}
         for name in dict.fromkeys(row["variant"] for row in complete):
-            end = f"{name.replace(' ', '_')}_{key}"
-            summary[f"request_s_{end}"] = bootstrap(values(found, name, REQUEST), "median").summary("s")
-            summary[f"process_s_{end}"] = bootstrap(values(found, name, PROCESS), "median").summary("s")
-            summary[f"first_share_{end}"] = {"value": values(found, name, "bytes")[0] / plain, "unit": "of the bytes"}
+            place = {"variant": name, "link": key}
+            summary.add("ttft_p50_s", bootstrap(values(found, name, REQUEST), "median").summary("s"), **place)
+            summary.add("process_ttft_p50_s", bootstrap(values(found, name, PROCESS), "median").summary("s"), **place)
+            share = values(found, name, "bytes")[0] / plain
+            summary.add("byte_share", {"value": share, "unit": "of the bytes"}, **place)
             if name == WHOLE:
                 continue
-            summary[f"request_over_whole_{end}"] = ratio(found, name, WHOLE).summary("x")
-            summary[f"process_over_whole_{end}"] = ratio(found, name, WHOLE, PROCESS).summary("x")
-            summary[f"full_over_whole_{end}"] = ratio(complete, name, WHOLE).summary("x")
+            beside = place | {"than": WHOLE}
+            summary.add("ttft_x", ratio(found, name, WHOLE).summary("x"), **beside)
+            summary.add("process_ttft_x", ratio(found, name, WHOLE, PROCESS).summary("x"), **beside)
+            summary.add("full_time_x", ratio(complete, name, WHOLE).summary("x"), **beside)
             same = {row["weights_sha256"] for row in found if row["variant"] == name} == exact
-            summary[f"same_weights_{end}"] = {"value": same, "unit": "bit by bit, in every start"}
+            summary.add("same_weights", {"value": same, "unit": "bit by bit, in every start"}, **beside)
             if LOSSLESS in {row["variant"] for row in found} - {name}:
-                summary[f"request_over_lossless_{end}"] = ratio(found, name, LOSSLESS).summary("x")
+                summary.add("ttft_x", ratio(found, name, LOSSLESS).summary("x"), **place, than=LOSSLESS)
             if any("full_bytes" in row for row in found if row["variant"] == name):
                 share = values(found, name, "full_bytes")[0] / plain
-                summary[f"full_share_{end}"] = {"value": share, "unit": "of the bytes"}
+                summary.add("full_byte_share", {"value": share, "unit": "of the bytes"}, **place)
     return summary
 
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from firsttoken.progressive.coldstart.harness import link_key
 from firsttoken.progressive.coldstart.variants import VARIANTS
+from firsttoken.study.measures import Entry, Summary
 from firsttoken.study.record import Rows
 from firsttoken.study.stats import Along, Interval, bootstrap
 
 P95 = Along(lambda sample, axis: np.percentile(sample, 95, axis=axis))
 
 REQUEST, PROCESS, READY = "ttft_request_s", "ttft_process_s", "ready_s"
+STARTS = {"ttft": REQUEST, "process_ttft": PROCESS}
+"""First tokens are timed from the request's arrival, and from the creation of the process, as in the report (3.4.3)."""
 LEAN = {"lean": "whole_streamed", "lean_progressive": "progressive"}
 """Starts without transformers, and what each is held against: the same with it."""
 
-Measures = dict[str, dict[str, Any]]
+Add = Callable[..., Entry]  # Summary.add, the link filled in
 
 
 def values(rows: Rows, variant: str, column: str) -> list[float]:
@@ -59,19 +64,21 @@ def full_rows(rows: Rows) -> Rows:
     ]
 
 
-def cold_start_summary(rows: Rows, _: Mapping[str, Any]) -> Measures:
+def cold_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     """The measures of every link."""
-    return {name: entry for found in _parts(rows, link_key) for name, entry in link_summary(found).items()}
+    return Summary(chain.from_iterable(link_summary(found) for found in _parts(rows, link_key)))
 
 
-def shapes_summary(rows: Rows, _: Mapping[str, Any]) -> Measures:
+def shapes_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     """Of every shape: the progressive start over the whole one by link, and the share of the bytes it waits for."""
-    summary: Measures = {}
+    summary = Summary()
     for found in _parts(rows, lambda row: (row["shape"], link_key(row))):
-        shape = found[0]["shape"]
-        summary[f"{shape}_ratio_{link_key(found[0])}"] = ratio(found, "progressive", "whole_streamed").summary("x")
-        share = values(found, "progressive", "bytes")[0] / values(found, "read", "bytes")[0]
-        summary[f"{shape}_byte_share"] = {"value": share, "unit": "bytes of stage 1 / bytes of the model"}
+        place = {"model": found[0]["shape"], "variant": "progressive"}
+        over = ratio(found, "progressive", "whole_streamed").summary("x")
+        summary.add("ttft_x", over, **place, than="whole_streamed", link=link_key(found[0]))
+        if not summary.get("byte_share", **place):
+            share = values(found, "progressive", "bytes")[0] / values(found, "read", "bytes")[0]
+            summary.add("byte_share", {"value": share, "unit": "bytes of stage 1 / bytes of the model"}, **place)
     return summary
 
 
@@ -89,42 +96,44 @@ def link_floor(rows: Rows) -> dict[str, Any]:
     return {"value": seconds, "unit": "s", "why": f"{size:,} bytes at the rate read alone"}
 
 
-def link_summary(rows: Rows) -> Measures:
-    """Measures of one link, their names ending in its key."""
+def link_summary(rows: Rows) -> Summary:
+    """The measures of one link."""
     read, size = values(rows, "read", "load_s"), values(rows, "read", "bytes")[0]
     rate = size / float(np.median(read))
     there = {row["variant"] for row in rows}
-    measures: Measures = {"bandwidth": bootstrap([8e-9 * size / s for s in read], "median").summary("Gbit/s")}
+    summary = Summary()
+    add = partial(summary.add, link=link_key(rows[0]))
+    add("bandwidth_gbit_per_s", bootstrap([8e-9 * size / s for s in read], "median").summary("Gbit/s"))
     for name in sorted(there - {"read"}):
-        for column, short in ((REQUEST, "request"), (PROCESS, "process")):
+        for start, column in STARTS.items():
             times = values(rows, name, column)
-            measures[f"{name}_{short}_p50"] = bootstrap(times, "median").summary("s")
-            measures[f"{name}_{short}_p95"] = bootstrap(times, P95).summary("s")
+            add(f"{start}_p50_s", bootstrap(times, "median").summary("s"), variant=name)
+            add(f"{start}_p95_s", bootstrap(times, P95).summary("s"), variant=name)
     if {"progressive", "whole_streamed"} <= there:
-        measures |= _progressive(rows, size, rate)
+        _progressive(add, rows, size, rate)
     peers = sorted(name for name in there if VARIANTS[name].peer and not VARIANTS[name].lean)
     for peer in peers if "progressive" in there else ():
-        measures |= _reductions(rows, peer, peer)
+        _below(add, rows, peer)
     if peers and "whole" in there:
         best = min(peers, key=lambda name: float(np.median(values(rows, name, REQUEST))))
-        measures["best_peer"] = {"value": best, "unit": "by median TTFT from request arrival"}
-        measures["whole_over_best_peer"] = ratio(rows, "whole", best).summary("x")
+        add("best_peer", {"value": best, "unit": "by median TTFT from request arrival"})
+        add("ttft_x", ratio(rows, "whole", best).summary("x"), variant="whole", than="best_peer")
         # until the prefill could run at its warm speed: from_pretrained and safetensors return before they have read,
         # and ours tokenizes while it reads, so the time between a loader's call and its return compares neither
         ready = [row | {READY: row[REQUEST] - row["prefill_warm_s"]} for row in rows if "prefill_warm_s" in row]
         quickest = min(peers, key=lambda name: float(np.median(values(ready, name, READY))))
-        measures["quickest_peer"] = {"value": quickest, "unit": "by median time until the weights can be used"}
-        measures["whole_ready_over_quickest_peer"] = ratio(ready, "whole", quickest, READY).summary("x")
-    measures |= _lean(rows)
-    for name in there:
+        add("quickest_peer", {"value": quickest, "unit": "by median time until the weights can be used"})
+        add("ready_x", ratio(ready, "whole", quickest, READY).summary("x"), variant="whole", than="quickest_peer")
+    _lean(add, rows, rate)
+    for name, variant in VARIANTS.items():
         # ParaServe's arithmetic: k links bring everything in a k-th of the time
-        if (count := VARIANTS[name].links) > 1:
-            shares = [s * count * rate / size for s in values(rows, name, "load_s")]
-            measures[f"{name}_over_expected"] = bootstrap(shares, "median").summary("x of T / k")
-    return {f"{name}_{link_key(rows[0])}": entry for name, entry in measures.items()}
+        if name in there and variant.links > 1:
+            shares = [s * variant.links * rate / size for s in values(rows, name, "load_s")]
+            add("load_x", bootstrap(shares, "median").summary("x of T / k"), variant=name, than="expected")
+    return summary
 
 
-def _progressive(rows: Rows, size: int, rate: float) -> Measures:
+def _progressive(add: Add, rows: Rows, size: int, rate: float) -> None:
     """The progressive start against the same loader's whole model of ``size`` bytes, and both against what physics
     allows at ``rate`` bytes/s."""
     whole = float(np.median(values(rows, "whole_streamed", "prefill_warm_s")))
@@ -132,59 +141,60 @@ def _progressive(rows: Rows, size: int, rate: float) -> Measures:
     loads = values(rows, "progressive", "load_s")
     first, full = (values(rows, "progressive", column)[0] for column in ("bytes", "full_bytes"))
     both = rows + full_rows(rows)
-    measures = {
-        "byte_share_first": {"value": first / size, "unit": "of the model's bytes, adapter A included"},
-        "byte_share_full": {"value": full / size, "unit": "of the model's bytes, adapters A and AB included"},
-        "progressive_over_whole": ratio(rows, "progressive", "whole_streamed").summary("x"),
-        **_reductions(rows, "whole_streamed", "same_loader"),
-        "stage1_load_over_floor": bootstrap([s * rate / first for s in loads], "median").summary("x"),
-        "whole_streamed_over_bound": bootstrap(
-            [s / bound for s in values(rows, "whole_streamed", REQUEST)], "median"
-        ).summary("x"),
-        # the report counts device time from the creation of the process (3.1.3)
-        "device_s_first": ratio(rows, "progressive", "whole_streamed", PROCESS).summary("x"),
-        "device_s_full": ratio(both, "progressive_full", "whole_streamed", PROCESS).summary("x"),
-        "full_over_whole": ratio(both, "progressive_full", "whole_streamed").summary("x"),
-        "cpu_s_first": ratio(rows, "progressive", "whole_streamed", "cpu_s").summary("x"),
-        "cpu_s_full": ratio(both, "progressive_full", "whole_streamed", "cpu_s").summary("x"),
-    }
+    pair = {"variant": "progressive", "than": "whole_streamed"}
+
+    def over(column: str) -> dict[str, Any]:
+        return ratio(rows, "progressive", "whole_streamed", column).summary("x")
+
+    def full_over(column: str) -> dict[str, Any]:
+        return ratio(both, "progressive_full", "whole_streamed", column).summary("x")
+
+    share = {"value": first / size, "unit": "of the model's bytes, adapter A included"}
+    add("byte_share", share, variant="progressive")
+    share = {"value": full / size, "unit": "of the model's bytes, adapters A and AB included"}
+    add("full_byte_share", share, variant="progressive")
+    add("ttft_x", over(REQUEST), **pair)
+    _below(add, rows, "whole_streamed")
+    loaded = bootstrap([s * rate / first for s in loads], "median")
+    add("load_x", loaded.summary("x"), variant="progressive", than="floor")
+    streamed = bootstrap([s / bound for s in values(rows, "whole_streamed", REQUEST)], "median")
+    add("ttft_x", streamed.summary("x"), variant="whole_streamed", than="bound")
+    # the report counts device time from the creation of the process (3.1.3)
+    add("device_time_x", over(PROCESS), **pair)
+    add("full_device_time_x", full_over(PROCESS), **pair)
+    add("full_time_x", full_over(REQUEST), **pair)
+    add("cpu_time_x", over("cpu_s"), **pair)
+    add("full_cpu_time_x", full_over("cpu_s"), **pair)
     if None not in values(rows, "progressive", "growth_bytes") + values(rows, "whole_streamed", "growth_bytes"):
-        measures["peak_memory_over_whole"] = ratio(rows, "progressive", "whole_streamed", "growth_bytes").summary("x")
+        add("peak_memory_x", over("growth_bytes"), **pair)
     if any("device_peak_bytes" in row for row in rows):
-        device = ratio(rows, "progressive", "whole_streamed", "device_peak_bytes")
-        measures["peak_device_memory_over_whole"] = device.summary("x")
+        add("peak_device_memory_x", over("device_peak_bytes"), **pair)
     if any(row["variant"] == "whole" for row in rows):
-        measures["streaming_gain"] = _reduction(ratio(rows, "whole_streamed", "whole"))
-    return measures
+        gain = _reduction(ratio(rows, "whole_streamed", "whole"))
+        add("ttft_p50_below_pct", gain, variant="whole_streamed", than="whole")
 
 
-def _lean(rows: Rows) -> Measures:
+def _lean(add: Add, rows: Rows, rate: float) -> None:
     """Starts without transformers against the same loader's with it, from the creation of the process; and against what
-    none can do without: importing torch, or the bytes at the rate read alone, whichever takes longer."""
-    measures: Measures = {}
-    rate = values(rows, "read", "bytes")[0] / float(np.median(values(rows, "read", "load_s")))
+    none can do without: importing torch, or the bytes at ``rate`` bytes/s, whichever takes longer."""
     for name, base in LEAN.items():
         if not {name, base} <= {row["variant"] for row in rows}:
             continue
         bound = max(values(rows, name, "bytes")[0] / rate, float(np.median(values(rows, name, "torch_s"))))
-        measures[f"{name}_over_{base}"] = ratio(rows, name, base, PROCESS).summary("x")
         shares = [s / bound for s in values(rows, name, PROCESS)]
-        measures[f"{name}_over_bound"] = bootstrap(shares, "median").summary("x")
-        measures[f"{name}_says_the_same"] = {
-            "value": len({row.get("token_id") for row in rows if row["variant"] in (name, base)}) == 1,
-            "unit": f"first tokens of {name} and {base} are equal",
-        }
-    return measures
+        tokens = {row.get("token_id") for row in rows if row["variant"] in (name, base)}
+        same = {"value": len(tokens) == 1, "unit": f"first tokens of {name} and {base} are equal"}
+        add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), variant=name, than=base)
+        add("process_ttft_x", bootstrap(shares, "median").summary("x"), variant=name, than="bound")
+        add("same_first_token", same, variant=name, than=base)
 
 
-def _reductions(rows: Rows, base: str, called: str) -> Measures:
-    """What the progressive start saves of the first-token time of ``base``: P50 and P95, from the request's arrival,
-    and from the creation of the process, as the report measures (3.4.3)."""
-    return {
-        f"p{q}{since}_reduction_vs_{called}": _reduction(ratio(rows, "progressive", base, column, q))
-        for q in (50, 95)
-        for column, since in ((REQUEST, ""), (PROCESS, "_process"))
-    }
+def _below(add: Add, rows: Rows, base: str) -> None:
+    """What the progressive start saves of the first-token time of ``base``: P50 and P95."""
+    for q in (50, 95):
+        for start, column in STARTS.items():
+            saved = _reduction(ratio(rows, "progressive", base, column, q))
+            add(f"{start}_p{q}_below_pct", saved, variant="progressive", than=base)
 
 
 def _reduction(found: Interval) -> dict[str, Any]:

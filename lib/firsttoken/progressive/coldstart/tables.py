@@ -7,6 +7,7 @@ from typing import Any
 from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, NONE, SERVER, files_were, link_key
 from firsttoken.progressive.coldstart.summary import LEAN
 from firsttoken.progressive.coldstart.variants import VARIANTS
+from firsttoken.study.measures import Scalar
 from firsttoken.study.record import Result
 from firsttoken.study.show import interval
 from firsttoken.study.system import NOT_HERE
@@ -24,8 +25,8 @@ def first_token_rows(result: Result, key: str) -> Table:
     rows: Table = []
     for name, variant in VARIANTS.items():
         entry = {
-            f"{scope} {q}": interval(result.summary.get(f"{name}_{short}_{q.lower()}_{key}"), 2)
-            for scope, short in (("from the request's arrival", "request"), ("from process creation", "process"))
+            f"{scope} {q}": interval(result.summary.get(f"{measure}_{q.lower()}_s", variant=name, link=key), 2)
+            for scope, measure in (("from the request's arrival", "ttft"), ("from process creation", "process_ttft"))
             for q in ("P50", "P95")
         }
         if name in left_out:
@@ -41,9 +42,9 @@ def lean_rows(result: Result) -> Table:
     rows: Table = []
     for name, base in LEAN.items():
         for key in sorted({link_key(row) for row in result.rows}):
-            if (over := result.summary.get(f"{name}_over_{base}_{key}")) is None:
+            if (over := result.summary.get("process_ttft_x", variant=name, than=base, link=key)) is None:
                 continue
-            bound = result.summary[f"{name}_over_bound_{key}"]
+            bound = result.summary.of("process_ttft_x", variant=name, than="bound", link=key)
             rows.append(
                 {
                     "lean start": f"{VARIANTS[name].label}, {key}",
@@ -60,26 +61,38 @@ def links_of(result: Result, key: str) -> set[str]:
     return {row["link"] for row in result.rows if link_key(row) == key}
 
 
-TARGETS: tuple[tuple[str, str, str, str], ...] = (
-    ("stage-1 load / (its bytes / rate read alone)", "stage1_load_over_floor_1gbit", "<= 1.10", ""),
-    ("whole model, streamed: TTFT / max(load, compute)", "whole_streamed_over_bound_1gbit", "<= 1.15", ""),
-    ("progressive TTFT / whole TTFT, same loader", "progressive_over_whole_1gbit", "<= 0.80", "byte_share_first_1gbit"),
-    ("P95 TTFT below from_pretrained, %", "p95_reduction_vs_from_pretrained_1gbit", ">= 20", ""),
-    ("P95 TTFT below the ServerlessLLM-style pool's, %", "p95_reduction_vs_chunked_1gbit", ">= 20", ""),
-    ("whole model, this disk: TTFT / best peer's", "whole_over_best_peer_unshaped", "<= 1.25, aim < 1", ""),
-    ("whole model, this disk: usable / quickest peer's", "whole_ready_over_quickest_peer_unshaped", "aim <= 1", ""),
-    ("lean, this disk: process to token / whole start's", "lean_over_whole_streamed_unshaped", "<= 0.5", ""),
-    ("lean, this disk: / max(import torch, its bytes)", "lean_over_bound_unshaped", "aim <= 1.15", ""),
-    ("lean, data server: process to token / whole start's", "lean_over_whole_streamed_1gbit_server", "<= 0.5", ""),
-    ("lean, data server: / max(import torch, its bytes)", "lean_over_bound_1gbit_server", "aim <= 1.15", ""),
-    ("peak memory / whole start's", "peak_memory_over_whole_1gbit", "<= 1.15", ""),
-    ("device-seconds to the first token / whole start's", "device_s_first_1gbit", "<= 0.9 (paper 0.79)", ""),
-    ("device-seconds to the whole model / whole start's", "device_s_full_1gbit", "<= 0.9 (paper 1.12)", ""),
-    ("CPU-seconds to the first token / whole start's", "cpu_s_first_1gbit", "", ""),
-    ("CPU-seconds to the whole model / whole start's", "cpu_s_full_1gbit", "", ""),
-    ("time to the whole model / whole start's", "full_over_whole_1gbit", "(paper 1.12)", "byte_share_full_1gbit"),
+_FIRST, _STREAMED = ({"variant": variant, "link": "1gbit"} for variant in ("progressive", "whole_streamed"))
+_DISK, _LEAN = ({"variant": variant, "link": "unshaped"} for variant in ("whole", "lean"))
+_SERVED = {"variant": "lean", "link": "1gbit_server"}
+_BASE = "whole_streamed"
+
+TARGETS: tuple[tuple[str, str, dict[str, Scalar], str, str, str], ...] = (
+    ("stage-1 load / (its bytes / rate read alone)", "load_x", _FIRST, "floor", "<= 1.10", ""),
+    ("whole model, streamed: TTFT / max(load, compute)", "ttft_x", _STREAMED, "bound", "<= 1.15", ""),
+    ("progressive TTFT / whole TTFT, same loader", "ttft_x", _FIRST, _BASE, "<= 0.80", "byte_share"),
+    ("P95 TTFT below from_pretrained, %", "ttft_p95_below_pct", _FIRST, "from_pretrained", ">= 20", ""),
+    ("P95 TTFT below the ServerlessLLM-style pool's, %", "ttft_p95_below_pct", _FIRST, "chunked", ">= 20", ""),
+    ("whole model, this disk: TTFT / best peer's", "ttft_x", _DISK, "best_peer", "<= 1.25, aim < 1", ""),
+    ("whole model, this disk: usable / quickest peer's", "ready_x", _DISK, "quickest_peer", "aim <= 1", ""),
+    ("lean, this disk: process to token / whole start's", "process_ttft_x", _LEAN, _BASE, "<= 0.5", ""),
+    ("lean, this disk: / max(import torch, its bytes)", "process_ttft_x", _LEAN, "bound", "aim <= 1.15", ""),
+    ("lean, data server: process to token / whole start's", "process_ttft_x", _SERVED, _BASE, "<= 0.5", ""),
+    ("lean, data server: / max(import torch, its bytes)", "process_ttft_x", _SERVED, "bound", "aim <= 1.15", ""),
+    ("peak memory / whole start's", "peak_memory_x", _FIRST, _BASE, "<= 1.15", ""),
+    ("device-seconds to the first token / whole start's", "device_time_x", _FIRST, _BASE, "<= 0.9 (paper 0.79)", ""),
+    (
+        "device-seconds to the whole model / whole start's",
+        "full_device_time_x",
+        _FIRST,
+        _BASE,
+        "<= 0.9 (paper 1.12)",
+        "",
+    ),
+    ("CPU-seconds to the first token / whole start's", "cpu_time_x", _FIRST, _BASE, "", ""),
+    ("CPU-seconds to the whole model / whole start's", "full_cpu_time_x", _FIRST, _BASE, "", ""),
+    ("time to the whole model / whole start's", "full_time_x", _FIRST, _BASE, "(paper 1.12)", "full_byte_share"),
 )
-"""What is compared, the measure that answers, what is asked of it, and the measure that is its floor."""
+"""What is compared, the measure that answers, of what and to what, what is asked of it, and which is its floor."""
 
 
 def target_rows(result: Result) -> Table:
@@ -89,10 +102,10 @@ def target_rows(result: Result) -> Table:
         {
             "ratio": what,
             "asked": asked,
-            "floor": f"{found[floor]['value']:.3f}" if floor in found else "",
-            "measured": interval(found.get(measure), 3),
+            "floor": f"{share['value']:.3f}" if (share := found.get(floor, **place)) else "",
+            "measured": interval(found.get(measure, **place, than=than), 3),
         }
-        for what, measure, asked, floor in TARGETS
+        for what, measure, place, than, asked, floor in TARGETS
     ]
 
 
@@ -102,13 +115,14 @@ def link_rows(result: Result) -> Table:
     rows: Table = []
     for name, row in links.items():
         key = link_key(row)
+        over = result.summary.get("ttft_x", variant="progressive", than=_BASE, link=key)
         rows.append(
             {
                 "link": name,
                 "limited by": _limit(row, result),
                 "files": files_were(row),
-                "rate read alone, Gbit/s": interval(result.summary.get(f"bandwidth_{key}"), 2),
-                "progressive / whole": interval(result.summary.get(f"progressive_over_whole_{key}"), 3),
+                "rate read alone, Gbit/s": interval(result.summary.get("bandwidth_gbit_per_s", link=key), 2),
+                "progressive / whole": interval(over, 3),
             }
         )
     return rows
@@ -125,17 +139,17 @@ def _limit(row: dict[str, Any], result: Result) -> str:
 def deferral_rows(result: Result) -> Table:
     """By the number of deferred layers: TTFT in s, and F1 in % and perplexity by the way in which they were chosen."""
     sizes = sorted({row["deferred_layers"] for row in result.rows if "ttft_request_s" in row})
-    rows: Table = []
+    blocks = {(r["selection"], r["deferred_layers"]): r["block"] for r in result.rows if "selection" in r}
+    found, rows = result.summary, []
     for size in sizes:
-        entry: dict[str, Any] = {"layers deferred": size, "TTFT, s": interval(result.summary[f"ttft_{size}"], 2)}
-        for selection in ("distance", "perplexity", "healed"):
-            name = f"{selection}_{size}" if size else "s0"
-            if f"f1_{name}" in result.summary and (size or selection == "distance"):
-                block = next((row["block"] for row in result.rows if row.get("variant") == name and row["block"]), None)
-                where = f"{block[0]}-{block[-1]}" if block else "whole"
-                entry[f"{selection}: block"] = where
-                entry[f"{selection}: F1, %"] = f"{result.summary[f'f1_{name}']['value']:.1f}"
-                entry[f"{selection}: perplexity"] = f"{result.summary[f'perplexity_{name}']['value']:.1f}"
+        entry: dict[str, Any] = {"layers deferred": size, "TTFT, s": interval(found.of("ttft_p50_s", layers=size), 2)}
+        titles = ("distance", "perplexity", "healed")
+        for title, selection in zip(titles, titles if size else ("none",), strict=False):
+            if (block := blocks.get((selection, size))) is not None:
+                place = {"variant": selection, "layers": size}
+                entry[f"{title}: block"] = f"{block[0]}-{block[-1]}" if block else "whole"
+                entry[f"{title}: F1, %"] = f"{found.value('f1_pct', **place):.1f}"
+                entry[f"{title}: perplexity"] = f"{found.value('perplexity', **place):.1f}"
         rows.append(entry)
     return rows
 
@@ -148,15 +162,15 @@ def most_deferred(result: Result) -> int:
 def shape_rows(result: Result) -> Table:
     """Larger shapes: the progressive start over the whole one, beside its share of the bytes."""
     rows: Table = []
-    for name, entry in result.summary.items():
-        shape, found, link = name.partition("_ratio_")
-        if found:
-            rows.append(
-                {
-                    "shape and link": f"{shape}, {link}",
-                    "progressive / whole, TTFT from arrival": interval(entry, 3),
-                    "floor: share of the bytes": f"{result.summary[f'{shape}_byte_share']['value']:.3f}",
-                    "n": entry["n"],
-                }
-            )
+    for entry in result.summary.all("ttft_x"):
+        shape, link = entry["where"]["model"], entry["where"]["link"]
+        share = result.summary.value("byte_share", model=shape, variant="progressive")
+        rows.append(
+            {
+                "shape and link": f"{shape}, {link}",
+                "progressive / whole, TTFT from arrival": interval(entry, 3),
+                "floor: share of the bytes": f"{share:.3f}",
+                "n": entry["n"],
+            }
+        )
     return rows

@@ -92,7 +92,8 @@ class BlobReader:
         self._error: Exception | None = None
         self._stop = False
         self._threads = []
-        for link, group in zip(links, _groups(self.blobs, len(links)), strict=True):
+        groups = even_groups([blob.bytes for blob in self.blobs], len(links))
+        for link, group in zip(links, groups, strict=True):
             turn = link, self._chunks(group, chunk_bytes), threading.Lock()
             self._threads += [
                 threading.Thread(target=self._work, args=turn, name=f"reader-{i}", daemon=True) for i in range(threads)
@@ -180,11 +181,11 @@ class BlobReader:
             event.set()
 
 
-def _groups(blobs: Sequence[Blob], count: int) -> list[range]:
-    """``count`` contiguous groups of about equal bytes: each cut is the one nearest to where it should be."""
-    before = [0, *accumulate(blob.bytes for blob in blobs)]
+def even_groups(sizes: Sequence[int], count: int) -> list[range]:
+    """``count`` contiguous groups of about equal sums: each cut is the one nearest to where it should be."""
+    before = [0, *accumulate(sizes)]
     cuts = [min(range(len(before)), key=lambda i: abs(before[i] - before[-1] * k / count)) for k in range(1, count)]
-    return [range(low, high) for low, high in pairwise([0, *cuts, len(blobs)])]
+    return [range(low, high) for low, high in pairwise([0, *cuts, len(sizes)])]
 
 
 class _OpenFile:

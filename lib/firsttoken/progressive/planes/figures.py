@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from firsttoken.progressive.coldstart.harness import link_key
 from firsttoken.progressive.coldstart.precision import LAYERS, LOSSLESS, WHOLE
 from firsttoken.progressive.coldstart.summary import values
-from firsttoken.progressive.planes.frontier import EXACT, HEALED, PRUNED, SHORT, STORIES, variant_name
+from firsttoken.progressive.planes.frontier import STORIES
+from firsttoken.study.measures import Entry, Scalar
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PERPLEXITY = "perplexity_over_exact"
+Place = Mapping[str, Scalar]
+
+PERPLEXITY = "perplexity_x"  # than the exact weights'
 PANELS = {"em_drop": "EM lost, points", "f1_drop": "F1 lost, points", PERPLEXITY: "perplexity gained, %"}
 GOALS = {"em_drop": 3.0, "f1_drop": 3.0, PERPLEXITY: 5.0}
 GOAL_BYTES = 0.36
@@ -28,34 +31,35 @@ LOSSES = (-10, -3, 0, 3, 10, 30, 100, 300, 1000, 3000)
 STARTS = {WHOLE: "whole model, plain", LOSSLESS: "whole model, coded without loss", LAYERS: "stages of layers"}
 
 
-def kind(variant: str) -> tuple[str, str]:
-    """The look of a variant of the frontier, and what a legend calls all like it."""
-    if variant in (PRUNED, HEALED):
-        return ("none", "8 of 30 layers wait") if variant == PRUNED else ("ours", "8 of 30 layers wait, healed")
+def kind(place: Place) -> tuple[str, str]:
+    """The look of what is at ``place`` in the frontier, and what a legend calls all like it."""
+    if place.get("stage") == 1:
+        healed = place["recipe"] != "none"
+        return ("ours", "8 of 30 layers wait, healed") if healed else ("none", "8 of 30 layers wait")
+    variant = place.get("variant", LOSSLESS)
     if variant.startswith("sparse"):
         return "sparse", "small weights wait"
-    if "_later_" in variant or "_ends_" in variant:
+    if " later" in variant or " ends " in variant:
         return "mixed", "mixed: the ends by another split, or layers wait too"
-    if variant == EXACT or variant.startswith(LOSSLESS):
+    if variant.startswith(LOSSLESS):
         return "S0", "all bits, plain or coded"
     if variant.startswith("bits"):
         return "measured", "low bits wait"
     return "other", "rounded to so many bits in groups of 32"
 
 
-def called(result: Result, variant: str) -> str:
-    """What a table calls a variant."""
-    names = {EXACT: "plain", PRUNED: "layers", HEALED: "layers, healed"}
-    for case in result.parameters["precision"]["cuts"]:
-        how, _, dtype = case.rpartition(" of ")
-        names[variant_name(case)] = f"{how} of {SHORT[dtype]}"
-    return names[variant]
+def called(place: Place) -> str:
+    """What a table calls what is at ``place``."""
+    if "recipe" in place:
+        return "layers" if place["recipe"] == "none" else "layers, healed"
+    return f"{place['variant']} of {place['dtype']}" if "variant" in place else "plain"
 
 
-def variants(result: Result, task: str = "") -> Iterator[str]:
-    """The variants of the frontier that were measured on ``task``, f"{STORIES}_" or the served model's own."""
-    start = f"{task}first_share_"
-    return (name.removeprefix(start) for name in result.summary if name.startswith(start))
+def shares(result: Result, task: str = "") -> list[Entry]:
+    """The bytes before the first token of all that was measured on ``task``, STORIES or, "", the served model's own; by
+    name."""
+    found = [entry for entry in result.summary.all("byte_share") if entry["where"].get("task", "") == task]
+    return sorted(found, key=lambda entry: called(entry["where"]))
 
 
 def frontier(result: Result) -> Figure:
@@ -67,7 +71,7 @@ def frontier(result: Result) -> Figure:
     for ax, (measure, label) in zip(axes, PANELS.items(), strict=True):
         ax.axvline(GOAL_BYTES, color=COLOURS["target"], linestyle="--", linewidth=1)
         ax.axhline(GOALS[measure], color=COLOURS["target"], linestyle="--", linewidth=1, label="goals")
-        for task in ("", f"{STORIES}_") if measure == PERPLEXITY else ("",):
+        for task in ("", STORIES) if measure == PERPLEXITY else ("",):
             _points(ax, result, measure, task)
         ax.set_xscale("log")
         ax.set_yscale("symlog", linthresh=GOALS[measure])
@@ -85,10 +89,10 @@ def frontier(result: Result) -> Figure:
 
 
 def _points(ax: Axes, result: Result, measure: str, task: str) -> None:
-    for variant in variants(result, task):
-        look, label = kind(variant)
-        x = result.summary[f"{task}first_share_{variant}"]["value"]
-        if (lost := _lost(result, f"{task}{measure}", variant)) is None:
+    for share in shares(result, task):
+        place, x = share["where"], share["value"]
+        look, label = kind(place)
+        if (lost := _lost(result, measure, place)) is None:
             continue
         low, y, high = lost
         ax.errorbar(
@@ -103,79 +107,75 @@ def _points(ax: Axes, result: Result, measure: str, task: str) -> None:
             label=f"{label}; trained in full precision" if task else label,
         )
         if look == "other":
-            ax.annotate(variant[0], (x, y), (6, 4), textcoords="offset points", fontsize=8)
+            ax.annotate(place["variant"][0], (x, y), (6, 4), textcoords="offset points", fontsize=8)
 
 
-def _lost(result: Result, measure: str, variant: str) -> tuple[float, float, float] | None:
+def _lost(result: Result, measure: str, place: Place) -> tuple[float, float, float] | None:
     """Low, value and high of what is lost, in points or %: nothing by the exact weights, None where nobody compared."""
-    if (entry := _compared(result, measure, variant)) is None:
+    if (entry := _compared(result, measure, place)) is None:
         return None
     low, value, high = (entry.get(name, entry["value"]) for name in ("low", "value", "high"))
-    return (low, value, high) if not measure.endswith(PERPLEXITY) else tuple(100 * x - 100 for x in (low, value, high))
+    return (low, value, high) if measure != PERPLEXITY else tuple(100 * x - 100 for x in (low, value, high))
 
 
-def _compared(result: Result, measure: str, variant: str) -> Mapping[str, Any] | None:
-    """What ``measure`` says of ``variant`` beside the exact weights, which lose nothing; None where nobody compared."""
-    exact = {"value": 1.0 if measure.endswith(PERPLEXITY) else 0.0} if variant == EXACT else None
-    return result.summary.get(f"{measure}_{variant}", exact)
+def _compared(result: Result, measure: str, place: Place) -> Mapping[str, Any] | None:
+    """What ``measure`` says of ``place`` beside the exact weights, which lose nothing; None where nobody compared."""
+    than = {"than": "exact"} if measure == PERPLEXITY else {}
+    found = result.summary.get(measure, **place, **than)
+    return {"value": 0.0} if found is None and place == {"stage": 0} else found
 
 
 def frontier_rows(result: Result) -> Rows:
     """Every variant: bytes before the first token and in all, what EM and F1 lose, and perplexity on both origins."""
-    rows: Rows = []
-    for variant in variants(result):
-        found = {name: result.summary.get(f"{name}_{variant}") for name in PANELS}
-        stories = [result.summary.get(f"{STORIES}_{name}_{variant}") for name in ("first_share", PERPLEXITY)]
-        rows.append(
-            {
-                "first": called(result, variant),
-                "bytes first": _share(result.summary[f"first_share_{variant}"]),
-                "in all": _share(result.summary[f"planes_share_{variant}"]),
-                "EM lost, points": interval(found["em_drop"]),
-                "F1 lost, points": interval(found["f1_drop"]),
-                "perplexity, x": interval(found[PERPLEXITY], 3),
-                "stories: bytes first": _share(stories[0]),
-                "stories: perplexity, x": interval(stories[1], 3),
-            }
-        )
-    return rows
+    return [_frontier_row(result, share) for share in shares(result)]
 
 
 def mixed_rows(result: Result) -> Rows:
     """Of :func:`frontier_rows` the plans that mix, and sparsity."""
-    names = {called(result, variant) for variant in variants(result) if kind(variant)[0] in ("mixed", "sparse")}
-    return [row for row in frontier_rows(result) if row["first"] in names]
+    return [_frontier_row(result, share) for share in shares(result) if kind(share["where"])[0] in ("mixed", "sparse")]
+
+
+def _frontier_row(result: Result, share: Entry) -> dict[str, str]:
+    get, place = result.summary.get, share["where"]
+    return {
+        "first": called(place),
+        "bytes first": _share(share),
+        "in all": _share(get("full_byte_share", **place)),
+        "EM lost, points": interval(get("em_drop", **place)),
+        "F1 lost, points": interval(get("f1_drop", **place)),
+        "perplexity, x": interval(get(PERPLEXITY, **place, than="exact"), 3),
+        "stories: bytes first": _share(get("byte_share", **place, task=STORIES)),
+        "stories: perplexity, x": interval(get(PERPLEXITY, **place, task=STORIES, than="exact"), 3),
+    }
 
 
 def _share(entry: Mapping[str, Any] | None) -> str:
     return "" if entry is None else f"{entry['value']:.3f}"
 
 
-BOUNDS: tuple[tuple[str, str, float], ...] = (
-    ("EM lost, points", "em_drop", 3.0),
-    ("F1 lost, points", "f1_drop", 3.0),
-    ("perplexity, x", PERPLEXITY, 1.05),
-    ("perplexity, x", f"{STORIES}_{PERPLEXITY}", 1.05),
-    ("perplexity, x", f"{STORIES}_{PERPLEXITY}", 1.01),
+BOUNDS: tuple[tuple[str, str, str, float], ...] = (
+    ("EM lost, points", "em_drop", "", 3.0),
+    ("F1 lost, points", "f1_drop", "", 3.0),
+    ("perplexity, x", PERPLEXITY, "", 1.05),
+    ("perplexity, x", PERPLEXITY, STORIES, 1.05),
+    ("perplexity, x", PERPLEXITY, STORIES, 1.01),
 )
-"""Of the record: what is bounded, its measure and the most of it that is acceptable."""
+"""Of the record: what is bounded, its measure, the task, and the most of it that is acceptable."""
 
 
 def record_rows(result: Result) -> Rows:
     """The fewest bytes before the first acceptable token, by model and bound: where the measured value keeps to it, and
     where its whole interval does."""
     rows: Rows = []
-    for what, measure, most in BOUNDS:
-        task = f"{STORIES}_" if measure.startswith(STORIES) else ""
+    for what, measure, task, most in BOUNDS:
         model = "TinyStories 15 M" if task else result.parameters["model"]
         found: dict[str, list[tuple[float, str]]] = {"value": [], "high": []}
-        for variant in variants(result, task):
-            if (entry := _compared(result, measure, variant)) is None:
+        for share in shares(result, task):
+            if (entry := _compared(result, measure, share["where"])) is None:
                 continue
-            share = result.summary[f"{task}first_share_{variant}"]["value"]
             for bound, kept in found.items():
                 if entry.get(bound, entry["value"]) <= most:
-                    kept.append((share, called(result, variant)))
+                    kept.append((share["value"], called(share["where"])))
         if any(found.values()):
             fewest = {bound: "{1}: {0:.3f}".format(*min(kept)) if kept else "none" for bound, kept in found.items()}
             kept = {"as measured": fewest["value"], "for the whole interval": fewest["high"]}
@@ -200,19 +200,16 @@ def starts(result: Result) -> Figure:
         names = list(dict.fromkeys(row["variant"] for row in found if row["variant"] != "read"))
         whole = float(np.median(values(found, "read", "load_s")))
         for place, name in enumerate(names):
-            end = f"{name.replace(' ', '_')}_{key}"
-            entry, look = (
-                result.summary[f"request_s_{end}"],
-                _LOOKS.get(name, "measured" if name == "bits" else "other"),
-            )
-            floor = whole * result.summary[f"first_share_{end}"]["value"]
+            entry = result.summary.of("ttft_p50_s", variant=name, link=key)
+            look = _LOOKS.get(name, "measured" if name == "bits" else "other")
+            floor = whole * result.summary.value("byte_share", variant=name, link=key)
             ax.plot(
                 [floor], [place], "|", color=COLOURS["floor"], markersize=16, markeredgewidth=2, label="its bytes alone"
             )
             ax.plot([entry["low"], entry["high"]], [place, place], color=COLOURS[look], linewidth=3)
             ax.plot([entry["value"]], [place], "o", color=COLOURS[look], markersize=8, label="first token")
-            if over := result.summary.get(f"full_over_whole_{end}"):
-                full = over["value"] * result.summary[f"request_s_{WHOLE}_{key}"]["value"]
+            if over := result.summary.get("full_time_x", variant=name, than=WHOLE, link=key):
+                full = over["value"] * result.summary.value("ttft_p50_s", variant=WHOLE, link=key)
                 ax.plot([full], [place], "D", color=COLOURS[look], markerfacecolor="white", label="every weight exact")
         ax.set(xlabel="s from the request's arrival", title=found[0]["link"], xlim=(0, None))
         ax.set_yticks(range(len(names)), [plan_name(name) for name in names])
@@ -231,18 +228,15 @@ def start_rows(result: Result) -> Rows:
     for key in dict.fromkeys(link_key(row) for row in result.rows):
         found = [row for row in result.rows if link_key(row) == key and row["variant"] != "read"]
         for name in dict.fromkeys(row["variant"] for row in found):
-            end = f"{name.replace(' ', '_')}_{key}"
-            measured = {
-                "TTFT, s": (f"request_s_{end}", 2),
-                "from process creation, s": (f"process_s_{end}", 2),
-                "TTFT / whole": (f"request_over_whole_{end}", 3),
-                "all exact / whole": (f"full_over_whole_{end}", 3),
-            }
+            place, beside = {"variant": name, "link": key}, {"variant": name, "than": WHOLE, "link": key}
             rows.append(
                 {
                     "plan and link": f"{plan_name(name)}, {found[0]['link']}",
-                    "bytes first": _share(result.summary[f"first_share_{end}"]),
-                    **{title: interval(result.summary.get(name), digits) for title, (name, digits) in measured.items()},
+                    "bytes first": _share(result.summary.of("byte_share", **place)),
+                    "TTFT, s": interval(result.summary.of("ttft_p50_s", **place), 2),
+                    "from process creation, s": interval(result.summary.of("process_ttft_p50_s", **place), 2),
+                    "TTFT / whole": interval(result.summary.get("ttft_x", **beside), 3),
+                    "all exact / whole": interval(result.summary.get("full_time_x", **beside), 3),
                 }
             )
     return rows

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.assets.stories import story_model
 from firsttoken.progressive.examination import Examination, QualityConfig
-from firsttoken.progressive.gates import Summary, column, exp_mean, summarise
+from firsttoken.progressive.gates import Places, column, exp_mean, summarise
 from firsttoken.progressive.planes.coarse import Bytes, coarse, coded_bytes
 from firsttoken.progressive.planes.layouts import SPLITS
 from firsttoken.progressive.planes.mixture import Mixture
@@ -26,6 +25,7 @@ from firsttoken.progressive.quality import text_scores
 from firsttoken.progressive.served import ServedConfig, ServedModel, at_stage, load_served
 from firsttoken.progressive.staging import best_recipe, stage_adapters
 from firsttoken.study.errors import AssetError, ProfileError, StageError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -92,9 +92,19 @@ class Cut(NamedTuple):
 
 
 def variant_name(case: str) -> str:
-    """What the variant of a case is called: "bits_bf16"."""
+    """What the rows of a case call it: "bits_bf16"."""
+    return re.sub(r"\W+", "_", "{variant} {dtype}".format(**_place(case)))
+
+
+def _place(case: str) -> dict[str, str]:
     how, _, dtype = case.rpartition(" of ")
-    return re.sub(r"\W+", "_", f"{how} {SHORT[dtype]}")
+    return {"variant": how, "dtype": SHORT[dtype]}
+
+
+def _places(parameters: Mapping[str, Any]) -> Places:
+    healed = QualityConfig.recorded(parameters).recipes[-1]
+    layers = {EXACT: {"stage": 0}, PRUNED: {"stage": 1, "recipe": "none"}, HEALED: {"stage": 1, "recipe": healed}}
+    return layers | {variant_name(case): _place(case) for case in parameters["precision"]["cuts"]}
 
 
 def precision_frontier(profile: Profile) -> Outcome:
@@ -214,18 +224,18 @@ def _story_rows(name: str, model: PreTrainedModel, told: Tensor, exact: Tensor, 
 def precision_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Scores, drops, and bytes before the first token by variant; perplexity over the exact weights', paired."""
     asked = [row for row in rows if row["task"] != STORIES]
-    judged, summary = QualityConfig.recorded(parameters).judged, {}
+    judged, places, summary = QualityConfig.recorded(parameters).judged, _places(parameters), Summary()
     for exact in dict.fromkeys(row["exact"] for row in asked):
-        summary |= summarise([row for row in asked if row["exact"] == exact], exact, judged)
-    for kind, part in (("", asked), (f"{STORIES}_", [row for row in rows if row["task"] == STORIES])):
+        summary += summarise([row for row in asked if row["exact"] == exact], places, exact, judged)
+    for task, part in (("text", asked), (STORIES, [row for row in rows if row["task"] == STORIES])):
         for name in dict.fromkeys(row["variant"] for row in part):
             one = next(row for row in part if row["variant"] == name)
-            for share in ("first_share", "planes_share"):
-                summary[f"{kind}{share}_{name}"] = {"value": one[share], "unit": "of the plain bytes"}
-            task = STORIES if kind else "text"
-            losses = column(part, name, task, "text_nll"), column(part, one["exact"], task, "text_nll")
-            summary[f"{kind}perplexity_over_exact_{name}"] = bootstrap(losses[0] - losses[1], exp_mean).summary("x")
-            if kind:
-                same = column(part, name, task, "same_next")
-                summary[f"{kind}same_next_{name}"] = bootstrap(np.asarray(same)).summary("%", 100)
+            place = places[name] | ({"task": task} if task == STORIES else {})
+            for measure, share in (("byte_share", "first_share"), ("full_byte_share", "planes_share")):
+                summary.add(measure, {"value": one[share], "unit": "of the plain bytes"}, **place)
+            lost = column(part, name, task, "text_nll") - column(part, one["exact"], task, "text_nll")
+            summary.add("perplexity_x", bootstrap(lost, exp_mean).summary("x"), **place, than="exact")
+            if task == STORIES:
+                same = bootstrap(column(part, name, task, "same_next"))
+                summary.add("same_next_pct", same.summary("%", 100), **place)
     return summary

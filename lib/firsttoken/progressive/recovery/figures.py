@@ -23,8 +23,8 @@ LABELS = {
     "pinned": "progressive, requests end as they began",
     "upgrade": "progressive, open requests move over",
 }
-SCORED = {1: "s1_ours", 2: "s2_ours", 3: "s3"}
-"""What stage_quality calls each stage as it is served: healed by our recipe."""
+SCORED = {1: {"stage": 1, "recipe": "ours"}, 2: {"stage": 2, "recipe": "ours"}, 3: {"stage": 3}}
+"""Where stage_quality has the scores of each stage as it is served: healed by our recipe."""
 
 POLICIES = {
     "request boundary": LOOKS["request boundary"],
@@ -40,7 +40,7 @@ def stage_bars(result: Result) -> Figure:
     import matplotlib.pyplot as plt
 
     fig, ax = plt.subplots(figsize=(8.5, 3.2))
-    whole = result.summary["whole_model_whole"]["value"]
+    whole = result.summary.value("full_time_s", case="whole")
     bars = [("report: Llama-2-7B, about 1 Gbit/s", np.cumsum(PAPER_S["stages"]) / PAPER_S["whole"], COLOURS["paper"])]
     for case in ("pinned", "upgrade"):
         bars.append((f"here: {LABELS[case]}", np.array(_served_at(result, case)) / whole, COLOURS["measured"]))
@@ -84,7 +84,7 @@ def growth_of_service(result: Result, quality: Result | None = None, run: int = 
     import matplotlib.pyplot as plt
 
     fig, axes = plt.subplots(3, len(CASES), figsize=(12, 7), sharex=True, sharey="row", height_ratios=(1.6, 1, 1))
-    until = 2 * result.summary["whole_model_whole"]["value"]
+    until = 2 * result.summary.value("full_time_s", case="whole")
     for (top, middle, bottom), case in zip(axes.T, CASES, strict=True):
         rows = [row for row in result.rows if row["case"] == case and row["run"] == run]
         tokens = sorted((row for row in rows if row["row"] == "token"), key=lambda row: row["at_s"])
@@ -129,7 +129,8 @@ def _score_lane(ax: Axes, quality: Result, served: Rows, last: int, until: float
     begins = sorted((row["at_s"], row["stage"]) for row in served)
     ends = [at for at, _ in begins[1:]] + [until]
     for (begin, stage), end in zip(begins, ends, strict=True):
-        found, colour = quality.summary[f"f1_{SCORED[3 if stage == last else stage]}"], _stage_colour(stage, last)
+        found = quality.summary.of("f1_pct", **SCORED[3 if stage == last else stage])
+        colour = _stage_colour(stage, last)
         ax.fill_between([begin, end], found["low"], found["high"], color=colour, alpha=0.25, linewidth=0)
         ax.plot([begin, end], [found["value"]] * 2, color=colour, linewidth=2.5)
     told, place = f"{found['value']:.0f} %, n = {found['n']}", (until, found["low"])
@@ -145,7 +146,7 @@ def continuation_losses(result: Result) -> Figure:
     kinds = {"healed": ("with adapters", "full", -0.13), "bare": ("without adapters", "none", 0.13)}
     for place, (policy, (colour, marker)) in enumerate(POLICIES.items()):
         for kind, (_, fill, shift) in kinds.items():
-            entry = result.summary[f"excess_nll_{policy.replace(' ', '_')}_{kind}"]
+            entry = result.summary.of("excess_nll", policy=policy, variant=kind)
             ax.plot([entry["low"], entry["high"]], [place + shift] * 2, color=colour, linewidth=2)
             ax.plot(entry["value"], place + shift, marker, color=colour, markersize=8, fillstyle=fill)
     for label, fill, _ in kinds.values():

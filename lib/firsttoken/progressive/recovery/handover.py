@@ -21,6 +21,7 @@ from firsttoken.progressive.recovery.probe import Probe
 from firsttoken.progressive.recovery.transitions import TRANSITIONS, Transition
 from firsttoken.progressive.recovery.views import GrownView
 from firsttoken.study.clock import synchronise
+from firsttoken.study.measures import Summary
 from firsttoken.study.record import Rows
 from firsttoken.study.stats import bootstrap
 
@@ -140,23 +141,24 @@ def _ms(what: Any, device: torch.device) -> float:
     return 1000 * (time.perf_counter() - begin)
 
 
-def handover_summary(rows: Rows) -> dict[str, dict[str, Any]]:
+def handover_summary(rows: Rows) -> Summary:
     """By length of the context: mean KL at the first position and over all, and how often the likeliest token
     is that of the exact weights, where keys and values are kept, beside weights that stay coarse; what a prefill again
     takes."""
-    summary: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     for context in dict.fromkeys(row["context_tokens"] for row in rows):
         mine = [row for row in rows if row["context_tokens"] == context]
         after = [row for row in mine if row["position"]]
         first = [row for row in after if row["position"] == 1]
         taken = [row["redo_ms"] for row in mine if "redo_ms" in row]
-        summary[f"redo_ms_{context}"] = bootstrap(taken, "median").summary("ms")
+        summary.add("redo_ms", bootstrap(taken, "median").summary("ms"), context_tokens=context)
         for name in ("kept", "coarse"):
-            summary[f"kl_first_{name}_{context}"] = bootstrap([row[f"kl_{name}"] for row in first]).summary("nats")
+            place = {"case": name, "context_tokens": context}
+            summary.add("kl_first_nats", bootstrap([row[f"kl_{name}"] for row in first]).summary("nats"), **place)
             by_window: dict[int, list[dict[str, Any]]] = {}
             for row in after:
                 by_window.setdefault(row["window"], []).append(row)
-            for what, unit, scale in (("kl", "nats", 1), ("same", "%", 100)):
+            for measure, what, unit, scale in (("kl_nats", "kl", "nats", 1), ("same_token_pct", "same", "%", 100)):
                 means = [sum(row[f"{what}_{name}"] for row in part) / len(part) for part in by_window.values()]
-                summary[f"{what}_{name}_{context}"] = bootstrap(means).summary(unit, scale)
+                summary.add(measure, bootstrap(means).summary(unit, scale), **place)
     return summary

@@ -25,6 +25,7 @@ from firsttoken.progressive.recovery.transitions import TRANSITIONS, Transition
 from firsttoken.progressive.recovery.views import GrownView
 from firsttoken.progressive.served import ServedConfig, load_served
 from firsttoken.study.clock import synchronise
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap, paired_bootstrap
@@ -164,26 +165,28 @@ def _loss(logits: torch.Tensor, target: int) -> torch.Tensor:
     return functional.cross_entropy(logits.float()[None], torch.tensor([target], device=logits.device))
 
 
-def session_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def session_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """What every policy costs in ms at the longest context and does to the logits and to what follows, by kind."""
-    summary: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     longest = max(parameters["open_session"]["contexts"])
     for kind in ("healed", "bare"):
         costs = [row for row in rows if row["measure"] == "cost" and row["kind"] == kind]
         said = [row for row in rows if row["measure"] == "continuation" and row["kind"] == kind]
         losses = {name: [row["nll"] for row in said if row["policy"] == name] for name in TRANSITIONS}
         for name in TRANSITIONS:
-            key = f"{name.replace(' ', '_')}_{kind}"
+            place = {"policy": name, "variant": kind}
             chosen = [row for row in costs if row["policy"] == name]
             at = [row["cost_ms"] for row in chosen if row["context_tokens"] == longest and row["from_stage"] == 1]
-            summary[f"cost_{key}"] = bootstrap(at, "median").summary(f"ms at {longest} tokens")
-            summary[f"logit_error_{key}"] = {"value": max(row["logit_error"] for row in chosen), "n": len(chosen)}
-            summary[f"same_token_{key}"] = bootstrap([row["same_token"] for row in chosen]).summary("%", 100)
+            cost, same = bootstrap(at, "median"), bootstrap([row["same_token"] for row in chosen])
+            error = {"value": max(row["logit_error"] for row in chosen), "n": len(chosen)}
+            summary.add("cost_ms", cost.summary(f"ms at {longest} tokens"), **place, context_tokens=longest)
+            summary.add("logit_error", error, **place)
+            summary.add("same_token_pct", same.summary("%", 100), **place)
             if losses[name]:
-                summary[f"nll_{key}"] = bootstrap(losses[name]).summary("nats a token")
                 excess = paired_bootstrap(losses[name], losses["prefill again"])
-                summary[f"excess_nll_{key}"] = excess.summary("nats a token")
-        summary[f"default_{kind}"] = {"value": cheapest_correct(costs), "unit": "policy"}
+                summary.add("nll", bootstrap(losses[name]).summary("nats a token"), **place)
+                summary.add("excess_nll", excess.summary("nats a token"), **place)
+        summary.add("default_policy", {"value": cheapest_correct(costs), "unit": "policy"}, variant=kind)
     return summary
 
 

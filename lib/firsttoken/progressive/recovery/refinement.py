@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ from firsttoken.progressive.served import ServedConfig, ServedModel, load_served
 from firsttoken.study.clock import timed
 from firsttoken.study.dtypes import named
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Entry, Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -33,7 +35,6 @@ ASKED_FOR_S = 0.5
 """Seconds in which clients ask: each once, before the first token of any."""
 
 COPIED = 1 << 28  # bytes
-Measures = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -135,69 +136,65 @@ def _timeline(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Pro
     return [row for row in rows if row["row"] != "memory" or not row["at_s"]]  # the first is what it grew from
 
 
-def refinement_summary(rows: Rows, parameters: Mapping[str, Any]) -> Measures:
+def refinement_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """A step with and without merges, the longest gap between two tokens while planes come, what merging takes of the
     memory's rate, peaks over the model, and the divergence after the hand-over."""
     summary = handover_summary([row for row in rows if row["row"] == "handover"])
     (logits,) = (row["same"] for row in rows if row["row"] == "logits")
-    summary["same_logits"] = {"value": logits, "unit": "as the plain whole model's, bit by bit"}
+    summary.add("same_logits", {"value": logits, "unit": "as the plain whole model's, bit by bit"})
     (copied,) = (row["gb_per_s"] for row in rows if row["row"] == "copy")
-    summary["copy_gb_per_s"] = {"value": copied, "unit": "GB/s"}
+    summary.add("copy_gb_per_s", {"value": copied, "unit": "GB/s"})
     (size,) = (row["bytes"] for row in rows if row["row"] == "model")
     runs = range(parameters["refinement"]["runs"])
     peaks: dict[str, list[float | None]] = {}
     for case in dict.fromkeys(row["case"] for row in rows if "case" in row):
         found = [[row for row in rows if row.get("case") == case and row["run"] == run] for run in runs]
-        summary |= {f"{name}_{case}": entry for name, entry in _case(found, parameters).items()}
+        _case(partial(summary.add, case=case), found, parameters)
         peaks[case] = [peak_growth(each, size) for each in found]
-    summary |= _peaks({case: each for case, each in peaks.items() if None not in each})
+    _peaks(summary, {case: each for case, each in peaks.items() if None not in each})
     merged = [row for row in rows if "merged_bytes" in row and row["case"] == KEPT]
     if merged:
         rates = [row["merged_bytes"] / 1e9 / row["merging_s"] for row in merged]
-        summary["merge_gb_per_s"] = bootstrap(rates, "median").summary("GB/s of 16-bit weights")
-        summary["merge_over_copy"] = bootstrap([rate / copied for rate in rates], "median").summary(
-            "of the copy's rate"
-        )
-        longest = [1000 * row["longest_merge_s"] for row in merged]
-        summary["longest_merge_ms"] = bootstrap(longest, "median").summary("ms")
-    step = summary.get(f"step_ms_{STILL}")
+        shares, longest = [rate / copied for rate in rates], [1000 * row["longest_merge_s"] for row in merged]
+        summary.add("merge_gb_per_s", bootstrap(rates, "median").summary("GB/s of 16-bit weights"))
+        summary.add("merge_x", bootstrap(shares, "median").summary("of the copy's rate"), than="copy")
+        summary.add("longest_merge_ms", bootstrap(longest, "median").summary("ms"))
+    step = summary.get("step_ms", case=STILL)
     for case in (KEPT, AGAIN):
-        if step and (gap := summary.get(f"longest_gap_ms_{case}")):
+        if step and (gap := summary.get("longest_gap_ms", case=case)):
             share = {name: gap[name] / step["value"] for name in ("value", "low", "high") if name in gap}
-            summary[f"longest_gap_over_step_{case}"] = gap | share | {"unit": "steps"}
+            summary.add("longest_gap_x", gap | share | {"unit": "steps"}, case=case, than="step")
     return summary
 
 
-def _peaks(peaks: Mapping[str, list[float]]) -> Measures:
+def _peaks(summary: Summary, peaks: Mapping[str, list[float]]) -> None:
     """By how much the process grew, over the weights as they compute, and over what the plain whole model's did."""
-    unit = "x the weights as they compute"
-    found = {f"peak_over_model_{case}": bootstrap(each, "median").summary(unit) for case, each in peaks.items()}
-    for case in peaks.keys() - {WHOLE} if WHOLE in peaks else ():
-        shares = [own / whole for own, whole in zip(peaks[case], peaks[WHOLE], strict=True)]
-        found[f"peak_over_whole_{case}"] = bootstrap(shares, "median").summary("x")
-    return found
+    for case, each in peaks.items():
+        grown = bootstrap(each, "median").summary("x the weights as they compute")
+        summary.add("peak_memory_x", grown, case=case, than="model")
+    for case in peaks if WHOLE in peaks else ():
+        if case != WHOLE:
+            shares = [own / whole for own, whole in zip(peaks[case], peaks[WHOLE], strict=True)]
+            summary.add("peak_memory_x", bootstrap(shares, "median").summary("x"), case=case, than=WHOLE)
 
 
-def _case(runs: list[Rows], parameters: Mapping[str, Any]) -> Measures:
+def _case(add: Callable[..., Entry], runs: list[Rows], parameters: Mapping[str, Any]) -> None:
     """The measures of one timeline over its ``runs``."""
     gaps = [high - low for rows in runs for low, high in token_gaps(rows)]
     short = [
         row["tokens"] != parameters["refinement"]["new_tokens"] for rows in runs for row in rows if "tokens" in row
     ]
-    found: Measures = {"short_requests": {"value": sum(short), "n": len(short), "unit": "requests"}}
+    add("short_requests", {"value": sum(short), "n": len(short), "unit": "requests"})
     if gaps:
-        found["step_ms"] = bootstrap([1000 * gap for gap in gaps], "median").summary("ms")
-        found["any_gap_ms"] = {"value": 1000 * max(gaps), "n": len(gaps), "unit": "ms, the longest"}
+        add("step_ms", bootstrap([1000 * gap for gap in gaps], "median").summary("ms"))
+        add("any_gap_ms", {"value": 1000 * max(gaps), "n": len(gaps), "unit": "ms, the longest"})
     if all(windows := [refining(rows) for rows in runs]):
         within = [_within(rows, *window) for rows, window in zip(runs, windows, strict=True)]
-        found["refining_s"] = bootstrap([end - start for start, end in windows], "median").summary("s")
+        add("refining_s", bootstrap([end - start for start, end in windows], "median").summary("s"))
         if all(within):
-            longest = [1000 * max(gaps) for gaps in within]
-            found["longest_gap_ms"] = bootstrap(longest, "median").summary("ms, while planes came")
-            found["refining_step_ms"] = bootstrap([1000 * gap for gaps in within for gap in gaps], "median").summary(
-                "ms"
-            )
-    return found
+            longest, each = [1000 * max(gaps) for gaps in within], [1000 * gap for gaps in within for gap in gaps]
+            add("longest_gap_ms", bootstrap(longest, "median").summary("ms, while planes came"))
+            add("refining_step_ms", bootstrap(each, "median").summary("ms"))
 
 
 def token_gaps(rows: Rows) -> list[tuple[float, float]]:

@@ -68,41 +68,44 @@ def load_rows(result: Result) -> Rows:
     return [
         {
             "timeline": name,
-            "step, ms": interval(found.get(f"step_ms_{case}")),
-            "planes came for, s": interval(found.get(f"refining_s_{case}"), 2),
-            "longest gap meanwhile, ms": interval(found.get(f"longest_gap_ms_{case}"), 0),
-            "of a step": interval(found.get(f"longest_gap_over_step_{case}"), 2),
-            "peak memory / model": interval(found.get(f"peak_over_model_{case}"), 2),
-            "/ plain model's": interval(found.get(f"peak_over_whole_{case}"), 2),
+            "step, ms": interval(found.get("step_ms", case=case)),
+            "planes came for, s": interval(found.get("refining_s", case=case), 2),
+            "longest gap meanwhile, ms": interval(found.get("longest_gap_ms", case=case), 0),
+            "of a step": interval(found.get("longest_gap_x", case=case, than="step"), 2),
+            "peak memory / model": interval(found.get("peak_memory_x", case=case, than="model"), 2),
+            "/ plain model's": interval(found.get("peak_memory_x", case=case, than=WHOLE), 2),
         }
         for case, name in CASES.items()
-        if f"short_requests_{case}" in found
+        if found.get("short_requests", case=case)
     ]
 
 
 def merge_rows(result: Result) -> Rows:
     """How fast planes are merged, and what that is of a copy's rate in the same memory."""
-    asked = {
-        "merged, GB/s of 16-bit weights": ("merge_gb_per_s", 2),
-        "of the rate of a copy": ("merge_over_copy", 3),
-        "longest merge between two steps, ms": ("longest_merge_ms", 1),
-        "logits of the end bit by bit the plain model's": ("same_logits", 0),
+    found = result.summary
+    measured = {
+        "merged, GB/s of 16-bit weights": interval(found.get("merge_gb_per_s"), 2),
+        "of the rate of a copy": interval(found.get("merge_x", than="copy"), 3),
+        "longest merge between two steps, ms": interval(found.get("longest_merge_ms"), 1),
+        "logits of the end bit by bit the plain model's": interval(found.of("same_logits")),
     }
-    return [{"what": name, "measured": interval(result.summary.get(key), n)} for name, (key, n) in asked.items()]
+    return [{"what": name, "measured": shown} for name, shown in measured.items()]
 
 
 def handover_table(result: Result) -> Rows:
     """By context: KL and agreement where keys and values are kept and where weights stay coarse; a prefill again."""
-    found = result.summary
-    return [
-        {
-            "context, tokens": context,
-            "kept: KL at once": interval(found[f"kl_first_kept_{context}"], 4),
-            "kept: KL": interval(found[f"kl_kept_{context}"], 4),
-            "kept: same next, %": interval(found[f"same_kept_{context}"]),
-            "coarse: KL": interval(found[f"kl_coarse_{context}"], 4),
-            "coarse: same next, %": interval(found[f"same_coarse_{context}"]),
-            "prefill again, ms": interval(found[f"redo_ms_{context}"]),
-        }
-        for context in result.parameters["refinement"]["contexts"]
-    ]
+    found, rows = result.summary, []
+    for context in result.parameters["refinement"]["contexts"]:
+        kept, coarse = ({"case": case, "context_tokens": context} for case in ("kept", "coarse"))
+        rows.append(
+            {
+                "context, tokens": context,
+                "kept: KL at once": interval(found.of("kl_first_nats", **kept), 4),
+                "kept: KL": interval(found.of("kl_nats", **kept), 4),
+                "kept: same next, %": interval(found.of("same_token_pct", **kept)),
+                "coarse: KL": interval(found.of("kl_nats", **coarse), 4),
+                "coarse: same next, %": interval(found.of("same_token_pct", **coarse)),
+                "prefill again, ms": interval(found.of("redo_ms", context_tokens=context)),
+            }
+        )
+    return rows

@@ -16,12 +16,12 @@ from firsttoken.study.system import NOT_HERE
 Table = list[dict[str, Any]]
 
 _TIMELINE = (
-    ("first token, s", "first_token", 2, ""),
-    ("whole model serves, s", "whole_model", 2, ""),
-    ("tokens handed out", "tokens", 0, ""),
-    ("growth of memory at its peak / bytes of the model", "peak_over_model", 2, NOT_HERE),
-    ("requests with a token too few or too many", "short_requests", 0, ""),
-    ("stall at a transition beyond a turn and the move, ms", "excess_stall", 1, ""),
+    ("first token, s", "ttft_p50_s", {}, 2, ""),
+    ("whole model serves, s", "full_time_s", {}, 2, ""),
+    ("tokens handed out", "tokens", {}, 0, ""),
+    ("growth of memory at its peak / bytes of the model", "peak_memory_x", {"than": "model"}, 2, NOT_HERE),
+    ("requests with a token too few or too many", "short_requests", {}, 0, ""),
+    ("stall at a transition beyond a turn and the move, ms", "excess_stall_ms", {}, 1, ""),
 )
 
 
@@ -29,8 +29,8 @@ def timeline_rows(result: Result) -> Table:
     """What each case came to: medians over runs with 95 % intervals."""
     return [
         {"measure": what}
-        | {LABELS[case]: interval(result.summary.get(f"{name}_{case}"), digits) or absent for case in CASES}
-        for what, name, digits, absent in _TIMELINE
+        | {LABELS[case]: interval(result.summary.get(name, case=case, **to), digits) or absent for case in CASES}
+        for what, name, to, digits, absent in _TIMELINE
     ]
 
 
@@ -38,11 +38,11 @@ def quality_rows(quality: Result, timeline: Result) -> Table:
     """When each stage serves, in s, and what it answers: EM and F1 in %, perplexity."""
     events = [row for row in timeline.rows if row["case"] == "pinned" and row["row"] == "event"]
     rows: Table = []
-    for stage, variant in SCORED.items():
+    for stage, place in SCORED.items():
         begins = [row["at_s"] for row in events if row["stage"] == stage and row["what"] == "serving"]
         scores = {
-            label: interval(quality.summary[f"{score}_{variant}"])
-            for label, score in (("EM, %", "em"), ("F1, %", "f1"), ("perplexity", "perplexity"))
+            label: interval(quality.summary.of(score, **place))
+            for label, score in (("EM, %", "em_pct"), ("F1, %", "f1_pct"), ("perplexity", "perplexity"))
         }
         rows.append({"stage": stage, "serves from, s": f"{np.median(begins):.2f}", **scores})
     return rows
@@ -54,16 +54,17 @@ def policy_rows(result: Result) -> Table:
     rows: Table = []
     for kind in ("healed", "bare"):
         for name in TRANSITIONS:
-            key = f"{name.replace(' ', '_')}_{kind}"
+            place = {"policy": name, "variant": kind}
+            (cost,) = found.all("cost_ms", **place)
             rows.append(
                 {
                     "policy": name,
                     "adapters": "yes" if kind == "healed" else "no",
-                    f"stall, {found[f'cost_{key}']['unit']}": interval(found[f"cost_{key}"], 2),
-                    "largest logit error": f"{found[f'logit_error_{key}']['value']:.2g}",
-                    "next token right, %": interval(found[f"same_token_{key}"], 0),
-                    "loss of what follows, nats a token": interval(found.get(f"nll_{key}"), 2),
-                    "more than after a prefill": interval(found.get(f"excess_nll_{key}"), 2),
+                    f"stall, {cost['unit']}": interval(cost, 2),
+                    "largest logit error": f"{found.value('logit_error', **place):.2g}",
+                    "next token right, %": interval(found.of("same_token_pct", **place), 0),
+                    "loss of what follows, nats a token": interval(found.get("nll", **place), 2),
+                    "more than after a prefill": interval(found.get("excess_nll", **place), 2),
                 }
             )
     return rows

@@ -19,6 +19,7 @@ from firsttoken.progressive.coldstart.materials import Checkpoint, prompt_of, se
 from firsttoken.progressive.recovery.timeline_trial import TimelineSpec
 from firsttoken.progressive.served import ServedConfig, load_served
 from firsttoken.study.errors import FirstTokenError, ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -103,14 +104,14 @@ def timeline_process(spec: Mapping[str, Any], case: str) -> Rows:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By case: when tokens and the whole model came, in s, what was handed out, and the stalls at a transition.
 
     The peaks over the model's bytes are absent where the rows do not know one of the two.
     """
     config = parameters["timeline"]
     runs = range(config["runs"])
-    summary: dict[str, dict[str, Any]] = {}
+    summary = Summary()
     for case in CASES:
         mine = [row for row in rows if row["case"] == case]
         first = [min(row["at_s"] for row in mine if row["run"] == run and row["row"] == "token") for run in runs]
@@ -118,28 +119,29 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dic
         served = [row for row in mine if row["row"] == "event" and row["what"] == "serving"]
         full = [row["at_s"] for row in served if row["stage"] == last]
         growth = [_growth(mine, run) for run in runs]
-        summary |= {
-            f"first_token_{case}": bootstrap(first, "median").summary("s"),
-            f"whole_model_{case}": bootstrap(full, "median").summary("s"),
-            f"tokens_{case}": bootstrap([len(_tokens(mine, run)) for run in runs], "median").summary("tokens"),
-            f"short_requests_{case}": {
-                "value": sum(row["tokens"] != config["new_tokens"] for row in mine if row["row"] == "request"),
-                "n": sum(row["row"] == "request" for row in mine),
-                "unit": "requests with a token too few or too many",
-            },
+        tokens = [len(_tokens(mine, run)) for run in runs]
+        short = {
+            "value": sum(row["tokens"] != config["new_tokens"] for row in mine if row["row"] == "request"),
+            "n": sum(row["row"] == "request" for row in mine),
+            "unit": "requests with a token too few or too many",
         }
+        summary.add("ttft_p50_s", bootstrap(first, "median").summary("s"), case=case)
+        summary.add("full_time_s", bootstrap(full, "median").summary("s"), case=case)
+        summary.add("tokens", bootstrap(tokens, "median").summary("tokens"), case=case)
+        summary.add("short_requests", short, case=case)
         if None not in growth:
-            summary[f"peak_over_model_{case}"] = bootstrap(growth, "median").summary("x")
+            summary.add("peak_memory_x", bootstrap(growth, "median").summary("x"), case=case, than="model")
         told = [row for row in mine if {"device_peak_bytes", "model_bytes"} <= row.keys()]
         if on_device := [row["device_peak_bytes"] / row["model_bytes"] for row in told]:
-            summary[f"device_peak_over_model_{case}"] = bootstrap(on_device, "median").summary("x")
+            peak = bootstrap(on_device, "median").summary("x")
+            summary.add("peak_device_memory_x", peak, case=case, than="model")
         if excess := [stall for run in runs for stall in stalls(mine, run)]:
-            summary[f"excess_stall_{case}"] = bootstrap(excess, "median").summary(
-                "ms beyond a decode turn and the move"
-            )
-    for scope, key in (("first", "first_token"), ("full", "whole_model")):
-        pair = [summary[f"{key}_{case}"]["value"] for case in ("pinned", "whole")]
-        summary[f"{scope}_over_whole"] = {"value": pair[0] / pair[1], "n": config["runs"], "unit": "x"}
+            beyond = bootstrap(excess, "median").summary("ms beyond a decode turn and the move")
+            summary.add("excess_stall_ms", beyond, case=case)
+    for ratio, measure in (("ttft_x", "ttft_p50_s"), ("full_time_x", "full_time_s")):
+        pinned, whole = (summary.value(measure, case=case) for case in ("pinned", "whole"))
+        entry = {"value": pinned / whole, "n": config["runs"], "unit": "x"}
+        summary.add(ratio, entry, case="pinned", than="whole")
     return summary
 
 

@@ -22,6 +22,7 @@ from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, te
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, resting_bytes, to_8_bits
 from firsttoken.study.clock import Stopwatch
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -36,7 +37,8 @@ PLAIN, STATES, EVERY, WEIGHTS, TOGETHER, BOTH = (
     "both",
 )
 INPUTS_KEPT, SERVED = "weights_inputs_kept", "weights_inputs_kept_and_states"
-STEPS = {"16_bits": None, "8_bits": THRESHOLD, "8_bits_inputs_kept": KEPT}
+WHOLE = "16_bits"
+STEPS = {WHOLE: None, "8_bits": THRESHOLD, "8_bits_inputs_kept": KEPT}
 """What a step is timed of, and the threshold of its products in 8 bits."""
 
 
@@ -194,27 +196,30 @@ def _stepping(model: nn.Module, ids: Tensor) -> Iterator[Callable[[], None]]:
     yield step
 
 
-def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Perplexity lost by variant (per cent, paired by window), bytes over 16 bits, seconds over 16 bits by batch."""
     by: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["what"] == "quality":
             by.setdefault(row["variant"], []).append(row)
     plain = np.array([row["text_nll"] for row in by[PLAIN]])
-    measures = {"plain_perplexity": bootstrap(plain, lambda sample: float(np.exp(sample.mean()))).summary()}
+    summary, perplexity = Summary(), bootstrap(plain, lambda sample: float(np.exp(sample.mean())))
+    summary.add("perplexity", perplexity.summary(), variant=PLAIN)
     for variant, here in by.items():
         if variant == PLAIN:
             continue
         more = np.array([row["text_nll"] for row in here]) - plain
         lost = bootstrap(more, lambda sample: float(100 * np.expm1(sample.mean())))
-        measures[f"{variant}_perplexity_lost_pct"] = lost.summary("%")
-        measures[f"{variant}_same_token_pct"] = bootstrap([row["agree"] for row in here]).summary("%", 100)
+        same = bootstrap([row["agree"] for row in here])
+        summary.add("perplexity_lost_pct", lost.summary("%"), variant=variant, than=PLAIN)
+        summary.add("same_token_pct", same.summary("%", 100), variant=variant, than=PLAIN)
     for row in rows:
         if row["what"] == "bytes":
-            measures[f"{row['of']}_bytes_x"] = {"value": row["bytes8"] / row["bytes16"], "unit": "x"}
+            over = {"value": row["bytes8"] / row["bytes16"], "unit": "x"}
+            summary.add("bytes_x", over, variant=row["of"], than=WHOLE)
         if row["what"] == "outliers":
             share = 100 * row["outliers"] / row["values"]
-            measures["outliers_pct"] = {"value": share, "n": row["values"], "unit": "%"}
+            summary.add("outliers_pct", {"value": share, "n": row["values"], "unit": "%"})
     steps: dict[int, dict[str, list[float]]] = {}
     for row in rows:
         if row["what"] == "step":
@@ -222,9 +227,9 @@ def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, d
     for batch, by_name in steps.items():
         for name, seconds in by_name.items():
             rate = bootstrap(seconds, lambda sample, n=batch: float(n / np.median(sample)))
-            measures[f"batch_{batch}_{name}_tokens_per_s"] = rate.summary("tokens/s")
-            if name != "16_bits":
-                pairs = np.array([seconds, by_name["16_bits"]]).T
+            summary.add("tokens_per_s", rate.summary("tokens/s"), variant=name, batch=batch)
+            if name != WHOLE:
+                pairs = np.array([seconds, by_name[WHOLE]]).T
                 over = bootstrap(pairs, lambda sample: float(100 * (np.divide(*np.median(sample, 0)) - 1)))
-                measures[f"batch_{batch}_{name}_slower_pct"] = over.summary("%")
-    return measures
+                summary.add("slower_pct", over.summary("%"), variant=name, batch=batch, than=WHOLE)
+    return summary

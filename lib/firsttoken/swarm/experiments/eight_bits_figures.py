@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
+from firsttoken.swarm.experiments.eight_bits import PLAIN, WHOLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +30,7 @@ def quality(result: Result) -> Figure:
 
     fig, ax = plt.subplots(figsize=(9, 3.4))
     for place, variant in enumerate(VARIANTS):
-        entry = result.summary[f"{variant}_perplexity_lost_pct"]
+        entry = result.summary.of("perplexity_lost_pct", variant=variant, than=PLAIN)
         ax.plot([entry["low"], entry["high"]], [place, place], color=COLOURS["measured"], linewidth=2)
         ax.plot(entry["value"], place, LOOKS["measured"].marker, color=COLOURS["measured"], markersize=8)
     ax.axvline(0, color=COLOURS["floor"], linewidth=1)
@@ -45,8 +46,8 @@ def quality_rows(result: Result) -> Rows:
     return [
         {
             "in 8 bits": name,
-            "perplexity lost, %": interval(result.summary[f"{variant}_perplexity_lost_pct"], 2),
-            "same likeliest token, %": interval(result.summary[f"{variant}_same_token_pct"], 1),
+            "perplexity lost, %": interval(result.summary.of("perplexity_lost_pct", variant=variant, than=PLAIN), 2),
+            "same likeliest token, %": interval(result.summary.of("same_token_pct", variant=variant, than=PLAIN), 1),
         }
         for variant, name in VARIANTS.items()
     ]
@@ -55,16 +56,15 @@ def quality_rows(result: Result) -> Rows:
 def speed_rows(result: Result) -> Rows:
     """Tokens a second of all layers in 16 bits and by both products of 8, how much slower these are, by requests."""
     paper = {1: "5", 8: "negligible", 32: "negligible"}
-    rows: Rows = []
+    summary, rows = result.summary, []
     for batch in result.parameters["eight_bits"]["batches"]:
         for name, label in STEP_NAMES.items():
-            slower = result.summary.get(f"batch_{batch}_{name}_slower_pct")
             rows.append(
                 {
                     "requests": batch,
                     "weights": label,
-                    "tokens/s": interval(result.summary[f"batch_{batch}_{name}_tokens_per_s"], 1),
-                    "slower here, %": "" if slower is None else interval(slower, 1),
+                    "tokens/s": interval(summary.of("tokens_per_s", variant=name, batch=batch), 1),
+                    "slower here, %": interval(summary.get("slower_pct", variant=name, batch=batch, than=WHOLE), 1),
                     "slower in the paper, %": paper.get(batch, "") if name == "8_bits" else "",
                 }
             )
@@ -73,9 +73,13 @@ def speed_rows(result: Result) -> Rows:
 
 def byte_rows(result: Result) -> Rows:
     """Bytes in 8 bits over those in 16, and the share of outliers, beside the paper's."""
-    said = {"weights_bytes_x": ("weights", "about half"), "states_bytes_x": ("hidden states on the wire", "half")}
+    said = {"weights": ("weights", "about half"), "states": ("hidden states on the wire", "half")}
     rows = [
-        {"what": f"{what}, of their 16-bit bytes", "paper": paper, "measured": result.summary[key]["value"]}
-        for key, (what, paper) in said.items()
+        {
+            "what": f"{what}, of their 16-bit bytes",
+            "paper": paper,
+            "measured": result.summary.value("bytes_x", variant=variant, than=WHOLE),
+        }
+        for variant, (what, paper) in said.items()
     ]
-    return [*rows, {"what": "outliers, %", "paper": "0.1", "measured": result.summary["outliers_pct"]["value"]}]
+    return [*rows, {"what": "outliers, %", "paper": "0.1", "measured": result.summary.value("outliers_pct")}]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from firsttoken.swarm.chain_costs import (
     PUBLISHED_STEPS_PER_S,
     offload_s,
 )
-from firsttoken.swarm.experiments.swarm_chains import DISK, KEYS, RAM
+from firsttoken.swarm.experiments.swarm_chains import BLOOM, BOUNDS_GBIT_PER_S, DISK, OFFLOADING, RAM
 from firsttoken.swarm.experiments.swarm_churn import RULES, SHARE
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def crossover(result: Result) -> Figure:
     for link, style in zip(rates, ("-", "--", ":"), strict=True):
         ax.plot(sizes, sizes / rates[link], style, color=COLOURS["paper"], label=f"offloading, {link} (paper's bound)")
     for place, style in ((RAM, "-"), (DISK, "--")):
-        rate = result.summary[f"offload_{place}_gb_per_s"]["value"]
+        rate = result.summary.value("bringing_gb_per_s", variant=OFFLOADING, machine=place)
         label = f"offloading from {place}, measured here"
         ax.plot(sizes, sizes / rate, style, color=COLOURS["single"], label=label)
         ax.plot(bytes_here / 1e9, bytes_here / 1e9 / rate, "o", color=COLOURS["single"])
@@ -73,54 +73,56 @@ def crossover(result: Result) -> Figure:
 def table_3_rows(result: Result) -> Rows:
     """Table 3's steps a second of BLOOM, foreseen from its first row, and over the bounds of offloading."""
     rows: Rows = []
-    for network, key in KEYS.items():
-        value = {name: result.summary[f"bloom_foreseen_{key}_{name}"]["value"] for name in _FORESEEN}
+    for network, published in PUBLISHED_STEPS_PER_S.items():
+        rate = result.summary.value("steps_per_s", model=BLOOM, link=network, source="foreseen")
+        entries = result.summary.all("steps_per_s_x", link=network, source="foreseen")
+        over = {entry["where"]["gbit_per_s"]: entry["value"] for entry in entries}
         rows.append(
             {
                 "network": network,
-                "paper, steps/s": PUBLISHED_STEPS_PER_S[network],
-                "foreseen, steps/s": round(value["steps_per_s"], 2),
-                "foreseen over offloading, 256 Gbit/s": f"{value['over_offloading_256_x']:.1f}",
-                "and 128 Gbit/s": f"{value['over_offloading_128_x']:.1f}",
+                "paper, steps/s": published,
+                "foreseen, steps/s": round(rate, 2),
+                "foreseen over offloading, 256 Gbit/s": f"{over[256]:.1f}",
+                "and 128 Gbit/s": f"{over[128]:.1f}",
             }
         )
     return rows
 
 
-_FORESEEN = ("steps_per_s", "over_offloading_256_x", "over_offloading_128_x")
-
-
 def block_rows(result: Result) -> Rows:
     """How often as fast as offloading a chain of three is when its servers take for a block what this machine takes."""
     rows: Rows = []
-    for network, key in KEYS.items():
-        published = {gbit: offload_s(BLOOM_BYTES, gbit) * PUBLISHED_STEPS_PER_S[network] for gbit in (256, 128)}
+    for network, steps_per_s in PUBLISHED_STEPS_PER_S.items():
+        published = {gbit: offload_s(BLOOM_BYTES, gbit) * steps_per_s for gbit in BOUNDS_GBIT_PER_S}
         row = {"network": network} | {f"paper, over {gbit} Gbit/s": f"{times:.1f}" for gbit, times in published.items()}
-        for bits in result.parameters["chains"]["block_bits"]:
-            for gbit in published:
-                measured = result.summary[f"bloom_measured_{bits}_bits_{key}_over_offloading_{gbit}_x"]
-                row[f"measured, {bits} bits, over {gbit}"] = interval(measured, 2)
+        for entry in result.summary.all("steps_per_s_x", link=network, source="measured"):
+            bits, gbit = entry["where"]["bits"], entry["where"]["gbit_per_s"]
+            row[f"measured, {bits} bits, over {gbit}"] = interval(entry, 2)
         rows.append(row)
     return rows
 
 
 def here_rows(result: Result) -> Rows:
     """This model: steps a second through three servers by network, from measured layers, beside measured offloading."""
-    contexts = result.parameters["chains"]["contexts"]
+    contexts, summary = result.parameters["chains"]["contexts"], result.summary
     rows: Rows = [
         {"way": f"three servers, {network}"}
         | {
-            f"steps/s after {context} tokens": interval(result.summary[f"context_{context}_{key}_steps_per_s"], 2)
+            f"steps/s after {context} tokens": interval(
+                summary.of("steps_per_s", context_tokens=context, link=network), 2
+            )
             for context in contexts
         }
         | {
-            f"forward, {count} rows, tokens/s": interval(result.summary[f"forward_{count}_{key}_tokens_per_s"], 0)
+            f"forward, {count} rows, tokens/s": interval(
+                summary.of("forward_tokens_per_s", batch=count, link=network), 0
+            )
             for count in result.parameters["chains"]["forwards"]
         }
-        for network, key in KEYS.items()
+        for network in NETWORKS
     ]
     for place in (RAM, DISK):
-        entry = result.summary[f"offload_{place}_s"]
+        entry = summary.of("step_s", variant=OFFLOADING, machine=place)
         turned = {"value": 1 / entry["value"], "low": 1 / entry["high"], "high": 1 / entry["low"]}
         rows.append({"way": f"offloading from {place}", f"steps/s after {contexts[0]} tokens": interval(turned, 2)})
     return rows
@@ -173,16 +175,14 @@ def churn_rows(result: Result) -> Rows:
         "longest gap, periods": "longest_unserved_periods",
         "moves in vain": "moves_in_vain",
     }
-    rows: list[dict[str, Any]] = []
-    for name, (key, digits) in measures.items():
-        rows.append(
-            {"measure": name} | {RULE_NAMES[r]: interval(result.summary[f"{r}_{key}"], digits) for r in _rules(result)}
-        )
-    for name, key in alone.items():
-        rows.append(
-            {"measure": name} | {RULE_NAMES[r]: f"{result.summary[f'{r}_{key}']['value']:.3g}" for r in _rules(result)}
-        )
-    return rows
+    summary, rules = result.summary, _rules(result)
+    return [
+        {"measure": name} | {RULE_NAMES[rule]: interval(summary.of(key, variant=rule), digits) for rule in rules}
+        for name, (key, digits) in measures.items()
+    ] + [
+        {"measure": name} | {RULE_NAMES[rule]: f"{summary.value(key, variant=rule):.3g}" for rule in rules}
+        for name, key in alone.items()
+    ]
 
 
 def _rules(result: Result) -> list[str]:

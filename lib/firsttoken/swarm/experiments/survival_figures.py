@@ -8,6 +8,7 @@ from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.swarm.experiments.swarm_survival import bound_s
+from firsttoken.swarm.experiments.swarm_transport import LOCAL
 from firsttoken.swarm.member import FAULTS
 
 if TYPE_CHECKING:
@@ -73,14 +74,13 @@ def survival_rows(result: Result) -> Rows:
     rows: Rows = []
     for fault in result.parameters["survival"]["faults"]:
         here = [row for row in _alone(result) if row["fault"] == fault]
-        entry = {key: result.summary[f"{fault}_{key}"] for key in ("recovery_s", "bound_s", "round_trips")}
         rows.append(
             {
                 "a server is": FAULTS[fault],
                 "same answers": f"{sum(row['equal'] for row in here)} of {len(here)}",
-                "recovery, s": interval(entry["recovery_s"], 3),
-                "may take, s": interval(entry["bound_s"], 3),
-                "round trips beside time-out and prefill": interval(entry["round_trips"], 1),
+                "recovery, s": interval(result.summary.of("recovery_s", case=fault), 3),
+                "may take, s": interval(result.summary.of("bound_s", case=fault), 3),
+                "round trips beside time-out and prefill": interval(result.summary.of("round_trips", case=fault), 1),
             }
         )
     several = {r["generation"]: r["equal"] for r in result.rows if r["what"] == "fault" and r["faults_in_it"] > 1}
@@ -94,17 +94,16 @@ def survival_rows(result: Result) -> Rows:
 
 def transport_rows(result: Result) -> Rows:
     """Tokens a second through chains of servers and of the same blocks in one process, and what the transport takes."""
-    rows: Rows = [
-        {"blocks": "in one process", "tokens/s": interval(result.summary["local_tokens_per_s"], 1)},
-    ]
+    summary = result.summary
+    rows: Rows = [{"blocks": "in one process", "tokens/s": interval(summary.of("tokens_per_s", servers=LOCAL), 1)}]
     for servers in result.parameters["transport"]["chains"]:
-        entry = {key: result.summary[f"chain_{servers}_{key}"] for key in ("tokens_per_s", "share", "transport_ms")}
+        place = {"servers": servers, "than": "one process"}
         rows.append(
             {
                 "blocks": f"on {servers} server{'s'[: servers > 1]}",
-                "tokens/s": interval(entry["tokens_per_s"], 1),
-                "of one process": interval(entry["share"], 2),
-                "transport, ms a step": interval(entry["transport_ms"], 2),
+                "tokens/s": interval(summary.of("tokens_per_s", servers=servers), 1),
+                "of one process": interval(summary.of("tokens_per_s_x", **place), 2),
+                "transport, ms a step": interval(summary.of("transport_ms", **place), 2),
             }
         )
     return rows

@@ -20,6 +20,7 @@ from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
 from firsttoken.study import paths
 from firsttoken.study.clock import Stopwatch, timed
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -47,7 +48,8 @@ SLOW = "100 Mbit/s, 100 ms"
 NODE_BYTES = 8e9
 ADAM_BYTES = 2 + 2 + 4 + 4 + 4  # a parameter: weight, gradient, and in 32 bits a copy and two moments
 RAM, DISK = "memory", "disk"
-KEYS = {"1 Gbit/s, 5 ms": "1g_5ms", "100 Mbit/s, 5 ms": "100m_5ms", SLOW: "100m_100ms"}
+BLOOM, OFFLOADING = "bloom-176b", "offloading"
+BOUNDS_GBIT_PER_S = 256, 128  # of offloading, that a chain is held to
 
 
 @dataclass(frozen=True)
@@ -168,49 +170,51 @@ def _simulated(config: ChainsConfig) -> Rows:
     return rows
 
 
-def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """This model: steps a second by context and network through three servers, beside offloading, forward passes, and
     where both cross. BLOOM: the paper's arithmetic, its slow row foreseen from its fast one and from blocks measured
     here, simulated clients."""
     shape = next(row for row in rows if row["what"] == "shape")
-    measures = _published()
+    summary = _published()
     offloads = {
         place: [row for row in rows if row["what"] == "offload" and row["from"] == place] for place in (RAM, DISK)
     }
     for context in parameters["chains"]["contexts"]:
         seconds = [row["seconds"] for row in rows if row["what"] == "step" and row["context"] == context]
-        measures[f"context_{context}_step_s"] = bootstrap(seconds, "median").summary("s")
-        for network, key in KEYS.items():
+        summary.add("step_s", bootstrap(seconds, "median").summary("s"), context_tokens=context)
+        for network in NETWORKS:
             steps = bootstrap(seconds, lambda sample, of=network: 1 / _swarm_s(sample, shape["hidden"], of))
-            measures[f"context_{context}_{key}_steps_per_s"] = steps.summary("steps/s")
+            summary.add("steps_per_s", steps.summary("steps/s"), context_tokens=context, link=network)
     for place, here in offloads.items():
         seconds = [row["seconds"] for row in here]
-        measures[f"offload_{place}_s"] = bootstrap(seconds, "median").summary("s")
         rate = bootstrap([row["bytes"] / row["bringing_s"] / 1e9 for row in here], "median")
-        measures[f"offload_{place}_gb_per_s"] = rate.summary("GB/s")
-        for network, key in KEYS.items():
-            size = crossover_bytes(8 * rate.estimate, PUBLISHED_SERVERS, shape["hidden"], NETWORKS[network])
-            measures[f"crossover_{place}_{key}_gb"] = {"value": size / 1e9, "unit": "GB"}
+        summary.add("step_s", bootstrap(seconds, "median").summary("s"), variant=OFFLOADING, machine=place)
+        summary.add("bringing_gb_per_s", rate.summary("GB/s"), variant=OFFLOADING, machine=place)
+        for network, link in NETWORKS.items():
+            size = crossover_bytes(8 * rate.estimate, PUBLISHED_SERVERS, shape["hidden"], link)
+            summary.add("crossover_gb", {"value": size / 1e9, "unit": "GB"}, machine=place, link=network)
     for count in parameters["chains"]["forwards"]:
         here = [row for row in rows if row["what"] == "forward" and row["rows"] == count]
         tokens = here[0]["rows"] * here[0]["tokens"]
-        for network, key in KEYS.items():
+        for network in NETWORKS:
             seconds = [row["seconds"] for row in here]
             rate = bootstrap(seconds, lambda s, n=tokens, of=network: n / _swarm_s(s, shape["hidden"], of, n))
-            measures[f"forward_{count}_{key}_tokens_per_s"] = rate.summary("tokens/s")
+            summary.add("forward_tokens_per_s", rate.summary("tokens/s"), batch=count, link=network)
     for bits in parameters["chains"]["block_bits"]:
         seconds = [row["seconds"] for row in rows if row["what"] == "block" and row["bits"] == bits]
-        measures[f"block_{bits}_bits_s"] = bootstrap(seconds, "median").summary("s")
-        for network, key in KEYS.items():
-            for gbit in (256, 128):
+        summary.add("block_s", bootstrap(seconds, "median").summary("s"), model=BLOOM, bits=bits)
+        for network in NETWORKS:
+            for gbit in BOUNDS_GBIT_PER_S:
                 over = bootstrap(seconds, lambda s, at=gbit, of=network: offload_s(BLOOM_BYTES, at) / _bloom_s(s, of))
-                measures[f"bloom_measured_{bits}_bits_{key}_over_offloading_{gbit}_x"] = over.summary("x")
+                place = {"model": BLOOM, "bits": bits, "link": network, "source": "measured"}
+                summary.add("steps_per_s_x", over.summary("x"), than=OFFLOADING, gbit_per_s=gbit, **place)
     for row in rows:
         if row["what"] == "simulated":
-            name = f"simulated_{row['swarm']}_{row['clients']}_clients"
-            measures[f"{name}_steps_per_s"] = {"value": 1 / row["seconds"], "unit": "steps/s"}
-            measures[f"{name}_slower_pct"] = {"value": 100 * (1 - row["alone_s"] / row["seconds"]), "unit": "%"}
-    return measures
+            slower = 100 * (1 - row["alone_s"] / row["seconds"])
+            place = {"model": BLOOM, "source": "simulated", "case": row["swarm"], "clients": row["clients"]}
+            summary.add("steps_per_s", {"value": 1 / row["seconds"], "unit": "steps/s"}, **place)
+            summary.add("slower_pct", {"value": slower, "unit": "%"}, than="alone", **place)
+    return summary
 
 
 def _swarm_s(seconds: np.ndarray, hidden: int, network: str, tokens: int = 1) -> float:
@@ -222,22 +226,23 @@ def _bloom_s(block_s: np.ndarray, network: str) -> float:
     return _swarm_s(BLOOM_BLOCKS * block_s, BLOOM_HIDDEN, network)
 
 
-def _published() -> dict[str, dict[str, Any]]:
+def _published() -> Summary:
     """What follows from the paper's numbers alone."""
-    measures: dict[str, dict[str, Any]] = {
-        "bloom_16_bits_gb": {"value": 2 * BLOOM_BYTES / 1e9, "unit": "GB"},
-        "bloom_16_bits_nodes": {"value": math.ceil(2 * BLOOM_BYTES / NODE_BYTES), "unit": "nodes"},
-        "bloom_8_bits_nodes": {"value": math.ceil(BLOOM_BYTES / NODE_BYTES), "unit": "nodes"},
-        "bloom_adam_tb": {"value": ADAM_BYTES * BLOOM_BYTES / 1e12, "unit": "TB"},
-    }
+    summary, reckoned = Summary(), {"model": BLOOM, "source": "arithmetic"}
+    summary.add("weights_gb", {"value": 2 * BLOOM_BYTES / 1e9, "unit": "GB"}, bits=16, **reckoned)
+    for bits in (16, 8):
+        nodes = math.ceil(bits / 8 * BLOOM_BYTES / NODE_BYTES)
+        summary.add("nodes", {"value": nodes, "unit": "nodes"}, bits=bits, **reckoned)
+    summary.add("adam_tb", {"value": ADAM_BYTES * BLOOM_BYTES / 1e12, "unit": "TB"}, **reckoned)
     for link, gbit in OFFLOADING_GBIT_PER_S.items():
-        name = link.replace(" ", "_").replace(".", "_").lower()
-        measures[f"bloom_offload_{name}_s"] = {"value": offload_s(BLOOM_BYTES, gbit), "unit": "s"}
-    for network, key in KEYS.items():
+        seconds = {"value": offload_s(BLOOM_BYTES, gbit), "unit": "s"}
+        summary.add("step_s", seconds, variant=OFFLOADING, link=link, **reckoned)
+    for network, published in PUBLISHED_STEPS_PER_S.items():
         seconds = swarm_s(published_compute_s(), PUBLISHED_SERVERS, BLOOM_HIDDEN, NETWORKS[network])
-        measures[f"bloom_foreseen_{key}_steps_per_s"] = {"value": 1 / seconds, "unit": "steps/s"}
-        measures[f"bloom_published_{key}_steps_per_s"] = {"value": PUBLISHED_STEPS_PER_S[network], "unit": "steps/s"}
-        for gbit in (256, 128):
-            over = offload_s(BLOOM_BYTES, gbit) / seconds
-            measures[f"bloom_foreseen_{key}_over_offloading_{gbit}_x"] = {"value": over, "unit": "x"}
-    return measures
+        place = {"model": BLOOM, "link": network}
+        for source, rate in (("foreseen", 1 / seconds), ("published", published)):
+            summary.add("steps_per_s", {"value": rate, "unit": "steps/s"}, source=source, **place)
+        for gbit in BOUNDS_GBIT_PER_S:
+            over = {"value": offload_s(BLOOM_BYTES, gbit) / seconds, "unit": "x"}
+            summary.add("steps_per_s_x", over, source="foreseen", than=OFFLOADING, gbit_per_s=gbit, **place)
+    return summary

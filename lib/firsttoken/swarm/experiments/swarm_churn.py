@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -103,18 +104,18 @@ def _until(history: list[tuple[float, float, float, int]], at_s: float, end_s: f
     }
 
 
-def churn_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def churn_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By rule: events after which the rate is back within a period, the share that it comes to, the longest gap, moves
     an event, and moves in vain."""
-    period = parameters["churn"]["period_s"]
-    measures: dict[str, dict[str, Any]] = {}
+    summary, period = Summary(), parameters["churn"]["period_s"]
     for rule in dict.fromkeys(row["rule"] for row in rows):
         here = [row for row in rows if row["rule"] == rule]
         back = [row["back_s"] is not None and row["back_s"] <= period for row in here]
-        measures[f"{rule}_back_within_a_period_pct"] = bootstrap(back).summary("%", 100)
-        measures[f"{rule}_share_after_pct"] = bootstrap([row["share_after"] for row in here]).summary("%", 100)
-        measures[f"{rule}_moves_an_event"] = bootstrap([row["moves"] for row in here]).summary()
-        longest = max(row["unserved_s"] for row in here) / period
-        measures[f"{rule}_longest_unserved_periods"] = {"value": longest, "n": len(here)}
-        measures[f"{rule}_moves_in_vain"] = {"value": sum(row["in_vain"] for row in here), "n": len(here)}
-    return measures
+        longest, in_vain = max(row["unserved_s"] for row in here) / period, sum(row["in_vain"] for row in here)
+        share = bootstrap([row["share_after"] for row in here]).summary("%", 100)
+        summary.add("back_within_a_period_pct", bootstrap(back).summary("%", 100), variant=rule)
+        summary.add("share_after_pct", share, variant=rule)
+        summary.add("moves_an_event", bootstrap([row["moves"] for row in here]).summary(), variant=rule)
+        summary.add("longest_unserved_periods", {"value": longest, "n": len(here)}, variant=rule)
+        summary.add("moves_in_vain", {"value": in_vain, "n": len(here)}, variant=rule)
+    return summary

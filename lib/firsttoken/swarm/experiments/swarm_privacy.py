@@ -7,7 +7,7 @@ A better attack finds more: what is measured is what is lost at least.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from firsttoken.assets.layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Entry, Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -133,18 +134,18 @@ def _nearest(states: Tensor, known: Tensor) -> Tensor:
     return torch.stack([(one @ known.T).argmax(-1) for one in states])
 
 
-def privacy_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def privacy_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Per cent of the tokens that each attack recovers behind each number of local layers, drawn by window."""
-    asked = parameters["privacy"]
-    measures = {"guess_pct": _share(rows, 0, GUESS)}
-    for depth in asked["depths"]:
-        measures[f"nearest_{depth}_pct"] = _share(rows, depth, NEAREST)
-        measures[f"linear_{depth}_pct"] = _share(rows, depth, LINEAR)
+    summary = Summary()
+    summary.add("recovered_pct", _share(rows, 0, GUESS), variant=GUESS)
+    for depth in parameters["privacy"]["depths"]:
+        for attack in (NEAREST, LINEAR):
+            summary.add("recovered_pct", _share(rows, depth, attack), variant=attack, layers=depth)
         (kept,) = [row["local_bytes"] for row in rows if row["depth"] == depth and "local_bytes" in row]
-        measures[f"local_{depth}_mb"] = {"value": kept / 1e6, "unit": "MB"}
-    return measures
+        summary.add("weights_mb", {"value": kept / 1e6, "unit": "MB"}, layers=depth)
+    return summary
 
 
-def _share(rows: Sequence[Mapping[str, Any]], depth: int, attack: str) -> dict[str, Any]:
+def _share(rows: Rows, depth: int, attack: str) -> Entry:
     here = [row["recovered"] for row in rows if row["depth"] == depth and row.get("attack") == attack]
     return bootstrap(here).summary("%", 100)

@@ -16,6 +16,7 @@ from firsttoken.assets.layers import layers_of
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.study.clock import Stopwatch
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -198,25 +199,25 @@ def bound_s(row: Mapping[str, Any]) -> float:
     return row["timeout_s"] + row["prefill_s"] + ROUND_TRIPS * row["round_trip_s"]
 
 
-def survival_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def survival_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Generations with the local model's tokens, recoveries within their bound, and by fault the seconds of one, and of
     what it takes beyond time-out and prefill, in round trips."""
     struck = [row for row in rows if row["what"] == "fault"]
     alone = [row for row in struck if row["faults_in_it"] == 1]
     several = {row["generation"]: row["equal"] for row in struck if row["faults_in_it"] > 1}
-    measures = {"equal_pct": bootstrap([row["equal"] for row in alone]).summary("%", 100)}
+    summary = Summary()
+    summary.add("equal_pct", bootstrap([row["equal"] for row in alone]).summary("%", 100), case="one fault")
     if several:
-        measures["several_equal_pct"] = bootstrap(list(several.values())).summary("%", 100)
+        summary.add("equal_pct", bootstrap(list(several.values())).summary("%", 100), case="several faults")
     within = [row["recovery_s"] <= bound_s(row) for row in alone]
-    measures["within_bound_pct"] = bootstrap(within).summary("%", 100)
+    summary.add("within_bound_pct", bootstrap(within).summary("%", 100), case="one fault")
     for fault in parameters["survival"]["faults"]:
         here = [row for row in alone if row["fault"] == fault]
-        measures[f"{fault}_recovery_s"] = bootstrap([row["recovery_s"] for row in here], "median").summary("s")
-        measures[f"{fault}_bound_s"] = bootstrap([bound_s(row) for row in here], "median").summary("s")
         trips = [(row["recovery_s"] - row["timeout_s"] - row["prefill_s"]) / row["round_trip_s"] for row in here]
-        measures[f"{fault}_round_trips"] = bootstrap(trips, "median").summary("round trips")
-    measures["usual_step_s"] = bootstrap(
-        [row["seconds"] for row in rows if row["what"] == "token" and row["generation"] == 0 and row["token"]], "median"
-    ).summary("s")
-    measures["round_trip_s"] = bootstrap([row["round_trip_s"] for row in struck], "median").summary("s")
-    return measures
+        summary.add("recovery_s", bootstrap([row["recovery_s"] for row in here], "median").summary("s"), case=fault)
+        summary.add("bound_s", bootstrap([bound_s(row) for row in here], "median").summary("s"), case=fault)
+        summary.add("round_trips", bootstrap(trips, "median").summary("round trips"), case=fault)
+    usual = [row["seconds"] for row in rows if row["what"] == "token" and row["generation"] == 0 and row["token"]]
+    summary.add("step_s", bootstrap(usual, "median").summary("s"), case="undisturbed")
+    summary.add("round_trip_s", bootstrap([row["round_trip_s"] for row in struck], "median").summary("s"))
+    return summary

@@ -11,6 +11,7 @@ from typing import Any
 from firsttoken.assets.layers import layers_of
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -64,7 +65,7 @@ def swarm_transport(profile: Profile) -> Outcome:
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 
 
-def transport_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def transport_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Tokens a second by chain, of one process's in the same round, and the milliseconds that a step takes longer."""
     rounds = sorted({row["round"] for row in rows})
     steps = {
@@ -74,13 +75,14 @@ def transport_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, di
         for servers in (LOCAL, *parameters["transport"]["chains"])
         for number in rounds
     }
-    local = [1 / steps[LOCAL, number] for number in rounds]
-    measures = {"local_tokens_per_s": bootstrap(local, "median").summary("tokens/s")}
+    summary, local = Summary(), [1 / steps[LOCAL, number] for number in rounds]
+    summary.add("tokens_per_s", bootstrap(local, "median").summary("tokens/s"), servers=LOCAL)
     for servers in parameters["transport"]["chains"]:
         here = [steps[servers, number] for number in rounds]
         share = [steps[LOCAL, number] / one for number, one in zip(rounds, here, strict=True)]
         longer = [one - steps[LOCAL, number] for number, one in zip(rounds, here, strict=True)]
-        measures[f"chain_{servers}_tokens_per_s"] = bootstrap([1 / s for s in here], "median").summary("tokens/s")
-        measures[f"chain_{servers}_share"] = bootstrap(share, "median").summary()
-        measures[f"chain_{servers}_transport_ms"] = bootstrap(longer, "median").summary("ms", 1000)
-    return measures
+        place = {"servers": servers, "than": "one process"}
+        summary.add("tokens_per_s", bootstrap([1 / s for s in here], "median").summary("tokens/s"), servers=servers)
+        summary.add("tokens_per_s_x", bootstrap(share, "median").summary(), **place)
+        summary.add("transport_ms", bootstrap(longer, "median").summary("ms", 1000), **place)
+    return summary

@@ -18,6 +18,7 @@ from firsttoken.assets.layers import layers_of
 from firsttoken.assets.models import Loaded
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Entry, Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -34,6 +35,7 @@ from firsttoken.swarm.wire import MOST_TOKENS
 
 SAME = 1e-4  # of the largest value: what float32 may differ by
 STOCK, ALONE, AT_ONCE, KILLED = "stock", "alone", "at_once", "killed"
+HELD_TO = {ALONE: STOCK, AT_ONCE: ALONE, KILLED: ALONE}  # whose losses a run should have
 LOCAL = 0  # servers: stock PEFT in the client's process
 _PATIENCE = Patience(step_s=60.0, refresh_s=600.0, ban_s=600.0, find_s=60.0)
 
@@ -203,47 +205,45 @@ class _TuningStudy:
         self.rows += [{**row, "step": at, "loss": one.loss, "seconds": one.seconds} for at, one in enumerate(said)]
 
 
-def tuning_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def tuning_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The largest differences: of gradients, of losses from one run of a task to another, each relative; rates of two
     clients beside those alone; seconds and bytes of a step by chain, and seconds beside the local step of the turn."""
-    whats = "gradient", "chain", "loss", "folder", "fault"
+    asked, whats = parameters["swarm_tuning"], ("gradient", "chain", "loss", "folder", "fault")
     of = {what: [row for row in rows if row["what"] == what] for what in whats}
-    measures = {"gradient_difference": _largest([row["difference"] for row in of["gradient"]])}
+    summary, every = Summary(), _largest([row["difference"] for row in of["gradient"]])
+    summary.add("gradient_difference", every, than="one process", across="most")
     for kind in (PROMPT, LORA, HEAD):
         found = [row["difference"] for row in of["gradient"] if row["kind"] == kind]
-        measures[f"{kind}_gradient_difference"] = _largest(found)
+        summary.add("gradient_difference", _largest(found), variant=kind, than="one process")
     runs = {(row["run"], row["kind"], row["step"]): row for row in of["loss"]}
-    for name, run, other in (("local", ALONE, STOCK), ("at_once", AT_ONCE, ALONE), ("killed", KILLED, ALONE)):
+    for run, other in HELD_TO.items():
         kept = [row for row in of["loss"] if row["run"] == run]
         pairs = [(row["loss"], runs[other, row["kind"], row["step"]]["loss"]) for row in kept]
-        measures[f"{name}_loss_difference"] = _largest([abs(one - two) / two for one, two in pairs])
-    last = parameters["swarm_tuning"]["steps"] - 1
+        summary.add("loss_difference", _largest([abs(one - two) / two for one, two in pairs]), case=run, than=other)
     for kind in RATES:
-        fell = runs[ALONE, kind, 0]["loss"] - runs[ALONE, kind, last]["loss"]
-        measures[f"{kind}_fell_nats"] = {"value": fell, "unit": "nats"}
+        fell = runs[ALONE, kind, 0]["loss"] - runs[ALONE, kind, asked["steps"] - 1]["loss"]
+        summary.add("fell_nats", {"value": fell, "unit": "nats"}, variant=kind, case=ALONE)
         for run in (STOCK, ALONE, AT_ONCE):
-            rates = [1 / runs[run, kind, step]["seconds"] for step in range(last + 1)]
-            measures[f"{kind}_{run}_steps_per_s"] = bootstrap(rates, "median").summary("steps/s")
-    shares = [
-        measures[f"{kind}_{AT_ONCE}_steps_per_s"]["value"] / measures[f"{kind}_{ALONE}_steps_per_s"]["value"]
-        for kind in RATES
-    ]
-    measures["at_once_rate_x"] = {"value": sum(shares), "unit": "x"}
+            rates = [1 / runs[run, kind, step]["seconds"] for step in range(asked["steps"])]
+            summary.add("steps_per_s", bootstrap(rates, "median").summary("steps/s"), variant=kind, case=run)
+    both, alone = ([entry["value"] for entry in summary.all("steps_per_s", case=run)] for run in (AT_ONCE, ALONE))
+    share = {"value": sum(one / two for one, two in zip(both, alone, strict=True)), "unit": "x"}
+    summary.add("steps_per_s_x", share, case=AT_ONCE, than=ALONE, across="sum")
     steps = {(row["servers"], row["round"]): row for row in of["chain"]}
-    rounds = range(parameters["swarm_tuning"]["rounds"])
-    for servers in (LOCAL, *parameters["swarm_tuning"]["chains"]):
-        name, here = f"chain_{servers}" if servers else "local", [steps[servers, number] for number in rounds]
-        measures[f"{name}_step_s"] = bootstrap([row["seconds"] for row in here], "median").summary("s")
+    for servers in (LOCAL, *asked["chains"]):
+        here = [steps[servers, number] for number in range(asked["rounds"])]
         over = [row["seconds"] / steps[LOCAL, row["round"]]["seconds"] for row in here]
-        measures[f"{name}_over_local_x"] = bootstrap(over, "median").summary("x")
-        measures[f"{name}_step_mb"] = {"value": here[0]["bytes"] / 1e6, "unit": "MB"}
-    measures["replaced"] = {"value": of["fault"][0]["replaced"], "unit": "servers"}
-    measures["killed_step_s"] = {"value": runs[KILLED, LORA, of["fault"][0]["step"]]["seconds"], "unit": "s"}
+        summary.add("step_s", bootstrap([row["seconds"] for row in here], "median").summary("s"), servers=servers)
+        summary.add("step_x", bootstrap(over, "median").summary("x"), servers=servers, than="one process")
+        summary.add("step_mb", {"value": here[0]["bytes"] / 1e6, "unit": "MB"}, servers=servers)
+    (fault,) = of["fault"]
+    summary.add("replaced", {"value": fault["replaced"], "unit": "servers"}, case=KILLED)
+    summary.add("step_s", {"value": runs[KILLED, LORA, fault["step"]]["seconds"], "unit": "s"}, case=KILLED)
     good = [row["same_base"] and row["difference"] <= SAME for row in of["folder"]]
-    measures["folders_pct"] = {"value": 100 * sum(good) / len(good), "unit": "%", "n": len(good)}
-    measures["folder_difference"] = _largest([row["difference"] for row in of["folder"]])
-    return measures
+    summary.add("folders_pct", {"value": 100 * sum(good) / len(good), "unit": "%", "n": len(good)})
+    summary.add("loss_difference", _largest([row["difference"] for row in of["folder"]]), case="folder", than=ALONE)
+    return summary
 
 
-def _largest(differences: list[float]) -> dict[str, Any]:
+def _largest(differences: list[float]) -> Entry:
     return {"value": max(differences), "unit": "of the largest", "n": len(differences)}

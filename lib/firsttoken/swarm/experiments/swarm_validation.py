@@ -18,6 +18,7 @@ from firsttoken.assets.layers import layers_of
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import ProfileError, SwarmError
+from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -201,7 +202,7 @@ def foreseen(lie: str, rate: float, answers: int) -> float:
     return 1 - (1 - rate * (SELDOM if lie == "seldom" else 1.0)) ** answers
 
 
-def validation_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def validation_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Liars caught by lie and rate, with what the draws foresee; honest servers convicted; their differences in parts
     of the tolerance; deposits left to those caught; what auditing every answer computes beside the answer."""
     asked = parameters["validation"]
@@ -210,29 +211,27 @@ def validation_summary(rows: Rows, parameters: Mapping[str, Any]) -> dict[str, d
     honest = [row for row in rows if row["what"] == "honest"]
     liars = [row for row in rows if row["what"] == "liar"]
     wrong = max(row["convicted"] for row in honest) + sum(row["others"] for row in liars)
-    measures = {
-        "rounding": bootstrap(rounded, "median").summary(),
-        "largest_audited": {"value": max(audits), "n": len(audits), "unit": ""},
-        "largest_honest_of_tolerance": {
-            "value": max(audits + rounded) / TOLERANCE,
-            "n": len(audits) + len(rounded),
-            "unit": "x",
-        },
-        "honest_convicted": {"value": wrong, "n": len(audits) + len(liars), "unit": "servers"},
-        "honest_alarms_pct": bootstrap([one > TOLERANCE for one in audits]).summary("%", 100),
-        "inconclusive": {"value": sum(row["inconclusive"] for row in honest), "n": len(audits), "unit": "audits"},
-        "audit_all_computes_x": bootstrap([row["recomputed"] / row["computed"] for row in honest]).summary("x"),
-    }
+    caught = [row for row in liars if row["caught_at"] >= 0]
+    summary = Summary()
+    summary.add("difference", bootstrap(rounded, "median").summary(), case="rounding")
+    summary.add("difference", {"value": max(audits), "n": len(audits), "unit": ""}, case="audit", across="most")
+    largest = {"value": max(audits + rounded) / TOLERANCE, "n": len(audits) + len(rounded), "unit": "x"}
+    summary.add("difference_x", largest, case="honest", across="most", than="tolerance")
+    summary.add("convicted", {"value": wrong, "n": len(audits) + len(liars), "unit": "servers"}, case="honest")
+    summary.add("alarms_pct", bootstrap([one > TOLERANCE for one in audits]).summary("%", 100), case="honest")
+    unsure = {"value": sum(row["inconclusive"] for row in honest), "n": len(audits), "unit": "audits"}
+    summary.add("inconclusive", unsure, case="honest")
+    again = bootstrap([row["recomputed"] / row["computed"] for row in honest])
+    summary.add("recomputed_x", again.summary("x"), case="honest", than="computed")
     apart = []
     for lie in asked["lies"]:
         for rate in asked["rates"]:
             here = [row["caught_at"] >= 0 for row in liars if row["lie"] == lie and row["rate"] == rate]
-            name, expected = f"{lie}_{100 * rate:g}_pct", 100 * foreseen(lie, rate, asked["tokens"])
-            measures[f"{name}_caught_pct"] = bootstrap(here).summary("%", 100)
-            measures[f"{name}_foreseen_pct"] = {"value": expected, "unit": "%"}
+            expected, place = 100 * foreseen(lie, rate, asked["tokens"]), {"case": lie, "audited": rate}
+            summary.add("caught_pct", bootstrap(here).summary("%", 100), source="measured", **place)
+            summary.add("caught_pct", {"value": expected, "unit": "%"}, source="foreseen", **place)
             apart.append(abs(100 * sum(here) / len(here) - expected))
-    measures["caught_off_foreseen_points"] = bootstrap(apart).summary("points")
-    caught = [row for row in liars if row["caught_at"] >= 0]
+    summary.add("caught_off_points", bootstrap(apart).summary("points"), than="foreseen", across="mean")
     if caught:
-        measures["deposits_left_pct"] = bootstrap([row["deposit"] / DEPOSIT for row in caught]).summary("%", 100)
-    return measures
+        summary.add("deposits_left_pct", bootstrap([row["deposit"] / DEPOSIT for row in caught]).summary("%", 100))
+    return summary

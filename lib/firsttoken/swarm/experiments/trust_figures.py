@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
+from firsttoken.swarm.experiments.swarm_privacy import GUESS, LINEAR, NEAREST
 from firsttoken.swarm.experiments.swarm_validation import foreseen
 from firsttoken.swarm.trust.liar import LIES
 
@@ -29,7 +30,7 @@ def caught(result: Result) -> Figure:
             linewidth=2,
         )
         for rate in asked["rates"]:
-            entry = result.summary[f"{lie}_{100 * rate:g}_pct_caught_pct"]
+            entry = result.summary.of("caught_pct", case=lie, audited=rate, source="measured")
             ax.plot([100 * rate] * 2, [entry["low"], entry["high"]], color=COLOURS["measured"], linewidth=1.5)
             ax.plot(100 * rate, entry["value"], LOOKS["measured"].marker, color=COLOURS["measured"])
         ax.set_title(LIES[lie], fontsize=10)
@@ -49,13 +50,14 @@ def inverted(result: Result) -> Figure:
 
     fig, ax = plt.subplots(figsize=(8, 3.8))
     depths, summary = result.parameters["privacy"]["depths"], result.summary
-    attacks = (("linear", "measured", "linear map, learnt"), ("nearest", "other", "nearest embedding"))
+    attacks = ((LINEAR, "measured", "linear map, learnt"), (NEAREST, "other", "nearest embedding"))
     for attack, look, label in attacks:
-        entries = [summary[f"{attack}_{depth}_pct"] for depth in depths]
+        entries = [summary.of("recovered_pct", variant=attack, layers=depth) for depth in depths]
         values = [entry["value"] for entry in entries]
         around = [[one["value"] - one["low"] for one in entries], [one["high"] - one["value"] for one in entries]]
         ax.errorbar(depths, values, around, color=COLOURS[look], marker=LOOKS[look].marker, label=label, capsize=2)
-    ax.axhline(summary["guess_pct"]["value"], color=COLOURS["floor"], linewidth=1, label="always the commonest token")
+    guessed = summary.value("recovered_pct", variant=GUESS)
+    ax.axhline(guessed, color=COLOURS["floor"], linewidth=1, label="always the commonest token")
     ax.set(xlabel="local layers", ylabel="tokens recovered, %", ylim=(-3, 105))
     ax.xaxis.get_major_locator().set_params(integer=True)
     fig.legend(loc="outside lower center", ncols=3, fontsize=9)
@@ -67,14 +69,16 @@ def caught_rows(result: Result) -> Rows:
     asked, rows = result.parameters["validation"], []
     for lie in asked["lies"]:
         for rate in asked["rates"]:
-            name = f"{lie}_{100 * rate:g}_pct"
+            place = {"case": lie, "audited": rate}
+            measured = result.summary.of("caught_pct", source="measured", **place)
+            expected = result.summary.value("caught_pct", source="foreseen", **place)
             rows.append(
                 {
                     "a server's lie": LIES[lie],
                     "answers audited, %": f"{100 * rate:g}",
-                    "convicted, %": interval(result.summary[f"{name}_caught_pct"], 0),
-                    "foreseen, %": f"{result.summary[f'{name}_foreseen_pct']['value']:.0f}",
-                    "servers": result.summary[f"{name}_caught_pct"]["n"],
+                    "convicted, %": interval(measured, 0),
+                    "foreseen, %": f"{expected:.0f}",
+                    "servers": measured["n"],
                 }
             )
     return rows
@@ -83,35 +87,30 @@ def caught_rows(result: Result) -> Rows:
 def honest_rows(result: Result) -> Rows:
     """What is found of honest servers."""
     summary = result.summary
-    audits = summary["honest_alarms_pct"]["n"]
-    return [
-        {"of honest servers": "audits", "found": str(audits)},
-        {"of honest servers": "found to differ, %", "found": interval(summary["honest_alarms_pct"], 1)},
-        {"of honest servers": "convicted, those beside liars included", "found": summary["honest_convicted"]["value"]},
-        {"of honest servers": "largest difference in an audit", "found": f"{summary['largest_audited']['value']:.1e}"},
-        {
-            "of honest servers": "difference from float64 and from transformers, median",
-            "found": f"{summary['rounding']['value']:.1e}",
-        },
-        {
-            "of honest servers": "largest of all, in parts of the tolerance",
-            "found": f"{summary['largest_honest_of_tolerance']['value']:.3f}",
-        },
-        {
-            "of honest servers": "computed again when all is audited, of the answer's own",
-            "found": interval(summary["audit_all_computes_x"], 1),
-        },
-    ]
+    alarms = summary.of("alarms_pct", case="honest")
+    largest = summary.value("difference_x", case="honest", across="most", than="tolerance")
+    again = summary.of("recomputed_x", case="honest", than="computed")
+    found = {
+        "audits": str(alarms["n"]),
+        "found to differ, %": interval(alarms, 1),
+        "convicted, those beside liars included": summary.value("convicted", case="honest"),
+        "largest difference in an audit": f"{summary.value('difference', case='audit', across='most'):.1e}",
+        "difference from float64 and from transformers, median": f"{summary.value('difference', case='rounding'):.1e}",
+        "largest of all, in parts of the tolerance": f"{largest:.3f}",
+        "computed again when all is audited, of the answer's own": interval(again, 1),
+    }
+    return [{"of honest servers": name, "found": one} for name, one in found.items()]
 
 
 def privacy_rows(result: Result) -> Rows:
     """By local layers, what they weigh, and the tokens that each attack recovers."""
+    summary = result.summary
     return [
         {
             "local layers": depth,
-            "their weights, MB": f"{result.summary[f'local_{depth}_mb']['value']:.0f}",
-            "nearest embedding, %": interval(result.summary[f"nearest_{depth}_pct"], 1),
-            "linear map, %": interval(result.summary[f"linear_{depth}_pct"], 1),
+            "their weights, MB": f"{summary.value('weights_mb', layers=depth):.0f}",
+            "nearest embedding, %": interval(summary.of("recovered_pct", variant=NEAREST, layers=depth), 1),
+            "linear map, %": interval(summary.of("recovered_pct", variant=LINEAR, layers=depth), 1),
         }
         for depth in result.parameters["privacy"]["depths"]
     ]

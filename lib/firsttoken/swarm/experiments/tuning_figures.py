@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
-from firsttoken.swarm.experiments.swarm_tuning import ALONE, AT_ONCE, KILLED, LOCAL, STOCK
+from firsttoken.swarm.experiments.swarm_tuning import ALONE, AT_ONCE, HELD_TO, KILLED, LOCAL, STOCK
 from firsttoken.swarm.experiments.tuning_tasks import HEAD, LORA, PROMPT
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ def step_times(result: Result) -> Figure:
     fig, ax = plt.subplots(figsize=(9, 3.4))
     chains = _chains(result)
     share = next(row["block_share"] for row in result.rows if row["what"] == "chain")
-    twice_s = (1 + share / 2) * result.summary["local_step_s"]["value"]
+    twice_s = (1 + share / 2) * result.summary.value("step_s", servers=LOCAL)
     for place, servers in enumerate(chains):
         seconds = [row["seconds"] for row in result.rows if row["what"] == "chain" and row["servers"] == servers]
-        entry = result.summary[f"{_key(servers)}_step_s"]
+        entry = result.summary.of("step_s", servers=servers)
         ax.plot(seconds, [place] * len(seconds), LOOKS["single"].marker, color=COLOURS["single"], markersize=5)
         ax.plot([entry["low"], entry["high"]], [place, place], color=COLOURS["measured"], linewidth=2)
         ax.plot(entry["value"], place, LOOKS["measured"].marker, color=COLOURS["measured"], markersize=8)
@@ -85,7 +85,7 @@ def gradient_rows(result: Result) -> Rows:
     return [
         {
             "what is trained": name,
-            "gradients": (entry := result.summary[f"{kind}_gradient_difference"])["n"],
+            "gradients": (entry := result.summary.of("gradient_difference", variant=kind, than="one process"))["n"],
             "largest difference": f"{entry['value']:.1e}",
         }
         for kind, name in KIND_NAMES.items()
@@ -94,12 +94,13 @@ def gradient_rows(result: Result) -> Rows:
 
 def chain_rows(result: Result) -> Rows:
     """Seconds and megabytes of a step of LoRA, by chain."""
+    summary = result.summary
     return [
         {
             "blocks": _name(servers),
-            "a step, s": interval(result.summary[f"{_key(servers)}_step_s"], 2),
-            "over one process": interval(result.summary[f"{_key(servers)}_over_local_x"], 2),
-            "over the wire, MB a step": f"{result.summary[f'{_key(servers)}_step_mb']['value']:.2f}",
+            "a step, s": interval(summary.of("step_s", servers=servers), 2),
+            "over one process": interval(summary.of("step_x", servers=servers, than="one process"), 2),
+            "over the wire, MB a step": f"{summary.value('step_mb', servers=servers):.2f}",
         }
         for servers in _chains(result)
     ]
@@ -107,24 +108,20 @@ def chain_rows(result: Result) -> Rows:
 
 def run_rows(result: Result) -> Rows:
     """Steps a second of each task in each run, and the largest difference of a loss from the run it is held to."""
-    held = {ALONE: "local_loss_difference", AT_ONCE: "at_once_loss_difference", KILLED: "killed_loss_difference"}
-    rows: Rows = []
+    summary, rows = result.summary, []
     for run, name in RUN_NAMES.items():
         rates = {
-            f"{KIND_NAMES[kind]}, steps/s": interval(result.summary.get(f"{kind}_{run}_steps_per_s"), 2)
+            f"{KIND_NAMES[kind]}, steps/s": interval(summary.get("steps_per_s", variant=kind, case=run), 2)
             for kind in (LORA, PROMPT)
         }
-        told = f"{result.summary[held[run]]['value']:.1e}" if run in held else ""
+        apart = summary.get("loss_difference", case=run, than=HELD_TO.get(run, ""))
+        told = f"{apart['value']:.1e}" if apart else ""
         rows.append({"run": name, **rates, "largest difference of a loss": told})
     return rows
 
 
 def _chains(result: Result) -> list[int]:
     return [LOCAL, *result.parameters["swarm_tuning"]["chains"]]
-
-
-def _key(servers: int) -> str:
-    return f"chain_{servers}" if servers else "local"
 
 
 def _name(servers: int) -> str:

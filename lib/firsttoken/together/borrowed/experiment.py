@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-import torch
 from tqdm import tqdm
 
-from firsttoken.assets.needs import ModelFacts, check
-from firsttoken.progressive.checkpoint.writer import write_staged
-from firsttoken.progressive.coldstart.experiments import trial_specs
 from firsttoken.progressive.coldstart.harness import BUCKET, TrialLink, one_trial
-from firsttoken.progressive.coldstart.materials import Checkpoint, served_checkpoint
-from firsttoken.progressive.served import ServedConfig, load_served
-from firsttoken.progressive.staging import served_source
-from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
-from firsttoken.study.system.cores import two_halves
-from firsttoken.together.borrowed.ends import ends_first
 from firsttoken.together.borrowed.neighbour import own_request, shaped, warm_neighbour
+from firsttoken.together.borrowed.setting import StartSetting, start_setting
 from firsttoken.together.borrowed.summary import ALONE
 from firsttoken.together.borrowed.trial import BORROWED, PRUNED, WHOLE, BorrowSpec
 
@@ -66,14 +55,11 @@ def borrowed_start(profile: Profile) -> Outcome:
     """Rows {what: start, variant, gbit_per_s, rtt_ms, round, ...} of fresh processes, and {what: neighbour, beside,
     tokens, seconds} of what the neighbour's own request had meanwhile."""
     config = profile.section("borrowed", BorrowedConfig)
-    check(profile.section("served", ServedConfig).needs(), ModelFacts(profile.model))
-    checkpoint, folder = _materials(profile)
-    ours, theirs = two_halves()
-    threads = len(ours) or max(1, torch.get_num_threads())
-    specs = _BorrowedStarts(profile, config, checkpoint, folder, ours, threads)
-    depth = checkpoint.plan.depth
+    setting = start_setting(profile, config.questions, config.tokens, config.readers)
+    specs = _BorrowedStarts(setting)
     rows: Rows = []
-    with warm_neighbour(folder, depth, theirs, threads) as address:
+    depth = setting.checkpoint.plan.depth
+    with warm_neighbour(setting.folder, depth, setting.theirs, setting.threads) as address:
         starts = [
             (variant, rate, rtt, round_)
             for rate in config.gbit_per_s
@@ -92,9 +78,8 @@ def borrowed_start(profile: Profile) -> Outcome:
                 rows.append({"what": "start", "rtt_ms": rtt, "round": round_} | row)
             main = ways[config.main_gbit_per_s, config.main_rtt_ms]
             for round_ in range(config.busy_rounds):
-                rows += _beside(specs, config, folder, (address, main), (theirs, threads), round_)
-    notes = {"replica_cores": list(ours), "neighbour_cores": list(theirs), "computed_in": "float32"}
-    return Outcome(rows, provenance=checkpoint.provenance | notes)
+                rows += _beside(specs, config, setting, (address, main), round_)
+    return Outcome(rows, provenance=setting.provenance)
 
 
 def _rounds(config: BorrowedConfig, variant: str, rate: float, rtt: float) -> int:
@@ -102,32 +87,13 @@ def _rounds(config: BorrowedConfig, variant: str, rate: float, rtt: float) -> in
     return config.main_rounds if main else config.rounds
 
 
-def _materials(profile: Profile) -> tuple[Checkpoint, Path]:
-    """The staged checkpoint of the report's stages, and the folder of the same model with its ends first."""
-    served = load_served(profile)
-    checkpoint, source = served_checkpoint(profile, served), served_source(served)
-    name = f"{served.sha256[:12]}-{name_of(served.stored or served.model.dtype)}-ends-first"
-    folder = checkpoint.staged.with_name(name)
-    write_staged(source, ends_first(source.names, served.plan.depth), folder)
-    return checkpoint, folder
-
-
 class _BorrowedStarts:
     """Starts of one model that differ in their way, their link and their neighbour."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        config: BorrowedConfig,
-        checkpoint: Checkpoint,
-        folder: Path,
-        cores: Collection[int],
-        threads: int,
-    ) -> None:
-        common = asdict(trial_specs(profile, checkpoint, config.questions, config.readers)("whole_streamed"))
-        common |= {"threads": threads, "dtype": "float32", "device": "cpu", "tokens": config.tokens}
-        self._common = BorrowSpec(**common, cores=tuple(cores))
-        self._folders = {PRUNED: str(checkpoint.staged), WHOLE: str(folder), BORROWED: str(folder)}
+    def __init__(self, setting: StartSetting) -> None:
+        staged, folder = str(setting.checkpoint.staged), str(setting.folder)
+        self._common = BorrowSpec(**setting.common)
+        self._folders = {PRUNED: staged, WHOLE: folder, BORROWED: folder}
 
     def start(self, variant: str, rate: float, neighbour: str) -> dict[str, object]:
         """One start over a link of ``rate`` whose bytes wait in memory. Raises FirstTokenError when it fails."""
@@ -138,14 +104,13 @@ class _BorrowedStarts:
 def _beside(
     specs: _BorrowedStarts,
     config: BorrowedConfig,
-    folder: Path,
+    setting: StartSetting,
     addresses: tuple[str, str],
-    theirs: tuple[Collection[int], int],
     round_: int,
 ) -> Rows:
     """The neighbour's own request alone, beside a start that borrows nothing, and beside one that does."""
     windows: list[tuple[str, float, float]] = []
-    with own_request(folder, addresses[0], *theirs) as running:
+    with own_request(setting.folder, addresses[0], setting.theirs, setting.threads) as running:
         begun = time.monotonic()
         time.sleep(config.alone_s)
         windows.append((ALONE, begun, begun + config.alone_s))

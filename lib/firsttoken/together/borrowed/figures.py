@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
-from firsttoken.together.borrowed.summary import TTFT, link, trip
+from firsttoken.together.borrowed.summary import ALONE, TTFT
 from firsttoken.together.borrowed.trial import BORROWED, PRUNED, WAYS, WHOLE
 
 if TYPE_CHECKING:
@@ -27,9 +27,10 @@ def first_tokens(result: Result) -> Figure:
     fig, axes = plt.subplots(1, len(trips), figsize=(3.1 * len(trips) + 1.2, 4), sharey=True, squeeze=False)
     for ax, rtt in zip(axes[0], trips, strict=True):
         for way, name in WAYS.items():
-            ends = [f"{link(rate)}_{trip(rtt)}" if way == BORROWED else link(rate) for rate in rates]
-            _line(ax, rates, [result.summary[f"{way}_ttft_s_{end}"] for end in ends], way, name)
-        half = [result.summary[f"{WHOLE}_ttft_s_{link(rate)}"]["value"] / 2 for rate in rates]
+            trip = {"rtt_ms": rtt} if way == BORROWED else {}
+            entries = [result.summary.of("ttft_p50_s", variant=way, gbit_per_s=rate, **trip) for rate in rates]
+            _line(ax, rates, entries, way, name)
+        half = [result.summary.value("ttft_p50_s", variant=WHOLE, gbit_per_s=rate) / 2 for rate in rates]
         ax.plot(rates, half, "--", color=COLOURS["S3"], linewidth=1.2, label="half of the whole model's")
         ax.set(xscale="log", yscale="log", xlabel="link, Gbit/s", title=f"neighbour {rtt:g} ms away")
         ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
@@ -96,18 +97,19 @@ def start_rows(result: Result) -> Rows:
     asked = result.parameters["borrowed"]
     for rate in asked["gbit_per_s"]:
         for rtt in asked["rtt_ms"]:
-            end = f"{link(rate)}_{trip(rtt)}"
+            place = {"variant": BORROWED, "gbit_per_s": rate, "rtt_ms": rtt}
+            beside = place | {"than": WHOLE}
             rows.append(
                 {
                     "link and round trip": f"{rate:g} Gbit/s, {rtt:g} ms",
-                    "whole, s": interval(summary[f"{WHOLE}_ttft_s_{link(rate)}"], 2),
-                    "stage 1, s": interval(summary[f"{PRUNED}_ttft_s_{link(rate)}"], 2),
-                    "borrowing, s": interval(summary[f"borrowed_ttft_s_{end}"], 2),
-                    "over whole": interval(summary[f"borrowed_over_whole_{end}"], 2),
-                    f"token {asked['tokens']} over whole": interval(summary[f"last_over_whole_{end}"], 2),
-                    "all layers here, over whole": interval(summary[f"local_over_whole_{end}"], 2),
-                    "lent, MB": interval(summary[f"lent_mb_{end}"], 2),
-                    "tokens before all are here": interval(summary[f"lent_tokens_{end}"], 0),
+                    "whole, s": interval(summary.of("ttft_p50_s", variant=WHOLE, gbit_per_s=rate), 2),
+                    "stage 1, s": interval(summary.of("ttft_p50_s", variant=PRUNED, gbit_per_s=rate), 2),
+                    "borrowing, s": interval(summary.of("ttft_p50_s", **place), 2),
+                    "over whole": interval(summary.of("ttft_x", **beside), 2),
+                    f"token {asked['tokens']} over whole": interval(summary.of("last_token_x", **beside), 2),
+                    "all layers here, over whole": interval(summary.of("loaded_x", **beside), 2),
+                    "lent, MB": interval(summary.of("lent_mb", **place), 2),
+                    "tokens before all are here": interval(summary.of("lent_tokens", **place), 0),
                 }
             )
     return rows
@@ -115,25 +117,23 @@ def start_rows(result: Result) -> Rows:
 
 def whose_rows(result: Result) -> Rows:
     """Whose tokens a start says."""
-    return [
-        {
-            "start": WAYS[way],
-            "starts": result.summary[f"{way}_same_pct"]["n"],
-            "first token is the whole model's, %": result.summary[f"{way}_same_first_pct"]["value"],
-            "all tokens are, %": result.summary[f"{way}_same_pct"]["value"],
-        }
-        for way in (PRUNED, BORROWED)
-    ]
+    rows: Rows = []
+    for way in (PRUNED, BORROWED):
+        same = result.summary.of("same_tokens_pct", variant=way, than=WHOLE)
+        first = result.summary.value("same_first_token_pct", variant=way, than=WHOLE)
+        told = {"first token is the whole model's, %": first, "all tokens are, %": same["value"]}
+        rows.append({"start": WAYS[way], "starts": same["n"], **told})
+    return rows
 
 
 def neighbour_rows(result: Result) -> Rows:
     """What the neighbour's own request had meanwhile; nothing where it was not measured."""
-    names = {"alone": "alone", WHOLE: "beside a start that waits", BORROWED: "beside a start that borrows"}
+    names = {ALONE: "alone", WHOLE: "beside a start that waits", BORROWED: "beside a start that borrows"}
     return [
         {
             "the neighbour's own request": name,
-            "tokens/s": interval(result.summary.get(f"neighbour_{key}_tokens_per_s"), 1),
-            "lost, %": interval(result.summary.get(f"neighbour_{key}_lost_pct"), 1),
+            "tokens/s": interval(result.summary.get("neighbour_tokens_per_s", case=case), 1),
+            "lost, %": interval(result.summary.get("neighbour_lost_pct", case=case, than=ALONE), 1),
         }
-        for key, name in names.items()
+        for case, name in names.items()
     ]

@@ -21,7 +21,7 @@ from firsttoken.study.system.cores import stay_on
 def warm_neighbour(folder: Path, depth: int, cores: Collection[int], threads: int) -> Iterator[str]:
     """The address of a server of all ``depth`` layers in ``folder``, in float32. Raises SwarmError."""
     command = ["firsttoken", "swarm", "serve", "--model", str(folder), "--blocks", f"0:{depth}", "--dtype", "float32"]
-    with _process(command, cores, threads) as server:
+    with process_of(command, cores, threads) as server:
         line = server.stdout.readline()
         if not (found := re.search(r" are served at (\S+) by ", line)):
             raise SwarmError(f"the neighbour did not start: {server.stderr.read().strip() or line}")
@@ -33,7 +33,7 @@ def shaped(address: str, rtt_ms: float, gbit_per_s: float) -> Iterator[str]:
     """The address of a relay that leads to ``address``. Raises SwarmError."""
     port = address.rpartition(":")[2]
     command = ["firsttoken.together.borrowed.relay", port, "--rtt-ms", f"{rtt_ms:g}", "--gbit-per-s", f"{gbit_per_s:g}"]
-    with _process(command) as relay:
+    with process_of(command) as relay:
         if not (said := relay.stdout.readline().strip()):
             raise SwarmError(f"the relay did not start: {relay.stderr.read().strip()}")
         yield said
@@ -57,12 +57,16 @@ class OwnRequest:
 @contextmanager
 def own_request(folder: Path, address: str, cores: Collection[int], threads: int) -> Iterator[OwnRequest]:
     """The neighbour has a request of its own running. Raises SwarmError."""
-    with _process(["firsttoken.together.borrowed.own_request", str(folder), address], cores, threads) as process:
+    with process_of(["firsttoken.together.borrowed.own_request", str(folder), address], cores, threads) as process:
         yield OwnRequest(process)
 
 
 @contextmanager
-def _process(command: Sequence[str], cores: Collection[int] = (), threads: int = 0) -> Iterator[subprocess.Popen[str]]:
+def process_of(
+    command: Sequence[str], cores: Collection[int] = (), threads: int = 0
+) -> Iterator[subprocess.Popen[str]]:
+    """``python -m`` with ``command``, on ``cores`` with so many ``threads`` (none named: as the system likes), until
+    the end of the block."""
     options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     with subprocess.Popen(

@@ -1,8 +1,8 @@
-"""A replica that answers from its ends on: the layers that have not come are run by a warm neighbour.
+"""A replica that answers from its ends on: the layers that have not come are run by others that have them.
 
 Between two steps it takes over what has come. The keys and values of these layers are computed again from the hidden
 states that entered the first of them, which were kept, in pieces under the budget of the steps; those of the layers
-above stay with the neighbour. Every token is the whole model's.
+above stay with their lenders. Every token is the whole model's.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ CONFIG = EngineConfig(scheduler="sarathi")
 class BorrowingReplica:
     """``layers`` of the model of ``executor``, whose weights come as ``arrivals`` says, and ``loan`` until then.
 
-    Where the neighbour refuses or is gone, own layers are waited for: a start without borrowing. ``taken`` are
-    (seconds on the executor's clock, own layers from then on). Raises SwarmError for shared prefixes.
+    Layers that nobody lends are waited for before anything is computed, and where a lender refuses or is gone, all are:
+    a start without borrowing. ``taken`` are (seconds on the executor's clock, own layers from then on). Raises
+    SwarmError for shared prefixes.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class BorrowingReplica:
         self.engine = Engine(executor, config)
         self._executor, self._layers, self._arrivals = executor, list(layers), arrivals
         self._open: list[Request] = []
-        self._here = 0
+        self._here = loan.first
         executor.view = self._view()
 
     @property
@@ -66,10 +67,11 @@ class BorrowingReplica:
     def step(self) -> list[tuple[Request, int]]:
         """Take over what has come, and process one batch; the tokens it produced, as ``Engine.step``.
 
-        Waits for the ends, and for all layers when the neighbour is gone. Raises what ended the load.
+        Waits for the ends and the layers that nobody lends, for all of them when a lender is gone. Raises what ended
+        the load.
         """
         if self._here < len(self._layers):
-            self._arrivals.wait(len(self._layers) if self.loan.gone else 0)
+            self._arrivals.wait(len(self._layers) if self.loan.gone else self.loan.first)
             self._take_over(self._arrivals.layers)
         try:
             return self.engine.step()
@@ -82,7 +84,7 @@ class BorrowingReplica:
             self.step()
 
     def settle(self) -> None:
-        """Wait for all layers, take them over and give the neighbour back. Raises what ended the load."""
+        """Wait for all layers, take them over and let the lenders go. Raises what ended the load."""
         self._arrivals.wait(len(self._layers))
         while self._here < len(self._layers) or any(request.redo for request in self._open):
             self._take_over(len(self._layers))
@@ -90,7 +92,7 @@ class BorrowingReplica:
                 self.step()
 
     def close(self) -> None:
-        """End what is open, and the neighbour's session."""
+        """End what is open, and the sessions with the lenders."""
         for request in self._open:
             self.engine.cancel(request)
         self.loan.close("the replica was closed")

@@ -11,9 +11,10 @@ INTERPRETER_UP = time.monotonic()
 
 import json  # noqa: E402
 import sys  # noqa: E402
+from collections.abc import Callable, Sequence  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import Any, TypeAlias  # noqa: E402
 
 import torch  # noqa: E402
 
@@ -22,7 +23,7 @@ from firsttoken.engine.live import LiveExecutor  # noqa: E402
 from firsttoken.engine.request import Request, Sampling  # noqa: E402
 from firsttoken.engine.segments import LocalSegment  # noqa: E402
 from firsttoken.link import Link, LinkConfig  # noqa: E402
-from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest  # noqa: E402
+from firsttoken.progressive.checkpoint.manifest import read_manifest  # noqa: E402
 from firsttoken.progressive.coldstart.spec import TrialSpec  # noqa: E402
 from firsttoken.progressive.coldstart.starts import tokenize  # noqa: E402
 from firsttoken.progressive.coldstart.variants import VARIANTS  # noqa: E402
@@ -31,10 +32,15 @@ from firsttoken.progressive.loading.placement import build_lean  # noqa: E402
 from firsttoken.progressive.loading.skeleton import Skeleton  # noqa: E402
 from firsttoken.study.dtypes import DTYPES, named  # noqa: E402
 from firsttoken.study.system.cores import stay_on  # noqa: E402
-from firsttoken.together.borrowed.arrivals import LayerArrivals, follow  # noqa: E402
+from firsttoken.swarm.patience import Patience  # noqa: E402
+from firsttoken.together.borrowed.arrivals import follow  # noqa: E402
 from firsttoken.together.borrowed.ends import neighbours_name  # noqa: E402
+from firsttoken.together.borrowed.lender import Lender  # noqa: E402
 from firsttoken.together.borrowed.loan import Loan  # noqa: E402
 from firsttoken.together.borrowed.replica import CONFIG, BorrowingReplica  # noqa: E402
+
+Lenders: TypeAlias = "Callable[[int], Sequence[Lender]]"
+"""Who lends layers of a model of so many."""
 
 WHOLE, PRUNED, BORROWED = "whole", "pruned", "borrowed"
 WAYS = {
@@ -45,25 +51,43 @@ WAYS = {
 
 
 @dataclass(frozen=True)
-class BorrowSpec(TrialSpec):
-    """``variant`` is one of WAYS; ``tokens`` are generated, on ``cores`` (none: wherever the system likes).
+class StartSpec(TrialSpec):
+    """``tokens`` are generated, on ``cores`` (none: wherever the system likes)."""
 
-    ``neighbour`` is the address of a server of all layers, for a start that borrows.
-    """
-
-    neighbour: str = ""
     tokens: int = 1
     cores: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class BorrowSpec(StartSpec):
+    """``variant`` is one of WAYS; ``neighbour`` is the address of a server of all layers, for a start that borrows."""
+
+    neighbour: str = ""
+
+
 def main(spec: BorrowSpec) -> dict[str, Any]:
     """Run the trial and return its row."""
+    prepare(spec)
+
+    def neighbour(depth: int) -> list[Lender]:
+        return [Lender(spec.neighbour, range(depth))]
+
+    return start(spec, time.perf_counter(), neighbour if spec.variant == BORROWED else None)
+
+
+def prepare(spec: StartSpec) -> None:
+    """What a process has before the request arrives: its cores, and its libraries imported."""
     stay_on(spec.cores)
     torch.set_num_threads(spec.threads or torch.get_num_threads())
     import grpc  # noqa: F401
     import tokenizers  # noqa: F401
 
-    arrived = time.perf_counter()
+
+def start(
+    spec: StartSpec, arrived: float, lenders: Lenders | None = None, patience: Patience | None = None
+) -> dict[str, Any]:
+    """The row of a start for a request that has ``arrived`` (``time.perf_counter``), borrowing where there are
+    ``lenders``: they are asked for when own layers have begun to come. ``ends_s``: when what nobody lends was there."""
     prompt = tokenize(spec, VARIANTS["whole_streamed"])[0].tolist()
     folder, link = Path(spec.staged), Link(LinkConfig(spec.gbit_per_s))
     manifest = read_manifest(folder)
@@ -74,11 +98,14 @@ def main(spec: BorrowSpec) -> dict[str, Any]:
     own = [LocalSegment(load.view.layers)]
     executor = LiveExecutor(skeleton.model, blocks, segments=own, device=skeleton.device, touched=False)
     with torch.inference_mode():
-        if spec.variant == BORROWED:
-            arrivals = follow(load, skeleton.model.config.num_hidden_layers)
-            replica = _borrowing(spec, manifest, executor, load, arrivals)
+        if lenders is not None:
+            config = skeleton.model.config
+            depth, name = config.num_hidden_layers, neighbours_name(folder, manifest)
+            arrivals = follow(load, depth)
+            loan = Loan(lenders(depth), name, depth, config.hidden_size, patience=patience)
+            replica = BorrowingReplica(executor, load.view.layers, arrivals, loan)
             built = time.perf_counter()
-            arrivals.wait()
+            arrivals.wait(loan.first)
             ends = time.perf_counter()
             request, more = _borrowed(replica, prompt, spec.tokens, arrived)
             more |= {"built_s": built - arrived, "ends_s": ends - arrived}
@@ -107,15 +134,6 @@ def _owned(executor: LiveExecutor, prompt: list[int], tokens: int) -> tuple[Requ
     request = engine.submit(prompt, Sampling(tokens))
     engine.run()
     return request, {"taken": [], "local_s": None, "lent_steps": 0, "lent_bytes": 0, "gone": ""}
-
-
-def _borrowing(
-    spec: BorrowSpec, manifest: Manifest, executor: LiveExecutor, load: StageLoad, arrivals: LayerArrivals
-) -> BorrowingReplica:
-    config = executor.model.config
-    name = neighbours_name(Path(spec.staged), manifest)
-    loan = Loan(spec.neighbour, name, config.num_hidden_layers, config.hidden_size)
-    return BorrowingReplica(executor, load.view.layers, arrivals, loan)
 
 
 def _borrowed(

@@ -1,12 +1,12 @@
-"""The model as a replica has it at one moment: its own layers, and behind them those that a neighbour runs."""
+"""The model as a replica has it at one moment: its own layers, and behind them those that others run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from firsttoken.engine.decoder import Decoder
 from firsttoken.engine.edges import Edges
@@ -17,6 +17,9 @@ from firsttoken.engine.views import View
 from firsttoken.study.errors import RequestError
 from firsttoken.swarm.wire import Stretch
 from firsttoken.together.borrowed.loan import Loan
+
+if TYPE_CHECKING:  # a lean start needs none of it
+    from transformers import PreTrainedModel
 
 
 class BorrowedSegment:
@@ -58,5 +61,5 @@ class BorrowingView(View):
         super().__init__(Decoder(model, [*own, borrowed]), Edges([here]))
 
     def take_over(self, request: Request) -> None:
-        """Go on with what the neighbour has of it; what entered the layers that were borrowed before is done with."""
+        """Go on with what the lenders have of it; what entered the layers that were borrowed before is done with."""
         request.view.edges.drop(request.number)

@@ -1,0 +1,33 @@
+"""What tests of replicas that borrow share: how patient they are, how small their steps, and when they are done."""
+
+from __future__ import annotations
+
+import asyncio
+
+from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.request import Request
+from firsttoken.swarm.background import wait_for
+from firsttoken.swarm.patience import Patience
+from firsttoken.swarm.server import Running
+from firsttoken.together.borrowed.replica import BorrowingReplica
+
+SHORT = Patience(step_s=0.5, token_s=0.001)  # of who waits for a neighbour that falls silent
+PATIENCE = Patience(step_s=60.0)  # else a pause of the machine is a neighbour lost, and whoever counts on it hangs
+SMALL = EngineConfig(scheduler="sarathi", requests=4, token_budget=7)
+
+
+def until(request: Request, tokens: int, replica: BorrowingReplica) -> None:
+    """Step until so many tokens have been said."""
+    while len(request.output) < tokens:
+        replica.step()
+
+
+def nothing_is_left(server: Running) -> None:
+    """Wait until no session is open, and find no sequence."""
+
+    async def gone() -> None:
+        while server.sessions.open:
+            await asyncio.sleep(0.01)
+
+    wait_for(gone())
+    assert server.sessions.room.held == 0
