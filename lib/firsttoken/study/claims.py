@@ -98,14 +98,9 @@ class Claim:
         return (self.where,) if isinstance(self.where, dict) else self.where
 
     @property
-    def deciding(self) -> dict[str, Any]:
-        """All that decides a verdict; wording, notebook and minutes may change."""
-        return {name: getattr(self, name) for name in _DECIDES}
-
-    @property
     def digest(self) -> str:
-        """The sha256 of what decides."""
-        return digest(self.deciding)
+        """The sha256 of all that decides a verdict; wording, notebook and minutes may change."""
+        return digest({name: getattr(self, name) for name in _DECIDES})
 
 
 def digest(deciding: dict[str, Any]) -> str:
