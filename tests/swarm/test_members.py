@@ -200,8 +200,12 @@ def test_the_command_serves_and_says_what_is_wrong(here, folder, parent, capsys,
         process.terminate()
         assert process.wait(10) == 0
     words = [*serve, "auto", "--count", "2", "--dtype", "float32", "--registry", up.record.address]
+    words += ["--address", "127.0.0.1:5"]
     with subprocess.Popen(warm.command("firsttoken", words), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().startswith("blocks [3, 5) ")  # of those that nobody serves the first
+        line = process.stdout.readline()  # blocks of those that nobody serves the first
+        assert re.fullmatch(
+            r"blocks \[3, 5\) of tiny are served at 127\.0\.0\.1:5 by process \d+, on port \d+ here; .*\n", line
+        )
         process.terminate()
         process.wait(10)
     assert [one.blocks for one in up.registry.serving(here.model, time.time())] == [(0, 3)]  # it has told that it left

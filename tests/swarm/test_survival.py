@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 
 import pytest
 from plain_tokens import check_greedy
 
 from firsttoken.engine.request import Sampling
+from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.fleet import Fleet
 from firsttoken.swarm.remote import RemoteModel
@@ -22,6 +25,17 @@ def fleet(folder, parent) -> Iterator[Fleet]:
     fleet = Fleet(folder, SPANS)
     yield fleet
     fleet.close()
+
+
+def test_a_fleet_that_does_not_start_leaves_no_process(folder, parent, monkeypatch):
+    started, start = [], Fleet.start
+    monkeypatch.setattr(Fleet, "start", lambda self, blocks: started.append(start(self, blocks)) or started[-1])
+    with pytest.raises(SwarmError, match=r"blocks 4:9 did not start: .* not a:b"):
+        Fleet(folder, ("0:2", "4:9"), spares=0)
+    with pytest.raises(ProcessLookupError):
+        for _ in range(1000):  # until whoever started it has reaped it
+            os.kill(started[0].pid, 0)
+            time.sleep(0.01)
 
 
 def generate(model: RemoteModel, fleet: Fleet, prompt: list[int], faults: dict[int, str]) -> list[int]:

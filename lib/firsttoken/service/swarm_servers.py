@@ -87,7 +87,7 @@ class RaySwarmServer:
         torch.set_num_threads(options.threads or 1)
         config = config_of(options, _access(options), blocks, "127.0.0.1" if alone else ray.util.get_node_ip_address())
         self._running = await self._up.enter_async_context(serving(config, model))
-        return self._running.record.address, line_of(config, self._running.record)
+        return self._running.record.address, line_of(config, self._running.record, self._running.port)
 
     async def ended(self) -> None:
         """Wait until it cannot go on, and raise why."""

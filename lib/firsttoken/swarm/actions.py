@@ -78,11 +78,12 @@ def chosen_blocks(options: argparse.Namespace, access: Access, model: str) -> ra
     return asyncio.run(needed())
 
 
-def line_of(config: ServerConfig, record: Record) -> str:
-    """What a user is told of a server of this process."""
+def line_of(config: ServerConfig, record: Record, port: int) -> str:
+    """What a user is told of a server of this process, which listens on ``port``."""
+    here = f", on port {port} here" if config.address else ""
     return (
         f"blocks [{record.span.start}, {record.span.stop}) of {config.folder.resolve().name} are served at "
-        f"{record.address} by process {os.getpid()}; Ctrl-C ends it"
+        f"{record.address} by process {os.getpid()}{here}; Ctrl-C ends it"
     )
 
 
@@ -91,7 +92,10 @@ async def _until_told(config: ServerConfig, model: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
 
-    async with serving(config, model, told=lambda record: print(line_of(config, record), flush=True)) as running:
+    def say(record: Record, port: int) -> None:
+        print(line_of(config, record, port), flush=True)
+
+    async with serving(config, model, told=say) as running:
         told = asyncio.create_task(ended.wait())
         await asyncio.wait([told, running.failed], return_when=asyncio.FIRST_COMPLETED)
         told.cancel()

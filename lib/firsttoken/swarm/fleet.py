@@ -23,10 +23,14 @@ class Fleet:
     def __init__(self, folder: Path, spans: Sequence[str], delay_s: float = 0.0, spares: int = 1) -> None:
         self.folder, self.spans, self.spares, self._delay_s = folder, tuple(spans), spares, delay_s
         self.members: dict[str, SwarmMember] = {}
-        self.door = self.start(self.spans[0]).ready().address
-        for blocks in (*self.spans[1:], *self.spans * spares):
-            self.start(blocks)
-        self.settle()
+        try:
+            self.door = self.start(self.spans[0]).ready().address
+            for blocks in (*self.spans[1:], *self.spans * spares):
+                self.start(blocks)
+            self.settle()
+        except BaseException:
+            self.close()  # nobody else knows of those that did start
+            raise
 
     def start(self, blocks: str) -> SwarmMember:
         """One more server, on its way."""

@@ -38,16 +38,17 @@ class ServerProcess:
         self._process = subprocess.Popen(
             warm.command("firsttoken", command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        self.pid = 0
+        self._port = self.pid = 0
 
     def ready(self) -> Self:
         """Wait until it serves. Raises SwarmError when it ends instead."""
         if not self.pid:
-            found = re.search(r"at (\S+) by process (\d+)", self._process.stdout.readline())
+            line = self._process.stdout.readline()
+            found = re.search(r"at (\S+) by process (\d+)(?:, on port (\d+) here)?;", line)
             if not found:
                 said = self._process.stderr.read().strip().splitlines() or ["it says nothing"]
                 raise SwarmError(f"a server of blocks {self.blocks} did not start: {said[-1]}")
-            self.address, self.pid = found[1], int(found[2])
+            self.address, self.pid, self._port = found[1], int(found[2]), int(found[3] or 0)
         return self
 
     def kill(self) -> None:
@@ -85,7 +86,7 @@ class SwarmMember(ServerProcess):
         new = not self.pid
         super().ready()
         if new:
-            self.relay.lead_to(self._listening())
+            self.relay.lead_to(self._port)
         return self
 
     def cut(self) -> None:
@@ -103,12 +104,3 @@ class SwarmMember(ServerProcess):
     def close(self) -> None:
         super().close()
         self.relay.close()
-
-    def _listening(self) -> int:
-        """The port that the process listens on: the announced one is the relay's."""
-        inodes = {os.readlink(f"/proc/{self.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{self.pid}/fd")}
-        for table in ("tcp", "tcp6"):
-            for fields in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                    return int(fields[1].split(":")[1], 16)
-        raise SwarmError(f"process {self.pid} serves, and listens on no port")

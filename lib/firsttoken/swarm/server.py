@@ -61,10 +61,12 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class Running:
-    """A server that is up: who speaks for it, its ``sessions``, what it knows of others, the ``ledger`` that it keeps,
-    its ``frozen`` blocks where it trains, and who moves it if it may; ``failed`` is done when it cannot go on."""
+    """A server that is up: who speaks for it, the ``port`` that it listens on, its ``sessions``, what it knows of
+    others, the ``ledger`` that it keeps, its ``frozen`` blocks where it trains, and who moves it if it may; ``failed``
+    is done when it cannot go on."""
 
     announcer: Announcer
+    port: int
     sessions: Sessions
     registry: Registry
     ledger: Ledger
@@ -83,12 +85,12 @@ async def serving(
     config: ServerConfig,
     model: str,
     stack_of: Callable[..., BlockStack] = BlockStack,
-    told: Callable[[Record], None] = lambda _: None,
+    told: Callable[[Record, int], None] = lambda *_: None,
 ) -> AsyncIterator[Running]:
     """The server of blocks of ``model`` (its sha256), up and announced for the time of the block.
 
     ``stack_of`` makes its blocks: those that compute wrongly have a class of their own. ``told`` is given its record
-    when it serves, and again whenever it has moved.
+    and the port that it listens on when it serves, and again whenever it has moved.
 
     Raises ModelError for blocks that cannot be loaded, SwarmError for an address that cannot be had or may not.
     """
@@ -123,16 +125,18 @@ async def serving(
     rebalancer = None
     if config.rebalancing is not None:
         rule = config.rebalancing
-        rebalancer = Rebalancer(rule, announcer, registry, sessions, frozen, config.limits, told)
+        rebalancer = Rebalancer(
+            rule, announcer, registry, sessions, frozen, config.limits, lambda record: told(record, port)
+        )
     tasks = [asyncio.create_task(batcher.serve()), asyncio.create_task(announcer.run())]
     tasks += [asyncio.create_task(rebalancer.run())] if rebalancer is not None else []
     failed = asyncio.gather(*tasks[1:])
-    told(record)
+    told(record, port)
     try:
         with (
             loops_elsewhere()
         ):  # on the batcher's thread, which has loaded, too: threads of this one would be in its way
-            yield Running(announcer, sessions, registry, ledger, failed, frozen, rebalancer)
+            yield Running(announcer, port, sessions, registry, ledger, failed, frozen, rebalancer)
         failed.cancel()
         with suppress(SwarmError):
             await announcer.leave()

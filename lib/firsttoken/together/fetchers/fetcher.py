@@ -34,7 +34,7 @@ async def serve(folder: Path, blocks: str, gbit_per_s: float, readers: int) -> N
     config = ServerConfig(folder, parse_blocks(blocks, len(stage.parts) - 1), torch.float32)
     stack_of = partial(FetchedStack, manifest=manifest, link=link, readers=readers)
     name = neighbours_name(folder, manifest)
-    async with serving(config, name, stack_of, told=lambda record: print(record.address, flush=True)) as running:
+    async with serving(config, name, stack_of, told=lambda record, _: print(record.address, flush=True)) as running:
         load = running.sessions.batcher.stack.load
         await asyncio.to_thread(sys.stdin.read)
         load.close()
