@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from firsttoken.swarm.wire import MOST_TOKENS, Stretch
 WAITED = ("stop", "hold")  # nothing tells the client but the time that it waits
 ROUND_TRIPS = 2  # that a recovery may take beside the prefill and the time-out
 _PROBES = 3
+_PROBE_S = 60.0  # that one is waited for: what times a healthy server is not the client, which replaces a slow one
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class _Study:
 
         async def probe() -> None:
             with Stopwatch() as watch:
-                await exchange(swarm.channel(address), swarm.access, tell([]))
+                await exchange(swarm.channel(address), swarm.access, tell([]), _PROBE_S)
             seconds.append(watch.seconds)
 
         for _ in range(_PROBES):
@@ -181,9 +182,10 @@ class _Study:
         span = range(*map(int, blocks.split(":")))
         record = next(record for line, record in chain.lines if line.layers == span)
         hidden, seconds = torch.randn(tokens, self.model.model.config.hidden_size), []
+        patience = replace(swarm.patience, step_s=_PROBE_S)
 
         async def probe() -> None:
-            line = Line(record.name, swarm.channel(record.address), span, swarm.model, chain.coding, swarm.patience, ())
+            line = Line(record.name, swarm.channel(record.address), span, swarm.model, chain.coding, patience, ())
             with Stopwatch() as watch:
                 await line.run([Stretch(0, 0, tokens)], hidden)
             seconds.append(watch.seconds)
