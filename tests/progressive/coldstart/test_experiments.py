@@ -101,7 +101,7 @@ def few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", run)
 
 
-def test_a_cold_start_from_trial_to_table(trained):
+def test_a_cold_start_from_trial_to_table(trained, few_processes):
     result = run_experiment("cold_start", trained)
     assert read_result(result.path).rows == result.rows
     tokens = {row["variant"]: row["token_id"] for row in result.rows if row["variant"] != "read"}
