@@ -34,7 +34,7 @@ echo "firsttoken: unit tests, 6 to 7 minutes on two quiet cores, 13 to 15 withou
 echo "firsttoken: the notebooks, 7 to 9 minutes on two quiet cores, 25 to 28 without bf16"
 # Each kernel is a copy of one process that has imported what they need. Notebooks that start processes and wait for links
 # have all cores, one after the other, and leave half of them idle; the others run meanwhile, a core each, the longest first.
-with_processes=(13 15 17 50 52 56 60)
+with_processes=(13 15 17 50 52 56)
 on_a_core=(22 14 12 16 35 33 30 41 20 51)
 notebooks() { local number && for number; do echo notebooks/"$number"_*.ipynb; done; }
 for notebook in notebooks/*.ipynb; do
