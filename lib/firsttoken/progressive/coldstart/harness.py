@@ -160,5 +160,4 @@ def touch_memory(size: int) -> None:
     hits loaders that allocate; after this, all find backed memory.
     """
     with mmap.mmap(-1, max(1, size)) as memory:
-        for offset in range(0, size, mmap.PAGESIZE):
-            memory[offset] = 1
+        memory[:: mmap.PAGESIZE] = bytes(len(range(0, len(memory), mmap.PAGESIZE)))

@@ -25,6 +25,7 @@ from firsttoken.progressive.coldstart.spec import PhaseClock, TrialSpec  # noqa:
 from firsttoken.progressive.coldstart.variants import StartVariant, find_variant  # noqa: E402
 from firsttoken.progressive.loading.blobs import open_reader, part_blobs  # noqa: E402
 from firsttoken.progressive.loading.reader import BlobReader  # noqa: E402
+from firsttoken.study.system.ending import tell_and_end  # noqa: E402
 from firsttoken.study.system.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
 from firsttoken.study.system.reading import read_ahead  # noqa: E402
 
@@ -114,4 +115,4 @@ def _read_alone(spec: TrialSpec, variant: StartVariant, links: list[Link]) -> di
 
 if __name__ == "__main__":
     asked = TrialSpec(**json.loads(sys.argv[1]))
-    print(json.dumps({"variant": asked.variant, "gbit_per_s": asked.gbit_per_s} | main(asked)))
+    tell_and_end({"variant": asked.variant, "gbit_per_s": asked.gbit_per_s} | main(asked))

@@ -22,6 +22,7 @@ from firsttoken.progressive.device_memory import device_now, device_peak
 from firsttoken.progressive.recovery.limits import GrowthConfig
 from firsttoken.progressive.recovery.server import GrowingServer
 from firsttoken.progressive.recovery.transitions import TRANSITIONS
+from firsttoken.study.system.ending import tell_and_end
 from firsttoken.study.system.footprint import MemoryGrowth, resident
 
 
@@ -95,4 +96,4 @@ def _client(server: GrowingServer, spec: TimelineSpec, client: int, start: float
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(TimelineSpec(**json.loads(sys.stdin.read())))))
+    tell_and_end(main(TimelineSpec(**json.loads(sys.stdin.read()))))

@@ -7,20 +7,20 @@ Says "running" after its first tokens, and when a line comes the times of all of
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
 from pathlib import Path
 
 from firsttoken.engine.request import Sampling
+from firsttoken.study.system.ending import tell_and_end
 from firsttoken.swarm.remote import RemoteModel
 
 PROMPT, TOKENS, WARM = 64, 1024, 8
 
 
-def main(folder: Path, address: str) -> None:
-    """One request after another, until a line comes."""
+def main(folder: Path, address: str) -> list[float]:
+    """One request after another, until a line comes; returns when each step ended."""
     ended = threading.Event()
     times: list[float] = []
     with RemoteModel(folder, [address]) as model:
@@ -33,8 +33,8 @@ def main(folder: Path, address: str) -> None:
                 if len(times) == WARM:
                     print("running", flush=True)
             model.engine.cancel(request)
-    print(json.dumps(times), flush=True)
+    return times
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    tell_and_end(main(Path(sys.argv[1]), sys.argv[2]))

@@ -32,6 +32,7 @@ from firsttoken.progressive.loading.placement import build_lean  # noqa: E402
 from firsttoken.progressive.loading.skeleton import Skeleton  # noqa: E402
 from firsttoken.study.dtypes import DTYPES, named  # noqa: E402
 from firsttoken.study.system.cores import stay_on  # noqa: E402
+from firsttoken.study.system.ending import tell_and_end  # noqa: E402
 from firsttoken.swarm.patience import Patience  # noqa: E402
 from firsttoken.together.borrowed.arrivals import follow  # noqa: E402
 from firsttoken.together.borrowed.ends import neighbours_name  # noqa: E402
@@ -150,4 +151,4 @@ def _borrowed(
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    print(json.dumps({"variant": asked["variant"]} | main(BorrowSpec(**asked))))
+    tell_and_end({"variant": asked["variant"]} | main(BorrowSpec(**asked)))

@@ -12,23 +12,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from firsttoken.link import Link, LinkConfig
 from firsttoken.progressive.checkpoint.manifest import read_manifest
+from firsttoken.study.system.ending import tell_and_end
 from firsttoken.swarm.blocks import parse_blocks
 from firsttoken.swarm.server import ServerConfig, serving
 from firsttoken.together.borrowed.ends import neighbours_name
 from firsttoken.together.fetchers.stack import FetchedStack
 
 
-async def serve(folder: Path, blocks: str, gbit_per_s: float, readers: int) -> None:
-    """Fetch ``blocks`` (a:b) and serve them until standard input ends. Raises as ``FetchedStack`` and ``serving``."""
+async def serve(folder: Path, blocks: str, gbit_per_s: float, readers: int) -> dict[str, Any]:
+    """Fetch ``blocks`` (a:b) and serve them until standard input ends; returns what it then says. Raises as
+    ``FetchedStack`` and ``serving``."""
     manifest, link = read_manifest(folder), Link(LinkConfig(gbit_per_s))
     (stage,) = manifest.stages
     config = ServerConfig(folder, parse_blocks(blocks, len(stage.parts) - 1), torch.float32)
@@ -38,7 +40,7 @@ async def serve(folder: Path, blocks: str, gbit_per_s: float, readers: int) -> N
         load = running.sessions.batcher.stack.load
         await asyncio.to_thread(sys.stdin.read)
         load.close()
-    print(json.dumps({"bytes": link.bytes_moved, "loaded_s": load.arrived_s or None}), flush=True)
+    return {"bytes": link.bytes_moved, "loaded_s": load.arrived_s or None}
 
 
 def main() -> None:
@@ -54,7 +56,7 @@ def main() -> None:
 
     print("ready", flush=True)
     if sys.stdin.readline():
-        asyncio.run(serve(asked.folder, asked.blocks, asked.gbit_per_s, asked.readers))
+        tell_and_end(asyncio.run(serve(asked.folder, asked.blocks, asked.gbit_per_s, asked.readers)))
 
 
 if __name__ == "__main__":

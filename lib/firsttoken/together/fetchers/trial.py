@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.progressive.checkpoint.manifest import read_manifest
+from firsttoken.study.system.ending import tell_and_end
 from firsttoken.swarm.patience import Patience
 from firsttoken.together.borrowed.trial import WHOLE, StartSpec, prepare, start
 from firsttoken.together.fetchers.division import divided
@@ -54,4 +55,4 @@ def main(spec: FetchSpec) -> dict[str, Any]:
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    print(json.dumps({"variant": asked["variant"]} | main(FetchSpec(**asked))))
+    tell_and_end({"variant": asked["variant"]} | main(FetchSpec(**asked)))
