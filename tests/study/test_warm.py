@@ -25,7 +25,7 @@ def alive() -> Iterator[None]:
     """A warm process that has imported next to nothing: what it has in memory is not what is tested."""
     patch = pytest.MonkeyPatch()
     patch.delenv(warm.SOCKET, raising=False)
-    with warm.warmed(["json", "no_such_module"]):
+    with warm.warmed(["json", "no_such_module", "faulthandler:enable"]):
         assert warm.SOCKET in os.environ
         yield
     patch.undo()
@@ -49,6 +49,11 @@ def test_streams_folder_environment_and_status_are_the_clients_own(start, tmp_pa
     out, err = process.communicate(timeout=60)
     assert (out, err, process.returncode) == (f"{tmp_path} here\n", "oh\n", 7)
     assert start("").wait(60) == 0
+
+
+def test_what_the_warm_process_was_told_to_call_was_called(start) -> None:
+    out, _ = start("import faulthandler\nprint(faulthandler.is_enabled())").communicate(timeout=60)
+    assert out == "True\n"
 
 
 def test_it_runs_on_the_processors_of_its_client(start) -> None:

@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from firsttoken.study import paths
+from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.system.cores import stay_on
 from firsttoken.study.system.home import kept_elsewhere
 
@@ -40,6 +41,8 @@ MODULES = (
     "datasets",
     "papermill.cli",
     "ipykernel.kernelapp",
+    "firsttoken.experiments",
+    "firsttoken.ledger:verdicts",  # reads ledger and record, which takes 0.8 s, for every notebook
 )
 _LOOK_S = 0.05
 _ENVIRONMENT = {
@@ -58,9 +61,9 @@ def possible() -> bool:
 
 @contextmanager
 def warmed(modules: Sequence[str] | None = None) -> Iterator[None]:
-    """A process that has imported ``modules`` (None: ``MODULES``), for the time of the block; what :func:`command`
-    names and every Jupyter kernel called python3 are copies of it. Where that is not possible, or it does not start,
-    nothing changes."""
+    """A process that has imported ``modules`` (None: ``MODULES``; "module:function" is called, too), for the time of
+    the block; what :func:`command` names and every Jupyter kernel called python3 are copies of it. Where that is not
+    possible, or it does not start, nothing changes."""
     if SOCKET in os.environ or not possible():
         yield
         return
@@ -116,9 +119,12 @@ def _write_kernel(folder: Path, address: str) -> None:
 def serve(address: str, modules: Sequence[str]) -> None:
     """Import ``modules``, then make a copy for each client of the socket ``address``, until a signal ends it or whoever
     started it is gone."""
-    for module in modules:
-        with suppress(ImportError):  # what is not installed is not needed, or fails where it is
-            importlib.import_module(module)
+    for wanted in modules:
+        module, _, function = wanted.partition(":")
+        with suppress(ImportError, FirstTokenError):  # what fails here is not needed, or fails where it is
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     parent = os.getppid()
     children: dict[int, socket.socket] = {}
