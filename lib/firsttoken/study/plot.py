@@ -93,16 +93,17 @@ def style() -> None:
 
 
 def save(fig: Figure, name: str) -> Path:
-    """Write ``fig`` to figures/``name``.svg and .png without a date, atomically; returns the path of the PNG.
+    """Write ``fig`` to figures/``name``.png and .svg without a date, atomically; returns the path of the PNG.
 
     Raises StorageError.
     """
     png = paths.FIGURES / f"{name}.png"
-    for path, metadata in ((png.with_suffix(".svg"), {"Date": None}), (png, {"Software": None})):
+    for path, metadata in ((png, {"Software": None}), (png.with_suffix(".svg"), {"Date": None})):
         with storing(paths.FIGURES), replacing(path) as temporary:
             fig.savefig(temporary, metadata=metadata)
             if path == png:
                 temporary.write_bytes(few_colours(temporary.read_bytes()))
+        fig.set_layout_engine("none")  # found once; to look again takes longer than to draw, here and where it is shown
     return png
 
 
