@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from firsttoken.engine.linear8 import resting_bytes
+from firsttoken.engine.linear8 import resting_bytes, to_8_bits
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken.swarm.bloom_block import block_seconds, bloom_block
@@ -89,6 +89,9 @@ def test_a_block_of_bloom_takes_a_token_and_forgets_it() -> None:
     values = 12 * 256**2
     assert 4 * values < resting_bytes([whole]) < 4.1 * values and values < resting_bytes([codes]) < 1.1 * values
     assert [len(block_seconds(block, 5, 2)) for block in (whole, codes)] == [2, 2]
+    to_8_bits([whole])  # row by row, where the block was made of one
+    ours, theirs = codes.state_dict(), whole.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BloomConfig, DynamicCache
 from transformers.models.bloom.modeling_bloom import BloomBlock, build_alibi_tensor
 
-from firsttoken.engine.linear8 import to_8_bits
+from firsttoken.engine.linear8 import Linear8, coded
 from firsttoken.study.clock import timed
 
 HEAD = 128  # values of a head, as BLOOM-176B has 112 of them
@@ -27,9 +27,18 @@ def bloom_block(hidden: int, dtype: torch.dtype, device: torch.device, bits: int
             row = torch.randn(parameter.shape[-1], generator=random) / hidden**0.5
             values = row.to(device, dtype).expand(parameter.shape)  # no memory of its own until it is copied
             setattr(module, name, nn.Parameter(values if bits == 8 else values.contiguous(), requires_grad=False))
-    if bits == 8:
-        to_8_bits([block])
+    for parent in list(block.modules()) if bits == 8 else ():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, _in_8_bits(child))
     return block.eval()
+
+
+def _in_8_bits(linear: nn.Linear) -> Linear8:
+    """``Linear8.of(linear)``, whose rows are all the same: one is put into codes instead of up to 57,344."""
+    codes, scales = coded(linear.weight[:1])
+    rows = linear.out_features
+    return Linear8(codes.expand(rows, -1).contiguous(), scales.expand(rows).contiguous(), linear.bias.clone())
 
 
 @torch.inference_mode()
