@@ -63,9 +63,11 @@ firsttoken_make_venv() {
         "$python" -m pip install --no-compile -r "$firsttoken_root/env/requirements.lock" &&
         "$python" -m pip install --no-deps --no-build-isolation -e "$firsttoken_root" ||
         firsttoken_fail "pip could not install env/requirements.lock (see above); check the network, then run this again"
-    # pip compiles 20,000 modules one after the other; some are of other versions of Python and cannot be compiled. A third
-    # are tests and architectures, of which hardly one is imported: those are when they are
-    "$python" -m compileall -qq -j 0 -x '/tests/|/transformers/models/' "$venv"/lib/python*/site-packages || true
+    # pip compiles 20,000 modules one after the other; some are of other versions of Python and cannot be compiled. Half are
+    # tests, architectures and what else hardly ever is imported: those are when they are
+    local seldom='/tests/|/transformers/models/|/ray/(data|llm|rllib|train|tune)/|/torch/(_inductor|testing)/'
+    seldom+='|/site-packages/(debugpy|fontTools|networkx|pip|setuptools)/|/pygments/lexers/|/sympy/physics/'
+    "$python" -m compileall -qq -j 0 -x "$seldom" "$venv"/lib/python*/site-packages || true
     firsttoken_stamp "$python" >"$stamp"
 }
 
