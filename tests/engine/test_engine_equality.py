@@ -120,7 +120,7 @@ def perform(lab, subject, schedule: Schedule) -> Counter:
 
 @pytest.mark.parametrize(
     ("kind", "arrivals", "examples"),
-    [("fused", False, 300), ("fused", True, 220), ("llama", False, 150), ("llama", True, 110)],
+    [("fused", False, 240), ("fused", True, 160), ("llama", False, 120), ("llama", True, 80)],
 )
 def test_every_schedule_gives_the_plain_tokens(
     lab, kind: str, arrivals: bool, examples: int, request: pytest.FixtureRequest

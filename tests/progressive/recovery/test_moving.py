@@ -264,9 +264,9 @@ def grown(make_model, views, tmp_path) -> Model:
 
 @pytest.mark.long(seconds=35)
 def test_every_schedule_gives_the_tokens_of_what_was_cached(grown: Model) -> None:
-    """520 of them: every scheduler and right policy, swapped, recomputed, shared, brought, cancelled, in pieces."""
+    """400 of them: every scheduler and right policy, swapped, recomputed, shared, brought, cancelled, in pieces."""
     seen: Counter = Counter()
-    for seed in range(520):
+    for seed in range(400):
         seen += grown.perform(draw(seed))
     often = (MOVED, "2 stages", "3 stages", "swap", "recompute", "brought", "some layers again", "left", "shared")
     for what in (*often, "fell back"):
