@@ -1,4 +1,4 @@
-"""Turn the pinned GGUF into a safetensors folder, once: reloading takes a fraction of a second instead of fifteen."""
+"""Turn the pinned GGUF into a safetensors folder, once: reloading takes a fraction of a second instead of seven."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,7 +74,7 @@ def _convert(gguf: Path, gguf_sha256: str, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
     try:
-        with quiet_transformers():
+        with quiet_transformers(), _read_once():
             _save_dequantised(gguf, partial)
         files = {
             path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(partial.iterdir())
@@ -87,6 +90,22 @@ def _convert(gguf: Path, gguf_sha256: str, folder: Path) -> None:
         raise ModelError(f"cannot write the converted model to {folder}: {error}; set FIRSTTOKEN_CACHE") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """transformers parses the file for the tokenizer, the configuration and the weights each, and makes the table of
+    names for each of 400 modules: with all made once 16 s became 7."""
+    import gguf
+
+    before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, made in before.items():
+            setattr(gguf, name, lru_cache(made))
+        yield
+    finally:
+        for name, made in before.items():
+            setattr(gguf, name, made)
 
 
 def _save_dequantised(gguf: Path, folder: Path) -> None:
