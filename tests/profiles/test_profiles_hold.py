@@ -41,6 +41,7 @@ CASES = [
     if name not in ASKS_NOTHING
 ]
 
+AUTO = ("quick", "full")  # profiles whose dtype is the processor's: float32 is twice the bytes
 
 weighed = functools.cache(needs.weight_bytes)  # a second for 8B, and many ask
 
@@ -87,12 +88,15 @@ def on_cpu(truth: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Profile
     return make
 
 
-@pytest.mark.parametrize(("name", "profile"), CASES, ids=lambda part: part)
-def test_an_experiment_gets_to_its_work(name, profile, on_cpu):
+@pytest.mark.parametrize(
+    ("name", "profile", "dtype"),
+    [(*case, "bfloat16") for case in CASES] + [(*case, "float32") for case in CASES if case[1] in AUTO],
+    ids=lambda part: part,
+)
+def test_an_experiment_gets_to_its_work(name, profile, dtype, on_cpu):
+    read = (timed(source, load_profile(profile)) for source in EXPERIMENTS[name].reads)
     with pytest.raises(Reached):
-        EXPERIMENTS[name](
-            on_cpu(profile), *(timed(source, load_profile(profile)) for source in EXPERIMENTS[name].reads)
-        )
+        EXPERIMENTS[name](on_cpu(profile, dtype=dtype), *read)
 
 
 def timed(source: str, profile: Profile) -> Result:
