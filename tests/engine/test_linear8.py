@@ -10,6 +10,7 @@ from torch import nn
 
 from firsttoken.assets.layers import layers_of
 from firsttoken.assets.models import load_model
+from firsttoken.engine import linear8
 from firsttoken.engine.fused import FusedLayer, fuse
 from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, _integer_product, resting_bytes, to_8_bits
 from firsttoken.engine.native.library import kernels
@@ -50,6 +51,22 @@ def test_the_integers_are_multiplied_exactly(monkeypatch, inner: int, vnni: bool
     x, codes = (torch.full((rows, inner), 127, dtype=torch.int8) for rows in (2, 3))
     x[0], codes[0, ::3] = -127, 126
     assert torch.equal(_integer_product(x, codes).long(), x.long() @ codes.long().t())
+
+
+def test_torch_is_asked_whether_it_adds_up(monkeypatch) -> None:
+    """On a processor that is held below its vectors it may say 255 for 2 x 127 x 127."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setattr(linear8, "_sums_are_exact", lambda: False)
+    monkeypatch.setattr(torch, "_int_mm", lambda x, codes: torch.full((len(x), codes.shape[1]), 255))
+    x, codes = (torch.full((rows, 2), 127, dtype=torch.int8) for rows in (1, 3))
+    assert _integer_product(x, codes).tolist() == [[2 * 127**2] * 3]
+    monkeypatch.undo()
+    linear8._sums_are_exact.cache_clear()
+    monkeypatch.setattr(torch, "_int_mm", lambda x, codes: torch.full((1, 1), 255))
+    try:
+        assert linear8._sums_are_exact() is False
+    finally:
+        linear8._sums_are_exact.cache_clear()
 
 
 def test_the_stored_weight_is_off_by_half_a_step_at_most() -> None:

@@ -138,6 +138,7 @@ def test_a_machine_is_named_by_the_vectors_it_computes_with(monkeypatch, archite
     monkeypatch.setattr(machine.platform, "machine", lambda: architecture)
     monkeypatch.setattr(machine, "gpu_description", lambda: None)
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     for cached in (machine.cpu_flags, machine.machine_slug):
         cached.cache_clear()
     try:

@@ -10,6 +10,7 @@ product loses (SmolLM2-135M, notebook 51) most is lost by the inputs' rounding, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -57,10 +58,18 @@ class _MixedProduct(torch.autograd.Function):
         return ((gradient.float() * scales) @ codes.float()).to(gradient.dtype), None, None, None
 
 
+@lru_cache(maxsize=1)
+def _sums_are_exact() -> bool:
+    """Whether torch adds up the products of the largest codes: held to AVX2 on a processor with VNNI
+    (``ONEDNN_MAX_CPU_ISA``) it does not, and says nothing."""
+    most = torch.full((1, 2), _LARGEST, dtype=torch.int8)
+    return int(torch._int_mm(most, most.t())) == 2 * _LARGEST**2
+
+
 def _integer_product(x: Tensor, codes: Tensor) -> Tensor:
     """int8 [rows, in] times the transpose of int8 [out, in]: the exact sums in int32, on every device."""
     # of one column torch 2.13 reads the next ones as well; of 512 rows it takes 25 times float32's time without VNNI
-    if x.device.type == "cpu" and codes.shape[1] > 1 and torch.cpu._is_vnni_supported():
+    if x.device.type == "cpu" and codes.shape[1] > 1 and torch.cpu._is_vnni_supported() and _sums_are_exact():
         return torch._int_mm(x, codes.t())
     pieces = zip(x.split(_EXACT, 1), codes.split(_EXACT, 1), strict=True)
     return torch.stack([(left.float() @ right.float().t()).int() for left, right in pieces]).sum(0, dtype=torch.int32)
