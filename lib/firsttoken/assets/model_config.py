@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from firsttoken.assets.positions import check_kinds
 from firsttoken.study.errors import ModelError
 from firsttoken.study.foreign.faults import blaming
 from firsttoken.study.foreign.json_text import read_json
@@ -43,7 +44,11 @@ class ModelConfig:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The config.json in ``folder``. Raises ModelError when it is missing, no JSON, or of sizes that no model has."""
+    """The config.json in ``folder``. Raises ModelError when it is missing, no JSON, or of sizes that no model has, and
+    for rotary positions of a kind that is not known."""
     path = folder / CONFIG
     with blaming(path, ModelError, "copy the model's own"):
-        return shaped(ModelConfig, read_json(path, 1 << 24), others=True)
+        content = read_json(path, 1 << 24)
+        sizes = shaped(ModelConfig, content, others=True)
+        check_kinds(content)
+        return sizes

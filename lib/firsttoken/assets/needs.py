@@ -14,6 +14,7 @@ import torch
 
 from firsttoken.assets.corpora import SPLITS, load_qa
 from firsttoken.assets.models import model_config, model_name
+from firsttoken.assets.positions import context_of
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.machine import memory_bytes
 
@@ -60,7 +61,7 @@ class ModelFacts:
         """How many there are."""
         if of not in self._more and of in (LAYERS, CONTEXT):
             config = model_config(self._model)
-            self._more |= {LAYERS: config.num_hidden_layers, CONTEXT: config.max_position_embeddings}
+            self._more |= {LAYERS: config.num_hidden_layers, CONTEXT: context_of(config)}
         split, counted, source = of.partition(" questions of ")
         if of not in self._more and counted and split in SPLITS:
             self._more[of] = len(load_qa(source, split))

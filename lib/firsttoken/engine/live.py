@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from firsttoken.assets.positions import context_of
 from firsttoken.engine.attention import NAME, Attend, page
 from firsttoken.engine.chances import read_prompts
 from firsttoken.engine.decoder import Decoder
@@ -43,8 +44,8 @@ class LiveExecutor:
     (where they are, unless given), and ``touched`` as of ``KVPool``.
 
     Raises ModelError for a model whose layers do not all see the whole context, whose attention cannot be replaced,
-    that PEFT learned a prompt for, or that runs in an engine already, and for other layers in ``segments``;
-    RequestError for a pool or block size below 1.
+    whose rotary positions are of an unknown kind, that PEFT learned a prompt for, or that runs in an engine already,
+    and for other layers in ``segments``; RequestError for a pool or block size below 1.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class LiveExecutor:
         parameter = next(model.parameters())
         self._adapted = _adapted(model)
         self.model = model
-        self.limits = Limits(config.max_position_embeddings, config.vocab_size)
+        self.limits = Limits(context_of(config), config.vocab_size)
         self.block_tokens = block_tokens
         shape = KVShape.of(config, parameter.dtype, block_tokens)
         self.pool = KVPool(shape, blocks, device or parameter.device, touched=touched)

@@ -15,10 +15,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
 from firsttoken.assets.layers import layers_of
+from firsttoken.assets.positions import kinds_by_length
 from firsttoken.kvreuse.prefix import LayerKV, Prefix
 from firsttoken.study.errors import ModelError
-
-_FOLLOWS_LENGTH = ("dynamic", "longrope")  # rotary tables that change with the longest sequence seen so far
 
 
 class Forward:
@@ -113,10 +112,9 @@ def check_supported(model: PreTrainedModel) -> None:
         raise ModelError(
             f"{type(model).__name__} has {', '.join(kinds) or 'sliding-window'} layers; full attention only"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _FOLLOWS_LENGTH:
+    if kinds := kinds_by_length(config):
         raise ModelError(
-            f"rope type {rope['rope_type']!r} turns keys by the length seen so far, so they cannot be reused; "
+            f"rope type {kinds[0]!r} turns keys by the length seen so far, so they cannot be reused; "
             "set a fixed scaling (linear, llama3, yarn)"
         )
 

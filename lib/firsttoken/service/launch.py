@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 
 from firsttoken.assets.checkpoint import weight_files
 from firsttoken.assets.model_config import read_config
+from firsttoken.assets.positions import shortened
 from firsttoken.progressive.checkpoint.manifest import check_files, read_manifest
 from firsttoken.service.cluster import replicas
 from firsttoken.service.config import ServiceConfig
@@ -59,6 +60,8 @@ def serve_forever(config: ServiceConfig) -> None:
             signal.signal(number, end)
         print(f"{config.model} is served at {url}; Ctrl-C ends it. Try:", flush=True)
         print(f"  {_EXAMPLE.format(url=url)}", flush=True)
+        if less := shortened(config.folder):
+            print(less, flush=True)
         fault = _first(ended)
         if fault is None:
             print("shutting down", flush=True)

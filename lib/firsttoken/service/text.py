@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from firsttoken.assets.positions import read_context
 from firsttoken.service.chat import ChatTemplate, read_template
 from firsttoken.study.errors import ModelError, RequestError
 from firsttoken.study.foreign.json_text import read_json
@@ -82,7 +83,7 @@ def read_vocabulary(folder: Path, most_tokens: int) -> Vocabulary:
         config = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
         settings = read_json(generation) if generation.is_file() else {}
-        size, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
+        size, context = int(config["vocab_size"]), read_context(config)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder}: config.json or generation_config.json cannot be read ({error})") from error
     stop = settings.get("eos_token_id", config.get("eos_token_id"))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from firsttoken.assets.model_config import read_config
+from firsttoken.assets.positions import context_of
 from firsttoken.engine.attention import page
 from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.kv import KVPool, KVShape
@@ -48,7 +49,7 @@ class BlockStack:
             raise ModelError(f"{model.config.model_type} has layers of {min(odd)}; a swarm runs full_attention only")
         self.blocks = blocks
         self.width: int = model.config.hidden_size
-        self.context: int = model.config.max_position_embeddings
+        self.context: int = context_of(model.config)
         shape = replace(KVShape.of(model.config, dtype, block_tokens), layers=len(blocks))
         self.pool = KVPool(shape, -(-kv_tokens // block_tokens), touched=False)
         self._rotary = model.model.rotary_emb

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from firsttoken.assets.positions import context_of
 from firsttoken.study.errors import BusyError, RequestError, SwarmError
 from firsttoken.swarm.blocks import load_span
 from firsttoken.swarm.tuning.passes import Adapters, Pass, decode_pass, encode_pass
@@ -82,11 +83,14 @@ class FrozenBlocks:
 
     def run(self, layers: range, one: Pass) -> Pass:
         """``hidden`` after ``layers``; backward, its gradient and those of the adapters. Raises RequestError for
-        adapters that do not fit, SwarmError where the blocks have gone while it waited."""
+        adapters that do not fit and for more tokens than the context, SwarmError where the blocks have gone while it
+        waited."""
         if layers.start not in self.blocks or layers.stop > self.blocks.stop:
             raise SwarmError(f"this server has blocks [{self.blocks.start}, {self.blocks.stop}) by now")
         if self._model is None:
             self._model = load_span(self._folder, self.blocks, self._dtype)
+        if (tokens := one.hidden.shape[1]) > (most := context_of(self._model.config)):
+            raise RequestError(f"a pass of {tokens} tokens exceeds the context of {most}")
         for (layer, name), (a, b) in one.adapters.items():
             if layer not in layers:
                 raise RequestError(f"LoRA of layer {layer} came to blocks [{layers.start}, {layers.stop})")

@@ -1,0 +1,116 @@
+"""How many tokens of a request a model turns by rotary angles that hang on each token's own position, and on no more.
+
+Of transformers' rotary kinds two choose their angles by the longest position of the whole forward pass: "longrope"
+takes long factors instead of short ones beyond the length that the model was trained with, "dynamic" raises its base.
+Beyond that length a request's keys would be turned by one rule or another as its neighbours in the step, and the pieces
+of its prompt, have it. Up to that length both are fixed, and equal to what transformers computes for the request alone:
+so this is as far as such a model is run, by whatever runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from firsttoken.study.errors import ModelError
+from firsttoken.study.foreign.faults import Damaged, blaming, shown
+from firsttoken.study.foreign.json_text import read_json
+
+FIXED = ("default", "linear", "yarn", "llama3", "proportional")
+BY_LENGTH = ("dynamic", "longrope")
+
+
+def context_of(config: Any) -> int:
+    """The most tokens of a request, prompt and answer, of a model of transformers' ``config``.
+
+    Raises ModelError as :func:`read_context`.
+    """
+    with _of(config) as content:
+        return read_context(content)
+
+
+def kinds_by_length(config: Any) -> list[str]:
+    """The rotary kinds of transformers' ``config`` whose angles hang on the length of a pass, most often none.
+
+    Raises ModelError as :func:`context_of`.
+    """
+    with _of(config) as content:
+        return check_kinds(content)
+
+
+@contextmanager
+def _of(config: Any) -> Iterator[dict[str, Any]]:
+    """What is said of positions by transformers' ``config``; what is wrong with it inside the block is a ModelError."""
+    names = ("max_position_embeddings", "original_max_position_embeddings", "rope_parameters")
+    try:
+        yield {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    except Damaged as damage:
+        raise ModelError(f"the {config.model_type} model has {damage}") from None
+
+
+def read_context(content: Mapping[str, Any]) -> int:
+    """The same for the ``content`` of a config.json, under the names of transformers 5 or of those before it.
+
+    Raises Damaged for a rotary kind that is unknown, and for lengths that are no whole numbers above 0.
+    """
+    most = _most(content)
+    return min(_bound(told, content, most) for told in _told(content))
+
+
+def check_kinds(content: Mapping[str, Any]) -> list[str]:
+    """The kinds of ``content`` whose angles hang on the length. Raises Damaged for a kind that is unknown."""
+    return [kind for kind in map(_kind, _told(content)) if kind in BY_LENGTH]
+
+
+def shortened(folder: Path) -> str:
+    """What a person is told of a model in ``folder`` that is run with less than its context; most often nothing.
+
+    Raises ModelError for a config.json that cannot be read.
+    """
+    with blaming(folder / "config.json", ModelError, "copy the model's own"):
+        content = read_json(folder / "config.json", 1 << 24)
+        if not (kinds := check_kinds(content)) or (context := read_context(content)) == (most := _most(content)):
+            return ""
+        return (
+            f"{folder.name} is run with {context} of its {most} tokens of context: beyond, its {kinds[0]} angles would "
+            "hang on what else is in a step"
+        )
+
+
+def _bound(told: Mapping[str, Any], content: Mapping[str, Any], most: int) -> int:
+    """The most tokens up to which the rotation that is ``told`` is fixed."""
+    if _kind(told) != "longrope":
+        return most
+    name = "original_max_position_embeddings"
+    # what stands beside the rotary parameters goes first, as in transformers
+    found = [one for one in (content, told) if one.get(name) is not None]
+    return min(most, _length(found[0], name)) if found else most
+
+
+def _most(content: Mapping[str, Any]) -> int:
+    return _length(content, "max_position_embeddings")
+
+
+def _told(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rotary parameters that ``content`` names: one set of them, or one for each type of layers."""
+    told = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    if not isinstance(told, Mapping):
+        raise Damaged(f"rotary parameters that are no mapping, but {shown(told)}")
+    return [one for one in told.values() if isinstance(one, Mapping)] or [told]
+
+
+def _kind(told: Mapping[str, Any]) -> str:
+    kind = told.get("rope_type") or told.get("type") or "default"
+    if kind not in FIXED + BY_LENGTH:
+        known = ", ".join(FIXED + BY_LENGTH)
+        raise Damaged(f"rotary positions of the kind {shown(kind)}, which cannot be computed here; known: {known}")
+    return kind
+
+
+def _length(content: Mapping[str, Any], name: str) -> int:
+    value = content.get(name)
+    if type(value) is not int or value < 1:
+        raise Damaged(f"{name}: expected a whole number above 0, not {shown(value)}")
+    return value
