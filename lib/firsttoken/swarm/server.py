@@ -24,6 +24,7 @@ from firsttoken.swarm.placement import Rebalancing
 from firsttoken.swarm.rebalancer import Rebalancer
 from firsttoken.swarm.records import Record
 from firsttoken.swarm.registry import Registry
+from firsttoken.swarm.room import Room
 from firsttoken.swarm.service import BlockService
 from firsttoken.swarm.session import Sessions
 from firsttoken.swarm.stack import BlockStack
@@ -98,7 +99,9 @@ async def serving(
     make = partial(stack_of, config.folder, config.blocks, config.dtype, config.limits.kv_tokens)
     stack = await asyncio.get_running_loop().run_in_executor(computing, make)
     key, registry = server_key(config.key), Registry()
-    batcher = Batcher(stack, config.limits.batch_tokens, computing)
+    limits, pool = config.limits, stack.pool
+    room = Room(pool.blocks, pool.shape.block_tokens, limits.sequences, stack.context, limits.spare_s)
+    batcher = Batcher(stack, room, limits.batch_tokens, computing)
     ledger = Ledger(public_hex(key))
     places = Places(config.limits.sessions, config.limits.waiting, ledger)
     sessions = Sessions(batcher, model, config.limits, Committer(key, model), places)
@@ -130,21 +133,24 @@ async def serving(
         )
     tasks = [asyncio.create_task(batcher.serve()), asyncio.create_task(announcer.run())]
     tasks += [asyncio.create_task(rebalancer.run())] if rebalancer is not None else []
-    failed = asyncio.gather(*tasks[1:])
+    failed = asyncio.gather(*tasks)
     told(record, port)
     try:
         with (
             loops_elsewhere()
         ):  # on the batcher's thread, which has loaded, too: threads of this one would be in its way
             yield Running(announcer, port, sessions, registry, ledger, failed, frozen, rebalancer)
-        failed.cancel()
+        for task in tasks[1:]:
+            task.cancel()
         with suppress(SwarmError):
             await announcer.leave()
     finally:
-        for task in tasks:
+        for task in tasks[1:]:
             task.cancel()
-        await asyncio.gather(*tasks, failed, return_exceptions=True)
+        await asyncio.gather(*tasks[1:], return_exceptions=True)
         await server.stop(_GRACE_S)
+        tasks[0].cancel()  # the batcher, when steps have had their time
+        await asyncio.gather(tasks[0], failed, return_exceptions=True)
         batcher.close()
         if frozen is not None:
             frozen.close()

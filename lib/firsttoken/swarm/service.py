@@ -15,6 +15,7 @@ from firsttoken.swarm.access import Access, server_options
 from firsttoken.swarm.registry import Registry, TwinError, hear, tell
 from firsttoken.swarm.room import LostError
 from firsttoken.swarm.session import IdleError, Sessions
+from firsttoken.swarm.shares import client_of
 from firsttoken.swarm.trust.court import Court
 from firsttoken.swarm.trust.evidence import read_evidence
 from firsttoken.swarm.tuning.frozen import FrozenBlocks
@@ -77,10 +78,12 @@ class BlockService:
         headers = await self._admitted(context)
         async with _told(context):
             layers, _ = self.sessions.opened(headers)
-            self.sessions.places.check_free()
+            client = client_of(context.peer())
+            self.sessions.make_way(client)
+            self.sessions.places.check_free(self.sessions.spare())
             if self.frozen is None:
                 raise SwarmError("this server does not train: start one with --train")
-            return await self.frozen.answer(said, layers, self.sessions.batcher.stack.width)
+            return await self.frozen.answer(said, layers, self.sessions.batcher.stack.width, client)
 
     async def _exchange(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from firsttoken.study.errors import BusyError, SwarmError
+from firsttoken.study.errors import SwarmError
 from firsttoken.study.foreign.faults import Damaged
 from firsttoken.study.foreign.json_text import parse_json
 from firsttoken.study.foreign.schema import shaped
 from firsttoken.swarm.keys import public_hex
+from firsttoken.swarm.shares import HERE, Client, busy
 from firsttoken.swarm.trust.ledger import Ledger, Order, signed_slip
 
 if TYPE_CHECKING:
@@ -45,24 +47,32 @@ class Bid:
 class _Offered:
     points: int
     owner: str
+    client: Client
+    before: int  # how many its client has, of places and of those that wait
     called: asyncio.Future[None]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return -self.points, self.before
 
 
 class Places:
-    """``most`` at once; ``waiting`` may wait for one, the highest offer first, of equal ones who came first."""
+    """``most`` at once; ``waiting`` may wait for one, the highest offer first, of equal ones the client that has least,
+    then who came first."""
 
     def __init__(self, most: int, waiting: int, ledger: Ledger) -> None:
         self.most, self.waiting, self.ledger = most, waiting, ledger
         self.taken = 0
         self._queue: list[_Offered] = []
 
-    def check_free(self) -> None:
-        """Raise BusyError where there is no place."""
+    def check_free(self, spare: Iterable[float] = ()) -> None:
+        """Raise BusyError where there is no place; ``spare`` are seconds until this or that may be given up."""
         if self.taken >= self.most:
-            raise BusyError(f"{self.taken} sessions are open here, and no more are taken")
+            raise busy(f"{self.taken} sessions are open here, and no more are taken", spare)
 
-    async def take(self, offer: str) -> None:
-        """Take a place, now or when one is given back and no higher ``offer`` (JSON, "" for none) waits.
+    async def take(self, offer: str, client: Client = HERE, has: int = 0, spare: Iterable[float] = ()) -> None:
+        """Take a place for ``client``, which ``has`` so many, now or when one is given back and no higher ``offer``
+        (JSON, "" for none) waits.
 
         Raises BusyError where the queue is full of offers as high, or a higher one comes; SwarmError for an offer that
         is none, forged, replayed, or beyond its owner's points with this server.
@@ -72,17 +82,22 @@ class Places:
             return
         order = _read(offer) if offer else None
         points = order.points if order is not None else 0
+        before = has + sum(one.client == client for one in self._queue)
+        mine = _Offered(
+            points, order.owner if order is not None else "", client, before, asyncio.get_running_loop().create_future()
+        )
         full = len(self._queue) >= self.waiting
-        if full and (not self.waiting or points <= self._queue[-1].points):
-            self.check_free()
+        if full and (not self.waiting or mine.order >= self._queue[-1].order):
+            self.check_free(spare)
         if order is not None:
             self.ledger.carry_out(order, "offer")
         if full:
-            outbid = BusyError(f"{self.taken} sessions are open here, and others offer more for the next place")
-            self._queue.pop().called.set_exception(outbid)
-        mine = _Offered(points, order.owner if order is not None else "", asyncio.get_running_loop().create_future())
+            last = self._queue.pop()
+            why = "offer more for the next place" if last.points < points else "have fewer, and wait for the next place"
+            if not last.called.done():
+                last.called.set_exception(busy(f"{self.taken} sessions are open here, and others {why}", spare))
         self._queue.append(mine)
-        self._queue.sort(key=lambda one: -one.points)  # stable: of equal offers the first to come stays first
+        self._queue.sort(key=lambda one: one.order)  # stable: of equal ones the first to come stays first
         try:
             await mine.called
         except BaseException:

@@ -8,9 +8,12 @@ The blocks are stock ones, beside the fused ones that generate and have no gradi
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,58 +23,107 @@ from torch import Tensor, nn
 from firsttoken.assets.positions import context_of
 from firsttoken.study.errors import BusyError, RequestError, SwarmError
 from firsttoken.swarm.blocks import load_span
+from firsttoken.swarm.ending import Ending
+from firsttoken.swarm.shares import HERE, Client, Turns, who_yields
 from firsttoken.swarm.tuning.passes import Adapters, Pass, decode_pass, encode_pass
 
 MOST_WAITING = 16  # passes; a client whose pass is refused asks another server, or again
 MOST_KEPT = 4096  # tokens times layers whose values stay for backward
 
 
+@dataclass(eq=False)
+class _Waiting(Ending):
+    """A client's pass through ``layers`` of a model of ``width``; ``data`` when it has been said."""
+
+    client: Client
+    layers: range
+    width: int
+    answer: asyncio.Future[bytes]
+    data: bytes | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
 class FrozenBlocks:
     """``blocks`` of the model in ``folder`` in ``dtype``, loaded when the first pass comes; one pass at a time, while
-    ``waiting`` others do."""
+    ``waiting`` others do. Between clients the turns are fair in the bytes of their passes."""
 
     def __init__(self, folder: Path, blocks: range, dtype: torch.dtype) -> None:
         self.blocks = blocks
         self._folder, self._dtype = folder, dtype
         self._model: Any = None
-        self.waiting = 0
-        self._turn = asyncio.Lock()
+        self.busy = False  # a pass runs
+        self._waiting: list[_Waiting] = []
+        self._turns = Turns()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="firsttoken-passes")
 
-    async def answer(self, said: Callable[[], Awaitable[bytes]], layers: range, width: int) -> bytes:
-        """The message of the answer to the pass that is ``said``. Raises RequestError for one that no server takes,
-        BusyError, and does not listen, where too many wait."""
-        if self.waiting >= MOST_WAITING:
-            raise BusyError(f"{self.waiting} passes wait here, and no more are taken")
-        self.waiting += 1
-        try:
-            data = await said()
-            await self._turn.acquire()
-        finally:
-            self.waiting -= 1
-        # A pass that runs cannot be stopped. The next has to wait for it even when its client has gone: in the queue of
-        # the thread the messages of clients that went, too, would pile up behind it.
-        job = asyncio.get_running_loop().run_in_executor(self._thread, self._answer, data, layers, width)
-        job.add_done_callback(self._over)
-        return await asyncio.shield(job)
+    @property
+    def waiting(self) -> int:
+        """Passes that wait for their turn, or for their message."""
+        return len(self._waiting)
 
-    def _over(self, job: asyncio.Future[bytes]) -> None:
-        self._turn.release()
-        if not job.cancelled():
-            job.exception()  # looked at: where the client has gone nobody else does, and asyncio would print it
+    async def answer(
+        self, said: Callable[[], Awaitable[bytes]], layers: range, width: int, client: Client = HERE
+    ) -> bytes:
+        """The message of the answer to the pass of ``client`` that is ``said``. Raises RequestError for one that no
+        server takes, BusyError, and does not listen, where too many wait and no other client has more than its share
+        of them."""
+        self._make_way(client)
+        one = _Waiting(client, layers, width, asyncio.get_running_loop().create_future())
+        self._waiting.append(one)
+        try:
+            with one:
+                one.data = await said()
+                self._begin()
+                return await one.answer
+        finally:
+            if one in self._waiting:  # its client has gone before its turn
+                self._waiting.remove(one)
+
+    def _make_way(self, client: Client) -> None:
+        if len(self._waiting) < MOST_WAITING:
+            return
+        full = BusyError(f"{len(self._waiting)} passes wait here, and no more are taken")
+        if (yields := who_yields(Counter(one.client for one in self._waiting), client, 1)) is None:
+            raise full
+        last = next(one for one in reversed(self._waiting) if one.client == yields)
+        self._waiting.remove(last)
+        last.end(full)
+
+    def _begin(self) -> None:
+        """Run the pass whose turn it is, unless one runs. One that runs cannot be stopped: the next has to wait for it
+        even when its client has gone, or messages of clients that went would pile up in the queue of the thread."""
+        said = [one for one in self._waiting if one.data is not None]
+        if self.busy or not said:
+            return
+        client = self._turns.next(dict.fromkeys(one.client for one in said))
+        one = next(one for one in said if one.client == client)
+        self._waiting.remove(one)
+        self._turns.charge(client, len(one.data))
+        self.busy = True
+        job = asyncio.get_running_loop().run_in_executor(self._thread, self._answer, one.data, one.layers, one.width)
+        job.add_done_callback(partial(self._over, one))
+
+    def _over(self, one: _Waiting, job: asyncio.Future[bytes]) -> None:
+        self.busy, error = False, job.exception()
+        if not one.answer.done():  # its client is there
+            one.answer.set_result(job.result()) if error is None else one.answer.set_exception(error)
+        self._begin()
 
     async def move(self, blocks: range) -> None:
         """These ``blocks`` from now on; a pass that runs ends first."""
-        async with self._turn:
+
+        def move() -> None:
             self.blocks, self._model = blocks, None
 
-    @property
-    def busy(self) -> bool:
-        """Whether a pass runs."""
-        return self._turn.locked()
+        await asyncio.get_running_loop().run_in_executor(self._thread, move)
 
     def close(self) -> None:
-        """End the thread when its pass is done."""
+        """End the thread when its pass is done; those that wait hear that the server ends."""
+        for one in self._waiting:
+            one.end(SwarmError("this server ends: ask another"))
+        self._waiting.clear()
         self._thread.shutdown(wait=False)
 
     def _answer(self, data: bytes, layers: range, width: int) -> bytes:

@@ -1,0 +1,117 @@
+"""Clients of a server and the share of each: whom a full server takes from, and whose turn it is to be computed.
+
+A client is one connection, and belongs to the host that it comes from. Shares are fair between hosts first, and then
+between the connections of one host: who opens more connections takes from its own host alone. Nothing is reserved:
+whoever asks alone has everything, and gives up what it has above its share when another asks.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from firsttoken.study.errors import BusyError
+
+
+class Client(NamedTuple):
+    """A ``connection`` from a ``host``, as ``client_of`` names them."""
+
+    host: str
+    connection: str
+
+
+HERE = Client("", "")
+"""The server itself, which measures and judges."""
+
+
+def client_of(peer: str) -> Client:
+    """The client that gRPC calls ``peer``, such as ipv4:192.0.2.1:5000 or ipv6:[2001:db8::1]:5000.
+
+    All addresses of this machine's loopback are one host, as whoever is here may use any of them. So are the addresses
+    of one IPv6 network of 64 bits, which is what one customer is given.
+    """
+    kind, _, where = unquote(peer).partition(":")
+    said = where.rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(said)
+    except ValueError:  # a Unix socket, or a transport without addresses
+        return Client(kind, peer)
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.is_loopback:
+        return Client("loopback", peer)
+    network = ipaddress.ip_network((address, 64 if address.version == 6 else 32), strict=False)
+    return Client(str(network), peer)
+
+
+def who_yields(
+    held: Mapping[Client, int], asking: Client, wanted: int, among: Collection[Client] | None = None
+) -> Client | None:
+    """The client that gives something up when ``asking`` wants ``wanted`` more: None where nobody has too much.
+
+    Of all clients that have something ``held`` (or of those ``among``), it has the most and would have more than the
+    one that asks would then have. Hosts are compared where the two are of different hosts.
+    """
+    hosts = Counter[str]()
+    for client, count in held.items():
+        hosts[client.host] += count
+
+    def too_much(one: Client) -> bool:
+        if one.host != asking.host:
+            return hosts[one.host] > hosts[asking.host] + wanted
+        return one != asking and held.get(one, 0) > held.get(asking, 0) + wanted
+
+    above = [one for one in (held if among is None else among) if too_much(one)]
+    return max(above, key=lambda one: (hosts[one.host], held.get(one, 0)), default=None)
+
+
+def busy(said: str, spare: Iterable[float]) -> BusyError:
+    """What is ``said``, and when it is worth asking again: ``spare`` are seconds until this or that may be given up."""
+    after = min(spare, default=math.inf)
+    return BusyError(f"{said}; ask again in {max(after, 0.1):.1f} s" if after < math.inf else said)
+
+
+class _Level:
+    """Start-time fair queueing between those that share one thing: ``now`` is the tag at which the last was begun."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ends: dict[str, float] = {}
+
+    def tag(self, name: str) -> float:
+        return max(self.ends.get(name, 0.0), self.now)
+
+    def begin(self, name: str) -> None:
+        self.now = self.tag(name)
+        self.ends = {other: end for other, end in self.ends.items() if end > self.now}  # the others begin at now
+
+
+class Turns:
+    """Whose turn it is: start-time fair queueing (Goyal et al., SIGCOMM 1996) between hosts, and between the clients
+    of each. Whoever had less computed while it waited comes first; what was not asked for is not saved up."""
+
+    def __init__(self) -> None:
+        self._hosts = _Level()
+        self._within: dict[str, _Level] = {}
+
+    def tag(self, client: Client) -> tuple[float, float]:
+        """The lower it is, the sooner is the client's turn."""
+        return self._hosts.tag(client.host), self._within.get(client.host, _Level()).tag(client.connection)
+
+    def next(self, waiting: Collection[Client]) -> Client:
+        """Whose turn it is of those that are ``waiting``."""
+        client = min(waiting, key=self.tag)
+        self._hosts.begin(client.host)
+        self._within.setdefault(client.host, _Level()).begin(client.connection)
+        hosts = {one.host for one in waiting} | set(self._hosts.ends)
+        self._within = {host: level for host, level in self._within.items() if host in hosts}
+        return client
+
+    def charge(self, client: Client, cost: float) -> None:
+        """So much was begun for a client."""
+        within = self._within.setdefault(client.host, _Level())
+        self._hosts.ends[client.host] = self._hosts.tag(client.host) + cost
+        within.ends[client.connection] = within.tag(client.connection) + cost
