@@ -158,6 +158,14 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         metavar="N",
         help="KV blocks of 16 tokens (default: what the limits ask for)",
     )
+    lengths = (
+        ("--max-model-len", "tokens of a prompt and its answer together"),
+        ("--max-prompt-tokens", "tokens of a prompt"),
+        ("--max-new-tokens", "tokens of an answer"),
+    )
+    for name, what in lengths:
+        most = "at most (default: the model's context, as far as the KV pool has room)"
+        added.add_argument(name, type=option_values.whole(1, 10**8), metavar="N", help=f"{what} {most}")
     added.add_argument(
         "--max-running",
         type=option_values.whole(1, 4096),

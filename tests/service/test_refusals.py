@@ -28,11 +28,11 @@ class TestRefusals:
             ((COMPLETIONS, b'{"prompt": "hi", "temperature": NaN}'), 400, "bad_request", "NaN is no number"),
             (
                 (COMPLETIONS, json.dumps({"prompt": "a" * 65}).encode()),
-                *(400, "bad_request", "prompt: 65 tokens, and the limit is 64"),
+                *(400, "context_length_exceeded", "prompt: 65 tokens, and the limit is 64"),
             ),
             (
                 (COMPLETIONS, json.dumps({"prompt": "a" * 1000}).encode()),
-                *(400, "bad_request", "prompt: 1000 characters cannot be 64 tokens, the limit"),
+                *(400, "context_length_exceeded", "prompt: 1000 characters cannot be 64 tokens, the limit"),
             ),
             (
                 (COMPLETIONS, b'{"prompt": "a", "max_tokens": 9001}'),

@@ -58,7 +58,7 @@ def test_all_that_is_served():
 
 def test_what_changes_nothing_may_be_said():
     neutral = {"best_of": 1, "echo": False, "suffix": "", "logit_bias": {}, "presence_penalty": 0.0}
-    ignored = {"user": "me", "metadata": {"a": "b"}, "store": True}
+    ignored = {"user": "me", "metadata": {"a": "b"}, "store": False}
     empty = {"logprobs": None, "stop": None, "max_tokens": None, "temperature": None, "stream_options": None}
     assert parse(prompt="hi", **(neutral | ignored)) == parse(prompt="hi", **empty) == parse(prompt="hi")
     chat = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
@@ -98,7 +98,8 @@ def test_what_changes_nothing_may_be_said():
         ({"prompt": "hi", "max_tokens": -5}, "max_tokens: "),
         ({"prompt": "hi", "max_tokens": "5"}, "max_tokens: "),
         ({"prompt": "hi", "max_tokens": 1.5}, "max_tokens: "),
-        ({"prompt": "hi", "stop": ["a"] * 5}, "stop: "),
+        ({"prompt": "hi", "stop": ["a"] * 65}, "stop: List should have at most 64 items"),
+        ({"prompt": "hi", "stop": ["a" * 2049] * 2}, "stop: its texts have 4098 characters, and the limit is 4096"),
         ({"prompt": "hi", "stop": ""}, "stop.0: "),
         ({"prompt": "hi", "stop": [1]}, "stop.0: "),
         ({"prompt": "hi", "stream": "yes"}, "stream: "),
@@ -119,7 +120,7 @@ def test_what_cannot_be_is_refused_in_one_line(fields, message):
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": "hi"}, "messages: Input should be a valid list"),
         ({"messages": [{"role": "user"}]}, "messages.0.content: missing, and required"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role: Input should be 'system', "),
+        ({"messages": [{"role": "critic", "content": "a"}]}, "messages.0.role: Input should be 'system', "),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages.0.content"),
         ({"messages": TURN, "prompt": "hi"}, "prompt: unknown field; known: "),

@@ -16,6 +16,7 @@ from firsttoken.service.text import Vocabulary
 from firsttoken.study.errors import RequestError
 
 _SEEDS = 2**63
+_USUAL = ("system", "user", "assistant")
 
 
 class Answers:
@@ -66,7 +67,8 @@ class Answers:
                 if item is None:
                     pieces += choice.end()
                 else:
-                    self._hear(number, item.at_s)
+                    if not choice.scored:
+                        self._hear(number, item.at_s)
                     pieces += choice.take(item)
                 if choice.finished:
                     open_ones -= 1
@@ -87,20 +89,19 @@ class Answers:
 
     def _open(self, number: int, ids: Sequence[int], echo: str, seed: int) -> None:
         asked, likeliest = self.asked, self.asked.likeliest
+        ends = () if asked.ignore_eos else self._vocabulary.stop_ids
         sampling = Sampling(
             self._most(len(ids)),
             asked.temperature,
             asked.top_p,
-            stop=self._vocabulary.stop_ids,
+            stop=ends,
             seed=(seed + _SEEDS) % (2 * _SEEDS) - _SEEDS,
             logprobs=likeliest,
             prompt_logprobs=bool(echo) and likeliest is not None,
         )
         session = self._server.submit(ids, sampling, asked.upgrade, events=self._inbox.slot(number))
-        judged = likeliest is not None
-        self._choices.append(
-            AnswerChoice(number, self._vocabulary, ids, session, stops=asked.stop, echo=echo, judged=judged)
-        )
+        told = {"echo": echo, "judged": likeliest is not None, "scored": asked.most_new == 0}
+        self._choices.append(AnswerChoice(number, self._vocabulary, ids, session, ends=ends, stops=asked.stop, **told))
         if self._closed:
             session.cancel()
 
@@ -108,8 +109,7 @@ class Answers:
         """The ids of each prompt, and its text where it is to be said first."""
         asked, vocabulary = self.asked, self._vocabulary
         if isinstance(asked, ChatRequest):
-            turns = [message.model_dump(exclude_none=True) for message in asked.messages]
-            return [(vocabulary.chat_ids(turns), "")]
+            return [(self._chat_ids(asked), "")]
         assert isinstance(asked, CompletionRequest)
         most = self._server.config.max_sessions
         if len(asked.prompt) * asked.n > most:
@@ -121,16 +121,33 @@ class Answers:
         texts = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in asked.prompt]
         return list(zip(read, texts, strict=True))
 
+    def _chat_ids(self, asked: ChatRequest) -> list[int]:
+        """Raises RequestError for turns of a rare role that the model's template leaves out without a word."""
+        turns = [message.model_dump(exclude_none=True) for message in asked.messages]
+        ids = self._vocabulary.chat_ids(turns)
+        for number, turn in enumerate(turns):
+            if turn["role"] not in _USUAL and self._reads(turns[:number] + turns[number + 1 :]) == ids:
+                raise RequestError(
+                    f"messages.{number}.role: this model's chat template leaves out what {turn['role']!r} says; "
+                    "say it as 'system' or 'user'"
+                )
+        return ids
+
+    def _reads(self, turns: list[dict[str, str]]) -> list[int] | None:
+        """What the template makes of them; None where it refuses to."""
+        try:
+            return self._vocabulary.chat_ids(turns)
+        except RequestError:
+            return None
+
     def _most(self, prompt_tokens: int) -> int:
         """Tokens to say at most: what was asked for, or as OpenAI has it, 16 of a completion and of a chat all there is
-        room for."""
-        asked = self.asked
-        wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens
-        if wanted is not None:
-            return wanted
-        if isinstance(asked, ChatRequest):
-            return max(1, min(self._server.config.max_new_tokens, self._vocabulary.context - prompt_tokens))
-        return min(16, self._server.config.max_new_tokens)
+        room for. The engine says 1 at least."""
+        asked, limits = self.asked, self._server.config
+        if asked.most_new is not None:
+            return max(1, asked.most_new)
+        room = min(limits.max_new_tokens, min(limits.longest, self._vocabulary.context) - prompt_tokens)
+        return max(1, room if isinstance(asked, ChatRequest) else min(16, room))
 
     def _hear(self, number: int, at_s: float) -> None:
         before = self._heard_s.get(number)

@@ -23,6 +23,7 @@ from firsttoken.service.guard import Guard
 from firsttoken.service.inbox import ClientGone, Inbox, LoopBridge
 from firsttoken.service.metrics import Metrics
 from firsttoken.service.model import serve_model
+from firsttoken.service.named import Named
 from firsttoken.service.refusals import refusal, refuse, refusing
 from firsttoken.service.responses import Streamed, leaving, whole
 from firsttoken.service.schema import ChatRequest, CompletionRequest, ServedRequest, parse_request
@@ -140,7 +141,8 @@ class Replica:
         return bytes(body)
 
     def _described(self) -> replies.Json:
-        return replies.one_model(self._model, self._created, self._vocabulary.context)
+        longest = min(self._server.config.longest, self._vocabulary.context)
+        return replies.one_model(self._model, self._created, longest)
 
     def _check_model(self, model: str | None) -> None:
         if model not in (None, self._model):
@@ -169,7 +171,7 @@ def build_app(replica: Replica, server: GrowingServer, config: ServiceConfig) ->
             Route("/", replica.page),
         ],
         exception_handlers=dict.fromkeys((FirstTokenError, HTTPException, Exception), refuse),
-        middleware=[Middleware(Guard, key=config.api_key, loopback=config.loopback)],
+        middleware=[Middleware(Named), Middleware(Guard, key=config.api_key, loopback=config.loopback)],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # a redirect would repeat whatever Host was sent
@@ -184,5 +186,5 @@ def build_replica(
     """The replica ``name`` of the service, whose model begins to load when ``state.begin`` is called. ``broken`` is
     told of what leaves it no hope."""
     vocabulary = read_vocabulary(config.folder, config.max_prompt_tokens)
-    server = serve_model(config, broken)
+    server = serve_model(config, broken, vocabulary.context)
     return build_app(Replica(server, vocabulary, config, name), server, config)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from firsttoken.service import places
 from firsttoken.service.likelihood import Said, said
 from firsttoken.service.text import StopFilter, TextStream, Vocabulary
 
@@ -19,7 +20,7 @@ class Piece:
     """What one token adds to ``choice``: ``text``, perhaps "", and the ``stage`` that computed it.
 
     The last piece stands for no token: it brings the text that was held back, and ``finish_reason``. ``said`` are the
-    likelihoods of the tokens since the piece before, None where nobody asked.
+    likelihoods of tokens whose text has begun by now, None where there are none.
     """
 
     choice: int
@@ -32,7 +33,9 @@ class Piece:
 class AnswerChoice:
     """The answer of ``index`` to ``prompt_ids``; ``session`` is the engine's stream of it.
 
-    With ``echo`` that text comes first; with ``judged`` each token's likelihood comes along.
+    A token of ``ends`` or a text of ``stops`` ends it. With ``echo`` that text comes first. With ``judged`` the
+    likelihood of each token comes along, once some of its text has been said. A prompt that is ``scored`` gets no
+    answer: its choice ends at the first token, which the engine cannot do without.
     """
 
     def __init__(
@@ -42,28 +45,39 @@ class AnswerChoice:
         prompt_ids: Sequence[int],
         session: Stream,
         *,
+        ends: Sequence[int],
         stops: Sequence[str],
         echo: str = "",
         judged: bool = False,
+        scored: bool = False,
     ) -> None:
         self.index, self.session = index, session
-        self.tokens, self.finished = 0, False
+        self.tokens, self.finished, self.scored = 0, False, scored
         self._vocabulary, self._prompt_ids, self._echo, self._judged = vocabulary, prompt_ids, echo, judged
+        self._ends, self._begun = ends, False
         self._text, self._stops = TextStream(vocabulary.tokenizer, prompt_ids), StopFilter(stops)
-        self._stage, self._offset = 0, 0
+        self._places = places.after(vocabulary.spelling, prompt_ids, len(echo))
+        self._waiting: list[Said] = []  # whose text has not been said yet
+        self._stage, self._shown = 0, 0  # characters
 
     def take(self, event: TokenEvent) -> list[Piece]:
         """The pieces that a token adds: its own, what comes before the first, and the last where it ends the answer."""
         pieces = []
-        self.tokens, self._stage = self.tokens + 1, event.stage
-        if self.tokens == 1 and self._echo:
-            pieces.append(self._piece(self._echo, self._prompt_said() if self._judged else None))
-        if event.token_id in self._vocabulary.stop_ids:
+        self._stage = event.stage
+        if not self._begun and self._echo:
+            self._waiting += self._prompt_said() if self._judged else ()
+            pieces.append(self._piece(self._echo))
+        self._begun = True
+        if self.scored:
+            return [*pieces, self._last("length")]
+        self.tokens += 1
+        if event.token_id in self._ends:
             return [*pieces, self._last("stop")]
-        logs = None
         if self._judged:
-            logs = [self._said(event.token_id, event.chance)]
-        pieces.append(self._piece(self._stops.push(self._text.push(event.token_id)), logs))
+            spelling = self._vocabulary.spelling
+            shown = b"" if spelling.special(event.token_id) else spelling.spelt(event.token_id)
+            self._waiting.append(said(spelling, event.token_id, self._places.take(shown), event.chance))
+        pieces.append(self._piece(self._stops.push(self._text.push(event.token_id))))
         if self._stops.stopped:
             pieces.append(self._last("stop"))
         return pieces
@@ -75,17 +89,22 @@ class AnswerChoice:
     def _last(self, reason: Literal["stop", "length"]) -> Piece:
         self.finished = True
         rest = self._stops.push(self._text.finish()) + self._stops.finish()
-        return Piece(self.index, rest, self._stage, "stop" if self._stops.stopped else reason)
+        return self._piece(rest, "stop" if self._stops.stopped else reason)
 
-    def _piece(self, text: str, logs: Sequence[Said] | None) -> Piece:
-        return Piece(self.index, text, self._stage, said=logs)
-
-    def _said(self, token_id: int, chance: object) -> Said:
-        one = said(self._vocabulary.tokenizer, token_id, self._offset, chance)
-        self._offset += len(one.token)
-        return one
+    def _piece(self, text: str, reason: Literal["stop", "length"] | None = None) -> Piece:
+        """With the likelihoods of the tokens whose text has begun, and at the end of all but those behind a stop."""
+        self._shown += len(text)
+        if reason is not None and not self._stops.stopped:
+            ready, self._waiting = [one._replace(offset=min(one.offset, self._shown)) for one in self._waiting], []
+        else:
+            count = next((n for n, one in enumerate(self._waiting) if one.offset >= self._shown), len(self._waiting))
+            ready, self._waiting = self._waiting[:count], self._waiting[count:]
+        return Piece(self.index, text, self._stage, reason, ready if ready else None)
 
     def _prompt_said(self) -> list[Said]:
         request: Request = self.session.request
         chances = [None, *request.prompt_chances]
-        return [self._said(token, chance) for token, chance in zip(self._prompt_ids, chances, strict=True)]
+        tokenizer, spelling = self._vocabulary.tokenizer, self._vocabulary.spelling
+        begins = places.of_prompt(tokenizer, spelling, self._prompt_ids, self._echo)
+        read = zip(self._prompt_ids, begins, chances, strict=True)
+        return [said(spelling, token_id, begin, chance) for token_id, begin, chance in read]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, POOL_TOKENS
 from firsttoken.study.errors import StageError
 from firsttoken.study.foreign.faults import blaming, read_bytes
 
@@ -19,9 +21,10 @@ class ServiceConfig:
     ``folder`` is a staged checkpoint or a plain Hugging Face folder. Each of the ``replicas`` loads it by itself, a
     staged one over a link of its own of ``gbit_per_s`` (0: unshaped) that ``threads`` readers share. Per replica
     ``max_running`` requests are in the engine's steps and ``max_waiting`` wait for that; one more is refused, and so
-    are prompts of more than ``max_prompt_tokens``, answers of more than ``max_new_tokens``, more than ``max_choices``
-    answers to one request, and bodies that take longer than ``body_s`` seconds. A client that takes nothing of what is
-    sent to it for ``stalled_s`` seconds has gone.
+    are prompts and answers of more than ``max_model_len`` tokens together, prompts of more than ``max_prompt_tokens``,
+    answers of more than ``max_new_tokens`` (None, of each: as many as the model's context and the KV pool have room
+    for), more than ``max_choices`` answers to one request, and bodies that take longer than ``body_s`` seconds. A
+    client that takes nothing of what is sent to it for ``stalled_s`` seconds has gone.
     ``scheduler``, ``preemption``, ``share_prefixes``, ``token_budget`` (None: its default) as of the engine's
     configuration; ``kv_blocks`` None: as many as the limits ask for. ``prefix_store`` is a folder of KV files of a
     model that is not staged. The replicas run on the Ray ``cluster`` at that address, or on this machine. With an
@@ -49,8 +52,9 @@ class ServiceConfig:
     kv_blocks: int | None = None
     max_running: int = 64
     max_waiting: int = 64
-    max_prompt_tokens: int = 2048
-    max_new_tokens: int = 512
+    max_model_len: int | None = None
+    max_prompt_tokens: int | None = None
+    max_new_tokens: int | None = None
     max_choices: int = 16
     body_s: float = 30.0
     stalled_s: float = 60.0
@@ -63,8 +67,9 @@ class ServiceConfig:
     worker: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("replicas", "max_running", "max_prompt_tokens", "max_new_tokens", "max_choices", "threads"):
-            if getattr(self, key) < 1:
+        lengths = ("max_model_len", "max_prompt_tokens", "max_new_tokens")
+        for key in ("replicas", "max_running", *lengths, "max_choices", "threads"):
+            if (value := getattr(self, key)) is not None and value < 1:
                 raise StageError(f"serve: {key} must be 1 or more, not {getattr(self, key)}")
         if self.swarm and (self.replicas > 1 or self.preemption != "recompute" or self.gbit_per_s):
             raise StageError("serve: over a swarm there is one replica, preemption recomputes, and no link is shaped")
@@ -81,6 +86,17 @@ class ServiceConfig:
             raise StageError(f"serve: the port must be 1 to 65535, not {self.port}")
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise StageError("serve: an API key is one line of printable ASCII; make another")
+
+    def max_len(self, context: int) -> int:
+        """Tokens of a prompt and its answer together at most, for a model of a ``context`` of so many tokens.
+
+        Where neither is limited, or only one of them, the other has what a pool of the usual size has room for.
+        """
+        wanted = self.max_model_len
+        if wanted is None and (self.max_prompt_tokens or self.max_new_tokens):
+            wanted = (self.max_prompt_tokens or POOL_TOKENS) + (self.max_new_tokens or POOL_TOKENS)
+        room = sys.maxsize if self.kv_blocks is None else self.kv_blocks * BLOCK_TOKENS
+        return min(context, wanted or POOL_TOKENS, room)
 
     @property
     def model(self) -> str:

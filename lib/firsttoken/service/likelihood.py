@@ -5,56 +5,68 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from firsttoken.service.spelling import Spelling
 
+if TYPE_CHECKING:
     from firsttoken.engine.chances import Chance
 
 Json = dict[str, Any]
+LEAST = -9999.0  # how OpenAI says that a token was as good as impossible: no logarithm of 0 is a number of JSON
+
+
+class Named(NamedTuple):
+    """A token: its name, which no other of its list has, the bytes that it adds to a text, and its logarithm."""
+
+    name: str
+    spelt: bytes
+    logprob: float | None
 
 
 class Said(NamedTuple):
-    """A token as text, at ``offset`` characters of what was said; no ``chance`` where nothing comes before it."""
+    """A token that begins ``offset`` characters into what was said, with the likeliest in its place; its logarithm is
+    None where nothing comes before it."""
 
-    token: str
+    token: Named
     offset: int
-    logprob: float | None
-    likeliest: tuple[tuple[str, float], ...]
+    likeliest: tuple[Named, ...]
 
 
-def said(tokenizer: Tokenizer, token_id: int, offset: int, chance: Chance | None) -> Said:
-    """A token that was said, or read in a prompt. One that is a part of a character reads as U+FFFD."""
+def said(spelling: Spelling, token_id: int, offset: int, chance: Chance | None) -> Said:
+    """A token that was said, or read in a prompt."""
+    token = _named(spelling, token_id, spelling.name(token_id), chance.logprob if chance else None)
     likeliest = chance.likeliest if chance else ()
-    named = tuple((_text(tokenizer, other), logprob) for other, logprob in likeliest)
-    return Said(_text(tokenizer, token_id), offset, chance.logprob if chance else None, named)
+    names = spelling.names([other for other, _ in likeliest])
+    named = (_named(spelling, other, name, log) for name, (other, log) in zip(names, likeliest, strict=True))
+    return Said(token, offset, tuple(named))
 
 
 def as_completion(tokens: Sequence[Said]) -> Json:
-    """Of /v1/completions: four lists of one length. Of tokens that read alike the likeliest is named."""
+    """Of /v1/completions: four lists of one length. Of none of the likeliest, the token itself is named."""
     return {
-        "tokens": [one.token for one in tokens],
-        "token_logprobs": [one.logprob for one in tokens],
+        "tokens": [one.token.name for one in tokens],
+        "token_logprobs": [one.token.logprob for one in tokens],
         "top_logprobs": [
-            None if one.logprob is None else dict(reversed(one.likeliest)) or {one.token: one.logprob} for one in tokens
+            None
+            if one.token.logprob is None
+            else {other.name: other.logprob for other in one.likeliest or (one.token,)}
+            for one in tokens
         ],
         "text_offset": [one.offset for one in tokens],
     }
 
 
 def as_chat(tokens: Sequence[Said]) -> Json:
-    """Of /v1/chat/completions: one entry a token."""
+    """Of /v1/chat/completions: one entry a token, whose bytes, joined, are what was said."""
     return {
-        "content": [
-            _entry(one.token, one.logprob) | {"top_logprobs": [_entry(*other) for other in one.likeliest]}
-            for one in tokens
-        ],
+        "content": [_entry(one.token) | {"top_logprobs": [*map(_entry, one.likeliest)]} for one in tokens],
         "refusal": None,
     }
 
 
-def _entry(token: str, logprob: float | None) -> Json:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+def _named(spelling: Spelling, token_id: int, name: str, logprob: float | None) -> Named:
+    shown = b"" if spelling.special(token_id) else spelling.spelt(token_id)
+    return Named(name, shown, None if logprob is None else max(logprob, LEAST))
 
 
-def _text(tokenizer: Tokenizer, token_id: int) -> str:
-    return tokenizer.decode([token_id], skip_special_tokens=False)
+def _entry(one: Named) -> Json:
+    return {"token": one.name, "logprob": one.logprob, "bytes": list(one.spelt)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -32,8 +33,11 @@ def is_staged(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and not any(folder.glob("*.safetensors"))
 
 
-def serve_model(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> GrowingServer | ReadyServer:
-    """The model of ``config``, which takes requests from now on and begins to load when it is started.
+def serve_model(
+    config: ServiceConfig, broken: Callable[[FirstTokenError], None], context: int = sys.maxsize
+) -> GrowingServer | ReadyServer:
+    """The model of ``config``, whose context has ``context`` tokens. It takes requests from now on, and begins to load
+    when it is started.
 
     Raises ProfileError for a scheduler, policy, pool or budget that the engine does not have, and as a SwarmServer;
     what the folder lacks, a server that grows reports itself, and to ``broken`` what leaves no hope.
@@ -45,11 +49,13 @@ def serve_model(config: ServiceConfig, broken: Callable[[FirstTokenError], None]
         requests=config.max_running,
         token_budget=STALL_FREE.token_budget if config.token_budget is None else config.token_budget,
     )
+    longest = config.max_len(context)
     limits = GrowthConfig(
         threads=config.threads,
         max_sessions=config.max_running + config.max_waiting,
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_new_tokens=config.max_new_tokens,
+        max_prompt_tokens=min(config.max_prompt_tokens or longest, longest),
+        max_new_tokens=min(config.max_new_tokens or longest, longest),
+        max_model_len=longest,
         kv_blocks=config.kv_blocks,
         engine=engine,
         preemption=make_policy(config.preemption),

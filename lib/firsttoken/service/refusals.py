@@ -9,10 +9,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from firsttoken.service.replies import Json
-from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
+from firsttoken.study.errors import BusyError, FirstTokenError, LengthError, RequestError
 
 RETRY_S = 1
 _INVALID = "invalid_request_error"
+_TOO_LONG = "context_length_exceeded"  # which clients look for, to shorten what they send
 _KINDS = {
     400: (_INVALID, "bad_request"),
     401: ("authentication_error", "invalid_api_key"),
@@ -53,6 +54,8 @@ def refusal(error: Exception) -> tuple[int, Json]:
         logging.getLogger(__name__).error("an answer failed", exc_info=error)
         status, message = 500, f"internal error: {type(error).__name__}"
     kind, code = _KINDS.get(status, ("server_error", "internal"))
+    if isinstance(error, LengthError):
+        code = _TOO_LONG
     return status, {"error": {"message": message, "type": kind, "param": _field(message, status), "code": code}}
 
 

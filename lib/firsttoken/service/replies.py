@@ -102,13 +102,13 @@ def usage(prompt_tokens: int, completion_tokens: int) -> Json:
 
 
 def one_model(model: str, created: int, context: int) -> Json:
-    """The model that is served; ``context`` tokens are the most that it takes and says together."""
+    """The model that is served; ``context`` tokens of a prompt and its answer together are taken, and no more."""
     return {"id": model, "object": "model", "created": created, "owned_by": "firsttoken", "max_model_len": context}
 
 
 def event(content: Json) -> bytes:
-    """One server-sent event."""
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
+    """One server-sent event. Raises ValueError for a number that JSON does not have, as a whole answer's body does."""
+    return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False)}\n\n".encode()
 
 
 DONE = b"data: [DONE]\n\n"

@@ -118,7 +118,11 @@ class Streamed(Response):
 
     def _event(self, choice: dict, stage: int) -> bytes:
         body = self._reply.body(self._reply.chunk, [choice], stage)
-        return event(body | {"usage": None} if self._usage else body)
+        if self._answer.asked.stream_options.continuous_usage_stats:
+            body["usage"] = usage(self._answer.prompt_tokens, self._answer.completion_tokens)
+        elif self._usage:
+            body["usage"] = None
+        return event(body)
 
     def _end(self) -> bytes:
         if not self._usage:

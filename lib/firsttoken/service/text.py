@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 
 from firsttoken.assets.positions import read_context
 from firsttoken.service.chat import ChatTemplate, read_template
-from firsttoken.study.errors import ModelError, RequestError
+from firsttoken.service.spelling import Spelling
+from firsttoken.study.errors import LengthError, ModelError, RequestError
 from firsttoken.study.foreign.json_text import read_json
 
 _INCOMPLETE = "\ufffd"  # what bytes that are no character decode to, be it that the rest is yet to come
@@ -35,6 +36,7 @@ class Vocabulary:
     ) -> None:
         self.tokenizer, self.size, self.stop_ids, self.most_tokens = tokenizer, size, tuple(stop_ids), most_tokens
         self.context, self._template = context, template
+        self.spelling = Spelling(tokenizer)
         tokenizer.no_truncation()  # a file may ask for either, and a prompt is neither cut nor filled up
         tokenizer.no_padding()
         self._most_chars = most_tokens * max(len(token) for token in tokenizer.get_vocab())
@@ -48,11 +50,12 @@ class Vocabulary:
         """The ids of a prompt, which is a text or already ids; between 1 and ``most_tokens`` of them. With ``special``
         a text begins with what the tokenizer puts before texts.
 
-        Raises RequestError for a prompt that is empty or too long, and for an id that the model does not have.
+        Raises LengthError for a prompt that is too long, and RequestError for an empty one and for an id that the model
+        does not have.
         """
         if isinstance(prompt, str):
             if len(prompt) > self._most_chars:  # too long even if every token were the longest there is
-                raise RequestError(
+                raise LengthError(
                     f"prompt: {len(prompt)} characters cannot be {self.most_tokens} tokens, the limit; shorten it"
                 )
             ids = self.tokenizer.encode(prompt, add_special_tokens=special).ids
@@ -63,12 +66,13 @@ class Vocabulary:
         if not ids:
             raise RequestError("prompt: it is empty; give at least one token")
         if len(ids) > self.most_tokens:
-            raise RequestError(f"prompt: {len(ids)} tokens, and the limit is {self.most_tokens}; shorten it")
+            raise LengthError(f"prompt: {len(ids)} tokens, and the limit is {self.most_tokens}; shorten it")
         return ids
 
 
-def read_vocabulary(folder: Path, most_tokens: int) -> Vocabulary:
+def read_vocabulary(folder: Path, most_tokens: int | None) -> Vocabulary:
     """The vocabulary of a model folder (tokenizer.json, config.json, generation_config.json where there is one).
+    Prompts have ``most_tokens`` at most; None: as many as the model's context.
 
     Raises ModelError when one of the first two is missing or no such file.
     """
@@ -88,7 +92,8 @@ def read_vocabulary(folder: Path, most_tokens: int) -> Vocabulary:
         raise ModelError(f"{folder}: config.json or generation_config.json cannot be read ({error})") from error
     stop = settings.get("eos_token_id", config.get("eos_token_id"))
     stop_ids = stop if isinstance(stop, list) else [] if stop is None else [stop]
-    return Vocabulary(tokenizer, size, stop_ids, most_tokens, context=context, template=read_template(folder))
+    most = context if most_tokens is None else most_tokens
+    return Vocabulary(tokenizer, size, stop_ids, most, context=context, template=read_template(folder))
 
 
 class TextStream:

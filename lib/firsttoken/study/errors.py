@@ -43,6 +43,10 @@ class RequestError(FirstTokenError):
     """A request asks for more than the server allows, or cannot be read."""
 
 
+class LengthError(RequestError):
+    """A prompt, or a prompt and the answer that is asked for, have more tokens than are taken."""
+
+
 class BusyError(FirstTokenError):
     """The server has as many requests open as it takes; ask again later."""
 

@@ -1,0 +1,86 @@
+"""The bytes that a token stands for, which a text that was decoded from it alone may have lost.
+
+A token may be a part of a character: three tokens of one byte each make one Japanese letter, and each alone reads as
+U+FFFD. The vocabulary spells such bytes in one of two ways, and the tokenizer's decoder says in which.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_PLAIN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))  # bytes that GPT-2's alphabet leaves as they are
+_ODD = [byte for byte in range(256) if byte not in _PLAIN]
+_ALPHABET = {chr(byte): byte for byte in _PLAIN} | {chr(256 + place): byte for place, byte in enumerate(_ODD)}
+_Piece = str | bytes
+
+
+class Spelling:
+    """Of the tokens of ``tokenizer``: what a decoder of its kind makes of each by itself, as bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        found = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+        decoders = [] if found is None else found["decoders"] if found["type"] == "Sequence" else [found]
+        steps = [_step(decoder) for decoder in decoders]
+        self._steps = steps if steps and None not in steps else None
+
+    def special(self, token_id: int) -> bool:
+        """Whether it stands for nothing in a text, such as the end of a turn."""
+        return token_id in self._special
+
+    def spelt(self, token_id: int) -> bytes:
+        """Its bytes, those of its name where it is special; b"" for an id that no token has."""
+        token: _Piece = self._tokenizer.id_to_token(token_id) or ""
+        if self.special(token_id):
+            return str(token).encode()
+        if self._steps is None:  # of another kind, in which tokens are whole characters
+            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        for step in self._steps:
+            token = step(token) if isinstance(token, str) else token
+        return token.encode() if isinstance(token, str) else token
+
+    def name(self, token_id: int) -> str:
+        """Its text, or as OpenAI writes the part of a character, "bytes:" and each byte as in \\\\xe5."""
+        spelt = self.spelt(token_id)
+        try:
+            return spelt.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """Of tokens that are told apart by their names: one that reads as one before it is called by its id."""
+        found: dict[str, int] = {}
+        for token_id in token_ids:
+            name = self.name(token_id)
+            found[f"token_id:{token_id}" if name in found else name] = token_id
+        return list(found)
+
+
+def _step(decoder: dict[str, Any]) -> Callable[[str], _Piece] | None:
+    """What one part of a decoder makes of a token; None where it is not known."""
+    if decoder["type"] == "ByteLevel":
+        return _from_alphabet
+    if decoder["type"] == "ByteFallback":
+        return _from_name
+    if decoder["type"] == "Metaspace":
+        return lambda token: token.replace(decoder["replacement"], " ")
+    if decoder["type"] == "Replace" and "String" in decoder["pattern"]:
+        return lambda token: token.replace(decoder["pattern"]["String"], decoder["content"])
+    return str if decoder["type"] in ("Fuse", "Strip") else None  # of the ends of a whole text, and not of a token's
+
+
+def _from_alphabet(token: str) -> _Piece:
+    """As the decoder does: a token with one letter of another alphabet is taken as it is."""
+    return bytes(_ALPHABET[letter] for letter in token) if all(map(_ALPHABET.__contains__, token)) else token
+
+
+def _from_name(token: str) -> _Piece:
+    found = _BYTE.fullmatch(token)
+    return bytes([int(found[1], 16)]) if found else token
