@@ -1,8 +1,8 @@
 """The keyword arguments that the oldest admitted releases of our dependencies take, for the calls that are made here.
 
-``python tests/support/oldest_signatures.py FOLDER`` writes ``tests/oldest_signatures.yaml`` anew. FOLDER holds one unpacked
-wheel of each distribution at the lower bound that pyproject.toml states (``pip download --no-deps torch==2.11.0``, then
-``unzip``); nothing of it is imported.
+``python tests/support/oldest_signatures.py FOLDER`` writes ``tests/oldest_signatures.yaml`` anew. FOLDER holds a folder
+for each distribution, with its wheel unpacked, at the lower bound that pyproject.toml states (``pip download --no-deps
+torch==2.11.0``, then ``unzip``). Nothing of it is imported.
 """
 
 from __future__ import annotations
@@ -159,7 +159,6 @@ def main() -> None:
         names.setdefault(call.name, set()).update(call.keywords)
     table = {
         "read_from": bounds,
-        # of the many keywords that a definition takes, those that are passed here by some call
         "taken": {
             name: OPEN if OPEN in (taken := sources.keywords(name)) else " ".join(sorted(taken))
             for name in sorted(names)

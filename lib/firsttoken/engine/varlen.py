@@ -15,7 +15,8 @@ class VarlenAttend(Attend):
     """Keys and values of all contexts are gathered end to end; nothing is padded.
 
     ``varlen_attn`` can read block tables itself, but only with FlashAttention 3. It takes fewer heads of keys than of
-    queries where it has ``enable_gqa`` (torch 2.13); torch 2.11 asks for as many, so there each head of keys is repeated.
+    queries where it has ``enable_gqa`` (torch 2.13); torch 2.11 wants as many, so there each head of keys is
+    repeated.
     """
 
     def __init__(self, pool: KVPool, works: list[Work], blocks: torch.Tensor, offsets: torch.Tensor) -> None:

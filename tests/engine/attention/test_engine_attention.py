@@ -92,8 +92,8 @@ def test_bf16_is_as_near_to_fp32_as_plain_bf16(bench, llama) -> None:
 
 
 def of_torch_2_11(q, k, v, ends, seen, longest, most, *, return_aux=None, scale=None, window_size=(-1, -1)):
-    """``varlen_attn`` with the oldest signature that pyproject.toml admits, spelt out: requests end to end, as many heads
-    of keys as of queries, the last query of each request sees all of its keys."""
+    """``varlen_attn`` with the oldest signature that pyproject.toml admits, spelt out: requests end to end, as
+    many heads of keys as of queries, the last query of each request sees all of its keys."""
     assert q.shape[1] == k.shape[1]
     return of_torch_2_13(q, k, v, ends, seen, longest, most, scale=scale, window_size=window_size)
 
