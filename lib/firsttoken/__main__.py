@@ -90,7 +90,15 @@ def capacity(options: argparse.Namespace) -> int:
     from firsttoken.chunked.contest import Contest
 
     profile = load_profile(options.profile, **dict(options.set))
-    contest = Contest.of(options.scheduler, profile, options.seeds)
+    trace = None
+    if options.arrivals is not None:
+        from firsttoken.engine.workload.traces import load_trace
+
+        trace = load_trace(options.arrivals, unit=options.arrivals_unit)
+        print(f"{options.arrivals}: {trace.told()}")
+    elif options.arrivals_unit is not None:
+        raise ProfileError("--arrivals-unit says what the times of a trace are: add --arrivals FILE, or leave it out")
+    contest = Contest.of(options.scheduler, profile, options.seeds, trace)
     rates = contest.run()
     print(contest.told(rates, pick(ledger.recorded(), standing.EXPERIMENT, machine="any")))
     if options.trace or options.rows:

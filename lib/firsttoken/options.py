@@ -63,6 +63,16 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     profile_option(added, default="full")
     setting_option(added)
     added.add_argument("--seeds", type=int, metavar="N", help="draws of the requests (default: the profile's)")
+    added.add_argument(
+        "--arrivals",
+        type=Path,
+        metavar="FILE",
+        help="replay arrivals and lengths of a trace at the searched rates: Azure's or BurstGPT's CSV, Alibaba Bailian's "
+        "or Mooncake's JSON lines (default: Poisson arrivals with the lengths of the profile)",
+    )
+    added.add_argument(
+        "--arrivals-unit", choices=("s", "ms"), help="unit of its times, where its format leaves a doubt"
+    )
     added.add_argument("--trace", type=Path, metavar="JSON", help="write the run at capacity for Perfetto's viewer")
     added.add_argument("--rows", type=Path, metavar="CSV", help="write it as a table: iterations, then requests")
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from firsttoken.chunked.capacity import TIMES, ClientTimes, Objective, capacity
 from firsttoken.chunked.hardware import Hardware
-from firsttoken.chunked.lengths import lengths, workload
+from firsttoken.chunked.lengths import lengths, replayed, workload
 from firsttoken.chunked.policy import Policy
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.metrics import serve_items
 from firsttoken.engine.request import Request
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
-from firsttoken.study.errors import ProfileError
+from firsttoken.engine.workload.items import Item
+from firsttoken.engine.workload.traces import RequestTrace
+from firsttoken.study.errors import CorpusError, ProfileError
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,30 @@ class CapacityConfig:
 
 
 class Bench:
-    """Raises AssetError and CorpusError for costs or lengths that are not there, or cannot be read."""
+    """Requests that are longer than the KV blocks are left out. Where a ``trace`` is given, the requests are its own.
 
-    def __init__(self, config: CapacityConfig, hardware: Hardware) -> None:
-        self.config, self.hardware = config, hardware
+    Raises AssetError and CorpusError for costs or lengths that are not there, or cannot be read.
+    """
+
+    def __init__(self, config: CapacityConfig, hardware: Hardware, trace: RequestTrace | None = None) -> None:
+        self.config, self.hardware, self.trace = config, hardware, trace
         self.costs = hardware.read()
-        pairs = lengths(config.lengths)
-        self.pairs = pairs[pairs.sum(1) <= hardware.tokens]
+        if trace is not None:
+            fitting = tuple(item for item in trace.items if item.total_tokens <= hardware.tokens)
+            if len(fitting) < 2:
+                raise CorpusError(f"{len(fitting)} requests of the trace fit into {hardware.tokens:,} tokens; two must")
+            self.trace = replace(trace, items=fitting)
+            self.pairs = np.array([(item.prompt_tokens, item.output_tokens) for item in fitting])
+        else:
+            pairs = lengths(config.lengths)
+            self.pairs = pairs[pairs.sum(1) <= hardware.tokens]
         self.iteration_s = hardware.iteration_s(self.costs)
+
+    def requests(self, seed: int, rate: float) -> tuple[Item, ...]:
+        """The requests of ``seed`` at ``rate`` requests a second."""
+        if self.trace is not None:
+            return replayed(self.trace, self.config.requests, seed, rate)
+        return workload(self.pairs, self.config.requests, seed, rate)
 
     def objective(self, name: str) -> Objective:
         """The strict or the relaxed one."""
@@ -68,7 +88,7 @@ class Bench:
                 policy.config(objective, self.config.batch),
                 trace=trace,
             )
-            return serve_items(engine, workload(self.pairs, self.config.requests, seed, rate)), trace
+            return serve_items(engine, self.requests(seed, rate)), trace
 
     def serve(self, policy: Policy, objective: Objective, seed: int, rate: float) -> tuple[ClientTimes, float]:
         """What clients saw, and the longest step that also decoded, in s."""

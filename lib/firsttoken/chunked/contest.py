@@ -16,6 +16,7 @@ from firsttoken.chunked.policy import Policy
 from firsttoken.chunked.standing import enters, standing
 from firsttoken.engine.run_table import write_rows
 from firsttoken.engine.trace_events import write_trace
+from firsttoken.engine.workload.traces import RequestTrace
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result
@@ -35,15 +36,19 @@ class Contest:
     bench: Bench
 
     @classmethod
-    def of(cls, text: str, profile: Profile, draws: int | None = None) -> Contest:
-        """Of the scheduler that ``text`` names; as many draws as the profile has, unless told otherwise.
+    def of(cls, text: str, profile: Profile, draws: int | None = None, trace: RequestTrace | None = None) -> Contest:
+        """Of the scheduler that ``text`` names; as many draws as the profile has, unless told otherwise. Of a ``trace``
+        that has no more requests than a draw there is one draw.
 
         Raises ProfileError for a policy or a number that cannot be, AssetError for lengths and costs that are not here.
         """
         config, hardware = profile.section("capacity", CapacityConfig), profile.section("hardware", Hardware)
         if draws is not None and draws < 1:
             raise ProfileError(f"capacity: seeds must be at least 1, not {draws}")
-        return cls(Policy.named(text), profile, draws or config.seeds, Bench(config, hardware))
+        bench = Bench(config, hardware, trace)
+        if bench.trace is not None and len(bench.trace.items) <= config.requests:
+            draws = 1
+        return cls(Policy.named(text), profile, draws or config.seeds, bench)
 
     def run(self) -> list[float]:
         """The capacity in requests a second, by draw. Raises ProfileError for a policy that does what it may not."""
@@ -73,16 +78,19 @@ class Contest:
         """The outcome beside ``record``, where that is of the same workload."""
         objective, config = self.bench.objective(STRICT), self.bench.config
         mine = bootstrap(rates).summary("requests/s")
+        requests, lengths = config.requests, f"with the lengths of {config.lengths}"
+        if trace := self.bench.trace:
+            requests, lengths = min(requests, len(trace.items)), f"of {trace.told()}, at another rate"
         lines = [
             f"P99 between two tokens at most {1e3 * objective.tbt_s:.0f} ms, "
             f"median delay to the first step at most {objective.delay_s:g} s;",
-            f"{config.requests} requests a draw with the lengths of {config.lengths}, "
-            f"simulated on {self.bench.hardware.costs}",
+            f"{requests:,} requests a draw {lengths}, simulated on {self.bench.hardware.costs}",
             "",
             _line(self.policy.told, mine, "this run"),
         ]
-        if record is None or not self._same(record.parameters):
-            return "\n".join([*lines, f"nothing is recorded for the workload of profile {self.profile.name}"])
+        if record is None or trace is not None or not self._same(record.parameters):
+            what = "this trace" if trace else f"the workload of profile {self.profile.name}"
+            return "\n".join([*lines, f"nothing is recorded for {what}"])
         places = standing(record)
         lines += [_line(place.scheduler, place.capacity, "record") for place in places]
         clears = enters(mine, places[0].capacity)

@@ -1,4 +1,5 @@
-"""How long prompts and answers are: the paper's own sample where it was brought, else the pinned conversations."""
+"""How long prompts and answers are, and when they come: drawn from a sample of lengths (the paper's own where it was
+brought, else the pinned conversations) with Poisson arrivals, or replayed from a trace of a real service."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from firsttoken.engine.costs.tables import number, rows
 from firsttoken.engine.workload.arrivals import Arrivals
 from firsttoken.engine.workload.conversations import conversations
 from firsttoken.engine.workload.items import Item
+from firsttoken.engine.workload.traces import RequestTrace
 from firsttoken.study.errors import CorpusError
 
 PINNED = "sharegpt"
@@ -37,6 +39,25 @@ def workload(pairs: np.ndarray, count: int, seed: int, rate_per_s: float) -> tup
     drawn = pairs[np.random.default_rng(seed).choice(len(pairs), size=count, replace=False)].tolist()
     times = (Arrivals(1.0, seed=seed).times_s(count) / rate_per_s).tolist()
     return tuple(Item(at, prompt, answer, (0,) * prompt) for at, (prompt, answer) in zip(times, drawn, strict=True))
+
+
+def replayed(trace: RequestTrace, count: int, seed: int, rate_per_s: float) -> tuple[Item, ...]:
+    """``count`` requests that follow each other in ``trace`` (all, where it has fewer) with their own lengths, the gaps
+    between them stretched to ``rate_per_s`` on average; where the stretch begins is drawn by ``seed``.
+
+    Raises CorpusError for requests that all come at once: their gaps cannot be stretched.
+    """
+    count = min(count, len(trace.items))
+    begin = int(np.random.default_rng(seed).integers(len(trace.items) - count + 1))
+    taken = trace.items[begin : begin + count]
+    first_s = taken[0].arrival_s
+    if not (span_s := taken[-1].arrival_s - first_s):
+        raise CorpusError(f"{count:,} requests of the trace come at once, and no rate spreads them; use a longer trace")
+    faster = span_s * rate_per_s / (count - 1)
+    return tuple(
+        Item((one.arrival_s - first_s) / faster, one.prompt_tokens, one.output_tokens, (0,) * one.prompt_tokens)
+        for one in taken
+    )
 
 
 def _pair(path: Path, line: int, row: dict[str, str]) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 from firsttoken.engine.attention import Attend, layer_steps
@@ -12,11 +14,16 @@ from firsttoken.engine.work import Work
 class VarlenAttend(Attend):
     """Keys and values of all contexts are gathered end to end; nothing is padded.
 
-    ``varlen_attn`` can read block tables itself, but only with FlashAttention 3.
+    ``varlen_attn`` can read block tables itself, but only with FlashAttention 3. It takes fewer heads of keys than of
+    queries where it has ``enable_gqa`` (torch 2.13); torch 2.11 wants as many, so there each head of keys is
+    repeated.
     """
 
     def __init__(self, pool: KVPool, works: list[Work], blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         super().__init__(pool, blocks, offsets)
+        from torch.nn.attention.varlen import varlen_attn
+
+        self.groups_heads = "enable_gqa" in inspect.signature(varlen_attn).parameters
         shape, device = pool.shape, pool.device
         new = torch.tensor([0] + [work.tokens for work in works])
         contexts = torch.tensor([0] + [work.end for work in works])
@@ -31,13 +38,17 @@ class VarlenAttend(Attend):
         from torch.nn.attention.varlen import varlen_attn
 
         shape = self.pool.shape
-        both = self.pool.token_rows.index_select(0, self.reads[layer])
-        keys, values = both.view(2, -1, shape.kv_heads, shape.head_dim)
+        both = self.pool.token_rows.index_select(0, self.reads[layer]).view(2, -1, shape.kv_heads, shape.head_dim)
         q = query[0].transpose(0, 1).contiguous()
-        causal, grouped = (-1, 0), query.shape[1] > shape.kv_heads
-        return varlen_attn(
-            q, keys, values, *self.ends, *self.longest, scale=scaling, window_size=causal, enable_gqa=grouped
-        )[None]
+        grouped = {}
+        if (queries_a_key := query.shape[1] // shape.kv_heads) > 1:
+            if self.groups_heads:
+                grouped = {"enable_gqa": True}
+            else:
+                both = both.repeat_interleave(queries_a_key, 2)
+        causal = (-1, 0)
+        ends, longest = self.ends, self.longest
+        return varlen_attn(q, *both, *ends, *longest, scale=scaling, window_size=causal, **grouped)[None]
 
     def _token_rows(self, work: Work) -> torch.Tensor:
         """Rows of ``KVPool.token_rows`` of the keys in the first layer, of all that the request sees."""

@@ -91,8 +91,17 @@ def test_bf16_is_as_near_to_fp32_as_plain_bf16(bench, llama) -> None:
     assert paged < 1.3 * alone
 
 
-def by_definition(q, k, v, ends, seen, longest, most, *, scale, window_size, enable_gqa) -> torch.Tensor:
-    """``varlen_attn`` spelt out: requests end to end, the last query of each sees all of its keys."""
+def of_torch_2_11(q, k, v, ends, seen, longest, most, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    """``varlen_attn`` with the oldest signature that pyproject.toml admits, spelt out: requests end to end, as
+    many heads of keys as of queries, the last query of each request sees all of its keys."""
+    assert q.shape[1] == k.shape[1]
+    return of_torch_2_13(q, k, v, ends, seen, longest, most, scale=scale, window_size=window_size)
+
+
+def of_torch_2_13(
+    q, k, v, ends, seen, longest, most, *, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False
+) -> torch.Tensor:
+    """``varlen_attn`` that takes fewer heads of keys where it is told so."""
     assert window_size == (-1, 0) and enable_gqa == (q.shape[1] != k.shape[1])
     assert (longest, most) == (int(ends.diff().max()), int(seen.diff().max())) and ends.dtype == torch.int32
     parts = []
@@ -106,9 +115,10 @@ def by_definition(q, k, v, ends, seen, longest, most, *, scale, window_size, ena
     return torch.cat(parts)
 
 
+@pytest.mark.parametrize("by_definition", [of_torch_2_11, of_torch_2_13])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_the_variable_length_call_is_told_the_same(bench, monkeypatch, kind: str, request) -> None:
-    """Its kernel is CUDA's; here its definition runs on what it is given."""
+def test_the_variable_length_call_is_told_the_same(bench, monkeypatch, kind: str, by_definition, request) -> None:
+    """Its kernel is CUDA's; here its definition runs on what it is given, with either signature."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_definition)
     one = bench(request.getfixturevalue(kind).model, block_tokens=5)
     one.executor._attend = VarlenAttend

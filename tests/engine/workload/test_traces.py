@@ -35,6 +35,14 @@ BURSTGPT_2 = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response 
 MOONCAKE = """{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 {"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": [46, 47, 2366]}
 """
+BAILIAN = """{"chat_id": 7, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 40, "output_length": 9, "type": "text", \
+"turn": 1, "hash_ids": [1, 2]}
+{"chat_id": 9, "parent_chat_id": 7, "timestamp": 81.5, "input_length": 60, "output_length": 8, "type": "search", "turn": 2, \
+"hash_ids": [1]}
+"""
+UNNAMED = """{"timestamp": 20, "input_length": 40, "output_length": 9}
+{"timestamp": 60, "input_length": 60, "output_length": 8}
+"""
 
 
 @pytest.fixture
@@ -62,8 +70,9 @@ def write(tmp_path):
         (BURSTGPT, "BurstGPT", (Item(0, 472, 18), Item(40, 1087, 230)), 2),
         (BURSTGPT_2, "BurstGPT", (Item(0, 472, 18), Item(0.5, 3, 2)), 0),
         (MOONCAKE, "Mooncake", (Item(0, 6955, 52), Item(3.053, 6472, 26)), 0),
+        (BAILIAN, "Alibaba Bailian", (Item(0, 40, 9), Item(20.386, 60, 8)), 0),
     ],
-    ids=["azure-2023", "azure-2024", "burstgpt", "burstgpt-2", "mooncake"],
+    ids=["azure-2023", "azure-2024", "burstgpt", "burstgpt-2", "mooncake", "bailian"],
 )
 def test_each_published_format(write, text, name, items, dropped):
     path = write(text)
@@ -73,6 +82,58 @@ def test_each_published_format(write, text, name, items, dropped):
     assert read_trace(path, limit=1) == items[:1]
     for other in (text.replace("\n", "\r\n"), "\ufeff" + text, text.rstrip("\n"), text.replace("\n", "\n\n")):
         assert read_trace(write(other)) == items, "line ends, byte order marks and empty lines change nothing"
+
+
+def lines(time, count=4, **fields) -> str:
+    """JSON lines of requests that come ``time`` apart."""
+    rows = [{"timestamp": time * n, "input_length": 50 + n, "output_length": 5} | fields for n in range(count)]
+    return "\n".join(map(json.dumps, rows))
+
+
+CHAT = {"chat_id": 3, "parent_chat_id": -1, "turn": 1, "type": "text", "hash_ids": [1]}
+
+
+@pytest.mark.parametrize("time", [20.0, 20, "20.0", "20"])
+@pytest.mark.parametrize("start", [0, 5000.25])
+def test_bailians_times_are_seconds_however_they_are_written(write, time, start):
+    rows = [json.loads(line) for line in lines(1, **CHAT).splitlines()]
+    for number, row in enumerate(rows):
+        row["timestamp"] = type(time)(number * float(time) + start if start else float(time) * number)
+        if isinstance(time, int):
+            row["timestamp"] = number * time + int(start)
+    shuffled = [rows[place] for place in (2, 0, 3, 1)]
+    trace = load_trace(write("\n".join(map(json.dumps, shuffled))))
+    assert (trace.format, trace.unit, trace.span_s) == ("Alibaba Bailian", "s", 60.0)
+    assert [item.prompt_tokens for item in trace.items] == [50, 51, 52, 53]
+    assert trace.told() == "a trace of Alibaba Bailian, times in s: 4 requests over 60 s"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (UNNAMED, r"no unit, as it is of no published format \(Alibaba Bailian has chat_id.*Mooncake has hash_ids\)"),
+        (lines(20.5, hash_ids=[1]), "read as Mooncake, whose times are in ms, it has a time of 20.5"),
+        (lines(20, hash_ids=[1]), "its 4 requests would come within 0.06 s"),
+        (lines("0.5", 1, hash_ids=[1]).replace('""', '"0.5"'), "it has a time of 0.5"),
+        (lines(86_400_000, 9, hash_ids=[1]), "it would be 8 days long"),
+        (lines(86_400_000, 9, **CHAT), "read as Alibaba Bailian, whose times are in s, it would be 8,000 days long"),
+        (BURSTGPT.replace("1106", "10452000000").replace("1107,GPT-4,417,0", "10452000001,GPT-4,417,1"), "days long"),
+    ],
+)
+def test_times_whose_unit_is_in_doubt_are_asked_for(write, text, words):
+    path = write(text)
+    with pytest.raises(CorpusError, match=words + r".*are they seconds or milliseconds\? say unit s or ms") as caught:
+        load_trace(path)
+    assert "\n" not in str(caught.value)
+    spans = {unit: load_trace(path, unit=unit).span_s for unit in ("s", "ms")}
+    assert spans["s"] == pytest.approx(1000 * spans["ms"])
+
+
+def test_a_clock_has_no_unit(write):
+    with pytest.raises(CorpusError, match="clock times"):
+        load_trace(write(AZURE_2023), unit="s")
+    with pytest.raises(CorpusError, match="times are in s or ms, not in 'h'"):
+        load_trace(write(MOONCAKE), unit="h")
 
 
 def test_a_limit_reads_no_further(write):
@@ -92,9 +153,9 @@ def test_items_are_sorted_from_zero_and_none_is_lost(tmp_path_factory, rows):
     served = sorted((row for row in rows if row[1] and row[2]), key=lambda row: row[0])
     if not served:
         with pytest.raises(CorpusError, match=rf"no request with a prompt and an answer \({len(rows)} without\)"):
-            load_trace(path)
+            load_trace(path, unit="ms")
         return
-    trace = load_trace(path)
+    trace = load_trace(path, unit="ms")
     assert trace.dropped == len(rows) - len(served)
     assert [(item.prompt_tokens, item.output_tokens) for item in trace.items] == [row[1:] for row in served]
     assert [item.arrival_s for item in trace.items] == pytest.approx([(row[0] - served[0][0]) / 1e3 for row in served])
@@ -109,6 +170,10 @@ def test_items_are_sorted_from_zero_and_none_is_lost(tmp_path_factory, rows):
         (AZURE_2023.replace("ContextTokens", "Tokens"), r"line 1: the header lacks ContextTokens, which .*Azure"),
         (BURSTGPT.replace("Re", "re"), r"line 1: the header lacks Request tokens, Response tokens, which .*BurstGPT"),
         (MOONCAKE.replace("input_length", "length"), r"line 1: it lacks input_length, which a line of Mooncake has"),
+        (BAILIAN.replace('"turn": 2, ', ""), r"line 2: it lacks turn, which a line of Alibaba Bailian has"),
+        (MOONCAKE + BAILIAN, r"line 3: it is a line of Alibaba Bailian, and those before are of Mooncake"),
+        (BAILIAN + MOONCAKE, r"line 3: it lacks chat_id, parent_chat_id, turn"),
+        (MOONCAKE + UNNAMED, r"line 3: it lacks hash_ids, which a line of Mooncake has"),
         (MOONCAKE + "[1, 2]\n", r"line 3: it lacks timestamp, input_length, output_length"),
         (MOONCAKE[:-40], r"line 2: it is no complete JSON; mend"),
         (AZURE_2023 + "2023-11-16 18:1", r"line 5: it has 1 fields and the header 3; mend"),

@@ -168,7 +168,9 @@ def _continuous(case: _Case) -> Prompts:
     generation = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=NO_END, pad_token_id=PAD)
     page = 32
     pages = sum(-(-(len(prompt) + new_tokens) // page) for prompt in prompts) + len(prompts)
-    sized = ContinuousBatchingConfig(page_size=page, num_blocks=pages, max_batch_tokens=max(256, len(prompts)))
+    # transformers 5.17 calls a page a block
+    tokens_a_page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
+    sized = ContinuousBatchingConfig(**{tokens_a_page: page}, num_blocks=pages, max_batch_tokens=max(256, len(prompts)))
     with quiet_transformers():
         found = case.stock.generate_batch(
             prompts, generation_config=generation, continuous_batching_config=sized, progress_bar=False, warmup=False

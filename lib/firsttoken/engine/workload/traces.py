@@ -1,4 +1,8 @@
-"""Arrival traces of real services: Azure LLM inference, BurstGPT and Mooncake, as their authors publish them."""
+"""Arrival traces of real services as their authors publish them: Azure, BurstGPT, Alibaba Bailian and Mooncake.
+
+A format is known by fields that no other has, and the unit of its times with it. Where that leaves a doubt, the reader
+asks: a trace in seconds that is read as milliseconds is a load a thousand times too high.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.engine.workload.items import Item
+from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.foreign.csv_text import Lines, columns, numbered, plain_number, records
 from firsttoken.study.foreign.faults import Damaged, blaming, shown
@@ -18,26 +23,49 @@ from firsttoken.study.foreign.json_text import parse_json
 
 _MOST = 1e15  # a time in ms; tokens have a limit of their own
 _MOST_TOKENS = 10**8
+_WEEK_S, _YEAR_S = 7 * 86_400.0, 366 * 86_400.0
+UNITS = {"s": 1.0, "ms": 1e-3}
 
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """A trace as read; ``dropped`` requests had no prompt or no answer (BurstGPT: failures)."""
+    """A trace as read, its times in ``unit``; ``dropped`` requests had no prompt or no answer (BurstGPT: failures)."""
 
     format: str
     items: tuple[Item, ...]
     dropped: int
+    unit: str
+
+    @property
+    def span_s(self) -> float:
+        """Seconds from the first request to the last."""
+        return self.items[-1].arrival_s
+
+    def told(self) -> str:
+        """What was read, on one line: the format, the unit of its times, how many requests, over how long."""
+        times = "clock times" if self.unit == "clock" else f"times in {self.unit}"
+        left = f" ({self.dropped} without a prompt or an answer left out)" if self.dropped else ""
+        return f"a trace of {self.format}, {times}: {len(self.items):,} requests{left} over {self.span_s:,.6g} s"
 
 
 @dataclass(frozen=True)
 class _Format:
-    """The columns (or JSON fields) of a published trace, and how its time becomes seconds."""
+    """The columns (or JSON fields) of a published trace, and what its times can be.
+
+    ``own`` fields are those by which it is known, beside the three that are read. A trace that is longer than
+    ``longest_s``, or has more than ``most_per_s`` requests a second, is none of it: the published ones are far from
+    both.
+    """
 
     name: str
     time: str
     prompt: str
     output: str
-    seconds: Callable[[Any], float]
+    unit: str
+    number: Callable[[Any], float]
+    own: tuple[str, ...] = ()
+    longest_s: float = _YEAR_S
+    most_per_s: float = 1e4
 
     @property
     def columns(self) -> tuple[str, str, str]:
@@ -54,8 +82,8 @@ def _number(value: Any) -> float:
     return number
 
 
-def _seconds(value: Any) -> float:
-    """Seconds since a service began."""
+def _since(value: Any) -> float:
+    """A time since a service began."""
     if (number := _number(value)) < 0:
         raise ValueError
     return number
@@ -67,10 +95,15 @@ def _clock(value: Any) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-_AZURE = _Format("Azure LLM inference", "TIMESTAMP", "ContextTokens", "GeneratedTokens", _clock)
+_AZURE = _Format("Azure LLM inference", "TIMESTAMP", "ContextTokens", "GeneratedTokens", "clock", _clock)
 # release 2.0 has two more columns (Session ID, Elapsed time): columns are found by name
-_BURSTGPT = _Format("BurstGPT", "Timestamp", "Request tokens", "Response tokens", _seconds)
-_MOONCAKE = _Format("Mooncake", "timestamp", "input_length", "output_length", lambda value: _seconds(value) / 1000)
+_BURSTGPT = _Format("BurstGPT", "Timestamp", "Request tokens", "Response tokens", "s", _since)
+_JSON = ("timestamp", "input_length", "output_length")
+# two hours, 6 to 12 requests a second
+_BAILIAN = _Format("Alibaba Bailian", *_JSON, "s", _since, ("chat_id", "parent_chat_id", "turn"), _WEEK_S, 1e3)
+# an hour, 3 to 7 requests a second; whole milliseconds
+_MOONCAKE = _Format("Mooncake", *_JSON, "ms", _since, ("hash_ids",), _WEEK_S, 50.0)
+_UNNAMED = _Format("no published format", *_JSON, "", _since)
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> tuple[Item, ...]:
@@ -78,16 +111,19 @@ def read_trace(path: str | Path, limit: int | None = None) -> tuple[Item, ...]:
     return load_trace(path, limit).items
 
 
-def load_trace(path: str | Path, limit: int | None = None) -> RequestTrace:
+def load_trace(path: str | Path, limit: int | None = None, unit: str | None = None) -> RequestTrace:
     """Read a trace file, or its first ``limit`` requests that have a prompt and an answer; what it is, it says itself.
 
-    Times are seconds since the first request read, to the microsecond; items are sorted by them. Raises CorpusError
-    naming file, line and mend for a file that cannot be read, is empty, not UTF-8 or of another format, for a torn
-    line, and for a value that is no number or negative.
+    ``unit`` is that of its times, "s" or "ms", for files that do not say it or say it wrongly. Times of the items are
+    seconds since the first request read, to the microsecond; items are sorted by them. Raises CorpusError naming file,
+    line and mend for a file that cannot be read, is empty, not UTF-8 or of another format, for a torn line, for a value
+    that is no number or negative, and for times whose unit is in doubt.
     """
-    path = Path(path).expanduser()
+    path = paths.expanded(path)
     if limit is not None and limit < 1:
         raise CorpusError(f"{path.name}: at least 1 request must be read, not {limit}")
+    if unit not in (None, *UNITS):
+        raise CorpusError(f"{path.name}: times are in {' or '.join(UNITS)}, not in {unit!r}")
     rows: list[tuple[float, int, int]] = []
     dropped = 0
     with blaming(path, CorpusError, "mend the line, or download the file again"), closing(numbered(path)) as lines:
@@ -104,7 +140,31 @@ def load_trace(path: str | Path, limit: int | None = None) -> RequestTrace:
         raise CorpusError(f"{path} has no request with a prompt and an answer ({dropped} without); use another file")
     rows.sort(key=lambda row: row[0])
     start = rows[0][0]
-    return RequestTrace(shape.name, tuple(Item(round(t - start, 6), p, o) for t, p, o in rows), dropped)
+    if unit is None:
+        if doubt := _doubt(shape, [time for time, _, _ in rows]):
+            raise CorpusError(f"{path}: {doubt}; are they seconds or milliseconds? say unit s or ms (--arrivals-unit)")
+        unit = shape.unit
+    elif shape.unit == "clock":
+        raise CorpusError(f"{path}: times of {shape.name} are clock times and have no unit; leave it out")
+    second = UNITS.get(unit, 1.0)
+    items = tuple(Item(round((time - start) * second, 6), prompt, output) for time, prompt, output in rows)
+    return RequestTrace(shape.name, items, dropped, unit)
+
+
+def _doubt(shape: _Format, times: list[float]) -> str | None:
+    """Why ``times``, ascending, may be of another unit than the format's; None where nothing speaks for that."""
+    if not shape.unit:
+        named = "; ".join(f"{one.name} has {', '.join(one.own)}" for one in (_BAILIAN, _MOONCAKE))
+        return f"its times have no unit, as it is of no published format ({named})"
+    span_s = (times[-1] - times[0]) * UNITS.get(shape.unit, 1.0)
+    read = f"read as {shape.name}, whose times are in {shape.unit},"
+    if shape.unit == "ms" and (odd := next((time for time in times if time != int(time)), None)) is not None:
+        return f"{read} it has a time of {odd:g}, and {shape.name} has whole ones"
+    if span_s > shape.longest_s:
+        return f"{read} it would be {span_s / 86_400:,.0f} days long"
+    if span_s and len(times) / span_s > shape.most_per_s:
+        return f"{read} its {len(times):,} requests would come within {span_s:g} s"
+    return None
 
 
 def _opened(lines: Lines) -> tuple[_Format, Iterator[tuple[int, list[Any]]]]:
@@ -113,7 +173,7 @@ def _opened(lines: Lines) -> tuple[_Format, Iterator[tuple[int, list[Any]]]]:
     if first is None:
         raise Damaged("it is empty")
     if first[1].startswith("{"):
-        return _MOONCAKE, _json_rows(chain([first], lines))
+        return _json_rows(chain([first], lines))
     number, header = first
     names = columns(number, header)
     shape = max((_AZURE, _BURSTGPT), key=lambda known: len({*known.columns} & {*names}))
@@ -121,29 +181,48 @@ def _opened(lines: Lines) -> tuple[_Format, Iterator[tuple[int, list[Any]]]]:
     if len(missing) == len(shape.columns):
         raise Damaged(
             f"line {number}: no trace format has the header {header[:80]!r}; known are CSV of Azure LLM inference "
-            "(TIMESTAMP, ...) and BurstGPT (Timestamp, ...), and JSON lines of Mooncake"
+            "(TIMESTAMP, ...) and BurstGPT (Timestamp, ...), and JSON lines of Alibaba Bailian and Mooncake"
         )
     if missing:
         raise Damaged(f"line {number}: the header lacks {', '.join(missing)}, which a trace of {shape.name} has")
     return shape, ((at, [row[name] for name in shape.columns]) for at, row in records(lines, names))
 
 
-def _json_rows(lines: Lines) -> Iterator[tuple[int, list[Any]]]:
+def _json_rows(lines: Lines) -> tuple[_Format, Iterator[tuple[int, list[Any]]]]:
+    """The format of the first line, and (line, [time, prompt, output]) of every one; all must be of that format."""
+    first = next(opened := _json_objects(lines))
+    shape = _json_format(first[1])
+
+    def values() -> Iterator[tuple[int, list[Any]]]:
+        for number, row in chain([first], opened):
+            missing = [name for name in (*shape.columns, *shape.own) if name not in row]
+            if missing:
+                raise Damaged(f"line {number}: it lacks {', '.join(missing)}, which a line of {shape.name} has")
+            if (other := _json_format(row)) is not shape:
+                raise Damaged(f"line {number}: it is a line of {other.name}, and those before are of {shape.name}")
+            yield number, [row[name] for name in shape.columns]
+
+    return shape, values()
+
+
+def _json_objects(lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in lines:
         try:
             row = parse_json(line)
         except ValueError as error:
             raise Damaged(f"line {number}: it is no complete JSON") from error
-        missing = [name for name in _MOONCAKE.columns if not isinstance(row, dict) or name not in row]
-        if missing:
-            raise Damaged(f"line {number}: it lacks {', '.join(missing)}, which a line of {_MOONCAKE.name} has")
-        yield number, [row[name] for name in _MOONCAKE.columns]
+        yield number, row if isinstance(row, dict) else {}
+
+
+def _json_format(row: dict[str, Any]) -> _Format:
+    """Bailian's lines also have the field by which Mooncake's are known."""
+    return next((shape for shape in (_BAILIAN, _MOONCAKE) if any(name in row for name in shape.own)), _UNNAMED)
 
 
 def _parsed(number: int, shape: _Format, row: list[Any]) -> tuple[float, int, int]:
     """Seconds, prompt and output tokens of a row."""
     numbers = []
-    for name, value, convert in zip(shape.columns, row, (shape.seconds, _number, _number), strict=True):
+    for name, value, convert in zip(shape.columns, row, (shape.number, _number, _number), strict=True):
         try:
             numbers.append(convert(value))
         except (ValueError, TypeError, OverflowError) as error:
