@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import BusyError
 from firsttoken.swarm.background import wait_for
+from firsttoken.swarm.fairness import HERE, Client, Turns, client_of, who_yields
 from firsttoken.swarm.room import Room
 from firsttoken.swarm.service import PASS, SESSION
 from firsttoken.swarm.session import HEADERS
-from firsttoken.swarm.shares import HERE, Client, Turns, client_of, who_yields
 from firsttoken.swarm.tuning.frozen import MOST_WAITING
 from firsttoken.swarm.tuning.passes import Pass, encode_pass
 from firsttoken.swarm.wire import Stretch, encode
