@@ -10,6 +10,7 @@ from contextlib import suppress
 import grpc
 import pytest
 import torch
+from bystanders import Found, Soak, questions
 
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.room import Room
@@ -122,3 +123,139 @@ def test_a_step_that_was_cancelled_writes_nothing_into_blocks_of_others(here, he
             return torch.cat([*first, await victim.step(32, 33)])
 
     assert torch.allclose(wait_for(run()), alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_whose_sequence_makes_room_is_answered_and_keeps_its_blocks_until_then(here, held, alone):
+    """One client has the whole pool in steps that wait; another's step waits for these, and for nothing else."""
+    server, go = held
+    room = server.sessions.room
+
+    async def run() -> torch.Tensor:
+        apart = [("grpc.use_local_subchannel_pool", 1)]
+        async with (
+            grpc.aio.insecure_channel(server.record.address, apart) as channel,
+            grpc.aio.insecure_channel(server.record.address, apart) as other,
+        ):
+            hoard = [Talking(channel, here.model) for _ in range(2)]
+            victim = Talking(other, here.model)
+
+            async def talk() -> None:
+                for one in hoard:
+                    await one.send(0, 64, first=3)
+                await until(lambda: room.held == 2 and not room.pool.free)
+                await victim.send(0, 32)
+                await until(lambda: room.held == 1)  # one of them has made room, of which nothing is free yet
+                await asyncio.sleep(0.05)
+                assert room.held == 1 and not room.pool.free
+                room.check()
+
+            await shut_while(server, go, talk)
+            first = await victim.read(32)
+            for one in hoard:
+                assert (await one.read(64)).shape == (64, WIDTH)
+            return torch.cat([first, await victim.step(32, 33)])
+
+    assert torch.allclose(wait_for(run()), alone, rtol=1e-4, atol=1e-4)
+    room.check()
+
+
+def test_a_step_that_cannot_be_computed_fails_no_other_of_its_batch(here, held):
+    server, go = held
+    stack = server.sessions.batcher.stack
+    run_stack = stack.run
+
+    def fails(layers, works, hidden):
+        if any(work.tokens == 7 for work in works):
+            raise MemoryError("too much")
+        return run_stack(layers, works, hidden)
+
+    async def run() -> tuple[str, str]:
+        async with grpc.aio.insecure_channel(server.record.address) as channel:
+            first, bad, good = (Talking(channel, here.model) for _ in range(3))
+            stack.run = fails
+
+            async def talk() -> None:
+                await first.send(0, 1)
+                await until(lambda: server.sessions.room.held == 1 and not waiting(server))
+                await bad.send(0, 7)
+                await good.send(0, 5)
+                await until(lambda: waiting(server) == 2)
+
+            await shut_while(server, go, talk)
+            assert (await good.read(5)).shape == (5, WIDTH)
+            with suppress(grpc.aio.AioRpcError):
+                await bad.call.read()
+            return (await bad.call.code()).name, await bad.call.details()
+
+    assert wait_for(run()) == ("INTERNAL", "the blocks failed: too much")
+    server.sessions.room.check()
+
+
+def test_who_waits_when_a_server_ends_is_answered_or_hears_it(here):
+    """Steps that are under way have their time, and nothing that is written has another owner meanwhile."""
+    server, go = here.serve((0, 6), limits={"kv_tokens": 128})[0], threading.Event()
+
+    async def run() -> list[int]:
+        async with grpc.aio.insecure_channel(server.record.address) as channel:
+            one, two = (Talking(channel, here.model) for _ in range(2))
+            await one.step(0, 3)
+            await two.step(0, 3)
+            blocked = asyncio.create_task(server.sessions.batcher.aside(lambda: go.wait(30)))
+            await one.send(3, 4)
+            await until(lambda: len(server.sessions.room._leased) == 1 and not waiting(server))
+            await two.send(3, 4, first=2)
+            await until(lambda: waiting(server) == 1)
+            ending = asyncio.create_task(here._stack.aclose())
+            await asyncio.sleep(0.1)
+            server.sessions.room.check()
+            go.set()
+            await blocked
+            said = [await one.read(1), await two.read(1)]
+            await ending
+            with pytest.raises(grpc.aio.AioRpcError):
+                await Talking(channel, here.model).step(0, 1)
+            return [len(one) for one in said]
+
+    assert wait_for(run()) == [1, 1]
+    server.sessions.room.check()
+    assert not server.sessions.room.held and not server.sessions.room._leased
+
+
+def test_a_server_moves_when_no_step_has_a_block_any_more(here, held):
+    """A step that is computed while its session is ended by a move has its blocks until it has run."""
+    server, go = held
+    sessions, room = server.sessions, server.sessions.room
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(server.record.address) as channel:
+            one, two = (Talking(channel, here.model) for _ in range(2))
+
+            async def talk() -> None:
+                await one.send(0, 20)
+                await until(lambda: room.held == 1 and not waiting(server))
+                await two.send(0, 20, first=1)
+                await until(lambda: waiting(server) == 1)
+                one.call.cancel()
+                two.call.cancel()
+                await sessions.drain(0.0)
+                assert not waiting(server) and not room.held and len(room._leased) == 2
+                room.check()
+
+            await shut_while(server, go, talk)
+            await sessions.batcher.aside(lambda: server.sessions.batcher.stack.move(range(6)))
+            sessions.moving = False
+            await until(lambda: not room._leased)
+            assert room.pool.free == room.pool.count
+            assert (await Talking(channel, here.model).step(0, 4)).shape == (4, WIDTH)
+
+    wait_for(run())
+
+
+def test_bystanders_say_what_the_local_model_says_beside_whatever_others_do(folder):
+    """Some schedules of ``soak_sessions.py``, which runs as many as one likes."""
+    found = Found()
+    with Soak(folder, questions(6)) as soak:
+        for seed in range(12):
+            soak.schedule(seed, found)
+        soak.left()
+    assert found.answers >= 12 and not found.wrong and not found.failed

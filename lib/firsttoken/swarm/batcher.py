@@ -14,8 +14,8 @@ from torch import Tensor
 
 from firsttoken.engine.work import Work
 from firsttoken.study.errors import SwarmError
+from firsttoken.swarm.fairness import HERE, Client, Turns
 from firsttoken.swarm.room import Room
-from firsttoken.swarm.shares import HERE, Client, Turns
 from firsttoken.swarm.stack import BlockStack
 
 Answer = TypeVar("Answer")

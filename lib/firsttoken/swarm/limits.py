@@ -1,4 +1,4 @@
-"""What a server gives to all of its clients together, and for how long; the share of each is fair (``shares``)."""
+"""What a server gives to all of its clients together, and for how long; the share of each is fair (``fairness``)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.request import GREEDY, Sampling
 from firsttoken.engine.work import Work
 from firsttoken.study.errors import BusyError, RequestError, SwarmError
-from firsttoken.swarm.shares import HERE, Client, busy, who_yields
+from firsttoken.swarm.fairness import HERE, Client, busy, who_yields
 from firsttoken.swarm.wire import Stretch
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.swarm.access import Access, server_options
+from firsttoken.swarm.fairness import client_of
 from firsttoken.swarm.registry import Registry, TwinError, hear, tell
 from firsttoken.swarm.room import LostError
 from firsttoken.swarm.session import IdleError, Sessions
-from firsttoken.swarm.shares import client_of
 from firsttoken.swarm.trust.court import Court
 from firsttoken.swarm.trust.evidence import read_evidence
 from firsttoken.swarm.tuning.frozen import FrozenBlocks

@@ -15,9 +15,10 @@ from firsttoken.study.foreign.faults import shown
 from firsttoken.swarm.batcher import Batcher
 from firsttoken.swarm.blocks import parse_blocks
 from firsttoken.swarm.ending import Ending
+from firsttoken.swarm.fairness import Client, client_of, who_yields
 from firsttoken.swarm.limits import ServerLimits
 from firsttoken.swarm.room import LostError, Sequences
-from firsttoken.swarm.shares import Client, client_of, who_yields
+from firsttoken.swarm.states import check_states
 from firsttoken.swarm.trust.commitments import Committer
 from firsttoken.swarm.trust.places import OFFER, Places
 from firsttoken.swarm.wire import CODINGS, VERSION, decode, encode
@@ -74,6 +75,7 @@ class Sessions:
         self.ends: Counter[str] = Counter()  # how often a session ended for which reason
         self.moving = False  # to other blocks: no session is opened
         self._open: list[Session] = []
+        self._refused = 0  # and still listened to
         self._ended = False  # those that are open end
         self._awaited: set[asyncio.Timeout] = set()  # what clients are waited for
 
@@ -91,8 +93,13 @@ class Sessions:
             has = sum(one.client == session.client for one in self._open)
             await self.places.take(headers.get(OFFER, ""), session.client, has, self.spare())
         except FirstTokenError:
-            with suppress(IdleError):  # a client that is still sending would not hear why
-                await self.within(context.read(), "said nothing")
+            if self._refused < self.limits.sessions:  # how many are listened to at once: each may send a message
+                self._refused += 1
+                try:
+                    with suppress(IdleError):  # a client that is still sending would not hear why
+                        await self.within(context.read(), "said nothing")
+                finally:
+                    self._refused -= 1
             raise
         session.used = asyncio.get_running_loop().time()
         self._open.append(session)
@@ -162,6 +169,7 @@ class Sessions:
         works = await self.room.placed(mine, message.stretches, layers.start, session.client)
         trails = [mine[one.number].trail for one in message.stretches]  # a sequence may make room meanwhile
         out = await self.batcher.run(layers, works, message.hidden, session.client)
+        check_states(out, "the blocks made of these states what holds")
         self.room.computed(mine, message.stretches)
         session.busy, session.computed, session.used = False, True, asyncio.get_running_loop().time()
         commitment = ""

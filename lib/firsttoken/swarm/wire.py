@@ -16,7 +16,7 @@ from torch import Tensor
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.foreign.faults import Damaged
 from firsttoken.study.foreign.json_text import parse_json
-from firsttoken.study.foreign.schema import at_least, between, shaped
+from firsttoken.study.foreign.schema import between, shaped
 from firsttoken.study.foreign.tensors import header_of
 from firsttoken.swarm.states import check_states
 from firsttoken.swarm.wire8 import pack, unpack
@@ -26,7 +26,8 @@ MOST_TOKENS = 512  # of a message; a client cuts what is longer
 CODINGS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 """What hidden states travel in, by the name that a session is opened with."""
 
-_ROOM = 1 << 16  # bytes of a header at most, and of a message beside its numbers
+_ROOM = 1 << 16  # bytes of a message beside its numbers
+_MOST_HEADER = 1 << 18  # bytes: it is read before anything is known; what vouches for 512 sequences has half of it
 _SHORT = 1024  # characters of a step that is remembered
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _Count = Annotated[int, between(0, 1 << 31)]
@@ -58,7 +59,7 @@ class Message:
 @dataclass(frozen=True)
 class _ToldStep:
     stretches: tuple[tuple[_Count, _Count, _Count], ...] = ()
-    over: tuple[Annotated[int, at_least(0)], ...] = ()
+    over: tuple[_Count, ...] = ()
     first: _Count = 0
 
 
@@ -98,6 +99,8 @@ def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int
     ``tokens``: an answer to so many of them. Raises SwarmError for what is no message, or is not of this ``coding``,
     ``width`` or count, and for numbers that ``check_states`` refuses.
     """
+    if (said := int.from_bytes(data[:8], "little")) > _MOST_HEADER:
+        raise SwarmError(f"a message is no safetensors of a step: its header of {said} bytes is beyond {_MOST_HEADER}")
     try:
         header = header_of(data)
         told = _told(header.metadata.get("step", "{}"))

@@ -18,8 +18,8 @@ from firsttoken.study.errors import SwarmError
 from firsttoken.study.foreign.faults import Damaged
 from firsttoken.study.foreign.json_text import parse_json
 from firsttoken.study.foreign.schema import shaped
+from firsttoken.swarm.fairness import HERE, Client, busy
 from firsttoken.swarm.keys import public_hex
-from firsttoken.swarm.shares import HERE, Client, busy
 from firsttoken.swarm.trust.ledger import Ledger, Order, signed_slip
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from firsttoken.assets.positions import context_of
 from firsttoken.study.errors import BusyError, RequestError, SwarmError
 from firsttoken.swarm.blocks import load_span
 from firsttoken.swarm.ending import Ending
-from firsttoken.swarm.shares import HERE, Client, Turns, who_yields
+from firsttoken.swarm.fairness import HERE, Client, Turns, who_yields
 from firsttoken.swarm.tuning.passes import Adapters, Pass, decode_pass, encode_pass
 
 MOST_WAITING = 16  # passes; a client whose pass is refused asks another server, or again

@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.engine.request import Sampling
-from firsttoken.study.errors import BusyError
+from firsttoken.study.errors import BusyError, SwarmError
 from firsttoken.swarm.background import wait_for
+from firsttoken.swarm.fairness import HERE, Client, Turns, client_of, who_yields
 from firsttoken.swarm.room import Room
 from firsttoken.swarm.service import PASS, SESSION
 from firsttoken.swarm.session import HEADERS
-from firsttoken.swarm.shares import HERE, Client, Turns, client_of, who_yields
 from firsttoken.swarm.tuning.frozen import MOST_WAITING
 from firsttoken.swarm.tuning.passes import Pass, encode_pass
-from firsttoken.swarm.wire import Stretch, encode
+from firsttoken.swarm.wire import Stretch, decode, encode
 
 WIDTH = 32
 A, B, C, D = (Client(host, name) for host, name in (("one", "a"), ("one", "b"), ("two", "c"), ("three", "d")))
@@ -123,7 +123,7 @@ def test_room_is_made_by_who_has_most_and_by_who_was_idle_longest():
 @pytest.fixture
 def small(here):
     """A server of little, and what opens sessions with it, over one connection for each ``client`` that is named."""
-    up = here.serve((0, 6), limits={"sessions": 4, "kv_tokens": 128, "idle_s": 1.0, "spare_s": 30.0}, trains=True)[0]
+    up = here.serve((0, 6), limits={"sessions": 4, "kv_tokens": 128, "idle_s": 60.0, "spare_s": 60.0}, trains=True)[0]
     stack, channels = AsyncExitStack(), {}
     given = tuple(zip(HEADERS, ("1", here.model, "0:6", "float32"), strict=True))
 
@@ -148,24 +148,36 @@ def small(here):
 
 
 def test_sessions_that_compute_nothing_shut_nobody_out(small):
-    """They make way at once, the oldest of them first, and end of themselves however much is said without a step."""
+    """They make way at once, the oldest of them first."""
     up, opened, *_ = small
 
     async def run() -> None:
         empty = [await opened(f"flood {number}") for number in range(4)]
         while up.sessions.open < 4:
             await asyncio.sleep(0.01)
-        assert (await opened("victim", step(0, 0, 3))).code
+        await opened("victim", step(0, 0, 3))
         assert up.sessions.open == 4 and up.sessions.ends["LostError"] == 1
-        until = time.monotonic() + 20
-        while up.sessions.open > 1 and time.monotonic() < until:
-            for call in empty:
-                if not call.done():
-                    await call.write(encode(None, "float32", over=[1]))
-            await asyncio.sleep(0.1)
-        assert up.sessions.open <= 1 and up.sessions.ends["IdleError"] >= 3
+        assert (await empty[0].code()) is grpc.StatusCode.ABORTED
 
     wait_for(run())
+
+
+def test_a_session_that_computes_nothing_is_idle_however_much_it_says(here):
+    up = here.serve((0, 6), limits={"idle_s": 0.5})[0]
+    given = tuple(zip(HEADERS, ("1", here.model, "0:6", "float32"), strict=True))
+
+    async def run() -> str:
+        async with grpc.aio.insecure_channel(up.record.address) as channel:
+            call = channel.stream_stream(SESSION)(metadata=given)
+            await call.write(step(0, 0, 3))
+            await call.read()
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                while not call.done():
+                    await call.write(encode(None, "float32", over=[1]))
+                    await asyncio.sleep(0.1)
+            return await call.details()
+
+    assert wait_for(run()) == "the client said nothing for 0.5 s; open a session again"
 
 
 def test_one_client_with_all_sessions_makes_way_for_another_and_not_for_itself(small):
@@ -254,6 +266,27 @@ def test_passes_of_one_client_make_way_for_anothers(here, small):
         return Counter([(await call.code()).name for call in crowd])
 
     assert wait_for(run()) == {"OK": MOST_WAITING, "RESOURCE_EXHAUSTED": 1}
+
+
+def test_a_header_is_bounded_before_it_is_read():
+    header = b'{"__metadata__": {"step": "' + b" " * (1 << 18) + b'"}}'
+    with pytest.raises(SwarmError, match="its header of 262174 bytes is beyond 262144"):
+        decode(len(header).to_bytes(8, "little") + header, "float32", WIDTH, torch.float32)
+
+
+def test_who_is_refused_and_says_nothing_is_listened_to_in_a_bounded_number(small):
+    up, _, channel, given = small
+    up.sessions.moving = True  # refuses whoever comes
+
+    async def run() -> list[str]:
+        calls = [(await channel("one")).stream_stream(SESSION)(metadata=given) for _ in range(6)]
+        codes = [asyncio.ensure_future(call.code()) for call in calls]
+        await asyncio.wait(codes, return_when=asyncio.FIRST_COMPLETED)
+        assert up.sessions._refused <= 4
+        return [await call.details() for call in calls]
+
+    assert set(wait_for(run())) == {"this server moves to other blocks: ask another"}
+    assert up.sessions._refused == 0
 
 
 def test_who_is_alone_has_everything(small):
