@@ -75,7 +75,7 @@ def test_where_nothing_is_drawn_the_shape_of_draws_is_nothing():
 def test_the_best_of_as_many_as_are_told_are_all_of_them():
     parse("/v1/completions", {"prompt": "a", "n": 3, "best_of": 3})
     parse("/v1/completions", {"prompt": "a", "temperature": 0, "do_sample": False})
-    with pytest.raises(RequestError, match="^do_sample: only true is served"):
+    with pytest.raises(RequestError, match="only true is served"):
         parse("/v1/completions", {"prompt": "a", "do_sample": False})
 
 
@@ -83,7 +83,7 @@ def test_tokens_at_least_are_served_where_nothing_ends_an_answer():
     asked = {"prompt": "a", "max_tokens": 8, "min_tokens": 8}
     assert parse("/v1/completions", asked | {"ignore_eos": True}).ignore_eos
     for wrong in ({}, {"ignore_eos": True, "stop": "x"}, {"ignore_eos": True, "max_tokens": 7}):
-        with pytest.raises(RequestError, match="^min_tokens: "):
+        with pytest.raises(RequestError, match="min_tokens"):
             parse("/v1/completions", asked | wrong)
 
 

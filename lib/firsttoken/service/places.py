@@ -15,8 +15,8 @@ _LAST = 32  # tokens of a prompt: a character is four at most, and what is no te
 class Places:
     """Counts the characters of a text that comes in bytes, from ``begin`` on; it follows the bytes ``before``.
 
-    Bytes that are no UTF-8 count as the U+FFFD that they are shown as, cut as Unicode's standard cuts them. Those at the
-    end of ``before`` are shown with the text, as a :class:`TextStream` has it: more may have been on its way.
+    Bytes that are no UTF-8 count as the U+FFFD that they are shown as, cut as Unicode's standard cuts them. Those at
+    the end of ``before`` are shown with the text, as a :class:`TextStream` has it: more may have been on its way.
     """
 
     def __init__(self, begin: int = 0, before: bytes = b"") -> None:
