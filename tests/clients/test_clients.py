@@ -78,6 +78,35 @@ class TestOpenAI:
         assert usage == whole.usage and usage.completion_tokens == 48
         assert all(len(choice.logprobs.content) == 24 for choice in whole.choices)
 
+    @pytest.mark.parametrize("whole", [True, False])
+    def test_a_conversation_goes_on_with_the_answer_however_it_is_handed_back(
+        self, client: openai.OpenAI, whole: bool
+    ) -> None:
+        asked = GREEDY | {"max_completion_tokens": 5}
+        if whole:
+            message = client.chat.completions.create(**asked, messages=CHAT, logprobs=True).choices[0].message
+        else:
+            told: dict[str, str] = {}
+            for chunk in client.chat.completions.create(**asked, messages=CHAT, stream=True):
+                for key, value in chunk.choices[0].delta.model_dump(exclude_none=True).items():
+                    told[key] = told.get(key, "") + value
+            message = openai.types.chat.ChatCompletionMessage.model_validate(told)
+        plain = {"role": "assistant", "content": message.content}
+        left_out = [{"exclude_none": True}, {"exclude_unset": True}, {"exclude_defaults": True}, {}]
+        dumps = [message.model_dump(**told) for told in left_out]
+        dumps += [message.to_dict(), message.to_dict(exclude_unset=False), json.loads(message.to_json())]
+        said = {
+            client.chat.completions.create(**asked, messages=[*CHAT, history, *CHAT]).choices[0].message.content
+            for history in (message, plain, *dumps)
+        }
+        assert len(said) == 1
+
+    def test_a_prompt_that_is_too_long_is_known_as_such(self, client: openai.OpenAI) -> None:
+        room = client.models.retrieve("tiny").max_model_len
+        with pytest.raises(openai.BadRequestError, match=str(room)) as raised:
+            client.completions.create(**GREEDY, prompt="a", max_tokens=room)
+        assert raised.value.code == "context_length_exceeded" and raised.value.request_id
+
     def test_its_errors_are_what_they_should_be(self, service: Service, client: openai.OpenAI) -> None:
         with pytest.raises(openai.NotFoundError, match="is not served here"):
             client.completions.create(model="other", prompt="a")

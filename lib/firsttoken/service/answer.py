@@ -124,19 +124,19 @@ class Answers:
     def _chat_ids(self, asked: ChatRequest) -> list[int]:
         """Raises RequestError for turns of a rare role that the model's template leaves out without a word."""
         turns = [message.model_dump(exclude_none=True) for message in asked.messages]
-        ids = self._vocabulary.chat_ids(turns)
+        ids = self._vocabulary.chat_ids(turns, asked.chat_template_kwargs)
         for number, turn in enumerate(turns):
-            if turn["role"] not in _USUAL and self._reads(turns[:number] + turns[number + 1 :]) == ids:
+            if turn["role"] not in _USUAL and self._reads(turns[:number] + turns[number + 1 :], asked) == ids:
                 raise RequestError(
                     f"messages.{number}.role: this model's chat template leaves out what {turn['role']!r} says; "
                     "say it as 'system' or 'user'"
                 )
         return ids
 
-    def _reads(self, turns: list[dict[str, str]]) -> list[int] | None:
+    def _reads(self, turns: list[dict[str, str]], asked: ChatRequest) -> list[int] | None:
         """What the template makes of them; None where it refuses to."""
         try:
-            return self._vocabulary.chat_ids(turns)
+            return self._vocabulary.chat_ids(turns, asked.chat_template_kwargs)
         except RequestError:
             return None
 

@@ -31,15 +31,16 @@ class ChatTemplate:
     text: str
     special: dict[str, str]
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
-        """What the model reads before it says the next turn.
+    def prompt(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any] | None = None) -> str:
+        """What the model reads before it says the next turn; the template is told ``variables``, too.
 
         Raises RequestError where there is no template, and for a conversation that it refuses or cannot show.
         """
         if not self.text:
             raise RequestError("messages: this model has no chat template; ask /v1/completions")
         try:
-            return self._compiled().render(messages=list(messages), add_generation_prompt=True, **self.special)
+            told = {"messages": list(messages), "add_generation_prompt": True, **self.special}
+            return self._compiled().render((variables or {}) | told)
         except (TemplateError, ArithmeticError, TypeError, ValueError, LookupError) as error:
             raise RequestError(f"messages: the model's chat template says {' '.join(str(error).split())}") from error
 

@@ -99,6 +99,7 @@ MESSAGE: Table = _table(
     (("",), "refusal reasoning"),
     (([],), "tool_calls reasoning_details thinking_blocks images videos tools"),
     ((False,), "prefix partial"),
+    (("text",), "type"),  # which some clients say of turns, as of parts
 )
 # Who asks, and which requests belong together: no answer depends on it, whatever these say.
 OF_THE_CLIENT = _table(

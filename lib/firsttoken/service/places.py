@@ -9,19 +9,20 @@ from tokenizers import Tokenizer
 
 from firsttoken.service.spelling import Spelling
 
-_MOST_PARTS = 4  # bytes of a character, and so tokens that are parts of one
+_LAST = 32  # tokens of a prompt: a character is four at most, and what is no text seldom more
 
 
 class Places:
     """Counts the characters of a text that comes in bytes, from ``begin`` on; it follows the bytes ``before``.
 
-    Bytes that are no UTF-8 count as the U+FFFD that they are shown as, cut as Unicode's standard cuts them.
+    Bytes that are no UTF-8 count as the U+FFFD that they are shown as, cut as Unicode's standard cuts them. Those at
+    the end of ``before`` are shown with the text, as a :class:`TextStream` has it: more may have been on its way.
     """
 
     def __init__(self, begin: int = 0, before: bytes = b"") -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoder.decode(before)
-        self._whole = begin  # characters
+        read = self._decoder.decode(before)
+        self._whole = begin + len(read) - len(read.rstrip("\ufffd"))  # characters
 
     def take(self, spelt: bytes) -> int:
         """The place of the character that the first of these bytes belongs to."""
@@ -36,7 +37,7 @@ class Places:
 
 def after(spelling: Spelling, prompt_ids: Sequence[int], begin: int) -> Places:
     """What counts the text behind a prompt, which starts at ``begin``: the prompt may end within a character."""
-    ends = [i for i in prompt_ids[-_MOST_PARTS:] if not spelling.special(i)]
+    ends = [i for i in prompt_ids[-_LAST:] if not spelling.special(i)]
     return Places(begin, b"".join(map(spelling.spelt, ends)))
 
 

@@ -145,7 +145,8 @@ class CompletionRequest(ServedRequest):
 
 
 class ChatRequest(ServedRequest):
-    """The next turn of a conversation. ``max_completion_tokens`` is the newer name of ``max_tokens``."""
+    """The next turn of a conversation. ``max_completion_tokens`` is the newer name of ``max_tokens``;
+    ``chat_template_kwargs`` are variables that the model's template knows, such as enable_thinking."""
 
     neutral = CHAT
 
@@ -153,6 +154,7 @@ class ChatRequest(ServedRequest):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default={}, max_length=32)
 
     @field_validator("messages", mode="before")
     @classmethod

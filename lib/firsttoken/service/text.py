@@ -41,10 +41,10 @@ class Vocabulary:
         tokenizer.no_padding()
         self._most_chars = most_tokens * max(len(token) for token in tokenizer.get_vocab())
 
-    def chat_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def chat_ids(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any] | None = None) -> list[int]:
         """The ids of a conversation under the model's template, up to where it answers. Raises RequestError as
         ``prompt_ids``, and as :meth:`ChatTemplate.prompt`."""
-        return self.prompt_ids(self._template.prompt(messages), special=False)
+        return self.prompt_ids(self._template.prompt(messages, variables), special=False)
 
     def prompt_ids(self, prompt: str | Sequence[int], special: bool = True) -> list[int]:
         """The ids of a prompt, which is a text or already ids; between 1 and ``most_tokens`` of them. With ``special``
