@@ -67,8 +67,8 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         "--arrivals",
         type=Path,
         metavar="FILE",
-        help="replay arrivals and lengths of a trace at the searched rates: Azure's or BurstGPT's CSV, Alibaba Bailian's "
-        "or Mooncake's JSON lines (default: Poisson arrivals with the lengths of the profile)",
+        help="replay arrivals and lengths of a trace at the searched rates: Azure's or BurstGPT's CSV, Alibaba "
+        "Bailian's or Mooncake's JSON lines (default: Poisson arrivals with the lengths of the profile)",
     )
     added.add_argument(
         "--arrivals-unit", choices=("s", "ms"), help="unit of its times, where its format leaves a doubt"

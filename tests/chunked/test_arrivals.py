@@ -57,12 +57,12 @@ def test_the_command_says_what_it_replays(bailian: Path, capsys) -> None:
 
 def test_a_trace_in_doubt_is_asked_about_and_the_answer_taken(tmp_path: Path, capsys) -> None:
     path = tmp_path / "trace.jsonl"
-    rows = [{"timestamp": 20 * n, "input_length": 1500, "output_length": 30} for n in range(40)]
+    rows = [{"timestamp": 20 * n, "input_length": 1500, "output_length": 30} for n in range(16)]
     path.write_text("\n".join(map(json.dumps, rows)))
     asked = ["capacity", "--scheduler", "sarathi 512", "--profile", "quick", "--seeds", "2", "--arrivals", str(path)]
     assert main(asked) == USAGE
     assert "say unit s or ms (--arrivals-unit)" in capsys.readouterr().err
     assert main([*asked, "--arrivals-unit", "s"]) == 0
     said = capsys.readouterr().out
-    assert "times in s: 40 requests over 780 s" in said and "n=1" in said, "there is but one draw of it"
+    assert "times in s: 16 requests over 300 s" in said and "n=1" in said, "there is but one draw of it"
     assert main([*asked[:-2], "--arrivals-unit", "s"]) == USAGE

@@ -21,6 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "oldest_signatures.yaml"
 # the package to import of a distribution, where that is called otherwise
 PACKAGES = {"grpcio": "grpc", "pyzmq": "zmq", "runai-model-streamer": "runai_model_streamer"}
+# what repeats the names of others, and the hundreds of models that are not used
+_ASIDE = re.compile(
+    r"/(tests?|testing|_inductor|_dynamo|onnx|thirdparty_files|models/(?!llama/|qwen2/|bloom/|auto/)\w+)/"
+)
 OPEN = "**"  # any keyword: it is passed on
 # methods that are called on objects: what calls them is not imported, so the class is named here
 METHODS = {
@@ -94,10 +98,7 @@ class Sources:
         for package in sorted(packages):
             home = next(folder.glob(f"*/{package}"), None) or sys.exit(f"{folder} has no wheel of {package}")
             for path in (*home.rglob("*.py"), *home.rglob("*.pyi")):
-                if re.search(
-                    r"/(tests?|testing|_inductor|_dynamo|onnx|thirdparty_files|models/(?!llama/|qwen2/|bloom/|auto/)\w+)/",
-                    str(path),
-                ):
+                if _ASIDE.search(path.as_posix()):
                     continue
                 self._read(package, path)
 
@@ -140,9 +141,8 @@ class Sources:
     def _of(self, package: str, node: ast.AST) -> set[str]:
         if isinstance(node, ast.ClassDef):
             made = [*self._methods(package, node, "__init__"), *self._methods(package, node, "__new__")]
-            fields = {
-                one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and hasattr(one.target, "id")
-            }
+            stated = (one.target for one in node.body if isinstance(one, ast.AnnAssign))
+            fields = {target.id for target in stated if isinstance(target, ast.Name)}
             for base in self._bases(package, node) if not made else ():
                 fields |= self._of(package, base)
             return fields.union(*(self._of(package, one) for one in made))
@@ -154,15 +154,11 @@ class Sources:
 def main() -> None:
     bounds = lower_bounds()
     sources = Sources(Path(sys.argv[1]), set(bounds))
-    names: dict[str, set[str]] = {}
-    for call in calls(set(bounds)):
-        names.setdefault(call.name, set()).update(call.keywords)
+    names = sorted({call.name for call in calls(set(bounds))})
+    taken = {name: sources.keywords(name) for name in names}
     table = {
         "read_from": bounds,
-        "taken": {
-            name: OPEN if OPEN in (taken := sources.keywords(name)) else " ".join(sorted(taken))
-            for name in sorted(names)
-        },
+        "taken": {name: OPEN if OPEN in found else " ".join(sorted(found)) for name, found in taken.items()},
     }
     TABLE.write_text(yaml.safe_dump(table, sort_keys=False, width=118), encoding="utf-8")
 

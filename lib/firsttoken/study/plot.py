@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,16 +85,28 @@ COLOURS: dict[str, str] = {name: look.colour for name, look in LOOKS.items()}
 
 
 def style() -> None:
-    """Make ``env/matplotlibrc`` the style of the figures that follow."""
+    """Make ``env/matplotlibrc`` the style of the figures that follow, and in a notebook show them in it.
+
+    Which backend draws is decided here and not by ``MPLBACKEND``: that of a batch system shows nothing in a notebook.
+    """
     import matplotlib
     import seaborn
 
+    if shell := _kernel():
+        shell.enable_matplotlib("inline")
     seaborn.set_theme(style="whitegrid", context="notebook")
     matplotlib.rc_file(paths.ENV / "matplotlibrc")
 
 
+def _kernel() -> Any:
+    """The shell of the Jupyter kernel that this is; None elsewhere."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell if getattr(shell, "kernel", None) is not None else None
+
+
 def save(fig: Figure, name: str) -> Path:
-    """Write ``fig`` to figures/``name``.png and .svg without a date, atomically; returns the path of the PNG.
+    """Write ``fig`` to figures/``name``.png and .svg without a date, atomically; returns the path of the PNG. In a
+    notebook the figure is shown, and closed.
 
     Raises StorageError.
     """
@@ -104,6 +117,12 @@ def save(fig: Figure, name: str) -> Path:
             if path == png:
                 temporary.write_bytes(few_colours(temporary.read_bytes()))
         fig.set_layout_engine("none")  # found once; to look again takes longer than to draw, here and where it is shown
+    if _kernel():
+        import matplotlib.pyplot
+        from IPython.display import display
+
+        display(fig)
+        matplotlib.pyplot.close(fig)  # else a backend of notebooks shows it at the end of the cell once more
     return png
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
+import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,78 @@ def test_points_and_lines_between_them(profile: Path, prefill, contexts: list[in
     """Bilinear functions are met exactly, between the points too."""
     costs = ProfiledCosts.read(profile, layers=2)
     assert costs.step_s([prefill] if prefill else [], contexts) == pytest.approx(step_us(prefill, contexts) * 1e-6)
+
+
+# a second grid: chunks, prefixes, decodes, contexts
+FINE = ((0, 24, 36, 54), (0, 32, 48, 56), (0, 1, 2, 4), (0, 32, 48, 56))
+
+
+def add_a_grid(profile: Path) -> set[tuple[int, ...]]:
+    """Add a finer grid to ``attention.csv``; returns its points. Neither grid has a point of both kinds."""
+    there = {tuple(map(int, line.split(",")[:4])) for line in (profile / "attention.csv").read_text().split()[1:]}
+    more = [
+        (c, p, n, k)
+        for c, p, n, k in product(*FINE)
+        if (c or not p) and (c or n) and bool(n) == bool(k) and (c, p, n, k) not in there
+    ]
+    with (profile / "attention.csv").open("a") as file:
+        file.write("".join(f"\n{c},{p},{n},{k},{attention(c, p, n, k)}" for c, p, n, k in more))
+    return set(more)
+
+
+def test_the_union_of_two_grids(profile: Path) -> None:
+    """What was measured is met at every point, and a function that is linear along each axis between them too."""
+    points = add_a_grid(profile)
+    costs = ProfiledCosts.read(profile, layers=1)
+    assert 5 < len(costs.axes[0]) < len(points) < costs.grid.size / 2
+    for chunk, prefix, decodes, context in points:
+        assert costs._lookup(chunk, prefix, decodes, context) * 1e6 == pytest.approx(
+            attention(chunk, prefix, decodes, context)
+        )
+    rng = random.Random(0)
+    for _ in range(300):
+        chunk, prefix, context = rng.uniform(16, 64), rng.uniform(16, 64), rng.uniform(16, 64)
+        decodes = rng.randint(1, 4)
+        assert costs._lookup(chunk, prefix, decodes, context) * 1e6 == pytest.approx(
+            attention(chunk, prefix, decodes, context)
+        )
+
+
+def test_a_point_that_is_missing_from_its_own_grid_is_not_made_up(profile: Path) -> None:
+    add_a_grid(profile)
+    table = profile / "attention.csv"
+    kept = [line for line in table.read_text().split() if not line.startswith(("16,64,1,16,", "24,48,1,48,"))]
+    table.write_text("\n".join(kept))
+    with pytest.raises(CorpusError, match=r"attention.csv: there is no measurement at .*'n_decode': 1"):
+        ProfiledCosts.read(profile, layers=1)
+
+
+def test_a_profile_of_several_degrees_is_read_at_one_gpu(profile: Path) -> None:
+    """Keys of its ``meta.yaml`` are whole numbers: the degrees."""
+    for degree in ("tp1", "tp2"):
+        (profile / degree).mkdir()
+        for name in ("attention.csv", "dense.csv", "per_sequence.csv"):
+            (profile / degree / name).write_bytes((profile / name).read_bytes())
+    for name in ("attention.csv", "dense.csv", "per_sequence.csv"):
+        (profile / name).unlink()
+    degrees = "  per_tp:\n    1:\n      n_samples: 3\n    2:\n      n_samples: 4\n"
+    (profile / "meta.yaml").write_text(f"tp_degrees: [1, 2]\nskew_fit:\n  enabled: false\n{degrees}")
+    one, same = ProfiledCosts.read(profile, 1), ProfiledCosts.read(profile / "tp1", 1)
+    assert one.sha256 == same.sha256 and (one.grid == same.grid).all()
+    with pytest.raises(CorpusError, match="tp2 is of 2 GPUs; a profile of several GPUs lacks the time of what they"):
+        ProfiledCosts.read(profile / "tp2", 1)
+    (profile / "tp1" / "moe.csv").write_text("tokens,activated_experts,time_us\n1,8,50.2\n")
+    with pytest.raises(CorpusError, match=r"moe.csv: a mixture of experts is not simulated"):
+        ProfiledCosts.read(profile, 1)
+    shutil.rmtree(profile / "tp1")
+    with pytest.raises(CorpusError, match="has tp2 and no tp1; a profile of several GPUs"):
+        ProfiledCosts.read(profile, 1)
+
+
+def test_a_profile_of_the_older_profiler_says_so(profile: Path) -> None:
+    (profile / "attention.csv").write_text("prefill_chunk_size,kv_cache_size,batch_size,is_prefill\n32,0,1,True\n")
+    with pytest.raises(CorpusError, match=r"attention.csv: an older profiler \(v0\) wrote it"):
+        ProfiledCosts.read(profile, 1)
 
 
 def test_tables_may_lie_in_tp1_and_end_in_lines(profile: Path) -> None:

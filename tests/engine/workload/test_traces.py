@@ -35,10 +35,10 @@ BURSTGPT_2 = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response 
 MOONCAKE = """{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 {"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": [46, 47, 2366]}
 """
-BAILIAN = """{"chat_id": 7, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 40, "output_length": 9, "type": "text", \
-"turn": 1, "hash_ids": [1, 2]}
-{"chat_id": 9, "parent_chat_id": 7, "timestamp": 81.5, "input_length": 60, "output_length": 8, "type": "search", "turn": 2, \
-"hash_ids": [1]}
+BAILIAN = """{"chat_id": 7, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 40, "output_length": 9, \
+"type": "text", "turn": 1, "hash_ids": [1, 2]}
+{"chat_id": 9, "parent_chat_id": 7, "timestamp": 81.5, "input_length": 60, "output_length": 8, \
+"type": "search", "turn": 2, "hash_ids": [1]}
 """
 UNNAMED = """{"timestamp": 20, "input_length": 40, "output_length": 9}
 {"timestamp": 60, "input_length": 60, "output_length": 8}

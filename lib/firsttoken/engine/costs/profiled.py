@@ -3,13 +3,15 @@
 A profile is a folder: ``attention.csv`` (microseconds of one layer's attention over the prefill's chunk and cached
 prefix, the decoding requests and their context), ``dense.csv`` (every other operator, by the tokens of the batch),
 ``per_sequence.csv`` (head and sampler, by the sequences), ``meta.yaml``, and ``skew_fit.csv`` where uneven decode
-batches were measured too. The tables lie in the folder itself, or in its ``tp1`` (one GPU).
+batches were measured too. The tables lie in the folder itself, or in its ``tp1`` (one GPU). Those of more GPUs are not
+read: what the GPUs exchange is in no profile. Nor is a mixture of experts: its layers take as long as its routing says.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +20,21 @@ from typing import Any
 
 import numpy as np
 
+from firsttoken.engine.costs.grid import attention_grid
 from firsttoken.engine.costs.lines import follow, line_through
 from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.costs.tables import MEND, number, rows
 from firsttoken.engine.costs.uneven import Unevenness
 from firsttoken.study.errors import CorpusError, ProfileError
-from firsttoken.study.foreign.faults import blaming
+from firsttoken.study.foreign.csv_text import columns, numbered
+from firsttoken.study.foreign.faults import Damaged, blaming
 from firsttoken.study.foreign.schema import shaped
 from firsttoken.study.foreign.yaml_text import read_yaml
 
 ONCE, TWICE = frozenset({"embedding", "final_layernorm"}), frozenset({"layernorm"})  # of a pass, and of a layer
-GRID = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 MOST_TOKENS = 1 << 14  # tokens of a batch that the tables are kept for; beyond it they go on as they end
-_MOST_CELLS = 10**7  # of the grid: 80 MB; the RTX 4090's has 12,960
+_DEGREE = re.compile(r"tp\d+")  # the folder of the tables for so many GPUs
+_MORE_GPUS = "a profile of several GPUs lacks the time of what they exchange: take one of tp1"
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,11 @@ class ProfiledCosts(Costs):
         """
         if layers < 1:
             raise ProfileError(f"profiled costs: a model has at least 1 layer, not {layers}")
-        folder = Path(folder).expanduser()
-        tables = folder / "tp1" if (folder / "tp1").is_dir() else folder
+        folder, tables = _located(Path(folder).expanduser())
         meta = _meta(folder / "meta.yaml")
         dense = _by_layer(tables / "dense.csv", "tokens")
         heads = _by_layer(tables / "per_sequence.csv", "sequences")
-        axes, grid = _attention(tables / "attention.csv")
+        axes, grid = attention_grid(tables / "attention.csv")
         per_pass = sum(line_through(dense[name], MOST_TOKENS) for name in sorted(ONCE & dense.keys()))
         per_layer = sum(
             line_through(points, MOST_TOKENS) * (1 + (name in TWICE)) for name, points in _layers(dense).items()
@@ -172,6 +175,29 @@ def _bracket(axis: Sequence[int], value: float) -> tuple[tuple[int, float], ...]
     return (right - 1, 1 - weight), (right, weight)
 
 
+def _located(folder: Path) -> tuple[Path, Path]:
+    """The folder of ``meta.yaml`` and that of the tables. Raises CorpusError for tables that cannot be used."""
+    degrees = sorted(path.name for path in folder.glob("tp*") if path.is_dir())
+    tables = folder / "tp1" if "tp1" in degrees else folder
+    if _DEGREE.fullmatch(folder.name) and not (folder / "meta.yaml").exists():
+        folder = folder.parent
+    if degrees and tables == folder:
+        raise CorpusError(f"{folder} has {', '.join(degrees)} and no tp1; {_MORE_GPUS}")
+    if _DEGREE.fullmatch(tables.name) and tables.name != "tp1":
+        raise CorpusError(f"{tables} is of {tables.name[2:]} GPUs; {_MORE_GPUS}")
+    if (tables / "moe.csv").exists():
+        raise CorpusError(
+            f"{tables / 'moe.csv'}: a mixture of experts is not simulated; take a profile of a dense model"
+        )
+    if (tables / "attention.csv").exists():
+        with blaming(tables / "attention.csv", CorpusError, MEND):
+            if {"prefill_chunk_size", "is_prefill"} & set(columns(*next(numbered(tables / "attention.csv"), (1, "")))):
+                raise Damaged(
+                    "an older profiler (v0) wrote it, which measured prompts and decodes apart, never together"
+                )
+    return folder, tables
+
+
 def _layers(dense: Mapping[str, Any]) -> dict[str, Any]:
     return {name: points for name, points in dense.items() if name not in ONCE}
 
@@ -203,42 +229,3 @@ def _by_layer(path: Path, by: str) -> dict[str, dict[int, float]]:
             )
         table[at] = number(path, line, row, "time_us")
     return tables
-
-
-def _attention(path: Path) -> tuple[tuple[tuple[int, ...], ...], np.ndarray]:
-    """The axes, and microseconds [chunks, prefixes, decodes, contexts]."""
-    points: dict[tuple[int, ...], float] = {}
-    for line, row in rows(path, (*GRID, "time_us")):
-        at = tuple(int(number(path, line, row, name)) for name in GRID)
-        if at in points:
-            raise CorpusError(f"{path}, line {line}: the point {at} is there twice; {MEND}")
-        points[at] = number(path, line, row, "time_us")
-    axes = tuple(tuple(sorted({0, *(at[place] for at in points)})) for place in range(len(GRID)))
-    if short := [name for name, axis in zip(GRID, axes, strict=True) if len(axis) < 3]:
-        raise CorpusError(f"{path}: {', '.join(short)} has fewer than two points above 0; {MEND}")
-    if (cells := math.prod(map(len, axes))) > _MOST_CELLS:
-        raise CorpusError(
-            f"{path}: its {len(points):,} points lie on no grid, one of {cells:,} would hold them; {MEND}"
-        )
-    grid = np.full([len(axis) for axis in axes], np.nan)
-    for at, microseconds in points.items():
-        grid[tuple(axis.index(value) for axis, value in zip(axes, at, strict=True))] = microseconds
-    _fill(path, axes, grid)
-    return axes, grid
-
-
-def _fill(path: Path, axes: tuple[tuple[int, ...], ...], grid: np.ndarray) -> None:
-    """Set what cannot be (no decodes at a context, no prefill at a prefix) to 0, and what the GPU could not hold (the
-    most decodes beside a prefill, or at a long context) to the line through the two points before it."""
-    grid[0, 1:] = grid[:, :, 0, 1:] = grid[:, :, 1:, 0] = grid[0, 0, 0, 0] = 0.0
-    for hole in map(tuple, np.argwhere(np.isnan(grid))):
-        for place in (2, 3):
-            at, axis = hole[place], axes[place]
-            before = [grid[(*hole[:place], at - back, *hole[place + 1 :])] for back in (1, 2)] if at >= 3 else [np.nan]
-            if not np.isnan(before).any():
-                slope = (before[0] - before[1]) / (axis[at - 1] - axis[at - 2])
-                grid[hole] = before[0] + slope * (axis[at] - axis[at - 1])
-                break
-        else:
-            point = {name: axis[i] for name, axis, i in zip(GRID, axes, hole, strict=True)}
-            raise CorpusError(f"{path}: there is no measurement at {point}; {MEND}")

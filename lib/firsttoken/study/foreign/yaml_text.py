@@ -1,4 +1,5 @@
-"""YAML as data and no more: the core schema of YAML 1.2, keys that are text and there once, no aliases and no tags.
+"""YAML as data and no more: the core schema of YAML 1.2, keys that are there once, no aliases and no tags.
+A key is text, or a whole number as it is spelt.
 
 YAML 1.1, which PyYAML reads, makes dates of numbers, yes and no of words, and text of 1e-4.
 """
@@ -95,6 +96,8 @@ class _Loader(yaml.SafeLoader):
         found: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
+            if type(key) is int:  # a table by number, such as `1: ...`, has its keys as they are spelt
+                key = key_node.value
             if not isinstance(key, str):
                 raise _at(key_node, f"the key {shown(key)} is no text; put it in quotes")
             if key in found:
