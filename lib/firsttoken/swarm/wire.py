@@ -18,6 +18,7 @@ from firsttoken.study.foreign.faults import Damaged
 from firsttoken.study.foreign.json_text import parse_json
 from firsttoken.study.foreign.schema import at_least, between, shaped
 from firsttoken.study.foreign.tensors import header_of
+from firsttoken.swarm.states import check_states
 from firsttoken.swarm.wire8 import pack, unpack
 
 VERSION = "1"
@@ -95,7 +96,7 @@ def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int
     """The message of these bytes, its hidden states in ``dtype``.
 
     ``tokens``: an answer to so many of them. Raises SwarmError for what is no message, or is not of this ``coding``,
-    ``width`` or count, and for numbers that are not finite.
+    ``width`` or count, and for numbers that ``check_states`` refuses.
     """
     try:
         header = header_of(data)
@@ -116,8 +117,7 @@ def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int
         raise SwarmError(f"hidden states in {main.dtype} came where the session was opened for {coding}")
     tensors = load(data)
     hidden = unpack(tensors, dtype) if coding == "int8" else tensors["hidden"].to(dtype)
-    if not torch.isfinite(hidden).all():
-        raise SwarmError("hidden states hold NaN or infinity: whoever computed them computed nonsense")
+    check_states(hidden)
     return Message(stretches, hidden, told.over, told.first, header.metadata.get("commitment", ""))
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from firsttoken.study.foreign.faults import Damaged
 from firsttoken.study.foreign.json_text import parse_json
 from firsttoken.study.foreign.schema import between, shaped
 from firsttoken.study.foreign.tensors import header_of
+from firsttoken.swarm.states import check_states
 from firsttoken.swarm.wire import MOST_TOKENS
 
 HIDDEN, GRADIENT = "hidden", "gradient"
@@ -58,7 +58,7 @@ def encode_pass(one: Pass) -> bytes:
 
 def decode_pass(data: bytes, width: int) -> Pass:
     """The pass of these bytes, in float32. Raises SwarmError for what is none, or is not of this ``width``, and for
-    numbers that are not finite."""
+    numbers that ``check_states`` refuses."""
     try:
         header = header_of(data)
         told = shaped(_ToldPass, parse_json(header.metadata.get("pass", "{}")))
@@ -79,8 +79,8 @@ def decode_pass(data: bytes, width: int) -> Pass:
     if HIDDEN not in header.tensors:
         raise SwarmError("a pass holds no hidden states")
     tensors = load(data)
-    if odd := next((name for name, one in tensors.items() if not torch.isfinite(one).all()), None):
-        raise SwarmError(f"{odd} of a pass holds NaN or infinity")
+    for name, one in tensors.items():
+        check_states(one, f"{name} of a pass holds")
     gradient = tensors.get(GRADIENT)
     return Pass(
         tensors[HIDDEN].unflatten(0, (rows, tokens)),
