@@ -24,7 +24,7 @@ def test_nonsense_is_refused_wherever_it_stands(wrong):
             with pytest.raises(SwarmError):  # some codings cannot even say it
                 decode(encode(hidden, coding, [Stretch(0, 0, 3)]), coding, 16, torch.float32)
         for one in (Pass(hidden[None], {}), Pass(torch.zeros(1, 3, 16), {}, gradient=hidden[None])):
-            with pytest.raises(SwarmError, match="of a pass holds .*computed nonsense"):
+            with pytest.raises(SwarmError, match=r"of a pass holds .*computed nonsense"):
                 decode_pass(encode_pass(one), 16)
 
 
