@@ -209,5 +209,3 @@ def impatient() -> Iterator[None]:
         yield
     finally:
         over_swarm.Patience, server_module._GRACE_S = kept
-
-

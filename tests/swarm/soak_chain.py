@@ -1,9 +1,9 @@
 """Random deaths, returns, hangs and requests of chains without spares: is anything said that the local model does not?
 
-``python tests/swarm/soak_chain.py --schedules 1000`` serves a tiny random model by one to four servers of this process,
-asks them from Python and over HTTP while they are killed, leave, hang, lose their sessions and come back, and counts the
-answers: "right" is the local model's, "error" an answer of 500 and more or a SwarmError. A schedule is "stuck" where
-its servers are well again, and nothing right is said for a minute.
+``python tests/swarm/soak_chain.py --schedules 1000`` serves a tiny random model by one to four servers of this process.
+It asks them from Python and over HTTP while they are killed, leave, hang, lose their sessions and come back, and counts
+the answers: "right" is the local model's, "error" an answer of 500 and more or a SwarmError. A schedule is "stuck"
+where its servers are well again, and nothing right is said for a minute.
 """
 
 from __future__ import annotations
