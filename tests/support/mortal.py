@@ -7,6 +7,10 @@ nothing to anybody; one that comes back does so on the same port, under the same
 from __future__ import annotations
 
 import asyncio
+import random
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -31,8 +35,12 @@ from firsttoken.swarm.server import Running, ServerConfig, serving
 
 DEPTH, ANSWER = 6, 4
 SHORT = Patience(
-    step_s=0.5, token_s=0.001, ban_s=0.5, refresh_s=0.2, answer_s=0.5, find_s=0.4, late_s=5.0
+    step_s=0.5, token_s=0.001, ban_s=0.5, refresh_s=0.2, answer_s=5.0, find_s=0.4, late_s=5.0
 )  # a server is missed for longer than this within a second; on a busy machine healthy ones are, too
+
+
+EVENTS = {"kill": 4, "leave": 1, "hang": 2, "lose": 2, "back": 5, "back new": 3, "heal": 4}
+_STUCK_S = 60.0
 
 
 class Killed(Exception):
@@ -177,6 +185,62 @@ class MortalSwarm:
         for place in self.places:
             place.heal()
             place.kill()
+
+
+class Schedules:
+    """Random schedules on ``swarm``, which is asked the ``known``."""
+
+    def __init__(self, swarm: MortalSwarm, known: Sequence[Known], draw: random.Random) -> None:
+        self.swarm, self.known, self.draw = swarm, known, draw
+
+    def run(self, schedules: int) -> Counter[str]:
+        """How all of their answers were."""
+        counts: Counter[str] = Counter()
+        for _ in range(schedules):
+            for _ in range(self.draw.randint(2, 4)):
+                if self.draw.random() < 0.7:
+                    self.befall()
+                counts[self.ask()] += 1
+            self.swarm.heal()
+            if self.draw.random() < 0.25:  # else the next one begins with what this one has left
+                counts["stuck"] += not self.recovers(counts)
+            counts["schedules"] += 1
+        counts["stuck"] += not self.recovers(counts)
+        return counts
+
+    def befall(self) -> None:
+        """Something happens to one of the servers."""
+        place = self.draw.choice(self.swarm.places)
+        event = self.draw.choices(list(EVENTS), list(EVENTS.values()))[0]
+        if event.startswith("back"):
+            place.start(same_key=event == "back")
+        else:
+            getattr(place, event)()
+
+    def ask(self) -> str:
+        """One request, in whose course something may happen."""
+        one = self.draw.choice(self.known)
+        if self.draw.random() < 0.4:
+            if self.draw.random() < 0.3:
+                happens = threading.Timer(self.draw.uniform(0, 0.03), self.befall)
+                happens.start()
+                said = self.swarm.by_http(one)
+                happens.join()
+                return said
+            return self.swarm.by_http(one)
+        cancel_after = self.draw.choice([99, 99, 99, 99, 0, 2])
+        return self.swarm.by_python(one, lambda: self.befall() if self.draw.random() < 0.15 else None, cancel_after)
+
+    def recovers(self, counts: Counter[str]) -> bool:
+        """Whether both ways of asking are answered rightly again, and nothing else but errors is said until then."""
+        deadline = time.monotonic() + _STUCK_S
+        for ask in (self.swarm.by_python, self.swarm.by_http):
+            while (said := ask(self.known[0])) != "right":
+                counts[said] += 1
+                if time.monotonic() > deadline:
+                    return False
+            counts[said] += 1
+        return True
 
 
 def write_known(folder: Path, count: int, lengths: Sequence[int] = (3, 9, 21, 40)) -> list[Known]:

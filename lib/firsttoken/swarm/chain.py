@@ -21,6 +21,7 @@ from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.cover import check_cover, gaps
 from firsttoken.swarm.line import Line, ServerFault
 from firsttoken.swarm.records import Record
+from firsttoken.swarm.states import check_states
 from firsttoken.swarm.swarm import Swarm
 from firsttoken.swarm.trust.auditor import Auditor, DoubtFault
 from firsttoken.swarm.wire import MOST_TOKENS, Stretch
@@ -48,8 +49,10 @@ class Chain:
     async def run(self, stretches: Sequence[Stretch], hidden: Tensor) -> Tensor:
         """``hidden`` [tokens, hidden] of ``stretches``, end to end, after the layers.
 
-        Raises SwarmError when blocks stay unserved, or all who serve them fail or refuse the step.
+        Raises SwarmError when blocks stay unserved, all who serve them fail or refuse the step, or what enters is no
+        model's hidden states, which no server is to be blamed for.
         """
+        check_states(hidden)
         async with self._turn:
             for one, rows in zip(stretches, hidden.split([one.end - one.start for one in stretches]), strict=True):
                 self._edges.keep(one.number, self.layers.start, one.start, rows)

@@ -70,21 +70,19 @@ class Line:
 
         Raises ServerFault when this server does not answer in time, or nonsense, or refuses.
         """
-        rows, dtype = hidden.shape[0], hidden.dtype
+        rows, over = hidden.shape[0], list(self._over)
         limit_s = self._patience.limit_s(rows)
+        message = encode(hidden, self._coding, stretches, over, first)
         try:
             async with asyncio.timeout(limit_s):
-                over = list(self._over)
-                message = encode(hidden, self._coding, stretches, over, first)
                 data = await self._exchange(message)
-            self._over.difference_update(over)
-            self.moved_bytes += len(message) + len(data)
-            answer = decode(data, self._coding, hidden.shape[1], dtype, rows)
         except TimeoutError:
             raise ServerFault(f"{self.name} did not answer within {limit_s:.1f} s") from None
-        except ServerFault:
-            raise
-        except SwarmError as error:
+        self._over.difference_update(over)
+        self.moved_bytes += len(message) + len(data)
+        try:
+            answer = decode(data, self._coding, hidden.shape[1], hidden.dtype, rows)
+        except Exception as error:  # whatever goes wrong with its answer is this server's fault
             raise ServerFault(f"{self.name}: {error}") from error
         self.steps, self.answered_s = self.steps + 1, time.monotonic()
         for one in stretches:

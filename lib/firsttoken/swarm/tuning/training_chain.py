@@ -113,13 +113,18 @@ class TrainingChain:
     async def _ask(self, record: Record, blocks: range, asked: Pass, failing: _Failing) -> Pass | None:
         """The answer of one server; None when it failed or refused, and is not asked for a while.
 
-        Raises SwarmError once it has been the last for ``find_s``, and RequestError for a pass that is too large.
+        Raises SwarmError once it has been the last for ``find_s``, and RequestError for a pass that is too large
+        or holds what no model has.
         """
         import grpc
 
         swarm, message = self.swarm, encode_pass(asked)
         if len(message) > (most := most_bytes(asked.hidden.shape[2], len(blocks))):
             raise RequestError(f"a pass of {len(message):,} bytes; at most {most:,} are taken: fewer tokens or ranks")
+        try:
+            decode_pass(message, asked.hidden.shape[2])
+        except SwarmError as error:  # as of a training that diverged: no server is to be blamed for it
+            raise RequestError(str(error)) from error
         tokens = asked.hidden.shape[0] * asked.hidden.shape[1]
         limit_s = swarm.patience.limit_s(tokens) * (1 if asked.gradient is None else _BACKWARD)
         opened = zip(HEADERS, (VERSION, swarm.model, f"{blocks.start}:{blocks.stop}", "float32"), strict=True)
