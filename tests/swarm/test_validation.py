@@ -18,6 +18,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
+from firsttoken.swarm.conduct import Conduct
 from firsttoken.swarm.keys import public_hex, server_key
 from firsttoken.swarm.service import ACCUSE
 from firsttoken.swarm.trust.auditor import AGREED, CONVICTED, INCONCLUSIVE, WITNESS, Audits
@@ -165,7 +166,7 @@ def test_who_does_not_vouch_for_an_answer_is_left_out(here, client, asked):
     commit = up.sessions.committer.commit
     for wrong, why in ((lambda *_: "", "carries no commitment"), (swapped(commit), "of other inputs or outputs")):
         part(model)
-        model.swarm._banned.clear()
+        model.swarm.conduct = Conduct(model.swarm.patience)
         for server in (first, second):
             model.swarm._pings[server.record.address] = 0.0 if server is up else 1.0
         up.sessions.committer.commit = wrong

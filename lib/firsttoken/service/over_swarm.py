@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -12,9 +13,10 @@ from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.swarm.access import Access, check_installed
 from firsttoken.swarm.background import wait_for
+from firsttoken.swarm.cover import unserved
 from firsttoken.swarm.overview import overview
 from firsttoken.swarm.patience import Patience
-from firsttoken.swarm.remote import RemoteModel
+from firsttoken.swarm.remote import UNAUDITED, RemoteModel
 
 _TOLD = 50  # servers that were replaced lately
 
@@ -42,6 +44,7 @@ class SwarmServer(ReadyServer):
         except FirstTokenError:
             self._model.close()
             raise
+        print(UNAUDITED, file=sys.stderr, flush=True)
         self._model.executor.view.stage = 1
         self._bytes = sum(weight.nbytes for weight in self._model.model.parameters() if not weight.is_meta)
         super().__init__(self._model.engine, limits, self._model.close)
@@ -51,21 +54,24 @@ class SwarmServer(ReadyServer):
         return overview(self._model.chain, time.time())
 
     def status(self) -> dict[str, Any]:
-        """One stage that is there; the ``servers`` of the chain, in order, and as ``events`` who was replaced."""
-        model = self._model
+        """One stage, which is there while all blocks are served; the ``servers`` of the chain, in order, and as
+        ``events`` who was replaced. While a block is unserved no prompt is answered: the stage is 0, the state
+        "degraded", and the error names the blocks, until somebody serves them."""
+        model, missing = self._model, self._model.chain.unserved()
         servers = [
             {"blocks": [line.layers.start, line.layers.stop], "address": record.address, "key": record.server[:8]}
             for line, record in list(model.chain.lines)
         ]
         return {
-            "stage": 1,
+            "stage": 0 if missing else 1,
             "stages": 1,
-            "state": "complete",
-            "error": None,
+            "state": "degraded" if missing else "complete",
+            "error": unserved(missing) if missing else None,
             "events": [{"stage": 1, "what": f"replaced {key[:8]}: {why}"} for key, why in model.chain.faults[-_TOLD:]],
             "sessions": len(self._open),
             "bytes_loaded": self._bytes,
             "bytes_total": self._bytes,
             "servers": servers,
             "known": len(model.swarm.servers()),
+            "audits": UNAUDITED,
         }

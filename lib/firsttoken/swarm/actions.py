@@ -111,7 +111,7 @@ def _rest(options: argparse.Namespace) -> None:
 def _generate(options: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
-    from firsttoken.swarm.remote import RemoteModel
+    from firsttoken.swarm.remote import UNAUDITED, RemoteModel
     from firsttoken.swarm.trust.auditor import Audits
 
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
@@ -132,7 +132,9 @@ def _generate(options: argparse.Namespace) -> None:
         print(tokenizer.decode(said[0], skip_special_tokens=True))
         for server, why in model.chain.faults:
             print(f"replaced {server[:8]}: {why}", file=sys.stderr)
-        if model.chain.auditor is not None:
+        if model.chain.auditor is None:
+            print(UNAUDITED, file=sys.stderr)
+        else:
             ends = ", ".join(f"{count} {end}" for end, count in model.chain.auditor.ends.items())
             print(f"audits: {ends or 'none'}", file=sys.stderr)
 

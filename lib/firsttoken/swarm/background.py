@@ -23,8 +23,13 @@ def begin(what: Coroutine[Any, Any, Answer]) -> Future[Answer]:
 
 
 def wait_for(what: Coroutine[Any, Any, Answer]) -> Answer:
-    """What the coroutine returns or raises there."""
-    return begin(what).result()
+    """What the coroutine returns or raises there. Who stops waiting, as at a KeyboardInterrupt, ends it, too."""
+    answer = begin(what)
+    try:
+        return answer.result()
+    except BaseException:
+        answer.cancel()  # does nothing where the coroutine has raised
+        raise
 
 
 @cache

@@ -31,7 +31,6 @@ def overview(chain: Chain, now: float) -> dict[str, Any]:
         first = min((line.layers.start for line in asked.get(one.server, ())), default=len(chain.layers))
         return first, _STATES.index(states[one.server][0]), one.blocks, one.server
 
-    serving = [one.span for one in swarm.servers()]
     return {
         "layers": len(chain.layers),
         "version": swarm.model,
@@ -40,7 +39,7 @@ def overview(chain: Chain, now: float) -> dict[str, Any]:
             for one in sorted(known.values(), key=rank)[:MOST_SERVERS]
         ],
         "more": max(0, len(known) - MOST_SERVERS),
-        "unserved": [block for block in chain.layers if not any(block in span for span in serving)],
+        "unserved": chain.unserved(),
         "replaced": [
             {"key": key, "why": _text(why), "by": [_named(record) | {"blocks": _ends(blocks)} for record, blocks in by]}
             for (key, why), by in list(zip(chain.faults, chain.heirs, strict=False))[-MOST_REPLACED:]

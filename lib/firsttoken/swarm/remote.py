@@ -26,6 +26,12 @@ from firsttoken.swarm.trust.auditor import Auditor, Audits
 from firsttoken.swarm.trust.places import Bid
 from firsttoken.swarm.wire import CODINGS, Stretch
 
+UNAUDITED = (
+    "no answer is audited: whatever the servers of this swarm compute is believed; `firsttoken swarm generate "
+    "--audit-rate 0.1` has a share of it computed again by others"
+)
+"""What a user is told once where answers are not audited."""
+
 
 class RemoteSegment:
     """``chain`` as a segment of a decoder; it is asked by the engine's thread, and lives in the swarm's."""

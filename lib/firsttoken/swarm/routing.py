@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from firsttoken.study.errors import SwarmError
+from firsttoken.swarm.cover import check_cover, unserved
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def best_chain(servers: Collection[Reachable], layers: range, without: Collectio
                     best[first], step[first] = cost, hop
     if layers.start not in best:
         gaps = [block for block in layers if not any(block in server.blocks for server in usable)]
-        raise SwarmError(f"no server that answers has blocks {_spans(gaps)}: start one with `firsttoken swarm serve`")
+        raise SwarmError(unserved(gaps))
     chain: list[Hop] = []
     at = layers.start
     while at != layers.stop:
@@ -90,6 +91,7 @@ def best_chain(servers: Collection[Reachable], layers: range, without: Collectio
         if chain and chain[-1].server == hop.server:  # no way between them, and a sum that was rounded down
             hop = Hop(hop.server, range(chain.pop().blocks.start, at))
         chain.append(hop)
+    check_cover([hop.blocks for hop in chain], layers)
     return chain
 
 
@@ -123,14 +125,3 @@ def split_rows(rows: int, chains: Sequence[Sequence[Hop]]) -> list[int]:
         shares[index] += 1
         heapq.heapreplace(ends, (chain_s(chains[index], shares[index] + 1), index))
     return shares
-
-
-def _spans(blocks: Sequence[int]) -> str:
-    """``[2, 3, 4, 7]`` as "2 to 4, 7"."""
-    spans: list[list[int]] = []
-    for block in blocks:
-        if spans and block == spans[-1][-1] + 1:
-            spans[-1].append(block)
-        else:
-            spans.append([block])
-    return ", ".join(f"{span[0]} to {span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)

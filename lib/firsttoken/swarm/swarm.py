@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.access import Access
 from firsttoken.swarm.announcer import exchange
+from firsttoken.swarm.conduct import TIMES, Conduct
 from firsttoken.swarm.line import Line
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.records import Record
 from firsttoken.swarm.registry import Registry, tell
-from firsttoken.swarm.routing import Hop, best_chain
+from firsttoken.swarm.routing import Hop, best_chain, chain_s
 from firsttoken.swarm.trust.places import Bid
 
 if TYPE_CHECKING:
     import grpc
 
-_PAUSE_S = 0.05  # between two looks for somebody who serves what nobody does
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5  # between two looks for somebody who serves what nobody does
 
 
 class Swarm:
@@ -54,7 +55,7 @@ class Swarm:
         self._width, self._trained = width, trained
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._pings: dict[str, float] = {}  # by address, of those that answered when they were asked last
-        self._banned: dict[str, float] = {}  # by subkey, until when
+        self.conduct = Conduct(patience)
         self.convicted: set[str] = set()  # subkeys of who was shown to have lied: they are not asked any more
 
     async def keep_looking(self) -> None:
@@ -70,7 +71,7 @@ class Swarm:
             asked |= new
             await asyncio.gather(*map(self._ask, new))
         for address in self._channels.keys() - asked:
-            await self._channels.pop(address).close()
+            await self.reconnect(address)
 
     def servers(self) -> list[Record]:
         """Who serves blocks of the model, answered when asked last, and was not convicted."""
@@ -83,14 +84,10 @@ class Swarm:
         wrong = {
             "another version": record.model != self.model,
             "convicted": record.server in self.convicted,
-            "shunned": self._banned.get(record.server, 0.0) > time.monotonic(),
+            "shunned": record.server in self.conduct.shunned(),
             "silent": ping_s is None,
         }
         return next((state for state, holds in wrong.items() if holds), "serves"), ping_s
-
-    def ban(self, server: str) -> None:
-        """Do not ask this one for a while, unless nobody else has its blocks."""
-        self._banned[server] = time.monotonic() + self.patience.ban_s
 
     async def check(self, layers: range) -> None:
         """Raises SwarmError when nobody answers at the addresses given, or one of ``layers`` is served by nobody."""
@@ -101,27 +98,53 @@ class Swarm:
             )
         self._best(layers, set())
 
-    async def route(self, layers: range, why: str = "") -> list[tuple[Hop, Record]]:
+    async def route(
+        self, layers: range, why: str = "", until: float | None = None, without: Collection[str] = ()
+    ) -> list[tuple[Hop, Record]]:
         """The fastest chain through ``layers``, at once where one is known.
 
         Else the swarm is looked over until there is one: of servers that failed lately and answer again, if need be.
-        Raises SwarmError after ``find_s`` seconds, with the ``why`` of the last failure.
+        Raises SwarmError after ``find_s`` seconds, or at ``until`` (monotonic clock), with the ``why`` of the last
+        failure. Who is in ``without``, as it has refused just this, is not asked; where nobody else has the blocks,
+        that is said at once.
         """
-        until, looked = time.monotonic() + self.patience.find_s, False
+        find_s, pause_s, looked = self.patience.find_s, _PAUSE_S, False
+        until, without = time.monotonic() + find_s if until is None else until, set(without)
         while True:
-            for without in [self._shunned(), set()][: 1 + looked]:
+            for shunned in [self.conduct.shunned(), self.conduct.resting()][: 1 + looked]:
                 with suppress(SwarmError):
-                    return self._best(layers, without)
+                    return self._best(layers, shunned | without)
+            if looked and without and not self._covers(layers, without):
+                raise SwarmError(f"{why} (and nobody else that answers has blocks {layers.start} to {layers.stop - 1})")
             if time.monotonic() > until:
                 break
             if looked:
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S, find_s / 8)
             await self.look()
             looked = True
         try:
-            return self._best(layers, set())
+            self._best(layers, without)
         except SwarmError as error:
-            raise SwarmError(f"{error} (waited {self.patience.find_s:g} s{'; ' + why if why else ''})") from None
+            raise SwarmError(f"{error} (waited {find_s:g} s{'; ' + why if why else ''})") from None
+        why = why or f"whoever has blocks {layers.start} to {layers.stop - 1} failed lately"
+        raise SwarmError(f"{why} (and who took over failed, too, for {find_s:g} s)")
+
+    def faster(self, record: Record, layers: range) -> bool:
+        """Whether others would bring a token through ``layers`` several times as fast as the server of ``record``,
+        which is late again and again."""
+        if not (late_s := self.conduct.late_s(record.server)):
+            return False
+        try:
+            others = self._best(layers, self.conduct.shunned() | {record.server})
+        except SwarmError:
+            return False
+        return TIMES * chain_s([hop for hop, _ in others]) < self.announced_s(record, layers, 1) + late_s
+
+    def announced_s(self, record: Record, layers: range, tokens: int) -> float:
+        """Seconds of ``tokens`` through ``layers`` by what the server of ``record`` says and how far away it is."""
+        server = record.reachable(self._pings.get(record.address, 0.0))
+        return chain_s([Hop(server, layers)], tokens)
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The connection to ``address``, made when it is first asked for."""
@@ -148,14 +171,16 @@ class Swarm:
     def _records(self) -> list[Record]:
         return self.registry.serving(self.model, time.time())
 
-    def _shunned(self) -> set[str]:
-        now = time.monotonic()
-        self._banned = {server: until for server, until in self._banned.items() if until > now}
-        return set(self._banned)
+    def _covers(self, layers: range, without: set[str]) -> bool:
+        with suppress(SwarmError):
+            return bool(self._best(layers, without))
+        return False
 
     def _best(self, layers: range, without: set[str]) -> list[tuple[Hop, Record]]:
+        """Who is late is farther away than its ping says."""
         known = {one.server: one for one in self.servers()}
-        reachable = [one.reachable(self._pings[one.address]) for one in known.values()]
+        late_s = self.conduct.late_s
+        reachable = [one.reachable(self._pings[one.address] + late_s(one.server)) for one in known.values()]
         return [(hop, known[hop.server.name]) for hop in best_chain(reachable, layers, without)]
 
     async def _ask(self, address: str) -> None:
@@ -165,5 +190,8 @@ class Swarm:
         except SwarmError:
             self._pings.pop(address, None)
             return
+        returned = address not in self._pings
         self._pings[address] = time.perf_counter() - begun
         self.registry.take_all(records, time.time())
+        for server in {one.server for one in self._records() if returned and one.address == address}:
+            self.conduct.back(server)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from firsttoken.study.errors import RequestError, SwarmError
+from firsttoken.swarm.cover import check_cover
+from firsttoken.swarm.line import REFUSALS
 from firsttoken.swarm.records import Record
+from firsttoken.swarm.routing import Hop
 from firsttoken.swarm.service import PASS
 from firsttoken.swarm.session import HEADERS
 from firsttoken.swarm.swarm import Swarm
@@ -27,6 +31,15 @@ class Entered(NamedTuple):
     hidden: Tensor
 
 
+@dataclass
+class _Failing:
+    """Since when (monotonic clock, 0: not) nobody answers a pass, ``why``, and who has ``refused`` it (subkeys)."""
+
+    since_s: float = 0.0
+    why: str = ""
+    refused: set[str] = field(default_factory=set)
+
+
 class TrainingChain:
     """``layers`` on the servers of ``swarm``, of which those that do not train are passed by. Lives in its loop."""
 
@@ -35,11 +48,10 @@ class TrainingChain:
         self.layers = layers
         self.faults: list[tuple[str, str]] = []  # (subkey, why) of each server that was replaced
         self.moved_bytes = 0  # of messages that were answered, both ways
-        self._failing_s: float | None = None  # since when nobody has answered
 
     async def forward(self, hidden: Tensor, adapters: Adapters, scaling: float) -> tuple[Tensor, list[list[Entered]]]:
         """``hidden`` [rows, tokens, hidden] after the layers, and what entered whom, for each part of the batch that
-        fits a message. Raises SwarmError when blocks stay unserved, RequestError for what no server takes."""
+        fits a message. Raises SwarmError when blocks stay unserved, RequestError for what all refuse who serve them."""
         parts = [await self._forward(self.layers, rows, adapters, scaling) for rows in _parts(hidden)]
         return torch.cat([out for out, _ in parts]), [entered for _, entered in parts]
 
@@ -50,6 +62,7 @@ class TrainingChain:
         firsts: list[Tensor] = []
         sums: Adapters = {}
         for part, rows in zip(entered, _parts(gradient), strict=True):
+            check_cover([one.blocks for one in part], self.layers)
             for one in reversed(part):
                 rows, halves = await self._backward(one, rows, adapters, scaling)
                 for where, (a, b) in halves.items():
@@ -62,20 +75,22 @@ class TrainingChain:
         self, layers: range, hidden: Tensor, adapters: Adapters, scaling: float
     ) -> tuple[Tensor, list[Entered]]:
         entered: list[Entered] = []
-        at = layers.start
+        at, failing = layers.start, _Failing()
         while at < layers.stop:
-            hop, record = (await self.swarm.route(range(at, layers.stop)))[0]
+            hop, record = (await self._route(range(at, layers.stop), failing))[0]
             asked = Pass(hidden, _within(adapters, hop.blocks), scaling)
-            if (answer := await self._ask(record, hop.blocks, asked)) is not None:
+            if (answer := await self._ask(record, hop.blocks, asked, failing)) is not None:
                 entered.append(Entered(hop.blocks, hidden))
-                hidden, at = answer.hidden, hop.blocks.stop
+                hidden, at, failing = answer.hidden, hop.blocks.stop, _Failing()
+        check_cover([one.blocks for one in entered], layers)
         return hidden, entered
 
     async def _backward(
         self, one: Entered, gradient: Tensor, adapters: Adapters, scaling: float
     ) -> tuple[Tensor, Adapters]:
+        failing = _Failing()
         while True:
-            (hop, record), *others = await self.swarm.route(one.blocks)
+            (hop, record), *others = await self._route(one.blocks, failing)
             if others:  # whoever took over has other blocks: its inputs are computed on the way
                 _, entered = await self._forward(one.blocks, one.hidden, adapters, scaling)
                 halves: Adapters = {}
@@ -84,19 +99,32 @@ class TrainingChain:
                     halves |= more
                 return gradient, halves
             asked = Pass(one.hidden, _within(adapters, hop.blocks), scaling, gradient)
-            if (answer := await self._ask(record, hop.blocks, asked)) is not None:
+            if (answer := await self._ask(record, hop.blocks, asked, failing)) is not None:
                 return answer.hidden, answer.adapters
 
-    async def _ask(self, record: Record, blocks: range, asked: Pass) -> Pass | None:
-        """The answer of one server; None when it failed, and is not asked for a while.
+    async def _route(self, blocks: range, failing: _Failing) -> list[tuple[Hop, Record]]:
+        """As ``Swarm.route``, without those who have refused. Raises RequestError where nobody else has the blocks."""
+        until = failing.since_s + self.swarm.patience.find_s if failing.since_s else None
+        try:
+            return await self.swarm.route(blocks, failing.why, until, failing.refused)
+        except SwarmError as error:
+            raise (RequestError if failing.refused else SwarmError)(str(error)) from error
 
-        Raises SwarmError, once it has been the last for ``find_s``, and RequestError for what every server refuses.
+    async def _ask(self, record: Record, blocks: range, asked: Pass, failing: _Failing) -> Pass | None:
+        """The answer of one server; None when it failed or refused, and is not asked for a while.
+
+        Raises SwarmError once it has been the last for ``find_s``, and RequestError for a pass that is too large
+        or holds what no model has.
         """
         import grpc
 
         swarm, message = self.swarm, encode_pass(asked)
         if len(message) > (most := most_bytes(asked.hidden.shape[2], len(blocks))):
             raise RequestError(f"a pass of {len(message):,} bytes; at most {most:,} are taken: fewer tokens or ranks")
+        try:
+            decode_pass(message, asked.hidden.shape[2])
+        except SwarmError as error:  # as of a training that diverged: no server is to be blamed for it
+            raise RequestError(str(error)) from error
         tokens = asked.hidden.shape[0] * asked.hidden.shape[1]
         limit_s = swarm.patience.limit_s(tokens) * (1 if asked.gradient is None else _BACKWARD)
         opened = zip(HEADERS, (VERSION, swarm.model, f"{blocks.start}:{blocks.stop}", "float32"), strict=True)
@@ -105,27 +133,26 @@ class TrainingChain:
             call = swarm.channel(record.address).unary_unary(PASS)
             data = await call(message, timeout=limit_s, metadata=headers)
             said = _answer(decode_pass(data, asked.hidden.shape[2]), asked)
-            self._failing_s = None
             self.moved_bytes += len(message) + len(data)
             return said
         except grpc.aio.AioRpcError as error:
-            codes = grpc.StatusCode
             why = error.details() or error.code().name
-            if error.code() in (codes.INVALID_ARGUMENT, codes.UNAUTHENTICATED):
-                raise RequestError(f"{record.name} refuses: {why}") from None
-        except (SwarmError, grpc.aio.UsageError) as error:
+            if error.code().name in REFUSALS:
+                failing.refused.add(record.server)
+                why = f"refuses: {why}"
+        except (SwarmError, grpc.aio.BaseError) as error:
             why = str(error)
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():
                 raise
             why = "its connection was closed"
         self.faults.append((record.server, why))
-        failing_s = self._failing_s = self._failing_s or time.monotonic()
-        if time.monotonic() - failing_s > (most := swarm.patience.find_s):
-            self._failing_s = None  # whoever tries again has as long
-            raise SwarmError(f"{record.name}: {why} (and who took over failed, too, for {most:g} s)")
-        swarm.ban(record.server)
+        swarm.conduct.failed(record.server)
         await swarm.reconnect(record.address)
+        failing.why = f"{record.name}{' ' if why.startswith('refuses: ') else ': '}{why}"
+        failing.since_s = failing.since_s or time.monotonic()
+        if time.monotonic() - failing.since_s > (most := swarm.patience.find_s):
+            raise SwarmError(f"{failing.why} (and who took over failed, too, for {most:g} s)")
         return None
 
 

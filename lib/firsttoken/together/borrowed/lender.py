@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.access import Access
+from firsttoken.swarm.cover import check_cover, named
 from firsttoken.swarm.line import Line, ServerFault
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.wire import Stretch
@@ -29,11 +29,13 @@ class Lender(NamedTuple):
 def check_lenders(lenders: Sequence[Lender], depth: int) -> None:
     """Raise SwarmError unless ``lenders`` have, in this order, all layers from the first one's first to the last of
     ``depth``, each once."""
-    ends = [lenders[0].layers.start, *(one.layers.stop for one in lenders)] if lenders else []
-    each = [range(first, stop) for first, stop in pairwise(ends)]
-    if not each or ends[-1] != depth or [one.layers for one in lenders] != each or not all(map(len, each)):
-        held = ", ".join(f"[{one.layers.start}, {one.layers.stop})" for one in lenders) or "none"
-        raise SwarmError(f"layers {held} are lent: name them in order to the end of [0, {depth}), each once")
+    spans = [one.layers for one in lenders]
+    try:
+        check_cover(spans, range(spans[0].start if spans else 0, depth))
+    except SwarmError:
+        raise SwarmError(
+            f"layers {named(spans)} are lent: name them in order to the end of [0, {depth}), each once"
+        ) from None
 
 
 class LentSpan:

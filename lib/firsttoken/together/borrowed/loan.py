@@ -17,6 +17,7 @@ from firsttoken.study.errors import FirstTokenError, SwarmError
 from firsttoken.swarm.access import Access
 from firsttoken.swarm.background import begin, wait_for
 from firsttoken.swarm.chain import messages_of
+from firsttoken.swarm.cover import check_cover
 from firsttoken.swarm.line import ServerFault
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.wire import Stretch
@@ -51,6 +52,7 @@ class Loan:
         check_lenders(lenders, depth)
         self.first = lenders[0].layers.start
         self.gone = ""  # why nothing is lent any more
+        self._depth = depth
         self._spans: list[LentSpan] = []
         self._asked = lenders[0].address  # who was asked last
         wait_for(self._connect(lenders, model, width, access or Access(), patience or Patience()))
@@ -118,6 +120,8 @@ class Loan:
     async def _send(self, first: int, stretches: Sequence[Stretch], edges: Edges) -> Tensor:
         """The step behind all of its sequences that one of the lenders that it goes through has not seen."""
         spans = [span for span in self._spans if first < span.layers.stop]
+        entered = [range(max(first, span.layers.start), span.layers.stop) for span in spans]
+        check_cover(entered, range(first, self._depth))
         behind = [
             Stretch(one.number, min(one.start, *(span.known(one.number) for span in spans)), one.end)
             for one in stretches
