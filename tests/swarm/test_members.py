@@ -165,8 +165,9 @@ def test_other_machines_need_tls_and_a_token(here, client, asked, tmp_path):
     one, door = asked(8, 6), ups[0].record.address
     said_by(client(door, access=Access("secret", public)), one)
     patience = {"find_s": 0.1}
-    for wrong in (Access("other", public), Access("", public), Access("secret")):
-        with pytest.raises(SwarmError, match="no server that answers"):
+    token, tls = "asks for a token: give --token-file", "one with TLS needs --tls-ca"
+    for wrong, why in ((Access("other", public), token), (Access("", public), token), (Access("secret"), tls)):
+        with pytest.raises(SwarmError, match=f"nobody of a swarm answers at {door}: name .*{why}"):
             client(door, access=wrong, patience=patience).generate(torch.tensor([[1]]), 1)
     with pytest.raises(SwarmError, match=r"192\.0\.2\.1:5 is on another machine: give --tls-ca"):
         Access().channel("192.0.2.1:5", 32)

@@ -142,10 +142,13 @@ def _list(options: argparse.Namespace) -> None:
     swarm = Swarm(model_sha256(options.model), options.registry, 1, access, Patience())
 
     async def look() -> None:
-        await swarm.look()
-        for one in sorted(swarm.servers(), key=lambda one: one.blocks):
+        await swarm.meet()
+        servers = sorted(swarm.servers(), key=lambda one: one.blocks)
+        for one in servers:
             rate = f"{one.throughput:,.0f} tokens/s through a block"
             print(f"blocks [{one.blocks[0]}, {one.blocks[1]}) at {one.address}, key {one.server[:8]}: {rate}")
+        if not servers or swarm.contacts.faults or swarm.contacts.held_against():
+            print(f"{len(servers)} servers have blocks of the model; seen beside: {swarm.unseen()}", file=sys.stderr)
         await swarm.close()
 
     asyncio.run(look())

@@ -18,6 +18,7 @@ from firsttoken.study.system.openmp import loops_elsewhere
 from firsttoken.swarm.access import Access
 from firsttoken.swarm.announcer import Announcer
 from firsttoken.swarm.batcher import Batcher
+from firsttoken.swarm.contacts import Contacts
 from firsttoken.swarm.keys import public_hex, server_key
 from firsttoken.swarm.limits import ServerLimits
 from firsttoken.swarm.placement import Rebalancing
@@ -106,7 +107,8 @@ async def serving(
     frozen = None
     if config.trains:
         frozen = await batcher.aside(partial(FrozenBlocks, config.folder, config.blocks, config.dtype))
-    service = BlockService(sessions, registry, court, config.access, frozen)
+    contacts = Contacts(registry, config.access, stack.width)
+    service = BlockService(sessions, contacts, court, config.access, frozen)
     throughput = await batcher.aside(stack.measured_throughput)
     server, port = await service.start(config.host, config.port)
     now = time.time()
@@ -121,7 +123,8 @@ async def serving(
         expires=now + config.limits.expiry_s,
         moves=config.rebalancing is not None,
     )
-    announcer = Announcer(record, key, registry, config.peers, config.access, config.limits.expiry_s, stack.width)
+    announcer = Announcer(record, key, contacts, config.peers, config.limits.expiry_s)
+    service.announcer = announcer
     rebalancer = None
     if config.rebalancing is not None:
         rule = config.rebalancing

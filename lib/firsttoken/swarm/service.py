@@ -4,7 +4,6 @@ charge against another server, and what is said to one's account."""
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -12,7 +11,12 @@ from typing import TYPE_CHECKING
 
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.swarm.access import Access, server_options
-from firsttoken.swarm.registry import Registry, TwinError, hear, tell
+from firsttoken.swarm.addresses import source_of
+from firsttoken.swarm.announcer import Announcer
+from firsttoken.swarm.contacts import Contacts
+from firsttoken.swarm.messages import ASKED_BYTES, hear
+from firsttoken.swarm.messages import EXCHANGE as EXCHANGE
+from firsttoken.swarm.registry import TwinError
 from firsttoken.swarm.room import LostError
 from firsttoken.swarm.session import IdleError, Sessions
 from firsttoken.swarm.trust.court import Court
@@ -23,20 +27,21 @@ if TYPE_CHECKING:
     import grpc
 
 SERVICE = "firsttoken.Swarm"
-SESSION, EXCHANGE, PASS, ACCUSE, ACCOUNT = (
-    f"/{SERVICE}/{call}" for call in ("Session", "Exchange", "Pass", "Accuse", "Account")
-)
+SESSION, PASS, ACCUSE, ACCOUNT = (f"/{SERVICE}/{call}" for call in ("Session", "Pass", "Accuse", "Account"))
 
 
 class BlockService:
-    """``sessions``, passes through ``frozen`` (None: this server does not train) and ``registry``, served to whom
-    ``access`` admits; ``court`` judges other servers, and keeps the accounts under this one's subkey."""
+    """``sessions``, passes through ``frozen`` (None: this server does not train) and what its ``contacts`` know, served
+    to whom ``access`` admits; ``court`` judges other servers, and keeps the accounts under this one's subkey. The
+    ``announcer`` is given when the port is known: it speaks for this server."""
+
+    announcer: Announcer
 
     def __init__(
-        self, sessions: Sessions, registry: Registry, court: Court, access: Access, frozen: FrozenBlocks | None = None
+        self, sessions: Sessions, contacts: Contacts, court: Court, access: Access, frozen: FrozenBlocks | None = None
     ) -> None:
         self.sessions = sessions
-        self.registry = registry
+        self.contacts = contacts
         self.court = court
         self.access = access
         self.frozen = frozen
@@ -84,18 +89,19 @@ class BlockService:
 
     async def _exchange(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
-        now = time.time()
+        if len(data) > ASKED_BYTES:
+            said = f"a member says one record of itself, in {ASKED_BYTES} bytes at most: {len(data)} are not read"
+            await _abort(context, RequestError(said))
+        refused = ""
         try:
-            server, records = hear(data)
+            told = hear(data)
+            for own in [one for one in told.records if one.server == told.server][:1]:
+                refused = await self.contacts.hear_of(own, source_of(context.peer()))
+        except TwinError as error:
+            await _abort(context, error)
         except SwarmError as error:
             await _abort(context, RequestError(str(error)))
-        wrong = self.registry.take_all(records, now)
-        refused = wrong.get(server or "")  # what it says of others may be stale, and not its fault
-        if refused is None and wrong and len(wrong) == len(records):
-            refused = next(iter(wrong.values()))
-        if refused is not None:
-            await _abort(context, refused if isinstance(refused, TwinError) else RequestError(str(refused)))
-        return tell(self.registry.live(now), self.court.ledger.keeper)
+        return self.announcer.answer(told, refused)
 
     async def _accuse(self, messages: AsyncIterable[bytes], context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
