@@ -14,8 +14,8 @@ from dataclasses import replace
 import grpc
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from plain_tokens import check_greedy
+from strangers import NOW, keyed, record, said
 
 from firsttoken.study.errors import SwarmError
 from firsttoken.swarm import contacts as contacts_module
@@ -29,17 +29,7 @@ from firsttoken.swarm.records import Record
 from firsttoken.swarm.registry import MOST, Registry, UnprovenError
 from firsttoken.swarm.wire import most_bytes
 
-NOW = 1_000_000.0
 JUNK = 10 * MOST
-
-
-def keyed(number: int) -> Ed25519PrivateKey:
-    return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
-
-
-def record(number: int, now: float = NOW, **changed) -> Record:
-    made = Record(public_hex(keyed(number)), f"127.0.0.1:{4000 + number}", (0, 6), "a" * 64, 100.0, now, now, now + 30)
-    return replace(made, **changed).signed(keyed(number))
 
 
 FORMS: tuple[Callable[[Record, float], Record], ...] = (
@@ -85,13 +75,6 @@ def port() -> Iterator[Port]:
     port = Port()
     yield port
     port.close()
-
-
-async def said(address: str, own: Record, access: Access | None = None) -> Told:
-    """What the member at ``address`` says to the server of ``own``, over a connection of its own."""
-    access = access or Access()
-    async with access.channel(address, 32) as channel:
-        return await exchange(channel, access, tell([own], own.server), 20.0)
 
 
 async def all_said(address: str, records: list[Record], connections: int = 8) -> list[Told]:

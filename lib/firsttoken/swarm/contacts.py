@@ -38,7 +38,7 @@ async def exchange(channel: grpc.aio.Channel, access: Access, said: bytes, secon
 
     codes = grpc.StatusCode
     try:
-        return hear(await channel.unary_unary(EXCHANGE)(said, timeout=seconds, metadata=access.headers))
+        told = hear(await channel.unary_unary(EXCHANGE)(said, timeout=seconds, metadata=access.headers))
     except grpc.aio.AioRpcError as error:
         if error.code() is codes.ALREADY_EXISTS:
             raise TwinError(error.details()) from error
@@ -53,6 +53,9 @@ async def exchange(channel: grpc.aio.Channel, access: Access, said: bytes, secon
         if asyncio.current_task().cancelling():
             raise
         raise SwarmError("the connection was closed") from None
+    if told.talk != TALK:
+        raise SwarmError(f"it speaks version {told.talk} of records, not {TALK}: have one version on all members")
+    return told
 
 
 def _unreached(details: str, access: Access) -> str:
@@ -80,6 +83,7 @@ class Contacts:
         self._refused: dict[str, tuple[str, float]] = {}  # by address, of who said so itself: why, and when
         self._hints: dict[str, list[Record]] = {}  # by who passed them on
         self._asked: dict[str, tuple[int, float]] = {}  # by spot: how often in vain, and when again
+        self._whys: dict[str, str] = {}  # by spot: why it was called back in vain
         self._strangers = Shares(16, 4.0)
         self._calling = asyncio.Semaphore(_AT_ONCE)
 
@@ -200,14 +204,16 @@ class Contacts:
         self.registry.check(record, now)
         if not (record.span or record.counted()):
             return  # who leaves, and was never known
-        times, due = self._asked.get(spot_of(record.address), (0, 0.0))
+        _, due = self._asked.get(spot := spot_of(record.address), (0, 0.0))
         if due > time.monotonic():
-            raise SwarmError(
-                f"{record.address} did not answer as {record.server[:8]} when it was called back, {times} times: it is "
-                f"called again in {due - time.monotonic():.0f} s"
-            )
+            why = self._whys.get(spot, f"{record.address} has not answered yet")
+            raise SwarmError(f"{why} (it is called back again in {due - time.monotonic():.0f} s)")
         self.tried(record.address)
-        await self._call_back(record)
+        try:
+            await self._call_back(record)
+        except SwarmError as error:
+            _put(self._whys, spot, str(error))
+            raise
 
     async def _call_back(self, record: Record) -> None:
         address = record.address
@@ -226,8 +232,6 @@ class Contacts:
 
     def _proven(self, address: str, told: Told, nonce: str) -> None:
         """Believe what who answers at ``address`` says of itself, if it is its address."""
-        if told.talk != TALK:
-            raise SwarmError(f"it speaks version {told.talk} of records, not {TALK}: have one version on all members")
         if told.server is None:
             return
         told.check_proof(nonce)

@@ -14,7 +14,7 @@ from firsttoken.swarm.access import Access, server_options
 from firsttoken.swarm.addresses import source_of
 from firsttoken.swarm.announcer import Announcer
 from firsttoken.swarm.contacts import Contacts
-from firsttoken.swarm.messages import ASKED_BYTES, hear
+from firsttoken.swarm.messages import ASKED_BYTES, TALK, hear
 from firsttoken.swarm.messages import EXCHANGE as EXCHANGE
 from firsttoken.swarm.registry import TwinError
 from firsttoken.swarm.room import LostError
@@ -95,7 +95,9 @@ class BlockService:
         refused = ""
         try:
             told = hear(data)
-            for own in [one for one in told.records if one.server == told.server][:1]:
+            if told.talk != TALK:
+                refused = f"this member speaks version {TALK} of records, not {told.talk}: have one version on all"
+            for own in [] if refused else [one for one in told.records if one.server == told.server][:1]:
                 refused = await self.contacts.hear_of(own, source_of(context.peer()))
         except TwinError as error:
             await _abort(context, error)
