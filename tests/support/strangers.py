@@ -7,9 +7,8 @@ from dataclasses import replace
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from firsttoken.swarm.access import Access
-from firsttoken.swarm.contacts import exchange
 from firsttoken.swarm.keys import public_hex
-from firsttoken.swarm.messages import Told, tell
+from firsttoken.swarm.messages import Told, exchange, tell
 from firsttoken.swarm.records import Record
 
 NOW = 1_000_000.0

@@ -22,9 +22,9 @@ from firsttoken.swarm import contacts as contacts_module
 from firsttoken.swarm.access import Access
 from firsttoken.swarm.addresses import check_kind, check_name, network_of, source_of, spot_of
 from firsttoken.swarm.background import wait_for
-from firsttoken.swarm.contacts import Contacts, exchange
+from firsttoken.swarm.contacts import Contacts
 from firsttoken.swarm.keys import public_hex
-from firsttoken.swarm.messages import ASKED_BYTES, EXCHANGE, PAGE_BYTES, Told, hear, page_of, proof_of, tell
+from firsttoken.swarm.messages import ASKED_BYTES, EXCHANGE, PAGE_BYTES, Told, exchange, hear, page_of, proof_of, tell
 from firsttoken.swarm.records import Record
 from firsttoken.swarm.registry import MOST, Registry, UnprovenError
 from firsttoken.swarm.wire import most_bytes

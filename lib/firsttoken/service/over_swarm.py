@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
+
 from firsttoken.progressive.recovery.limits import GrowthConfig
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.ready import ReadyServer
@@ -12,9 +14,12 @@ from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.swarm.access import Access, check_installed
 from firsttoken.swarm.background import wait_for
+from firsttoken.swarm.keys import public_hex, server_key
 from firsttoken.swarm.overview import overview
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.remote import RemoteModel
+from firsttoken.swarm.trust.auditor import Audits
+from firsttoken.swarm.trust.court import TOLERANCE
 
 _TOLD = 50  # servers that were replaced lately
 
@@ -28,12 +33,19 @@ class SwarmServer(ReadyServer):
 
     def __init__(self, config: ServiceConfig, limits: GrowthConfig) -> None:
         check_installed()
+        audits, dtype = None, dtypes.resolve(dtypes.AUTO, "cpu")
+        if config.swarm_audit_rate is not None:
+            accuser = public_hex(server_key(None))
+            shares = config.swarm_audit_undecided, config.swarm_audit_unwitnessed
+            audits = Audits(config.swarm_audit_rate, config.swarm[0], accuser, TOLERANCE, *shares)
+            dtype = torch.float32  # which alone is vouched for
         self._model = RemoteModel(
             config.folder,
             config.swarm,
-            dtype=dtypes.resolve(dtypes.AUTO, "cpu"),
+            dtype=dtype,
             patience=Patience(step_s=config.swarm_step_s),
             access=Access.read(config.swarm_token_file, config.swarm_tls_ca, None, None),
+            audits=audits,
             tokens=limits.blocks * 16,
             config=limits.engine,
         )

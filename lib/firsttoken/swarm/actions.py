@@ -113,12 +113,14 @@ def _generate(options: argparse.Namespace) -> None:
 
     from firsttoken.swarm.remote import RemoteModel
     from firsttoken.swarm.trust.auditor import Audits
+    from firsttoken.swarm.trust.court import TOLERANCE
 
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
     ids = torch.tensor([tokenizer(options.prompt)["input_ids"]])
     audits = None
     if options.audit_rate is not None:
-        audits = Audits(options.audit_rate, options.registry[0], public_hex(server_key(None)))
+        accuser, shares = public_hex(server_key(None)), (options.audit_undecided, options.audit_unwitnessed)
+        audits = Audits(options.audit_rate, options.registry[0], accuser, TOLERANCE, *shares)
     with RemoteModel(
         options.model,
         options.registry,
@@ -135,6 +137,8 @@ def _generate(options: argparse.Namespace) -> None:
         if model.chain.auditor is not None:
             ends = ", ".join(f"{count} {end}" for end, count in model.chain.auditor.ends.items())
             print(f"audits: {ends or 'none'}", file=sys.stderr)
+            if why := model.chain.auditor.why:
+                print(f"the last audit that showed nothing: {why}", file=sys.stderr)
 
 
 def _list(options: argparse.Namespace) -> None:

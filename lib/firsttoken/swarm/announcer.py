@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.addresses import check_name
-from firsttoken.swarm.contacts import ANSWER_S, PROVE_S, Contacts
-from firsttoken.swarm.messages import Told, page_of, proof_of, tell
+from firsttoken.swarm.contacts import PROVE_S, Contacts
+from firsttoken.swarm.messages import ANSWER_S, Told, page_of, proof_of, tell
 from firsttoken.swarm.records import Record
 from firsttoken.swarm.registry import TwinError
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from firsttoken.study.errors import BusyError, SwarmError
 from firsttoken.swarm.access import Access
 from firsttoken.swarm.addresses import check_kind, check_name, is_loopback, spot_of
-from firsttoken.swarm.messages import EXCHANGE, MOST_PAGES, TALK, Told, hear, line_of, tell
+from firsttoken.swarm.messages import MOST_PAGES, Told, exchange, line_of, tell
 from firsttoken.swarm.records import Record
 from firsttoken.swarm.registry import MOST, Registry, StaleError, TwinError, UnprovenError
 from firsttoken.swarm.shares import Shares
@@ -22,7 +22,6 @@ from firsttoken.swarm.shares import Shares
 if TYPE_CHECKING:
     import grpc
 
-ANSWER_S = 2.0  # within which a member answers
 PROVE_S = 1.5  # within which a server that is called back answers
 _AGAIN_S, _AGAIN, _LONGEST_S = 2.0, 8, 60.0  # until an address that did not prove itself is asked again
 _FIRST = 64  # addresses that one look asks for the first time
@@ -30,43 +29,6 @@ _AT_ONCE = 8  # servers that are called back at once
 _MOST_SPOTS = 1 << 16  # addresses of which it is known when they were asked: all ports of loopback
 _MOST_FAULTS = 64
 _TOLD, _LATELY_S = 8, 60.0  # servers that were refused, as others are told
-
-
-async def exchange(channel: grpc.aio.Channel, access: Access, said: bytes, seconds: float = ANSWER_S) -> Told:
-    """One exchange; what the other says. Raises SwarmError when it does not answer, or nonsense."""
-    import grpc
-
-    codes = grpc.StatusCode
-    try:
-        told = hear(await channel.unary_unary(EXCHANGE)(said, timeout=seconds, metadata=access.headers))
-    except grpc.aio.AioRpcError as error:
-        if error.code() is codes.ALREADY_EXISTS:
-            raise TwinError(error.details()) from error
-        if error.code() is codes.DEADLINE_EXCEEDED:
-            raise SwarmError(f"it did not answer within {seconds:g} s") from error
-        if error.code() is codes.UNAVAILABLE:
-            raise SwarmError(_unreached(error.details() or "", access)) from error
-        raise SwarmError(error.details() or error.code().name) from error
-    except grpc.aio.UsageError as error:
-        raise SwarmError(f"the connection was closed: {error}") from error
-    except asyncio.CancelledError:  # of the call, as somebody else has given its connection up, or of whoever asks
-        if asyncio.current_task().cancelling():
-            raise
-        raise SwarmError("the connection was closed") from None
-    if told.talk != TALK:
-        raise SwarmError(f"it speaks version {told.talk} of records, not {TALK}: have one version on all members")
-    return told
-
-
-def _unreached(details: str, access: Access) -> str:
-    """Why nobody was connected to, from gRPC's ``details``."""
-    if "refused" in details:
-        return "nobody listens there"
-    if any(word in details.lower() for word in ("ssl", "handshake", "certificate", "tsi")):
-        return f"TLS is not agreed on, see --tls-ca and the server's --tls-cert: {details}"
-    if not access.secure:
-        return f"it ends connections without TLS, or is no server of a swarm; one with TLS needs --tls-ca: {details}"
-    return f"it is not reached: {details}"
 
 
 class Contacts:

@@ -6,6 +6,7 @@ subkey behind which the next page begins.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -15,14 +16,18 @@ from firsttoken.study.errors import SwarmError
 from firsttoken.study.foreign.faults import Damaged
 from firsttoken.study.foreign.json_text import parse_json
 from firsttoken.study.foreign.schema import digits, shaped
+from firsttoken.swarm.access import Access
 from firsttoken.swarm.keys import check_signature, signature_of
 from firsttoken.swarm.records import Record, read_record
+from firsttoken.swarm.registry import TwinError
 
 if TYPE_CHECKING:
+    import grpc
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 EXCHANGE = "/firsttoken.Swarm/Exchange"
 TALK = 2  # the version of these messages
+ANSWER_S = 2.0  # within which a member answers
 PAGE_BYTES = 1 << 15  # of the records of one message: half of the smallest limit of a connection
 MOST_PAGES = 32  # that are asked of one member
 ASKED_BYTES = 4096  # of a message that asks, which holds one record at most
@@ -115,3 +120,40 @@ def page_of(records: Iterable[Record], own: Record | None, after: str) -> tuple[
             return page, page[-1].server
         page.append(one)
     return page, ""
+
+
+async def exchange(channel: grpc.aio.Channel, access: Access, said: bytes, seconds: float = ANSWER_S) -> Told:
+    """One exchange; what the other says. Raises SwarmError when it does not answer, or nonsense."""
+    import grpc
+
+    codes = grpc.StatusCode
+    try:
+        told = hear(await channel.unary_unary(EXCHANGE)(said, timeout=seconds, metadata=access.headers))
+    except grpc.aio.AioRpcError as error:
+        if error.code() is codes.ALREADY_EXISTS:
+            raise TwinError(error.details()) from error
+        if error.code() is codes.DEADLINE_EXCEEDED:
+            raise SwarmError(f"it did not answer within {seconds:g} s") from error
+        if error.code() is codes.UNAVAILABLE:
+            raise SwarmError(_unreached(error.details() or "", access)) from error
+        raise SwarmError(error.details() or error.code().name) from error
+    except grpc.aio.UsageError as error:
+        raise SwarmError(f"the connection was closed: {error}") from error
+    except asyncio.CancelledError:  # of the call, as somebody else has given its connection up, or of whoever asks
+        if asyncio.current_task().cancelling():
+            raise
+        raise SwarmError("the connection was closed") from None
+    if told.talk != TALK:
+        raise SwarmError(f"it speaks version {told.talk} of records, not {TALK}: have one version on all members")
+    return told
+
+
+def _unreached(details: str, access: Access) -> str:
+    """Why nobody was connected to, from gRPC's ``details``."""
+    if "refused" in details:
+        return "nobody listens there"
+    if any(word in details.lower() for word in ("ssl", "handshake", "certificate", "tsi")):
+        return f"TLS is not agreed on, see --tls-ca and the server's --tls-cert: {details}"
+    if not access.secure:
+        return f"it ends connections without TLS, or is no server of a swarm; one with TLS needs --tls-ca: {details}"
+    return f"it is not reached: {details}"

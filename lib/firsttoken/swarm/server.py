@@ -103,7 +103,7 @@ async def serving(
     ledger = Ledger(public_hex(key))
     places = Places(config.limits.sessions, config.limits.waiting, ledger)
     sessions = Sessions(batcher, model, config.limits, Committer(key, model), places)
-    court = Court(config.folder, model, ledger)
+    court = Court(config.folder, model, ledger, registry)
     frozen = None
     if config.trains:
         frozen = await batcher.aside(partial(FrozenBlocks, config.folder, config.blocks, config.dtype))
@@ -149,5 +149,6 @@ async def serving(
         await asyncio.gather(*tasks, failed, return_exceptions=True)
         await server.stop(_GRACE_S)
         batcher.close()
+        court.close()
         if frozen is not None:
             frozen.close()

@@ -108,14 +108,18 @@ class BlockService:
     async def _accuse(self, messages: AsyncIterable[bytes], context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
         stack = self.sessions.batcher.stack
-        async with _told(context):
+        async with _told(context), self.court.case():
             reading = read_evidence(messages, stack.width, stack.context)
             evidence = await self.sessions.within(reading, "did not bring its evidence")
-            return json.dumps(asdict(await self.court.judge(evidence))).encode()
+            return json.dumps(asdict(await self.court.judge(evidence, source_of(context.peer())))).encode()
 
     async def _account(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
         try:
+            if len(data) > ASKED_BYTES:
+                raise SwarmError(
+                    f"an account is told one thing, in {ASKED_BYTES} bytes at most: {len(data)} are not read"
+                )
             return json.dumps(asdict(self.court.ledger.told(data))).encode()
         except SwarmError as error:
             await _abort(context, RequestError(str(error)))
