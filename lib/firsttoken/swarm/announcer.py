@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 PEERS = 8  # that one round asks beside the addresses given
 _SELF_S = 5.0  # within which a server reaches itself at the address that it gives others
 _NAMED_S = 0.5  # until a server is met of which others have told
+_TOLD_S = 1.0
 _TICK_S = 1e-6  # that a record is newer than the one before it
 _SOON_S = 0.1  # until the next round when nobody did
 
@@ -44,6 +46,7 @@ class Announcer:
         self._twins: dict[str, TwinError] = {}  # who refused this round's record for another's
         self._refused_s: float | None = None  # since when somebody has, each round
         self._said = ""
+        self.announced = asyncio.Event()  # a first round is over
         contacts.is_at(record.address)
 
     @property
@@ -82,11 +85,18 @@ class Announcer:
         await self._reach_itself()
         while True:
             heard = await self.announce()
+            self.announced.set()
             until = time.monotonic() + (round_s * random.uniform(0.8, 1.0) if heard else min(soon_s, round_s))
             while (left_s := until - time.monotonic()) > 0:
                 await asyncio.sleep(min(left_s, _NAMED_S))
                 await asyncio.gather(*map(self._meet, self._contacts.due({self._record.address})))
             soon_s = _SOON_S if heard else 2 * soon_s  # whom it was told of may not be up yet
+
+    async def soon_announced(self) -> None:
+        """Wait until the others have been told for the first time, or for a second where they do not answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_TOLD_S):
+                await self.announced.wait()
 
     async def announce(self) -> bool:
         """One round; False when everybody who was asked is silent, or refuses the record. Raises as ``run``."""

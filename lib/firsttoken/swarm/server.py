@@ -136,6 +136,7 @@ async def serving(
     failed = asyncio.gather(*tasks[1:])
     told(record, port)
     try:
+        await announcer.soon_announced()
         with (
             loops_elsewhere()
         ):  # on the batcher's thread, which has loaded, too: threads of this one would be in its way
