@@ -30,6 +30,7 @@ def add_client_options(serve: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds after which a server of the swarm that is silent is replaced (default: 5)",
     )
+    _add_audits(serve, "--swarm-", "--swarm")
 
 
 def add_options(swarm: argparse.ArgumentParser) -> None:
@@ -150,9 +151,29 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
         default=5,
         help="seconds after which a server that is silent is replaced (default: 5)",
     )
-    generate.add_argument(
-        "--audit-rate",
+    _add_audits(generate, "--", "--registry")
+
+
+def _add_audits(added: argparse.ArgumentParser, prefix: str, first: str) -> None:
+    added.add_argument(
+        f"{prefix}audit-rate",
         type=option_values.above_zero(1),
         metavar="SHARE",
-        help="the share of answers that another server computes again; the first --registry judges who lied",
+        help=f"the share of answers that other servers compute again; the first {first} judges who lied",
+    )
+    added.add_argument(
+        f"{prefix}audit-undecided",
+        type=option_values.above_zero(1),
+        default=0.5,
+        metavar="SHARE",
+        help="the share of a server's audits that may find a difference and nobody guilty, until it is left, or the"
+        " answer ends (default: 0.5)",
+    )
+    added.add_argument(
+        f"{prefix}audit-unwitnessed",
+        type=option_values.above_zero(1),
+        default=1.0,
+        metavar="SHARE",
+        help="the share of a server's audits for which nobody else may have its blocks, until it is left, or the answer"
+        " ends (default: 1, never)",
     )

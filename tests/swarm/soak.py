@@ -32,7 +32,7 @@ from swarms import DEPTH, varied
 from firsttoken.swarm.access import Access
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.limits import ServerLimits
-from firsttoken.swarm.registry import tell
+from firsttoken.swarm.messages import tell
 from firsttoken.swarm.server import Running, ServerConfig, serving
 from firsttoken.swarm.service import EXCHANGE, PASS, SESSION
 from firsttoken.swarm.session import HEADERS

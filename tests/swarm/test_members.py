@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import re
 import subprocess
 import sys
@@ -11,9 +9,7 @@ import time
 
 import pytest
 import torch
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from certificates import certificate
 from plain_tokens import check_greedy
 
 from firsttoken.__main__ import main
@@ -134,29 +130,8 @@ def test_two_servers_with_one_key_are_not_two(here, tmp_path):
     assert [one.address for one in held] == [first.record.address]
 
 
-def certificate(folder) -> tuple[bytes, bytes]:
-    """A certificate of 127.0.0.1 and its key, PEM."""
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    plain = serialization.NoEncryption()
-    return made.public_bytes(pem), key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
-
-
 def test_other_machines_need_tls_and_a_token(here, client, asked, tmp_path):
-    public, private = certificate(tmp_path)
+    public, private = certificate()
     for access in (Access(), Access(token="t"), Access(certificate=public, key=private)):
         with pytest.raises(SwarmError, match="can be reached from other machines: give --tls-cert, --tls-key and"):
             here.serve((0, 6), host="0.0.0.0", access=access)
@@ -165,8 +140,9 @@ def test_other_machines_need_tls_and_a_token(here, client, asked, tmp_path):
     one, door = asked(8, 6), ups[0].record.address
     said_by(client(door, access=Access("secret", public)), one)
     patience = {"find_s": 0.1}
-    for wrong in (Access("other", public), Access("", public), Access("secret")):
-        with pytest.raises(SwarmError, match="no server that answers"):
+    token, tls = "asks for a token: give --token-file", "one with TLS needs --tls-ca"
+    for wrong, why in ((Access("other", public), token), (Access("", public), token), (Access("secret"), tls)):
+        with pytest.raises(SwarmError, match=f"nobody of a swarm answers at {door}: name .*{why}"):
             client(door, access=wrong, patience=patience).generate(torch.tensor([[1]]), 1)
     with pytest.raises(SwarmError, match=r"192\.0\.2\.1:5 is on another machine: give --tls-ca"):
         Access().channel("192.0.2.1:5", 32)

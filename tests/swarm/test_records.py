@@ -10,8 +10,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.keys import public_hex, server_key
+from firsttoken.swarm.messages import TALK, Told, hear, tell
 from firsttoken.swarm.records import LONGEST_S, SKEW_S, Record, read_record
-from firsttoken.swarm.registry import MOST, Registry, StaleError, TwinError, hear, tell
+from firsttoken.swarm.registry import MOST, Registry, StaleError, TwinError
 
 NOW = 1_000_000.0
 KEY = Ed25519PrivateKey.from_private_bytes(b"1" * 32)
@@ -21,6 +22,10 @@ OTHER = Ed25519PrivateKey.from_private_bytes(b"2" * 32)
 def record(key=KEY, at=NOW, life=30.0, **changed) -> Record:
     made = Record(public_hex(key), "127.0.0.1:4000", (0, 3), "a" * 64, 100.0, NOW, at, at + life)
     return replace(made, **changed).signed(key)
+
+
+def keyed(number: int) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
 
 
 def test_the_latest_record_of_each_server_counts_until_it_expires():
@@ -78,15 +83,12 @@ def test_of_two_servers_with_one_key_the_earlier_counts():
     assert registry.serving("a" * 64, NOW + 32)[0].address == "127.0.0.1:4000"
 
 
-def test_a_registry_holds_so_many_and_no_more():
+def test_a_registry_holds_so_many_and_who_is_new_finds_room():
     registry = Registry()
-    for number in range(MOST + 1):
-        key = Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
-        if number == MOST:
-            with pytest.raises(SwarmError, match=r"512 servers are known here; .* finds no room"):
-                registry.take(record(key), NOW)
-        else:
-            registry.take(record(key), NOW)
+    for number in range(MOST + 3):
+        registry.take(record(keyed(number), address=f"127.0.0.1:{4000 + number}"), NOW)
+    held = {one.address for one in registry.live(NOW)}
+    assert held == {f"127.0.0.1:{4000 + number}" for number in range(3, MOST + 3)}  # who was longest silent is gone
     with pytest.raises(SwarmError, match="an exchange of 513 records"):
         hear(tell([record()] * (MOST + 1)))
 
@@ -112,7 +114,7 @@ def test_what_is_no_record_is_named(change, said):
 def test_what_is_no_exchange_is_refused(data):
     with pytest.raises(SwarmError, match="an exchange of records cannot be read"):
         hear(data)
-    assert hear(tell([record()], "a" * 64)) == ("a" * 64, [record()])
+    assert hear(tell([record()], "a" * 64)) == Told("a" * 64, (record(),), talk=TALK)
     assert json.loads(tell([]))["server"] is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import httpx
 import pytest
@@ -17,6 +18,7 @@ from firsttoken.service.launch import running
 from firsttoken.study.errors import StageError, SwarmError
 from firsttoken.swarm.fleet import Fleet
 from firsttoken.swarm.rest8 import write_8_bits
+from firsttoken.swarm.trust.liar import LyingStack
 
 SPANS = ("0:3", "3:6")
 ASKED = {"prompt": "the inn in the north", "max_tokens": 160, "temperature": 0.8, "seed": 5, "logprobs": 1}
@@ -123,3 +125,30 @@ def test_a_service_over_servers_of_8_bits(plain, parent, tmp_path):
         assert said["usage"]["completion_tokens"] == 8 or said["choices"][0]["finish_reason"] == "stop"
         assert httpx.get(f"{url}/stage").json()["servers"][0]["address"] == up.record.address
     here.close()
+
+
+def test_the_service_audits_as_the_client_does(plain):
+    """A liar alone has all blocks: it is convicted before anything that it said is answered, and the map says so."""
+    here = Here(plain)
+    try:
+        halves = here.serve((0, 3), (3, 6))
+        door = halves[0].record.address
+        (liar,) = here.serve((0, 6), peers=[door], stack_of=partial(LyingStack, lie="noise", seed=1))
+        until = time.monotonic() + 20
+        while len(halves[0].registry.live(time.time())) < 3:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        honest = {up.record.server for up in halves}
+        with running(ServiceConfig(plain, port=free_port(), swarm=(door,), swarm_audit_rate=1.0)) as url:
+            asked = ASKED | {"max_tokens": 8}
+            assert httpx.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
+            told = httpx.get(f"{url}/swarm").json()
+            assert told["audits"]["ends"]["convicted"] == 1 and told["audits"]["ends"].keys() <= {
+                "convicted",
+                "inconclusive",
+            }
+            assert "nobody" in told["audits"]["undecided"] or "no server that answers" in told["audits"]["undecided"]
+            states = {one["key"]: one["state"] for one in told["servers"]}
+            assert states == dict.fromkeys(honest, "serves") | {liar.record.server: "convicted"}
+    finally:
+        here.close()

@@ -141,8 +141,8 @@ def test_an_audit_is_inconclusive_where_somebody_is_gone(here, client, asked, fo
     (door,) = here.serve((0, 6))
     model, one = audited(client, door.record.address), asked(9, ANSWER)
     assert check_greedy(said_by(model, one), one.plain) == ANSWER  # nobody else has the blocks
-    gone = replace(door.record, server="ab" * 32, address="127.0.0.1:1")
-    model.swarm.registry._records[gone.server] = gone
+    gone = replace(door.record, server=public_hex(CLIENT), address="127.0.0.1:1").signed(CLIENT)
+    model.swarm.registry.take(gone, time.time())
     model.swarm._pings[gone.address] = 1.0
     assert check_greedy(said_by(model, one), one.plain) == ANSWER  # who has does not answer
     auditor = model.chain.auditor
@@ -153,6 +153,109 @@ def test_an_audit_is_inconclusive_where_somebody_is_gone(here, client, asked, fo
     said_by(lost, one, 2)
     assert lost.chain.auditor.ends[INCONCLUSIVE] > 0 and lost.swarm.convicted == set()
     assert min(lost.chain.auditor.differences) > TOLERANCE  # it is seen, and not shown to anybody
+
+
+def test_a_liar_that_alone_has_all_blocks_is_found_by_a_chain_of_the_others(here, client, asked):
+    """They hold halves: each answer is computed again by two, and what the liar has said reaches nobody."""
+    halves = here.serve((0, 3), (3, 6))
+    door = halves[0].record.address
+    (liar,) = here.serve((0, 6), peers=[door], stack_of=lying("noise"))
+    model, one = audited(client, door), asked(12, ANSWER)
+    look(model, *halves, liar)
+    assert check_greedy(said_by(model, one), one.plain) == ANSWER
+    auditor = model.chain.auditor
+    assert auditor.ends[CONVICTED] == 1 and model.swarm.convicted == {liar.record.server}
+    # later clients: as a chain, and as a witness of the halves, it is convicted by what the keeper knows
+    for wanted, chosen in ((CONVICTED, (liar,)), (WITNESS, halves)):
+        later = audited(client, door)
+        look(later, *halves, liar)
+        prefer(later, *chosen)
+        assert check_greedy(said_by(later, one), one.plain) == ANSWER
+        assert later.chain.auditor.ends[wanted] == 1 and later.swarm.convicted == {liar.record.server}
+
+
+def prefer(model, *ups) -> None:
+    """These are the nearest, by far."""
+    near = {up.record.address for up in ups}
+    model.swarm._pings = {address: 0.0 if address in near else 100.0 for address in model.swarm._pings}
+
+
+def test_a_chain_of_honest_halves_is_agreed_with_by_one_that_has_all(here, client, asked):
+    halves = here.serve((0, 2), (2, 6))
+    whole, other = here.serve((0, 6), (0, 3), peers=[halves[0].record.address])
+    model, one = audited(client, halves[0].record.address), asked(9, ANSWER)
+    look(model, *halves, whole, other)
+    for chosen in (halves, (whole,)):
+        part(model)
+        prefer(model, *chosen)
+        assert check_greedy(said_by(model, one), one.plain) == ANSWER
+    assert set(model.chain.auditor.ends) == {AGREED} and max(model.chain.auditor.differences) < TOLERANCE / 10
+
+
+def test_a_witness_that_is_silent_is_passed_by(here, client, asked):
+    ups = here.serve((0, 6), (0, 6))
+    model, one = audited(client, ups[0].record.address), asked(9, ANSWER)
+    look(model, *ups)
+    gone = replace(ups[0].record, server=public_hex(CLIENT), address="127.0.0.1:1", throughput=1.0).signed(CLIENT)
+    model.swarm.registry.take(gone, time.time())
+    model.swarm._pings[gone.address] = 50.0
+    assert check_greedy(said_by(model, one), one.plain) == ANSWER
+    assert model.chain.auditor.ends == {AGREED: ANSWER}
+
+
+def test_what_nobody_can_decide_ends_the_answer_or_takes_another_chain(here, client, asked):
+    """A liar and one who is honest, of whom each says that the other is wrong, while no keeper judges."""
+    (honest,) = here.serve((0, 6))
+    (liar,) = here.serve((0, 6), peers=[honest.record.address], stack_of=lying("noise"))
+    one = asked(9, 40)
+    model = client(honest.record.address, audits=Audits(1.0, "127.0.0.1:1", public_hex(CLIENT)))
+    look(model, honest, liar)
+    with pytest.raises(SwarmError, match=r"4 of 4 audits of .* showed nothing \(the last: .*\), and nobody else has"):
+        said_by(model, one, 40)
+    assert [server for server, _ in model.chain.faults] == [liar.record.server]  # another chain was tried first
+    assert model.chain.auditor.ends == {INCONCLUSIVE: 8} and model.swarm.convicted == set()
+
+
+def test_a_client_may_ask_that_there_are_witnesses(here, client, asked):
+    (alone,) = here.serve((0, 6))
+    model, one = audited(client, alone.record.address, unwitnessed=0.5), asked(9, ANSWER)
+    with pytest.raises(SwarmError, match=r"4 of 4 audits of .* \(the last: others cannot compute it again: no server"):
+        said_by(model, one)
+    assert model.chain.auditor.ends == {INCONCLUSIVE: 4}
+
+
+def test_an_accusation_costs_the_accuser_first(here, client):
+    """Of an honest server: a few are computed, however many are made; of one that nobody has met none is."""
+    (keeper,) = here.serve((0, 6))
+    model = client(keeper.record.address)
+
+    async def honest() -> Evidence:
+        line = model.swarm.line(keeper.record, range(1, 4), "float32")
+        inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
+        outputs = await line.run([Stretch(0, 0, 5)], inputs)
+        line.close()
+        return Evidence(Charge(read_commitment(line.commitment), 0, public_hex(CLIENT)), inputs, outputs)
+
+    evidence = wait_for(honest())
+
+    async def accuse(what: Evidence, times: int) -> list[str]:
+        async with model.swarm.access.channel(keeper.record.address, 32) as channel:
+            said = []
+            for _ in range(times):
+                try:
+                    call = channel.stream_unary(ACCUSE)(iter(list(what.messages())), timeout=20)
+                    said.append(json.loads(await call)["convicted"])
+                except grpc.aio.AioRpcError as error:
+                    said.append(error.details())
+            return said
+
+    said = wait_for(accuse(evidence, 8))
+    assert said[:4] == [False] * 4
+    assert all("too much was asked from 127.0.0.1: ask again in" in one for one in said[4:])
+    stranger = evidence.charge.commitment
+    fresh = replace(stranger, server=public_hex(CLIENT)).signed(CLIENT)
+    made_up = replace(evidence, charge=replace(evidence.charge, commitment=fresh))
+    assert "is no server that is known here: it is not judged" in wait_for(accuse(made_up, 1))[0]
 
 
 def test_who_does_not_vouch_for_an_answer_is_left_out(here, client, asked):
@@ -238,6 +341,8 @@ def test_evidence_that_proves_nothing_is_refused(case):
     for wrong in (b"{}", b"\xff", json.dumps(asdict(replace(evidence.charge, step=3))).encode()):
         assert "charge cannot be read" in (said := accuse([wrong])) or "none is number 3" in said
     assert accuse(list(evidence.messages()))["convicted"]  # and this does prove it
+    again = accuse(list(evidence.messages()))
+    assert again == {"convicted": True, "difference": 0.0, "taken": 0}  # by its signature alone
     assert not keeper.ledger._accounts  # of one without an account nothing is kept
 
 
@@ -250,7 +355,7 @@ def test_a_row_has_one_digest_however_its_sequence_came():
 
 def test_what_is_no_audit_is_refused(here, client):
     (door,) = here.serve((0, 6))
-    for wrong in ({"rate": 1.5}, {"rate": -0.1}, {"tolerance": 0.0}):
+    for wrong in ({"rate": 1.5}, {"rate": -0.1}, {"tolerance": 0.0}, {"undecided": 1.5}):
         with pytest.raises(SwarmError, match="a rate of audits lies between 0 and 1"):
             Audits(**({"rate": 0.1, "keeper": "", "accuser": ""} | wrong))
     with pytest.raises(SwarmError, match="audits compare float32"):

@@ -32,7 +32,8 @@ class ServiceConfig:
 
     With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends here; who is silent for
     ``swarm_step_s`` seconds is replaced. ``swarm_token_file`` and ``swarm_tls_ca`` as the swarm's own commands have
-    them.
+    them. A share ``swarm_audit_rate`` of its servers' answers is audited (None: of no server), with the shares
+    ``swarm_audit_undecided`` and ``swarm_audit_unwitnessed`` as those commands have them.
 
     With a ``worker`` the model computes in a process of its own, which is replaced where it dies or hangs.
     """
@@ -64,6 +65,9 @@ class ServiceConfig:
     swarm_token_file: Path | None = None
     swarm_tls_ca: Path | None = None
     swarm_step_s: float = 5.0
+    swarm_audit_rate: float | None = None
+    swarm_audit_undecided: float = 0.5
+    swarm_audit_unwitnessed: float = 1.0
     worker: bool = False
 
     def __post_init__(self) -> None:

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 from firsttoken.progressive.recovery.limits import GrowthConfig
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.ready import ReadyServer
@@ -14,9 +16,12 @@ from firsttoken.study.errors import FirstTokenError
 from firsttoken.swarm.access import Access, check_installed
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.cover import unserved
+from firsttoken.swarm.keys import public_hex, server_key
 from firsttoken.swarm.overview import overview
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.remote import UNAUDITED, RemoteModel
+from firsttoken.swarm.trust.auditor import Audits
+from firsttoken.swarm.trust.court import TOLERANCE
 
 _TOLD = 50  # servers that were replaced lately
 
@@ -30,12 +35,19 @@ class SwarmServer(ReadyServer):
 
     def __init__(self, config: ServiceConfig, limits: GrowthConfig) -> None:
         check_installed()
+        audits, dtype = None, dtypes.resolve(dtypes.AUTO, "cpu")
+        if config.swarm_audit_rate is not None:
+            accuser = public_hex(server_key(None))
+            shares = config.swarm_audit_undecided, config.swarm_audit_unwitnessed
+            audits = Audits(config.swarm_audit_rate, config.swarm[0], accuser, TOLERANCE, *shares)
+            dtype = torch.float32  # which alone is vouched for
         self._model = RemoteModel(
             config.folder,
             config.swarm,
-            dtype=dtypes.resolve(dtypes.AUTO, "cpu"),
+            dtype=dtype,
             patience=Patience(step_s=config.swarm_step_s),
             access=Access.read(config.swarm_token_file, config.swarm_tls_ca, None, None),
+            audits=audits,
             tokens=limits.blocks * 16,
             config=limits.engine,
         )
@@ -44,7 +56,9 @@ class SwarmServer(ReadyServer):
         except FirstTokenError:
             self._model.close()
             raise
-        print(UNAUDITED, file=sys.stderr, flush=True)
+        self._audits = UNAUDITED if audits is None else f"a share of {audits.rate:g} of the answers is audited"
+        if audits is None:
+            print(UNAUDITED, file=sys.stderr, flush=True)
         self._model.executor.view.stage = 1
         self._bytes = sum(weight.nbytes for weight in self._model.model.parameters() if not weight.is_meta)
         super().__init__(self._model.engine, limits, self._model.close)
@@ -73,5 +87,5 @@ class SwarmServer(ReadyServer):
             "bytes_total": self._bytes,
             "servers": servers,
             "known": len(model.swarm.servers()),
-            "audits": UNAUDITED,
+            "audits": self._audits,
         }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from firsttoken.study.errors import SwarmError
+from firsttoken.swarm.addresses import is_loopback
 from firsttoken.swarm.wire import most_bytes
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ class Access:
         return cls(said[0].decode("ascii", "replace").strip(), *said[1:])
 
     @property
+    def secure(self) -> bool:
+        """Whether other machines are connected to: there is a certificate to know them by."""
+        return bool(self.authority or self.certificate)
+
+    @property
     def headers(self) -> tuple[tuple[str, str], ...]:
         """What a client says with every call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
@@ -51,7 +56,7 @@ class Access:
         import grpc
 
         secure = bool(self.certificate and self.key)
-        if not _is_loopback(host) and not (secure and self.token):
+        if not is_loopback(host) and not (secure and self.token):
             raise SwarmError(
                 f"{host} can be reached from other machines: give --tls-cert, --tls-key and --token-file, or stay on "
                 "127.0.0.1"
@@ -81,9 +86,10 @@ class Access:
             ("grpc.enable_http_proxy", 0),
             *_KEEPALIVE,
         ]
-        if self.authority:
-            return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(self.authority), options)
-        if not _is_loopback(address.rpartition(":")[0].strip("[]")):
+        if self.secure:
+            known_by = self.authority or self.certificate  # which is its own authority where all servers share it
+            return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(known_by), options)
+        if not is_loopback(address.rpartition(":")[0].strip("[]")):
             raise SwarmError(f"{address} is on another machine: give --tls-ca, the certificate that it is known by")
         return grpc.aio.insecure_channel(address, options)
 
@@ -104,15 +110,6 @@ def server_options(width: int, trained: int = 0) -> list[tuple[str, int]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         *_KEEPALIVE,
     ]
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _read(path: Path | None) -> bytes:

@@ -113,12 +113,14 @@ def _generate(options: argparse.Namespace) -> None:
 
     from firsttoken.swarm.remote import UNAUDITED, RemoteModel
     from firsttoken.swarm.trust.auditor import Audits
+    from firsttoken.swarm.trust.court import TOLERANCE
 
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
     ids = torch.tensor([tokenizer(options.prompt)["input_ids"]])
     audits = None
     if options.audit_rate is not None:
-        audits = Audits(options.audit_rate, options.registry[0], public_hex(server_key(None)))
+        accuser, shares = public_hex(server_key(None)), (options.audit_undecided, options.audit_unwitnessed)
+        audits = Audits(options.audit_rate, options.registry[0], accuser, TOLERANCE, *shares)
     with RemoteModel(
         options.model,
         options.registry,
@@ -137,6 +139,8 @@ def _generate(options: argparse.Namespace) -> None:
         else:
             ends = ", ".join(f"{count} {end}" for end, count in model.chain.auditor.ends.items())
             print(f"audits: {ends or 'none'}", file=sys.stderr)
+            if why := model.chain.auditor.why:
+                print(f"the last audit that showed nothing: {why}", file=sys.stderr)
 
 
 def _list(options: argparse.Namespace) -> None:
@@ -144,10 +148,13 @@ def _list(options: argparse.Namespace) -> None:
     swarm = Swarm(model_sha256(options.model), options.registry, 1, access, Patience())
 
     async def look() -> None:
-        await swarm.look()
-        for one in sorted(swarm.servers(), key=lambda one: one.blocks):
+        await swarm.meet()
+        servers = sorted(swarm.servers(), key=lambda one: one.blocks)
+        for one in servers:
             rate = f"{one.throughput:,.0f} tokens/s through a block"
             print(f"blocks [{one.blocks[0]}, {one.blocks[1]}) at {one.address}, key {one.server[:8]}: {rate}")
+        if not servers or swarm.contacts.faults or swarm.contacts.held_against():
+            print(f"{len(servers)} servers have blocks of the model; seen beside: {swarm.unseen()}", file=sys.stderr)
         await swarm.close()
 
     asyncio.run(look())

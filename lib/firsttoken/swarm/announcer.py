@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,59 +17,37 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.study.errors import SwarmError
-from firsttoken.swarm.access import Access
+from firsttoken.swarm.addresses import check_name
+from firsttoken.swarm.contacts import PROVE_S, Contacts
+from firsttoken.swarm.messages import ANSWER_S, Told, page_of, proof_of, tell
 from firsttoken.swarm.records import Record
-from firsttoken.swarm.registry import Registry, TwinError, hear, tell
-from firsttoken.swarm.service import EXCHANGE
+from firsttoken.swarm.registry import TwinError
 
 if TYPE_CHECKING:
-    import grpc
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 PEERS = 8  # that one round asks beside the addresses given
-ANSWER_S = 2.0  # within which they answer
+_SELF_S = 5.0  # within which a server reaches itself at the address that it gives others
+_NAMED_S = 0.5  # until a server is met of which others have told
+_TOLD_S = 1.0
 _TICK_S = 1e-6  # that a record is newer than the one before it
 _SOON_S = 0.1  # until the next round when nobody did
 
 
-async def exchange(
-    channel: grpc.aio.Channel, access: Access, said: bytes, seconds: float = ANSWER_S
-) -> tuple[str | None, list[Record]]:
-    """One exchange; the other's subkey and what it knows. Raises SwarmError when it does not answer, or nonsense."""
-    import grpc
-
-    try:
-        return hear(await channel.unary_unary(EXCHANGE)(said, timeout=seconds, metadata=access.headers))
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.ALREADY_EXISTS:
-            raise TwinError(error.details()) from error
-        raise SwarmError(error.details() or error.code().name) from error
-    except grpc.aio.UsageError as error:
-        raise SwarmError(f"the connection was closed: {error}") from error
-    except asyncio.CancelledError:  # of the call, as somebody else has given its connection up, or of whoever asks
-        if asyncio.current_task().cancelling():
-            raise
-        raise SwarmError("the connection was closed") from None
-
-
 class Announcer:
-    """Keeps ``record`` alive among ``peers`` (HOST:PORT) and in ``registry``; ``expiry_s`` is a record's life."""
+    """Keeps ``record`` alive among ``peers`` (HOST:PORT) and in the registry of ``contacts``; ``expiry_s`` is a
+    record's life. Where all whom it asks refuse the record, it says so on standard error."""
 
     def __init__(
-        self,
-        record: Record,
-        key: Ed25519PrivateKey,
-        registry: Registry,
-        peers: Sequence[str],
-        access: Access,
-        expiry_s: float,
-        width: int,
+        self, record: Record, key: Ed25519PrivateKey, contacts: Contacts, peers: Sequence[str], expiry_s: float
     ) -> None:
-        self._record, self._key = record, key
-        self._registry, self._peers = registry, list(peers)
-        self._access, self._expiry_s, self._width = access, expiry_s, width
+        self._record, self._key, self._contacts, self._peers = record, key, contacts, list(peers)
+        self._registry, self._expiry_s = contacts.registry, expiry_s
         self._twins: dict[str, TwinError] = {}  # who refused this round's record for another's
         self._refused_s: float | None = None  # since when somebody has, each round
+        self._said = ""
+        self.announced = asyncio.Event()  # a first round is over
+        contacts.is_at(record.address)
 
     @property
     def record(self) -> Record:
@@ -79,38 +59,69 @@ class Announcer:
         self._renew(replace(self._record, **said))
         return self._record
 
+    def answer(self, told: Told, refused: str) -> bytes:
+        """What this member says to one that has ``told`` it something, and whose record it ``refused`` for that."""
+        own = self._record
+        page, after = page_of(self._registry.live(time.time()), own, told.after)
+        proof = proof_of(self._key, own.server, told.nonce) if told.nonce else None
+        others = [] if told.after else self._contacts.refused()
+        return tell(page, own.server, after=after, proof=proof, refused=refused, others=others)
+
     async def tell_all(self) -> set[str]:
         """Exchange with every member that is known, and those of which they tell; the subkeys of who answered."""
         asked, answered = {self._record.address}, set()
-        while (
-            new := {*self._peers, *(one.address for one in self._registry.live(time.time()) if one.counted())} - asked
-        ):
+        while True:
+            known = {*self._peers, *(one.address for one in self._registry.live(time.time()) if one.counted())}
+            new = (known | set(self._contacts.due(set(asked)))) - asked
+            if not new:
+                return {one for one, _ in answered if one}
             asked |= new
-            answered.update(await asyncio.gather(*map(self._meet, new)))
-        return answered - {None}
+            answered.update(one for one in await asyncio.gather(*map(self._meet, new)) if one is not None)
 
     async def run(self) -> None:
         """Announce until cancelled. Raises SwarmError when a server that started earlier has the same key."""
         round_s, soon_s = self._expiry_s / 3, _SOON_S
+        self._renew(self._record)
+        await self._reach_itself()
         while True:
             heard = await self.announce()
-            await asyncio.sleep(round_s * random.uniform(0.8, 1.0) if heard else min(soon_s, round_s))
+            self.announced.set()
+            until = time.monotonic() + (round_s * random.uniform(0.8, 1.0) if heard else min(soon_s, round_s))
+            while (left_s := until - time.monotonic()) > 0:
+                await asyncio.sleep(min(left_s, _NAMED_S))
+                await asyncio.gather(*map(self._meet, self._contacts.due({self._record.address})))
             soon_s = _SOON_S if heard else 2 * soon_s  # whom it was told of may not be up yet
 
+    async def soon_announced(self) -> None:
+        """Wait until the others have been told for the first time, or for a second where they do not answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_TOLD_S):
+                await self.announced.wait()
+
     async def announce(self) -> bool:
-        """One round; False when everybody who was asked is silent. Raises as ``run``."""
+        """One round; False when everybody who was asked is silent, or refuses the record. Raises as ``run``."""
         self._renew(self._record)
-        known = [one.address for one in self._registry.live(time.time()) if one.address != self._record.address]
-        asked = dict.fromkeys([*self._peers, *random.sample(known, min(PEERS, len(known)))])
-        asked.pop(self._record.address, None)
-        answers = await asyncio.gather(*map(self._meet, asked))
+        asked = self._whom()
+        answers = dict(zip(asked, await asyncio.gather(*map(self._meet, asked)), strict=True))
+        await asyncio.gather(*map(self._meet, self._contacts.due(set(asked))))  # of whom these have told
         self._check_twins()
-        return any(one is not None for one in answers) or not answers
+        refused = {address: self._why(address, answers[address]) for address in asked}
+        if taken := not refused or not all(refused.values()):
+            self._said = ""
+        else:
+            whys = "; ".join(f"{address}: {why}" for address, why in refused.items())
+            self._warn(f"this server is not known to others; {whys}")
+        return taken
 
     async def leave(self) -> None:
         """Tell the others that this server goes: nobody asks it any more."""
         self.say(blocks=(0, 0), target=(0, 0), wishes=0.0)
-        await self.announce()
+        await asyncio.gather(*map(self._meet, self._whom()))
+
+    def _whom(self) -> list[str]:
+        known = [one.address for one in self._registry.live(time.time())]
+        asked = dict.fromkeys([*self._peers, *random.sample(known, min(PEERS, len(known)))])
+        return [address for address in asked if address != self._record.address]
 
     def _renew(self, record: Record) -> None:
         now = time.time()
@@ -121,19 +132,47 @@ class Announcer:
         except TwinError as error:
             self._twins[self._record.address] = error
 
-    async def _meet(self, address: str) -> str | None:
-        """Exchange with one; the subkey of who answered, "" where it has none."""
-        with suppress(SwarmError):
-            async with self._access.channel(address, self._width) as channel:
-                said = tell(self._registry.live(time.time()), self._record.server)
-                try:
-                    server, records = await exchange(channel, self._access, said)
-                except TwinError as error:
-                    self._twins[address] = error
-                    return ""
-            self._registry.take_all(records, time.time())
-            return server or ""
-        return None
+    async def _meet(self, address: str) -> tuple[str | None, str] | None:
+        """Exchange with one; its subkey and why it refuses the record of this server, None where it does not answer."""
+        contacts = self._contacts
+        try:
+            if address not in self._peers and self._registry.at(address, time.time()) is None:
+                await check_name(address)
+            async with contacts.access.channel(address, contacts.width) as channel:
+                told, _ = await contacts.ask(channel, address, ANSWER_S + PROVE_S, self._record)
+        except TwinError as error:
+            self._twins[address] = error
+            return None, str(error)
+        except SwarmError as error:
+            contacts.fault(address, str(error))
+            return None
+        return told.server, told.refused
+
+    def _why(self, address: str, answer: tuple[str | None, str] | None) -> str:
+        return self._contacts.faults.get(address, "it does not answer") if answer is None else answer[1]
+
+    async def _reach_itself(self) -> None:
+        """Wait until this server answers at its address, where the others will call it back."""
+        contacts, own, wait_s, why = self._contacts, self._record, _SOON_S, ""
+        until = time.monotonic() + _SELF_S
+        while time.monotonic() < until:
+            try:
+                async with contacts.access.channel(own.address, contacts.width) as channel:
+                    told, _ = await contacts.ask(channel, own.address, PROVE_S)
+                if told.server == own.server:
+                    return
+                why = f"who answers there is {(told.server or 'nobody')[:8]}"
+            except SwarmError as error:
+                why = str(error)
+            await asyncio.sleep(wait_s)
+            wait_s *= 2
+        self._warn(f"this server does not reach itself at {own.address}, the address that it gives others: {why}")
+
+    def _warn(self, said: str) -> None:
+        """Say it on the terminal, once for each reason: seconds and such may have changed."""
+        if (kind := re.sub(r"\d+(\.\d+)? s", "", said)) != self._said:
+            self._said = kind
+            print(said, file=sys.stderr, flush=True)
 
     def _check_twins(self) -> None:
         """What is left of an earlier life of this server expires; a twin is there again and again."""

@@ -8,6 +8,7 @@ from typing import Any
 from firsttoken.swarm.chain import Chain
 from firsttoken.swarm.line import Line
 from firsttoken.swarm.records import Record
+from firsttoken.swarm.trust.auditor import Auditor
 
 MOST_SERVERS, MOST_REPLACED, MOST_TEXT = 64, 20, 160  # that are told: records and reasons are what strangers sent
 _STATES = ("serves", "shunned", "silent", "convicted", "another version")
@@ -17,8 +18,9 @@ def overview(chain: Chain, now: float) -> dict[str, Any]:
     """What is known of the swarm of ``chain`` at ``now`` (seconds of the wall clock), as JSON takes it.
 
     ``servers``, those of the chain first, ``more`` that are left out, the blocks that are ``unserved``, and who was
-    ``replaced`` by whom. A server's ``requests`` are this client's that are open there, ``served`` their tokens x
-    blocks, ``throughput`` tokens/s through one block as it says itself.
+    ``replaced`` by whom. Of ``audits`` it says how many ended how, and why the last one showed nothing. A server's
+    ``requests`` are this client's that are open there, ``served`` their tokens x blocks, ``throughput`` tokens/s
+    through one block as it says itself.
     """
     swarm, asked, lines = chain.swarm, defaultdict(list), list(chain.lines)
     for line, record in lines:
@@ -39,12 +41,17 @@ def overview(chain: Chain, now: float) -> dict[str, Any]:
             for one in sorted(known.values(), key=rank)[:MOST_SERVERS]
         ],
         "more": max(0, len(known) - MOST_SERVERS),
+        "audits": None if chain.auditor is None else _audits(chain.auditor),
         "unserved": chain.unserved(),
         "replaced": [
             {"key": key, "why": _text(why), "by": [_named(record) | {"blocks": _ends(blocks)} for record, blocks in by]}
             for (key, why), by in list(zip(chain.faults, chain.heirs, strict=False))[-MOST_REPLACED:]
         ],
     }
+
+
+def _audits(auditor: Auditor) -> dict[str, Any]:
+    return {"ends": dict(auditor.ends), "undecided": _text(auditor.why)}
 
 
 def _told(one: Record, lines: list[Line], state: str, ping_s: float | None, now: float) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 from firsttoken.assets.model_config import MOST_LAYERS
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.foreign.faults import Damaged, shown
 from firsttoken.study.foreign.schema import at_least, between, digits, shaped
+from firsttoken.swarm.addresses import fault_of
 from firsttoken.swarm.keys import check_signature, signature_of
 from firsttoken.swarm.routing import Reachable
 
@@ -18,14 +21,7 @@ if TYPE_CHECKING:
 LONGEST_S = 300.0  # that a record may live
 SKEW_S = 5.0  # that two clocks may differ by
 _DOMAIN = b"firsttoken swarm record 2\n"
-_MOST_ADDRESS = 256
 _Block = Annotated[int, between(0, MOST_LAYERS)]
-
-
-def _address(value: str) -> str:
-    host, colon, port = value.rpartition(":")
-    good = host and colon and port.isdecimal() and len(value) <= _MOST_ADDRESS and value.isprintable()
-    return "" if good and int(port) < 1 << 16 else "expected HOST:PORT"
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Record:
     """
 
     server: Annotated[str, digits(64)]
-    address: Annotated[str, _address]
+    address: Annotated[str, fault_of]
     blocks: tuple[_Block, _Block]
     model: Annotated[str, digits(64)]
     throughput: Annotated[float, between(0.0, 1e12)]
@@ -77,8 +73,15 @@ class Record:
         return replace(self, signature=signature_of(key, _DOMAIN, self.as_dict()))
 
     def check(self, now: float) -> None:
-        """Raise SwarmError unless its server signed it, and it is of now: not expired, not of the future, not for
-        longer than records live."""
+        """Raise SwarmError unless its server signed it, and it is of ``now``: see ``check_time``."""
+        self.check_time(now)
+        check_signature(self.server, _DOMAIN, self.as_dict(), f"the record of {self.name}")
+
+    def check_time(self, now: float) -> None:
+        """Raise SwarmError where it has expired, is of the future, or lives longer than records do.
+
+        This is what costs nothing: it is asked before the signature is.
+        """
         if (
             self.blocks[0] > self.blocks[1]
             or self.target[0] > self.target[1]
@@ -86,18 +89,24 @@ class Record:
         ):
             raise SwarmError(f"the record of {self.name} is of no blocks, or for longer than {LONGEST_S:.0f} s")
         if self.expires <= now:
-            raise SwarmError(f"the record of {self.name} expired {now - self.expires:.1f} s ago")
+            raise SwarmError(
+                f"the record of {self.name} expired {now - self.expires:.1f} s ago: set the clocks if it still runs"
+            )
         if self.issued > now + SKEW_S:
             raise SwarmError(f"the record of {self.name} is of a time {self.issued - now:.1f} s ahead: set the clocks")
-        check_signature(self.server, _DOMAIN, self.as_dict(), f"the record of {self.name}")
 
     def reachable(self, ping_s: float, blocks: range | None = None) -> Reachable:
         """The server as routes are searched, or as one of other ``blocks``."""
         return Reachable(self.server, blocks or self.span, ping_s, max(self.throughput, 1e-9), not self.moves)
 
     def as_dict(self) -> dict[str, Any]:
-        """As it is sent."""
+        """Its fields."""
         return asdict(self)
+
+    @cached_property
+    def text(self) -> str:
+        """As it is sent: JSON, which a member makes once however many ask for it."""
+        return json.dumps(self.as_dict())
 
 
 def read_record(value: Any) -> Record:

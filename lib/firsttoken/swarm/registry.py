@@ -1,19 +1,17 @@
-"""Who serves what, as one member knows it: the latest record of each server, until it expires."""
+"""Who serves what, as one member knows it: the latest record of each server that has proven it, until it expires."""
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated
 
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.foreign.faults import Damaged
-from firsttoken.study.foreign.json_text import parse_json
-from firsttoken.study.foreign.schema import digits, shaped
-from firsttoken.swarm.records import LONGEST_S, SKEW_S, Record, read_record
+from firsttoken.swarm.addresses import network_of, spot_of
+from firsttoken.swarm.records import LONGEST_S, SKEW_S, Record
 
-MOST = 512  # records that are kept, and that a message may hold
+MOST = 512  # records that are kept
+_MOST_FLOORS = 4 * MOST
+_MOST_FORGED = 4  # records of one teller: who passes more of them on is not listened to
 
 
 class StaleError(SwarmError):
@@ -24,47 +22,106 @@ class TwinError(SwarmError):
     """Two servers announce under one key."""
 
 
+class UnprovenError(SwarmError):
+    """A record that somebody passes on, of a server that has not said it at its address itself."""
+
+
 class Registry:
-    """At most ``MOST`` records. Every member of a swarm has one; ``take`` of each other's makes them equal."""
+    """At most ``MOST`` records, each said to this member by its server at the address that it names.
+
+    Every member of a swarm has a registry. Who is new always finds room: where it is full, the network with most
+    records loses the one that was longest not heard of.
+    """
 
     def __init__(self) -> None:
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, Record] = {}  # by subkey, who was heard of last at the end
+        self._spots: dict[str, str] = {}  # by address, the subkey of who answers there
+        self._networks: dict[str, str] = {}  # by subkey
         self._floors: dict[str, float] = {}  # the latest issue that was seen of each, as long as a replay could live
 
     def take(self, record: Record, now: float) -> bool:
-        """Believe ``record``; whether it is news.
+        """Believe ``record``, which its server has said at its address; whether it is news.
 
-        Raises SwarmError for one that is forged, expired or of the future, or when there are too many; StaleError for
-        one that is older than what is known of its server, as a replayed one is; TwinError for one whose key is in use
-        at another address since an earlier time.
+        Whoever was known at that address is not there any more. Raises SwarmError as ``check``.
         """
         self._forget(now)
-        known = self._records.get(record.server)
-        if known == record:
+        if self._records.get(record.server) == record:
+            self._records[record.server] = self._records.pop(record.server)
             return False
+        self.check(record, now)
+        self._drop(record.server)
+        if (before := self._spots.get(spot_of(record.address))) is not None:
+            self._drop(before)
+        if len(self._records) >= MOST:
+            self._drop(self._longest_silent())
+        self._records[record.server] = record
+        self._spots[spot_of(record.address)] = record.server
+        self._networks[record.server] = network_of(record.address)
+        self._floors.pop(record.server, None)
+        self._floors[record.server] = record.issued
+        if len(self._floors) > _MOST_FLOORS:
+            del self._floors[next(iter(self._floors))]
+        return True
+
+    def check(self, record: Record, now: float) -> None:
+        """Raise SwarmError for a record that is forged, expired or of the future; StaleError for one that is older than
+        what is known of its server, as a replayed one is; TwinError for one whose key is in use at another address
+        since an earlier time. The signature, which takes longest, is looked at last."""
+        record.check_time(now)
+        if record.issued <= self._floors.get(record.server, 0.0):
+            raise StaleError(f"the record of {record.name} is older than the one that is known: it is replayed")
         record.check(now)
-        if known is not None and known.address != record.address and known.counted() and known.started < record.started:
+        known = self._records.get(record.server)
+        if known is None or known.expires <= now or known.address == record.address:
+            return
+        if known.counted() and known.started < record.started:
             raise TwinError(
                 f"the key of {record.name} is in use at {known.address}: give each server a key of its own, or wait "
                 f"{known.expires - now:.0f} s for the record of an earlier life to expire"
             )
-        if record.issued <= self._floors.get(record.server, 0.0):
-            raise StaleError(f"the record of {record.name} is older than the one that is known: it is replayed")
-        if record.server not in self._floors and len(self._floors) >= MOST:
-            raise SwarmError(f"{MOST} servers are known here; the record of {record.name} finds no room")
-        self._records[record.server] = record
-        self._floors[record.server] = record.issued
-        return True
 
     def take_all(self, records: Iterable[Record], now: float) -> dict[str, SwarmError]:
-        """Believe those of ``records`` that can be; what is wrong with the others, by subkey."""
+        """Believe those of ``records``, which somebody passes on, that renew what is known.
+
+        What is wrong with the others, by subkey: UnprovenError for servers that have not said it here themselves, whose
+        signatures are not looked at. After ``_MOST_FORGED`` forged ones no more are.
+        """
         wrong: dict[str, SwarmError] = {}
+        forged = 0
         for record in records:
+            known = self._records.get(record.server)
             try:
-                self.take(record, now)
+                if known == record:
+                    continue
+                if known is None or known.address != record.address:
+                    raise UnprovenError(f"the record of {record.name} was not heard at its address yet")
+                if record.issued <= known.issued:
+                    raise StaleError(f"the record of {record.name} is older than the one that is known")
+                record.check_time(now)
+                if forged >= _MOST_FORGED:
+                    raise UnprovenError(f"the record of {record.name} came behind {forged} forged ones")
+                try:
+                    self.take(record, now)
+                except SwarmError:
+                    forged += 1
+                    raise
             except SwarmError as error:
                 wrong[record.server] = error
         return wrong
+
+    def knows(self, record: Record, now: float) -> bool:
+        """Whether this server has proven this address, and its record there has not expired."""
+        known = self._records.get(record.server)
+        return known is not None and known.address == record.address and known.expires > now
+
+    def at(self, address: str, now: float) -> Record | None:
+        """Who has proven ``address``, and has not expired."""
+        known = self._records.get(self._spots.get(spot_of(address), ""))
+        return known if known is not None and known.expires > now else None
+
+    def met(self, server: str, now: float) -> bool:
+        """Whether the server of this subkey was believed here within the longest life of a record."""
+        return self._floors.get(server, 0.0) > now - LONGEST_S - SKEW_S
 
     def live(self, now: float) -> list[Record]:
         """The records that have not expired, those of servers that leave included."""
@@ -74,29 +131,16 @@ class Registry:
         """Who serves blocks of ``model`` (sha256) now."""
         return [record for record in self.live(now) if record.model == model and record.span]
 
+    def _longest_silent(self) -> str:
+        ((largest, _),) = Counter(self._networks.values()).most_common(1)
+        return next(server for server in self._records if self._networks[server] == largest)
+
+    def _drop(self, server: str) -> None:
+        if (one := self._records.pop(server, None)) is not None:
+            del self._spots[spot_of(one.address)], self._networks[server]
+
     def _forget(self, now: float) -> None:
-        self._records = {name: one for name, one in self._records.items() if one.expires > now}
+        for server in [name for name, one in self._records.items() if one.expires <= now]:
+            self._drop(server)
         oldest = now - LONGEST_S - SKEW_S  # what was issued before this has expired, whoever sends it again
         self._floors = {name: at for name, at in self._floors.items() if at > oldest}
-
-
-@dataclass(frozen=True)
-class _ToldRecords:
-    server: Annotated[str, digits(64)] | None
-    records: tuple[dict, ...]
-
-
-def tell(records: Iterable[Record], server: str | None = None) -> bytes:
-    """What one member says to another: its own subkey, None for a client, and what it knows."""
-    return json.dumps({"server": server, "records": [record.as_dict() for record in records]}).encode()
-
-
-def hear(data: bytes) -> tuple[str | None, list[Record]]:
-    """What was said. Raises SwarmError for no such message, or one of more than ``MOST`` records."""
-    try:
-        told = shaped(_ToldRecords, parse_json(data))
-    except (Damaged, ValueError) as error:
-        raise SwarmError(f"an exchange of records cannot be read: {error}") from error
-    if len(told.records) > MOST:
-        raise SwarmError(f"an exchange of {len(told.records)} records; at most {MOST} are taken")
-    return told.server, [read_record(value) for value in told.records]

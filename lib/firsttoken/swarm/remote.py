@@ -97,11 +97,11 @@ class RemoteModel:
         self.model = load_ends(folder, dtype)
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
         self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), patience or Patience(), bid=bid)
+        wait_for(self.swarm.meet())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)
         self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[RemoteSegment(self.chain)], touched=False)
         self.engine = Engine(self.executor, config)
-        wait_for(self.swarm.look())
         self._looking = begin(self.swarm.keep_looking())
 
     def generate(

@@ -18,6 +18,7 @@ from firsttoken.study.system.openmp import loops_elsewhere
 from firsttoken.swarm.access import Access
 from firsttoken.swarm.announcer import Announcer
 from firsttoken.swarm.batcher import Batcher
+from firsttoken.swarm.contacts import Contacts
 from firsttoken.swarm.keys import public_hex, server_key
 from firsttoken.swarm.limits import ServerLimits
 from firsttoken.swarm.placement import Rebalancing
@@ -105,11 +106,12 @@ async def serving(
     ledger = Ledger(public_hex(key))
     places = Places(config.limits.sessions, config.limits.waiting, ledger)
     sessions = Sessions(batcher, model, config.limits, Committer(key, model), places)
-    court = Court(config.folder, model, ledger)
+    court = Court(config.folder, model, ledger, registry)
     frozen = None
     if config.trains:
         frozen = await batcher.aside(partial(FrozenBlocks, config.folder, config.blocks, config.dtype))
-    service = BlockService(sessions, registry, court, config.access, frozen)
+    contacts = Contacts(registry, config.access, stack.width)
+    service = BlockService(sessions, contacts, court, config.access, frozen)
     throughput = await batcher.aside(stack.measured_throughput)
     server, port = await service.start(config.host, config.port)
     now = time.time()
@@ -124,7 +126,8 @@ async def serving(
         expires=now + config.limits.expiry_s,
         moves=config.rebalancing is not None,
     )
-    announcer = Announcer(record, key, registry, config.peers, config.access, config.limits.expiry_s, stack.width)
+    announcer = Announcer(record, key, contacts, config.peers, config.limits.expiry_s)
+    service.announcer = announcer
     rebalancer = None
     if config.rebalancing is not None:
         rule = config.rebalancing
@@ -136,6 +139,7 @@ async def serving(
     failed = asyncio.gather(*tasks)
     told(record, port)
     try:
+        await announcer.soon_announced()
         with (
             loops_elsewhere()
         ):  # on the batcher's thread, which has loaded, too: threads of this one would be in its way
@@ -152,5 +156,6 @@ async def serving(
         tasks[0].cancel()  # the batcher, when steps have had their time
         await asyncio.gather(tasks[0], failed, return_exceptions=True)
         batcher.close()
+        court.close()
         if frozen is not None:
             frozen.close()

@@ -4,7 +4,6 @@ charge against another server, and what is said to one's account."""
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -12,8 +11,13 @@ from typing import TYPE_CHECKING
 
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.swarm.access import Access, server_options
+from firsttoken.swarm.addresses import source_of
+from firsttoken.swarm.announcer import Announcer
+from firsttoken.swarm.contacts import Contacts
 from firsttoken.swarm.fairness import client_of
-from firsttoken.swarm.registry import Registry, TwinError, hear, tell
+from firsttoken.swarm.messages import ASKED_BYTES, TALK, hear
+from firsttoken.swarm.messages import EXCHANGE as EXCHANGE
+from firsttoken.swarm.registry import TwinError
 from firsttoken.swarm.room import LostError
 from firsttoken.swarm.session import IdleError, Sessions
 from firsttoken.swarm.trust.court import Court
@@ -24,20 +28,21 @@ if TYPE_CHECKING:
     import grpc
 
 SERVICE = "firsttoken.Swarm"
-SESSION, EXCHANGE, PASS, ACCUSE, ACCOUNT = (
-    f"/{SERVICE}/{call}" for call in ("Session", "Exchange", "Pass", "Accuse", "Account")
-)
+SESSION, PASS, ACCUSE, ACCOUNT = (f"/{SERVICE}/{call}" for call in ("Session", "Pass", "Accuse", "Account"))
 
 
 class BlockService:
-    """``sessions``, passes through ``frozen`` (None: this server does not train) and ``registry``, served to whom
-    ``access`` admits; ``court`` judges other servers, and keeps the accounts under this one's subkey."""
+    """``sessions``, passes through ``frozen`` (None: this server does not train) and what its ``contacts`` know, served
+    to whom ``access`` admits; ``court`` judges other servers, and keeps the accounts under this one's subkey. The
+    ``announcer`` is given when the port is known: it speaks for this server."""
+
+    announcer: Announcer
 
     def __init__(
-        self, sessions: Sessions, registry: Registry, court: Court, access: Access, frozen: FrozenBlocks | None = None
+        self, sessions: Sessions, contacts: Contacts, court: Court, access: Access, frozen: FrozenBlocks | None = None
     ) -> None:
         self.sessions = sessions
-        self.registry = registry
+        self.contacts = contacts
         self.court = court
         self.access = access
         self.frozen = frozen
@@ -87,30 +92,37 @@ class BlockService:
 
     async def _exchange(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
-        now = time.time()
+        if len(data) > ASKED_BYTES:
+            said = f"a member says one record of itself, in {ASKED_BYTES} bytes at most: {len(data)} are not read"
+            await _abort(context, RequestError(said))
+        refused = ""
         try:
-            server, records = hear(data)
+            told = hear(data)
+            if told.talk != TALK:
+                refused = f"this member speaks version {TALK} of records, not {told.talk}: have one version on all"
+            for own in [] if refused else [one for one in told.records if one.server == told.server][:1]:
+                refused = await self.contacts.hear_of(own, source_of(context.peer()))
+        except TwinError as error:
+            await _abort(context, error)
         except SwarmError as error:
             await _abort(context, RequestError(str(error)))
-        wrong = self.registry.take_all(records, now)
-        refused = wrong.get(server or "")  # what it says of others may be stale, and not its fault
-        if refused is None and wrong and len(wrong) == len(records):
-            refused = next(iter(wrong.values()))
-        if refused is not None:
-            await _abort(context, refused if isinstance(refused, TwinError) else RequestError(str(refused)))
-        return tell(self.registry.live(now), self.court.ledger.keeper)
+        return self.announcer.answer(told, refused)
 
     async def _accuse(self, messages: AsyncIterable[bytes], context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
         stack = self.sessions.batcher.stack
-        async with _told(context):
+        async with _told(context), self.court.case():
             reading = read_evidence(messages, stack.width, stack.context)
             evidence = await self.sessions.within(reading, "did not bring its evidence")
-            return json.dumps(asdict(await self.court.judge(evidence))).encode()
+            return json.dumps(asdict(await self.court.judge(evidence, source_of(context.peer())))).encode()
 
     async def _account(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
         try:
+            if len(data) > ASKED_BYTES:
+                raise SwarmError(
+                    f"an account is told one thing, in {ASKED_BYTES} bytes at most: {len(data)} are not read"
+                )
             return json.dumps(asdict(self.court.ledger.told(data))).encode()
         except SwarmError as error:
             await _abort(context, RequestError(str(error)))

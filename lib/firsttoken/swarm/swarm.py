@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING
 
 from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.access import Access
-from firsttoken.swarm.announcer import exchange
+from firsttoken.swarm.addresses import check_name, is_loopback
 from firsttoken.swarm.conduct import TIMES, Conduct
+from firsttoken.swarm.contacts import Contacts
 from firsttoken.swarm.line import Line
 from firsttoken.swarm.patience import Patience
 from firsttoken.swarm.records import Record
-from firsttoken.swarm.registry import Registry, tell
+from firsttoken.swarm.registry import Registry
 from firsttoken.swarm.routing import Hop, best_chain, chain_s
 from firsttoken.swarm.trust.places import Bid
 
 if TYPE_CHECKING:
     import grpc
 
+_SEEN = 8  # things that are said of what was seen
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5  # between two looks for somebody who serves what nobody does
 
 
@@ -48,6 +50,8 @@ class Swarm:
         self.model = model
         self.peers = list(peers)
         self.registry = Registry()
+        self.contacts = Contacts(self.registry, access, width)
+        self.contacts.near = any(is_loopback(peer.rpartition(":")[0].strip("[]")) for peer in peers)
         self.patience = patience
         self.access = access
         self.bid = bid
@@ -66,15 +70,26 @@ class Swarm:
 
     async def look(self) -> None:
         """Ask all members that are known for the others, and how far away they are; new ones in the same look."""
-        asked: set[str] = set()
-        while new := {*self.peers, *(one.address for one in self._records())} - asked:
+        asked, first = set(), {*self.peers, *(one.address for one in self._records())}
+        while new := first - asked:
             asked |= new
             await asyncio.gather(*map(self._ask, new))
+            first = {*(one.address for one in self._records()), *self.contacts.due(asked)}
         for address in self._channels.keys() - asked:
             await self.reconnect(address)
 
+    async def meet(self) -> None:
+        """Look for the first time. Raises SwarmError when nobody answers at the addresses given, and why."""
+        await self.look()
+        if not any(address in self._pings for address in self.peers):
+            await self.close()
+            whys = "; ".join(f"{at}: {self.contacts.faults.get(at, 'it does not answer')}" for at in self.peers)
+            raise SwarmError(
+                f"nobody of a swarm answers at {', '.join(self.peers)}: name HOST:PORT of one of its servers ({whys})"
+            )
+
     def servers(self) -> list[Record]:
-        """Who serves blocks of the model, answered when asked last, and was not convicted."""
+        """Who serves blocks of the model, has proven its address, answered when asked last, and was not convicted."""
         return [one for one in self._records() if one.address in self._pings and one.server not in self.convicted]
 
     def state(self, record: Record) -> tuple[str, float | None]:
@@ -91,11 +106,7 @@ class Swarm:
 
     async def check(self, layers: range) -> None:
         """Raises SwarmError when nobody answers at the addresses given, or one of ``layers`` is served by nobody."""
-        await self.look()
-        if not any(address in self._pings for address in self.peers):
-            raise SwarmError(
-                f"nobody of a swarm answers at {', '.join(self.peers)}: name HOST:PORT of one of its servers"
-            )
+        await self.meet()
         self._best(layers, set())
 
     async def route(
@@ -168,6 +179,20 @@ class Swarm:
         for address in list(self._channels):
             await self.reconnect(address)
 
+    def unseen(self) -> str:
+        """What was seen of the swarm that serves nothing here, and why: other models, refused records, silence."""
+        now, faults = time.time(), self.contacts.faults
+        others = [one for one in self.registry.live(now) if one.span and one.model != self.model]
+        silent = {one.address for one in self._records() if one.address not in self._pings}
+        seen = [f"{len(others)} of another model, as at {others[0].address}"] if others else []
+        seen += [f"{at}: {why}" for at, why in faults.items()]
+        seen += [f"{at} does not answer" for at in silent - faults.keys()]
+        seen += self.contacts.held_against()
+        seen += [f"{who[:8]} was convicted" for who in self.convicted]
+        seen += [f"{who[:8]} failed lately and is not asked for a while" for who in self.conduct.shunned()]
+        more = [f"{len(seen) - _SEEN} more"] if len(seen) > _SEEN else []
+        return "; ".join([*seen[:_SEEN], *more]) or "no other server"
+
     def _records(self) -> list[Record]:
         return self.registry.serving(self.model, time.time())
 
@@ -181,17 +206,21 @@ class Swarm:
         known = {one.server: one for one in self.servers()}
         late_s = self.conduct.late_s
         reachable = [one.reachable(self._pings[one.address] + late_s(one.server)) for one in known.values()]
-        return [(hop, known[hop.server.name]) for hop in best_chain(reachable, layers, without)]
+        try:
+            return [(hop, known[hop.server.name]) for hop in best_chain(reachable, layers, without)]
+        except SwarmError as error:
+            raise SwarmError(f"{error}; seen: {self.unseen()}") from None
 
     async def _ask(self, address: str) -> None:
-        begun = time.perf_counter()
         try:
-            _, records = await exchange(self.channel(address), self.access, tell([]), self.patience.answer_s)
-        except SwarmError:
+            if address not in self.peers and self.registry.at(address, time.time()) is None:
+                await check_name(address)
+            _, ping_s = await self.contacts.ask(self.channel(address), address, self.patience.answer_s)
+        except SwarmError as error:
             self._pings.pop(address, None)
+            self.contacts.fault(address, str(error))
             return
         returned = address not in self._pings
-        self._pings[address] = time.perf_counter() - begun
-        self.registry.take_all(records, time.time())
+        self._pings[address] = ping_s
         for server in {one.server for one in self._records() if returned and one.address == address}:
             self.conduct.back(server)

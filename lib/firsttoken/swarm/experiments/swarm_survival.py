@@ -20,14 +20,13 @@ from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
-from firsttoken.swarm.announcer import exchange
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.experiments.spans import local_engine, prompt_of, split_evenly, stored, timed_steps
 from firsttoken.swarm.fleet import Fleet
 from firsttoken.swarm.line import Line
 from firsttoken.swarm.member import FAULTS, SwarmMember
+from firsttoken.swarm.messages import exchange, tell
 from firsttoken.swarm.patience import Patience
-from firsttoken.swarm.registry import tell
 from firsttoken.swarm.remote import RemoteModel
 from firsttoken.swarm.wire import MOST_TOKENS, Stretch
 

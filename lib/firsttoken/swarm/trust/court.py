@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from firsttoken.study.errors import SwarmError
+from firsttoken.study.errors import BusyError, SwarmError
 from firsttoken.study.foreign.schema import at_least
+from firsttoken.study.system.openmp import loops_on_one_core
+from firsttoken.swarm.registry import Registry
 from firsttoken.swarm.room import Room
+from firsttoken.swarm.shares import Shares
 from firsttoken.swarm.stack import BlockStack
 from firsttoken.swarm.trust.evidence import Evidence
 from firsttoken.swarm.trust.ledger import Ledger
@@ -20,6 +31,10 @@ from firsttoken.swarm.wire import Stretch
 
 TOLERANCE = 1e-3
 """Of a row's norm, that honest float32 servers may differ by: the order in which they add. Notebook 54 measures it."""
+
+_ACCUSATIONS, _AGAIN_S = 4, 60.0  # of one place at once, and until it has another
+_MOST = 4  # accusations that are heard at once
+_MOST_CONVICTED = 4096
 
 
 @dataclass(frozen=True)
@@ -33,29 +48,73 @@ class Sentence:
 
 class Court:
     """Judges servers of ``model`` (sha256), whose copy is in ``folder``, and takes deposits from their accounts in
-    ``ledger``; one case at a time, as each costs a prefill."""
+    ``ledger``. Only servers that ``registry`` has met are judged.
 
-    def __init__(self, folder: Path, model: str, ledger: Ledger, tolerance: float = TOLERANCE) -> None:
+    An accusation costs the accuser first: each place that they come from has ``_ACCUSATIONS`` and one more every
+    ``_AGAIN_S``, and has it back where it was right. Cases are computed one at a time, on one core, below all else
+    that this machine does.
+    """
+
+    def __init__(
+        self, folder: Path, model: str, ledger: Ledger, registry: Registry, tolerance: float = TOLERANCE
+    ) -> None:
         self.folder, self.model, self.ledger, self.tolerance = folder, model, ledger, tolerance
-        self._turn = asyncio.Lock()
+        self.computed = 0  # cases
+        self._registry = registry
+        self._convicted: dict[str, None] = {}
+        self._shares = Shares(_ACCUSATIONS, _AGAIN_S)
+        self._open = 0
+        self._thread = ThreadPoolExecutor(1, "firsttoken-court", _below_others)
 
-    async def judge(self, evidence: Evidence) -> Sentence:
+    @asynccontextmanager
+    async def case(self) -> AsyncIterator[None]:
+        """The time in which one accusation is heard. Raises BusyError where ``_MOST`` are being heard."""
+        if self._open >= _MOST:
+            raise BusyError(f"{self._open} accusations are being heard here, and no more at once")
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    async def judge(self, evidence: Evidence, source: str) -> Sentence:
         """Compute what the accused says it has, and convict it if that differs by more than the tolerance.
 
-        Raises SwarmError, before anything is computed, for evidence that proves nothing, another model, and a server
-        that was convicted before; and for blocks that cannot be loaded.
+        Who was convicted before is convicted by its signature alone. Raises BusyError where who is at ``source`` has
+        accused too often; SwarmError, before anything is computed, for evidence that proves nothing, another model, and
+        a server that nobody has met here; and for blocks that cannot be loaded.
         """
+        self._shares.take(source)
         evidence.check()
         commitment = evidence.charge.commitment
         if commitment.model != self.model:
             raise SwarmError(f"this court has the model {self.model[:12]}, not {commitment.model[:12]}")
-        self.ledger.check_standing(commitment.server)
-        async with self._turn:
-            there = await asyncio.to_thread(recomputed, self.folder, range(*commitment.layers), evidence.inputs)
-            apart = difference(evidence.outputs, there[-len(evidence.outputs) :])
-            if apart <= self.tolerance:
-                return Sentence(False, apart, 0)
-            return Sentence(True, apart, self.ledger.convict(commitment.server, evidence.charge.accuser))
+        if commitment.server in self._convicted:
+            return Sentence(True, 0.0, 0)
+        if not self._registry.met(commitment.server, time.time()):
+            raise SwarmError(f"{commitment.server[:8]} is no server that is known here: it is not judged")
+        compute = partial(recomputed, self.folder, range(*commitment.layers), evidence.inputs)
+        there = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+        self.computed += 1
+        apart = difference(evidence.outputs, there[-len(evidence.outputs) :])
+        if apart <= self.tolerance:
+            return Sentence(False, apart, 0)
+        self._shares.give_back(source)
+        self._convicted[commitment.server] = None
+        if len(self._convicted) > _MOST_CONVICTED:
+            del self._convicted[next(iter(self._convicted))]
+        return Sentence(True, apart, self.ledger.convict(commitment.server, evidence.charge.accuser))
+
+    def close(self) -> None:
+        """End the thread when its case is done."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _below_others() -> None:
+    loops_on_one_core()
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def recomputed(folder: Path, layers: range, inputs: Tensor) -> Tensor:

@@ -1,0 +1,93 @@
+"""Addresses of members, as they are compared: a server has one, however it is spelled, and each swarm has its kind."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from urllib.parse import unquote
+
+from firsttoken.study.errors import SwarmError
+
+MOST_CHARACTERS = 256
+_LOOPBACK = "loopback"
+
+
+def fault_of(address: str) -> str:
+    """What is wrong with ``address`` as HOST:PORT, "" for nothing. Names are ASCII, and no port is 0."""
+    host, colon, port = address.rpartition(":")
+    good = host and colon and port.isascii() and port.isdecimal() and len(address) <= MOST_CHARACTERS
+    good = good and address.isascii() and address.isprintable() and " " not in address
+    return "" if good and 0 < int(port) < 1 << 16 else "expected HOST:PORT"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is this machine as it calls itself; names other than localhost are not looked up."""
+    return host == "localhost" or ((ip := _ip(host)) is not None and ip.is_loopback)
+
+
+def spot_of(address: str) -> str:
+    """One text for each place that ``address`` may name: all ways to write an IP, and all of loopback, are one host."""
+    host, _, port = address.rpartition(":")
+    ip = _ip(host.strip("[]"))
+    host = _LOOPBACK if is_loopback(host.strip("[]")) else str(ip or host.rstrip(".").lower())
+    return f"{host}:{int(port) if port.isdecimal() else port}"
+
+
+def network_of(address: str) -> str:
+    """The host of ``address`` and those beside it, /24 of IPv4 and /48 of IPv6, which one person may well hold."""
+    host = spot_of(address).rpartition(":")[0]
+    ip = _ip(host)
+    if ip is None:
+        return host
+    return str(ipaddress.ip_network((ip, 24 if ip.version == 4 else 48), strict=False))
+
+
+def source_of(peer: str) -> str:
+    """Whom gRPC's ``peer`` (ipv4:HOST:PORT) is counted as: a machine, or on loopback one of its connections."""
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    host = host.strip("[]")
+    return f"{host}:{port}" if is_loopback(host) else network_of(f"{host}:{port}")
+
+
+def check_kind(address: str, near: bool, far: bool) -> None:
+    """Raise SwarmError unless ``address`` is one that this swarm's servers can have: loopback in one that is ``near``,
+    other machines in one that is ``far``, and no address that is of no machine."""
+    if fault_of(address):
+        raise SwarmError(f"{address[:MOST_CHARACTERS]!r} is no address of a server: {fault_of(address)}")
+    host = address.rpartition(":")[0].strip("[]")
+    ip = _ip(host)
+    if is_loopback(host):
+        if not near:
+            raise SwarmError(f"{address} is loopback, and the servers of this swarm are on other machines")
+    elif ip is not None and (ip.is_unspecified or ip.is_multicast or ip.is_link_local or ip.is_reserved):
+        raise SwarmError(f"{address} is the address of no server: name the one that others reach it by")
+    elif not far:
+        raise SwarmError(f"{address} is on another machine, and this swarm is of this one alone (no TLS)")
+
+
+async def check_name(address: str) -> None:
+    """Raise SwarmError for a host name that stands for no address, or for loopback or an address of no machine.
+
+    Who names a server by a name may have it lead anywhere: it is looked up before anybody connects.
+    """
+    host, _, port = address.rpartition(":")
+    if _ip(host.strip("[]")) is not None or host == "localhost":
+        return
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise SwarmError(f"{host} is the name of no machine: {error.strerror or error}") from error
+    for *_, at in found:
+        try:
+            check_kind(f"[{at[0]}]:{port}", near=False, far=True)
+        except SwarmError as error:
+            raise SwarmError(f"{host} leads to {at[0]}: {error}") from error
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return getattr(ip, "ipv4_mapped", None) or ip
