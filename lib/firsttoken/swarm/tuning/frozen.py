@@ -32,7 +32,7 @@ MOST_KEPT = 4096  # tokens times layers whose values stay for backward
 
 
 @dataclass(eq=False)
-class _Waiting(Ending):
+class _WaitingPass(Ending):
     """A client's pass through ``layers`` of a model of ``width``; ``data`` when it has been said."""
 
     client: Client
@@ -54,7 +54,7 @@ class FrozenBlocks:
         self._folder, self._dtype = folder, dtype
         self._model: Any = None
         self.busy = False  # a pass runs
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingPass] = []
         self._turns = Turns()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="firsttoken-passes")
 
@@ -70,7 +70,7 @@ class FrozenBlocks:
         server takes, BusyError, and does not listen, where too many wait and no other client has more than its share
         of them."""
         self._make_way(client)
-        one = _Waiting(client, layers, width, asyncio.get_running_loop().create_future())
+        one = _WaitingPass(client, layers, width, asyncio.get_running_loop().create_future())
         self._waiting.append(one)
         try:
             with one:
@@ -105,7 +105,7 @@ class FrozenBlocks:
         job = asyncio.get_running_loop().run_in_executor(self._thread, self._answer, one.data, one.layers, one.width)
         job.add_done_callback(partial(self._over, one))
 
-    def _over(self, one: _Waiting, job: asyncio.Future[bytes]) -> None:
+    def _over(self, one: _WaitingPass, job: asyncio.Future[bytes]) -> None:
         self.busy, error = False, job.exception()
         if not one.answer.done():  # its client is there
             one.answer.set_result(job.result()) if error is None else one.answer.set_exception(error)
