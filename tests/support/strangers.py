@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from firsttoken.swarm.access import Access
 from firsttoken.swarm.keys import public_hex
-from firsttoken.swarm.messages import Told, exchange, tell
+from firsttoken.swarm.messages import Exchanged, exchange, tell
 from firsttoken.swarm.records import Record
 
 NOW = 1_000_000.0
@@ -23,7 +23,7 @@ def record(number: int, now: float = NOW, **changed) -> Record:
     return replace(made, **changed).signed(keyed(number))
 
 
-async def said(address: str, own: Record, access: Access | None = None) -> Told:
+async def said(address: str, own: Record, access: Access | None = None) -> Exchanged:
     """What the member at ``address`` says to the server of ``own``, over a connection of its own."""
     access = access or Access()
     async with access.channel(address, 32) as channel:

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.keys import public_hex, server_key
-from firsttoken.swarm.messages import TALK, Told, hear, tell
+from firsttoken.swarm.messages import TALK, Exchanged, hear, tell
 from firsttoken.swarm.records import LONGEST_S, SKEW_S, Record, read_record
 from firsttoken.swarm.registry import MOST, Registry, StaleError, TwinError
 
@@ -114,7 +114,7 @@ def test_what_is_no_record_is_named(change, said):
 def test_what_is_no_exchange_is_refused(data):
     with pytest.raises(SwarmError, match="an exchange of records cannot be read"):
         hear(data)
-    assert hear(tell([record()], "a" * 64)) == Told("a" * 64, (record(),), talk=TALK)
+    assert hear(tell([record()], "a" * 64)) == Exchanged("a" * 64, (record(),), talk=TALK)
     assert json.loads(tell([]))["server"] is None
 
 

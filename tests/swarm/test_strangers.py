@@ -24,7 +24,17 @@ from firsttoken.swarm.addresses import check_kind, check_name, network_of, sourc
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.contacts import Contacts
 from firsttoken.swarm.keys import public_hex
-from firsttoken.swarm.messages import ASKED_BYTES, EXCHANGE, PAGE_BYTES, Told, exchange, hear, page_of, proof_of, tell
+from firsttoken.swarm.messages import (
+    ASKED_BYTES,
+    EXCHANGE,
+    PAGE_BYTES,
+    Exchanged,
+    exchange,
+    hear,
+    page_of,
+    proof_of,
+    tell,
+)
 from firsttoken.swarm.records import Record
 from firsttoken.swarm.registry import MOST, Registry, UnprovenError
 from firsttoken.swarm.wire import most_bytes
@@ -77,8 +87,8 @@ def port() -> Iterator[Port]:
     port.close()
 
 
-async def all_said(address: str, records: list[Record], connections: int = 8) -> list[Told]:
-    async def some(part: list[Record]) -> list[Told]:
+async def all_said(address: str, records: list[Record], connections: int = 8) -> list[Exchanged]:
+    async def some(part: list[Record]) -> list[Exchanged]:
         access = Access()
         async with access.channel(address, 32) as channel:
             return [await exchange(channel, access, tell([one], one.server), 60.0) for one in part]

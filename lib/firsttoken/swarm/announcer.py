@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from firsttoken.study.errors import SwarmError
 from firsttoken.swarm.addresses import check_name
 from firsttoken.swarm.contacts import PROVE_S, Contacts
-from firsttoken.swarm.messages import ANSWER_S, Told, page_of, proof_of, tell
+from firsttoken.swarm.messages import ANSWER_S, Exchanged, page_of, proof_of, tell
 from firsttoken.swarm.records import Record
 from firsttoken.swarm.registry import TwinError
 
@@ -59,7 +59,7 @@ class Announcer:
         self._renew(replace(self._record, **said))
         return self._record
 
-    def answer(self, told: Told, refused: str) -> bytes:
+    def answer(self, told: Exchanged, refused: str) -> bytes:
         """What this member says to one that has ``told`` it something, and whose record it ``refused`` for that."""
         own = self._record
         page, after = page_of(self._registry.live(time.time()), own, told.after)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from firsttoken.study.errors import BusyError, SwarmError
 from firsttoken.swarm.access import Access
 from firsttoken.swarm.addresses import check_kind, check_name, is_loopback, spot_of
-from firsttoken.swarm.messages import MOST_PAGES, Told, exchange, line_of, tell
+from firsttoken.swarm.messages import MOST_PAGES, Exchanged, exchange, line_of, tell
 from firsttoken.swarm.records import Record
 from firsttoken.swarm.registry import MOST, Registry, StaleError, TwinError, UnprovenError
 from firsttoken.swarm.shares import Shares
@@ -57,7 +57,7 @@ class Contacts:
 
     async def ask(
         self, channel: grpc.aio.Channel, address: str, limit_s: float, record: Record | None = None
-    ) -> tuple[Told, float]:
+    ) -> tuple[Exchanged, float]:
         """Hear all that the member at ``address`` knows: its first answer, and the seconds until that came; ``record``
         is what this one says of itself.
 
@@ -192,7 +192,7 @@ class Contacts:
         if told.server != record.server or not self.registry.knows(record, time.time()):
             raise SwarmError(f"who answers at {address} is not {record.server[:8]}: give --address that of this server")
 
-    def _proven(self, address: str, told: Told, nonce: str) -> None:
+    def _proven(self, address: str, told: Exchanged, nonce: str) -> None:
         """Believe what who answers at ``address`` says of itself, if it is its address."""
         if told.server is None:
             return
@@ -207,7 +207,7 @@ class Contacts:
                 raise
         self._asked.pop(spot_of(address), None)
 
-    def _passed_on(self, told: Told) -> list[Record]:
+    def _passed_on(self, told: Exchanged) -> list[Record]:
         wrong = self.registry.take_all(told.records, time.time())
         for one in told.records:
             error = wrong.get(one.server)

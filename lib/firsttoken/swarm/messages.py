@@ -48,7 +48,7 @@ _Line = Annotated[str, _short]
 
 
 @dataclass(frozen=True)
-class Told:
+class Exchanged:
     """What one member says to another: its own subkey ``server``, None for a client, and ``records``.
 
     Who asks gives a ``nonce``, and ``after``, the subkey behind which it wants to hear. Who answers signs the nonce,
@@ -72,7 +72,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class _Page(Told):
+class _Page(Exchanged):
     records: tuple[dict, ...] = ()  # what is wrong with one is said of the record
 
 
@@ -88,13 +88,13 @@ def proof_of(key: Ed25519PrivateKey, server: str, nonce: str) -> str:
 
 
 def tell(records: Iterable[Record], server: str | None = None, **more: object) -> bytes:
-    """A message of ``records`` and of the fields ``more`` of a ``Told``."""
+    """A message of ``records`` and of the fields ``more`` of a ``Exchanged``."""
     said = {"server": server, "talk": TALK, **more}
     head = json.dumps({name: value for name, value in said.items() if value or name == "server"})
     return f'{head[:-1]}, "records": [{", ".join(record.text for record in records)}]}}'.encode()
 
 
-def hear(data: bytes) -> Told:
+def hear(data: bytes) -> Exchanged:
     """What was said. Raises SwarmError for no such message, or one of more records than a page has."""
     try:
         page = shaped(_Page, parse_json(data), others=True)  # a later version may say more
@@ -103,7 +103,7 @@ def hear(data: bytes) -> Told:
     if len(page.records) > _MOST_RECORDS:
         raise SwarmError(f"an exchange of {len(page.records)} records; at most {_MOST_RECORDS} are taken")
     said = {field.name: getattr(page, field.name) for field in fields(page)}
-    return Told(**said | {"records": tuple(read_record(value) for value in page.records)})
+    return Exchanged(**said | {"records": tuple(read_record(value) for value in page.records)})
 
 
 def page_of(records: Iterable[Record], own: Record | None, after: str) -> tuple[list[Record], str]:
@@ -122,7 +122,7 @@ def page_of(records: Iterable[Record], own: Record | None, after: str) -> tuple[
     return page, ""
 
 
-async def exchange(channel: grpc.aio.Channel, access: Access, said: bytes, seconds: float = ANSWER_S) -> Told:
+async def exchange(channel: grpc.aio.Channel, access: Access, said: bytes, seconds: float = ANSWER_S) -> Exchanged:
     """One exchange; what the other says. Raises SwarmError when it does not answer, or nonsense."""
     import grpc
 
