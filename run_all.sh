@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From a fresh clone to every figure: set up, fetch, run the notebooks, print the claims table.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+unset CDPATH  # with it, cd may go elsewhere, and says where it went
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
 usage() {
     cat <<'TEXT'

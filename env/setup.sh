@@ -3,9 +3,12 @@
 # it only sets up. An active environment in which this clone is installed is used as it is; otherwise .venv is made from
 # env/requirements.lock and .venv/firsttoken.stamp remembers which lock it holds, so that a second run costs nothing.
 set -euo pipefail
+unset CDPATH  # with it, cd may go elsewhere, and says where it went
 
+# pip would install elsewhere, or refuse, and Python look elsewhere first
+unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_REQUIRE_VIRTUALENV PIP_NO_DEPS PYTHONHOME PYTHONUSERBASE
 readonly FIRSTTOKEN_PIP="26.3"
-firsttoken_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+firsttoken_root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 
 firsttoken_fail() {
     echo "firsttoken: $*" >&2

@@ -5,7 +5,8 @@
 # `tests/run.sh --clients` asks the service with other people's clients (env/clients/setup.sh) and, where chromium-driver
 # is installed, a browser.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset CDPATH  # with it, cd may go elsewhere, and says where it went
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 case "${1:-}" in
     "" | --unit) ;;

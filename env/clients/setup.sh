@@ -3,8 +3,9 @@
 # rest of this clone does not need. Nothing of this package is there: they ask a service that runs beside them.
 # .venv-clients/firsttoken.stamp remembers which lock it holds, so that a second run costs nothing.
 set -euo pipefail
+unset CDPATH  # with it, cd may go elsewhere, and says where it went
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$root/env/venv.sh"
 lock="$root/env/clients/requirements.lock"
 venv="$root/.venv-clients"

@@ -2,8 +2,9 @@
 # Make .venv-vllm, where vLLM and this package run together: vLLM wants older transformers than the rest of this clone.
 # .venv-vllm/firsttoken.stamp remembers which lock it holds, so that a second run costs nothing.
 set -euo pipefail
+unset CDPATH  # with it, cd may go elsewhere, and says where it went
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$root/env/venv.sh"
 lock="$root/env/vllm/requirements.lock"
 venv="$root/.venv-vllm"

@@ -6,9 +6,13 @@ Each imports what it needs, so that ``serve`` listens before torch is there.
 from __future__ import annotations
 
 import argparse
+import io
 import shutil
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from firsttoken.options import parser
 from firsttoken.registry import EXPERIMENTS, find_experiment
@@ -28,9 +32,12 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without a character shows that it is missing, and goes on
+            stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
     options = parser(COMMANDS).parse_args(arguments)
     try:
-        with storage.storing(paths.OUT):
+        with storage.storing(paths.OUT), _ended_as_interrupted(options.command.__name__):
             return options.command(options)
     except FirstTokenError as error:
         print(f"firsttoken: {error}", file=sys.stderr)
@@ -38,6 +45,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nfirsttoken: interrupted; nothing half-written was left", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextmanager
+def _ended_as_interrupted(command: str) -> Iterator[None]:
+    """SIGTERM, by which batch systems end a job, is as Ctrl-C, so that nothing half-written stays. Servers have
+    their own way to end."""
+    if command in ("serve", "swarm") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -2,7 +2,9 @@
 
 The package is installed in editable mode from a clone, so the repository is found from this file, unless
 ``FIRSTTOKEN_ROOT`` names another. What is written goes there, too, unless ``FIRSTTOKEN_OUT`` names a folder for it (a
-read-only checkout), and ``FIRSTTOKEN_CACHE`` one for what can be had again (a larger disk).
+read-only checkout), and ``FIRSTTOKEN_CACHE`` one for what can be had again (a larger disk). Without the latter
+the cache is the clone's own, whatever ``FIRSTTOKEN_OUT`` says, and lies under that only where the clone cannot be
+written.
 """
 
 from __future__ import annotations
@@ -10,9 +12,27 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-ROOT = Path(os.environ.get("FIRSTTOKEN_ROOT") or Path(__file__).resolve().parents[3])
-OUT = Path(os.environ.get("FIRSTTOKEN_OUT") or ROOT).resolve()
-CACHE = Path(os.environ.get("FIRSTTOKEN_CACHE") or OUT / ".cache").resolve()  # assets and converted models; git-ignored
+
+def expanded(path: str | Path) -> Path:
+    """``path`` with "~" as the reader's home; that of a user who does not exist is a folder that does not."""
+    return Path(os.path.expanduser(path))
+
+
+def named(variable: str, otherwise: Path) -> Path:
+    """The folder that an environment variable names, absolute; ``otherwise`` where it is not set or empty."""
+    return expanded(os.environ.get(variable, "").strip() or otherwise).resolve()
+
+
+def cache_of(root: Path, out: Path) -> Path:
+    """The cache where no variable names one: the clone's, or ``out``'s where the clone's cannot be written."""
+    own = root / ".cache"
+    nearest = next(folder for folder in (own, *own.parents) if folder.exists())
+    return own if os.access(nearest, os.W_OK) else out / ".cache"
+
+
+ROOT = named("FIRSTTOKEN_ROOT", Path(__file__).resolve().parents[3])
+OUT = named("FIRSTTOKEN_OUT", ROOT)
+CACHE = named("FIRSTTOKEN_CACHE", cache_of(ROOT, OUT))  # assets and converted models; git-ignored
 NOTEBOOKS = ROOT / "notebooks"
 EXECUTED = OUT / "executed"  # copies that papermill wrote, by profile; git-ignored
 ENV = ROOT / "env"
@@ -26,8 +46,3 @@ RECORDED = DATA / "results"  # committed with the code
 RESULTS = OUT / "data" / "results"  # of this reader, the same folder unless FIRSTTOKEN_OUT is set
 ADAPTERS = DATA / "adapters"
 FIGURES = OUT / "figures"
-
-
-def expanded(path: str | Path) -> Path:
-    """``path`` with "~" as the reader's home; that of a user who does not exist is a folder that does not."""
-    return Path(os.path.expanduser(path))

@@ -6,6 +6,7 @@ import codecs
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
@@ -24,23 +25,31 @@ def first_pairs(path: Path) -> list[tuple[str, str]]:
 
     vLLM's benchmark_serving takes the first two turns, whoever wrote them; of the pinned file a third would then be
     answers that pose as prompts, as long conversations were split and their later parts begin with an answer. The
-    pairs come in the order of a hash of their text, so that any beginning is a fair sample. Raises CorpusError for a
+    pairs come in the order of a hash of their text, so that any beginning is a fair sample. Records that are no
+    conversation (a turn that is null) are passed by, and a warning says how many. Raises CorpusError for a
     file without such pairs, or that is no list of conversations; a last record that breaks off is left out.
     """
     pairs: list[tuple[str, str]] = []
+    passed_by: list[int] = []
     for number, record in enumerate(read_records(path), 1):
         try:
             turns = [(turn["from"], turn["value"]) for turn in record["conversations"]]
             if not all(isinstance(part, str) for turn in turns for part in turn):
                 raise TypeError
-            answered = ((a, b) for (asker, a), (teller, b) in pairwise(turns) if (asker, teller) == _ROLES)
-            pairs += [(_encodable(a), _encodable(b)) for a, b in islice(answered, 1)]
-        except (TypeError, KeyError, AttributeError) as error:
-            raise CorpusError(
-                f"{path}, record {number}: it is no conversation of turns with `from` and `value`; use a ShareGPT file"
-            ) from error
+        except (TypeError, KeyError, AttributeError):
+            passed_by.append(number)
+            continue
+        answered = ((a, b) for (asker, a), (teller, b) in pairwise(turns) if (asker, teller) == _ROLES)
+        pairs += [(_encodable(a), _encodable(b)) for a, b in islice(answered, 1)]
+    what = "no conversation of turns with `from` and `value`"
+    if passed_by and not pairs:
+        raise CorpusError(f"{path}, record {passed_by[0]}: it is {what}; use a ShareGPT file")
     if not pairs:
         raise CorpusError(f"{path} has no question that is answered; it is cut too early or of another format")
+    if passed_by:
+        warnings.warn(
+            f"{path}: {len(passed_by)} records are {what} and were passed by, first record {passed_by[0]}", stacklevel=2
+        )
     return sorted(pairs, key=lambda pair: hashlib.sha256("\n".join(pair).encode()).digest())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -26,13 +27,14 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Any:
 
 
 def parse_json(text: bytes | str, digits: int = _DIGITS) -> Any:
-    """What a UTF-8 text holds.
+    """What a UTF-8 text holds; a byte order mark before it is none of it.
 
     Raises Damaged, or another ValueError, for what is no JSON: a key that is there twice, nan and infinite numbers,
     whole ones of more than ``digits`` digits, brackets more than 64 deep, half a surrogate pair.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
+    text = text.removeprefix("\ufeff")
     numbers = {"parse_int": partial(_whole, digits), "parse_float": _finite} if _EXTREME.search(text) else {}
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, **numbers)
@@ -48,8 +50,10 @@ def parse_json(text: bytes | str, digits: int = _DIGITS) -> Any:
 
 
 def json_lines(text: bytes) -> Iterator[tuple[int, Any]]:
-    """The number of each line, from 1, and what it holds. Raises Damaged, which names the line."""
+    """The number of each line with something on it, from 1, and what it holds. Raises Damaged, which names the line."""
     for number, line in enumerate(text.splitlines(), 1):
+        if not line.removeprefix(codecs.BOM_UTF8).strip():
+            continue
         try:
             value = parse_json(line)
         except ValueError as error:
