@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from firsttoken.engine.admission import check_admission
 from firsttoken.engine.blocks import BlockPool
-from firsttoken.engine.brought import PrefixSource
+from firsttoken.engine.brought import CoveredPrefix, PrefixSource
 from firsttoken.engine.config import USUAL, EngineConfig
 from firsttoken.engine.executor import DeviceLost, Executor
 from firsttoken.engine.leap import leap
@@ -87,13 +87,14 @@ class Engine:
         It ``moves`` to views that are published while it is open, or ends with the one that it began with. ``source``
         brings what is stored of its first tokens; where that fails they are computed.
 
-        Raises RequestError for a source of all its tokens or more, or with ``prompt_logprobs``, for an empty prompt, a
-        token outside the vocabulary, or more tokens than the model's context or the pool can ever hold.
+        Raises RequestError for a source of all its tokens or more, with ``prompt_logprobs`` or of other layers, for an
+        empty prompt, a token outside the vocabulary, or more tokens than the model's context or the pool can ever hold.
         """
         arrival_s = self.executor.now() if arrival_s is None else arrival_s
         request = Request(self._numbers, prompt, sampling, arrival_s, moves=moves)
         check_admission(request, source, self.executor, self.pool)
-        request.source = source
+        view = self.executor.view
+        request.source = source if source is None or view is None else CoveredPrefix(source, view.decoder.depth)
         self._numbers += 1
         self._open[request.number] = request
         heapq.heappush(self._coming, (request.order, request))
