@@ -122,8 +122,7 @@ def test_a_stored_prefix_that_lacks_a_part_is_computed(lab, llama, case: str) ->
     source = Stored(llama.model, one.prompt, 20, spoil)
     run = lab.live(llama.model, 60)
     request = run.engine.submit(one.prompt, Sampling(ANSWER), source=source)
-    run.requests.append(request)
-    run.finish()
+    run.engine.run()
     assert request.output == list(one.answer) and source.closed
     assert (request.fell_back == "") == (not why)
     assert re.search(why, request.fell_back)
