@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from firsttoken.crosspoint.policies import make_policy
 from firsttoken.engine.config import EngineConfig
@@ -72,8 +73,11 @@ def draw_schedule(seed: int, numbers: int, arrivals: bool) -> Schedule:
     )
 
 
-def perform(lab, subject, schedule: Schedule) -> Counter:
-    """Run ``schedule``, hold every answer to the known one, and count what happened on the way."""
+def perform(lab, subject, schedule: Schedule, **options: Any) -> Counter:
+    """Run ``schedule``, hold every answer to the known one, and count what happened on the way.
+
+    ``options`` are those of ``Lab.live``.
+    """
     known = [subject.known[asked.number] for asked in schedule.asked]
     samplings = [
         Sampling(asked.max_tokens, stop=() if asked.stop is None else (one.answer[asked.stop],))
@@ -89,6 +93,7 @@ def perform(lab, subject, schedule: Schedule) -> Counter:
         swap=schedule.swap,
         policy=make_policy(name) if threshold is None else make_policy(name, threshold=threshold),
         **vars(schedule.config),
+        **options,
     )
     start = run.engine.executor.now()
     for asked, one, sampling in zip(schedule.asked, known, samplings, strict=True):

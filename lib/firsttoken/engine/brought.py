@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.request import Request
 from firsttoken.engine.work import Redo
-from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.errors import CacheError, FirstTokenError, RequestError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,52 @@ class PrefixSource(Protocol):
 
     def close(self) -> None:
         """Nothing more is wanted of it; may be called twice."""
+
+
+class CoveredPrefix:
+    """``source``, held to what it says: each layer of a model of ``depth`` layers that is not computed again comes
+    once, with keys and values of all its tokens, before it is complete. ``arrived`` and ``complete`` raise CacheError
+    where it is not so.
+
+    Raises RequestError for layers to compute again that the model does not have.
+    """
+
+    def __init__(self, source: PrefixSource, depth: int) -> None:
+        self.tokens, self.redo = source.tokens, source.redo
+        if not 0 <= self.redo.start <= self.redo.stop <= depth or self.redo.step != 1:
+            raise RequestError(f"a stored prefix computes {self.redo} again, and the model has layers [0, {depth})")
+        self._source = source
+        self._left = set(range(depth)) - set(self.redo)
+
+    def begin(self) -> None:
+        """As the source."""
+        self._source.begin()
+
+    def edge(self) -> Tensor | None:
+        """As the source."""
+        return self._source.edge()
+
+    def arrived(self) -> list[tuple[int, Tensor]]:
+        """As the source, each layer once and whole."""
+        came = self._source.arrived()
+        for layer, kv in came:
+            if layer not in self._left:
+                raise CacheError(f"a stored prefix brought layer {layer}, which had come or was not to come")
+            if kv.dim() != 5 or kv.shape[3] < self.tokens:
+                raise CacheError(f"a stored prefix brought {list(kv.shape)} of {self.tokens} tokens for layer {layer}")
+            self._left.remove(layer)
+        return came
+
+    @property
+    def complete(self) -> bool:
+        """As the source, which has brought every layer then."""
+        if (complete := self._source.complete) and self._left:
+            raise CacheError(f"a stored prefix ended without layer {min(self._left)}")
+        return complete
+
+    def close(self) -> None:
+        """As the source."""
+        self._source.close()
 
 
 class Bringing:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from firsttoken.engine.packed import PackedLinear, packs
-from firsttoken.engine.segments import LocalSegment, Segment
+from firsttoken.engine.segments import LocalSegment, Segment, check_cover
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.study.errors import ModelError, RequestError
 
@@ -33,12 +32,10 @@ class Decoder:
         if len(lists) != 1:
             raise ModelError(f"{type(decoder).__name__} has no list of {depth} layers that the engine could run")
         self.segments = tuple(segments or [LocalSegment(getattr(decoder, lists[0]))])
-        edges = [0, *(segment.layers.stop for segment in self.segments)]
-        if edges[-1] != depth or [segment.layers for segment in self.segments] != [
-            range(*ends) for ends in pairwise(edges)
-        ]:
-            held = ", ".join(f"[{layers.start}, {layers.stop})" for layers in (one.layers for one in self.segments))
-            raise ModelError(f"the segments {held} are not the model's layers [0, {depth}) in order")
+        most = max(segment.layers.stop for segment in self.segments)
+        check_cover(self.segments, range(max(depth, most)))
+        if most > depth:
+            raise ModelError(f"the segments have {most} layers, and the model {depth}")
         way = next(name for name, module in model.named_modules() if module is decoder)
         self._decoder = _twin(decoder, [lists[0]], nn.ModuleList([_Through(self.segments)]))
         self._model = _twin(model, way.split("."), self._decoder) if way else self._decoder
@@ -112,6 +109,8 @@ class _Through(nn.Module):
         return self._run(hidden, step.through(range(some.stop, step.layers.stop)))
 
     def _run(self, hidden: Tensor, step: StepPlan) -> Tensor:
+        """Through all of the step's layers. Raises ModelError, before any, where a segment has lost some of them."""
+        check_cover(self.segments, step.layers)
         for segment in self.segments:
             hidden = segment.run(hidden, step)
         return hidden

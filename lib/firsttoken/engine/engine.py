@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from firsttoken.engine.admission import check_admission
 from firsttoken.engine.blocks import BlockPool
-from firsttoken.engine.brought import PrefixSource
+from firsttoken.engine.brought import CoveredPrefix, PrefixSource
 from firsttoken.engine.config import USUAL, EngineConfig
 from firsttoken.engine.executor import DeviceLost, Executor
 from firsttoken.engine.leap import leap
@@ -64,6 +64,7 @@ class Engine:
         )
         self._coming: list[tuple[tuple[float, int], Request]] = []
         self._open: dict[int, Request] = {}
+        self._failed: list[Request] = []
         self._numbers = 0
         self._all_decoded = False  # whether the last step decoded all who ran, and did nothing else
 
@@ -86,13 +87,14 @@ class Engine:
         It ``moves`` to views that are published while it is open, or ends with the one that it began with. ``source``
         brings what is stored of its first tokens; where that fails they are computed.
 
-        Raises RequestError for a source of all its tokens or more, or with ``prompt_logprobs``, for an empty prompt, a
-        token outside the vocabulary, or more tokens than the model's context or the pool can ever hold.
+        Raises RequestError for a source of all its tokens or more, with ``prompt_logprobs`` or of other layers, for an
+        empty prompt, a token outside the vocabulary, or more tokens than the model's context or the pool can ever hold.
         """
         arrival_s = self.executor.now() if arrival_s is None else arrival_s
         request = Request(self._numbers, prompt, sampling, arrival_s, moves=moves)
         check_admission(request, source, self.executor, self.pool)
-        request.source = source
+        view = self.executor.view
+        request.source = source if source is None or view is None else CoveredPrefix(source, view.decoder.depth)
         self._numbers += 1
         self._open[request.number] = request
         heapq.heappush(self._coming, (request.order, request))
@@ -128,15 +130,15 @@ class Engine:
         """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet, for a prefix from
         elsewhere only until it is worth to look again.
 
-        Where the device is lost its requests begin again; who did so too often ends with a ``failure``. Passes on what
-        else the executor raises. Nothing of that step counts then: where prefixes are not shared, the next one takes
-        the same works again unless they are cancelled.
+        Where the device is lost its requests begin again; who did so too often ends with a ``failure``, and so does
+        whose logits are no finite numbers. Passes on what else the executor raises. Nothing of that step counts then:
+        where prefixes are not shared, the next one takes the same works again unless they are cancelled.
         """
         try:
             return self._step()
         except DeviceLost as lost:
             for request in filter(lost.ends, self.scheduler.lose()):
-                self.end(request)
+                self._fail(request)
             return []
 
     def _step(self) -> list[tuple[Request, int]]:
@@ -159,21 +161,32 @@ class Engine:
             if request.begun_s is None:
                 request.begun_s = start
             request.advance(work.end)
-            if work.completes:
+            if request.failure is not None:
+                self.pool.withdraw(request.blocks)
+                self._fail(request)
+            elif work.completes:
                 produced.append((request, token))
                 if request.append(token, now):
                     self.end(request)
         return produced
 
     def run(self) -> None:
-        """Step until no request is open; a simulation takes steps that are alike at once."""
+        """Step until no request is open; a simulation takes steps that are alike at once. Raises the ``failure`` of the
+        first request that ended with one, once the others have ended."""
         while self.busy:
             self.step()
             while self._all_decoded and leap(self, self._coming[0][0][0] if self._coming else math.inf):
                 pass
+        if failed := self.failed():
+            raise failed[0].failure
+
+    def failed(self) -> list[Request]:
+        """The requests that ended with a ``failure`` since this was last asked."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def serve(self, items: Iterable[tuple[Sequence[int], Sampling, float]]) -> list[Request]:
-        """Run (prompt, sampling, seconds from now) to the end; the requests in the order given."""
+        """Run (prompt, sampling, seconds from now) to the end; the requests in the order given. Raises as ``run``."""
         start = self.executor.now()
         requests = [self.submit(prompt, sampling, start + after_s) for prompt, sampling, after_s in items]
         self.run()
@@ -223,6 +236,10 @@ class Engine:
     def _salt(self, request: Request) -> str:
         view = request.view or self.executor.view
         return self.executor.salt if view is None else f"{self.executor.salt} {view.key}"
+
+    def _fail(self, request: Request) -> None:
+        self.end(request)
+        self._failed.append(request)
 
     def end(self, request: Request) -> None:
         """The open ``request`` has its last token."""

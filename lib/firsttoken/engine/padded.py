@@ -68,6 +68,7 @@ class PaddedAttend(Attend):
         """What the shared tokens see: ``query`` [tokens, heads, head_dim] -> the same shape."""
         requests, heads, width = query.shape
         keys, values = self._read(self.reads[layer], requests)
+        keys[self.stale] = values[self.stale] = 0
         packed = query.reshape(requests, self.pool.shape.kv_heads, -1, width)
         seen = F.scaled_dot_product_attention(packed, keys, values, attn_mask=self.mask, scale=scaling)
         return seen.reshape(requests, heads, width)
@@ -84,11 +85,21 @@ class PaddedAttend(Attend):
         shape, device = self.pool.shape, self.pool.device
         contexts = torch.tensor([work.end for work in works])
         width = shape.blocks(int(contexts.max()))
-        tables = [(work.request.blocks + [work.request.blocks[0]] * width)[:width] for work in works]
+        tables = [self._table(work, width) for work in works]
         self.reads = self._rows(torch.tensor(tables))
-        hidden = torch.arange(width * shape.block_tokens) >= contexts[:, None]
+        columns, ends = torch.arange(width * shape.block_tokens), contexts[:, None]
+        hidden = columns >= ends
+        # the rest of a last block holds what its owner before left there: of what is no number a share of 0 is none
+        rest = columns < -(-ends // shape.block_tokens) * shape.block_tokens
+        rows, columns = (hidden & (rest | (ends < shape.block_tokens))).nonzero(as_tuple=True)
+        self.stale = rows.to(device), slice(None), columns.to(device)
         mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf"))
         self.mask = mask[:, None, None].to(device)
+
+    def _table(self, work: Work, width: int) -> list[int]:
+        """The blocks of what ``work`` sees, ``width`` of them: filled up with the first, which it has written."""
+        blocks = work.request.blocks[: self.pool.shape.blocks(work.end)]
+        return blocks + blocks[:1] * (width - len(blocks))
 
     def _plan_prefill(self, work: Work, start: int) -> _Prefill:
         end = start + work.tokens

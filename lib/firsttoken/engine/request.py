@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -50,7 +51,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if not 0 <= self.temperature < float("inf"):
+        if not 0 <= self.temperature <= sys.float_info.max:
             raise RequestError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p must be above 0 and at most 1, not {self.top_p}")

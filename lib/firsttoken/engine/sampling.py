@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from firsttoken.engine.chances import chance
+from firsttoken.engine.chances import chance, no_number
 from firsttoken.engine.request import Request
 from firsttoken.engine.work import Work
 
@@ -14,16 +15,32 @@ from firsttoken.engine.work import Work
 def next_tokens(logits: torch.Tensor, works: Sequence[Work]) -> list[int]:
     """The token after each of ``works`` from its ``logits`` [works, vocabulary].
 
-    A partial work draws nothing: what a request says must not hang on how its prompt was cut.
+    A partial work draws nothing: what a request says must not hang on how its prompt was cut. Where the largest logit
+    is no finite number the request has a ``failure`` instead of a token.
     """
-    tokens = logits.max(-1).indices.tolist()  # the first of equals, as argmax, and in a quarter of its time on a CPU
+    best = logits.max(-1)  # the first of equals, as argmax, and in a quarter of its time on a CPU; NaN of any NaN
+    tokens, largest = best.indices.tolist(), best.values.tolist()
     for row, work in enumerate(works):
         sampling = work.request.sampling
-        if work.completes and sampling.temperature > 0:
+        if not work.completes:
+            continue
+        if not math.isfinite(largest[row]):
+            work.request.failure = no_number()
+            continue
+        if sampling.temperature > 0:
             tokens[row] = _draw(logits[row].double().cpu(), work.request)
-        if work.completes and sampling.logprobs is not None:
+        if sampling.logprobs is not None:
             work.request.chances.append(chance(logits[row], tokens[row], sampling.logprobs))
     return tokens
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """The token of the largest of ``logits`` [..., vocabulary], the first of equals. Raises OutputError where that is
+    no finite number."""
+    best = logits.max(-1)
+    if not best.values.isfinite().all():
+        raise no_number()
+    return best.indices
 
 
 def pass_over(request: Request, vocabulary: int) -> None:
@@ -41,7 +58,7 @@ def _draw(logits: torch.Tensor, request: Request) -> int:
     """One draw from the tempered distribution, cut to the nucleus (Holtzman et al., ICLR 2020)."""
     sampling = request.sampling
     below = logits - logits.max()  # never above 0, and in double: the smallest temperature leaves the largest alone
-    shares, order = (below / sampling.temperature).softmax(-1).sort(descending=True)
+    shares, order = (below / float(sampling.temperature)).softmax(-1).sort(descending=True)
     if sampling.top_p < 1:
         before = shares.cumsum(0) - shares
         shares = shares.masked_fill(before >= sampling.top_p, 0.0)

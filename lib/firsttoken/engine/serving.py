@@ -136,8 +136,8 @@ class Server:
         except Exception as error:  # out of memory, a failing kernel: those who were open learn it, the next may run
             self._end_all(self._failed(error))
             return
-        if not produced:
-            self._end_failed()
+        for request in self._engine.failed():
+            self._streams.pop(request.number).end(request.failure)
         now = time.monotonic()
         for request, token in produced:
             stage = 0 if request.view is None else request.view.stage
@@ -145,12 +145,6 @@ class Server:
             self._streams[request.number].put(TokenEvent(token, stage, now, chance))
             if request.finished:
                 self._streams.pop(request.number).end()
-
-    def _end_failed(self) -> None:
-        """Who was ended by the engine learns why."""
-        for stream in [stream for stream in self._streams.values() if stream.request.failure is not None]:
-            del self._streams[stream.request.number]
-            stream.end(stream.request.failure)
 
     def _accept(self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool) -> None:
         if len(self._streams) >= self._most:

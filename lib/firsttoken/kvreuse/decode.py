@@ -8,6 +8,7 @@ from itertools import takewhile
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from firsttoken.engine.sampling import likeliest
 from firsttoken.kvreuse.forward import Forward
 from firsttoken.kvreuse.prefix import Prefix
 from firsttoken.kvreuse.tasks.items import STOP
@@ -29,7 +30,8 @@ def greedy(
     An answer ends before the model's end token, before ``stop`` ("": no such text; white space ahead of the answer does
     not count), or after ``max_new_tokens``. ``cache`` holds the prefix in every layer; it grows by what is computed
     and loses the rows whose answers have ended once those are half of them.
-    Raises RequestError when the suffixes are not one a row of the prefix, when one is empty, or when no token is asked.
+    Raises OutputError for logits that are no finite numbers, and RequestError when the suffixes are not one a row of
+    the prefix, when one is empty, or when no token is asked.
     """
     if len(suffix) != prefix.ids.shape[0] or not all(suffix) or max_new_tokens < 1:
         raise RequestError(
@@ -44,7 +46,7 @@ def greedy(
     for step in range(1, max_new_tokens + 1):
         forward = Forward(model, text, new)
         hidden = forward.run(forward.embed(), range(forward.depth), cache)
-        token = forward.logits(hidden[:, -1:]).argmax(-1)
+        token = likeliest(forward.logits(hidden[:, -1:]))
         for row, one in zip(open_rows, token.flatten().tolist(), strict=True):
             taken[row].append(one)
         answers = _texts(tokenizer, [taken[row] for row in open_rows], ends)

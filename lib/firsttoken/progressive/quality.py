@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.corpora import QAItem
+from firsttoken.engine.sampling import likeliest
 from firsttoken.progressive.gap_cache import GapCache
 from firsttoken.progressive.samples import STOP, answer_tokens, qa_prompt, shortened
 from firsttoken.scoring import exact_match, token_f1
@@ -126,8 +127,9 @@ def _decode(
     mask: Tensor,
     max_new_tokens: int,
 ) -> list[str]:
-    """Greedy answers: up to ``max_new_tokens`` tokens, cut at the end of the line."""
-    token, taken = first.argmax(-1), []
+    """Greedy answers: up to ``max_new_tokens`` tokens, cut at the end of the line. Raises OutputError for logits that
+    are no finite numbers."""
+    token, taken = likeliest(first), []
     while True:
         taken.append(token)
         rows = [_until(row, tokenizer.eos_token_id) for row in torch.stack(taken, 1).tolist()]
@@ -136,17 +138,14 @@ def _decode(
         if len(taken) == max_new_tokens or all(ended):
             return [t.strip().split(STOP)[0].strip() for t in texts]
         mask = F.pad(mask, (0, 1), value=1)
-        token = (
-            model(
-                token[:, None],
-                attention_mask=mask,
-                position_ids=_positions(mask)[:, -1:],
-                past_key_values=cache,
-                use_cache=True,
-            )
-            .logits[:, -1]
-            .argmax(-1)
+        out = model(
+            token[:, None],
+            attention_mask=mask,
+            position_ids=_positions(mask)[:, -1:],
+            past_key_values=cache,
+            use_cache=True,
         )
+        token = likeliest(out.logits[:, -1])
 
 
 def _until(tokens: list[int], end: int | None) -> list[int]:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from firsttoken.service.replies import Json
-from firsttoken.study.errors import BusyError, FirstTokenError, LengthError, RequestError
+from firsttoken.study.errors import BusyError, FirstTokenError, LengthError, OutputError, RequestError
 
 RETRY_S = 1
 _INVALID = "invalid_request_error"
@@ -47,6 +47,8 @@ def refusal(error: Exception) -> tuple[int, Json]:
     """HTTP status and body. What is not foreseen is logged, and the client learns its type only."""
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
+    elif isinstance(error, OutputError):  # to ask again brings the same
+        status, message = 500, str(error)
     elif isinstance(error, FirstTokenError):
         status = 429 if isinstance(error, BusyError) else 400 if isinstance(error, RequestError) else 503
         message = str(error)

@@ -39,6 +39,10 @@ class LinkError(FirstTokenError):
     """A transfer broke off: the link died, or the file ended early."""
 
 
+class OutputError(FirstTokenError):
+    """What a model computes is no number: its weights are damaged, or too large for the dtype that it computes in."""
+
+
 class RequestError(FirstTokenError):
     """A request asks for more than the server allows, or cannot be read."""
 

@@ -14,6 +14,7 @@ from firsttoken.assets.lock import file_sha256
 from firsttoken.progressive.checkpoint.layout import CONFIG
 from firsttoken.progressive.checkpoint.manifest import FileEntry, read_manifest, write_manifest
 from firsttoken.progressive.loading.views import check_whole, make_view
+from firsttoken.progressive.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
 from firsttoken.study.foreign.tensors import read_header
 
@@ -168,9 +169,13 @@ def test_a_view_with_a_tensor_that_was_never_written_is_not_published(stage, ids
     staged = stage()
     loads = Loads(staged)
     view = loads.bring(*ALL)
-    check_whole(view)
+    check_whole(view, range(6))
     assert torch.equal(loads.answer(ids), stock_answer(staged.folder, ids))
     unwritten = Loads(staged).skeleton.layers
     broken = make_view(3, [*view.base[:4], unwritten[4], view.base[5]], view.ends)
     with pytest.raises(ModelError, match=r"stage 3: self_attn\.q_proj\.weight of layer 4 was never brought"):
-        check_whole(broken)
+        check_whole(broken, range(6))
+    for lost in range(6):  # and one that passes a layer which its manifest brings
+        thinner = [PassLayer() if i == lost else layer for i, layer in enumerate(view.base)]
+        with pytest.raises(ModelError, match=f"stage 3 lacks layer {lost} against its manifest"):
+            check_whole(make_view(3, thinner, view.ends), range(6))

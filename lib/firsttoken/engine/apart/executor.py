@@ -13,6 +13,7 @@ from firsttoken.engine.apart.nursery import Nursery, WorkerGone
 from firsttoken.engine.apart.process import WorkerProcess
 from firsttoken.engine.apart.told import Told
 from firsttoken.engine.apart.wire import WorkerOrder, chances_of, pack, reply_of
+from firsttoken.engine.chances import no_number
 from firsttoken.engine.executor import DeviceLost, Limits
 from firsttoken.engine.request import Request
 from firsttoken.engine.swap.path import Moved, Movement
@@ -60,13 +61,15 @@ class ApartExecutor:
 
     def execute(self, works: Sequence[Work]) -> list[int]:
         """The step, over there. Raises DeviceLost, and what the worker's own executor raises."""
-        tokens, chances = self._ask("step", lambda: [self._told.work(work) for work in works])
+        tokens, chances, failed = self._ask("step", lambda: [self._told.work(work) for work in works])
         vocabulary = self.limits.vocabulary
         if len(tokens) != len(works) or any(type(one) is not int or not 0 <= one < vocabulary for one in tokens):
             self._replace("the worker has answered nonsense")
         for row, said, judged in chances:
             works[row].request.chances += chances_of(said)
             works[row].request.prompt_chances += chances_of(judged)
+        for row in failed:
+            works[row].request.failure = no_number()
         return tokens
 
     def swap_out(self, request: Request) -> Moved | None:

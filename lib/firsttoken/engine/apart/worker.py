@@ -56,7 +56,8 @@ class HostedExecutor:
             return self._step(works_of(order.content, self.executor.blocks))
         return self._orders[order.what](*order.content)
 
-    def _step(self, told: Sequence[ToldWork]) -> tuple[list[int], list[Any]]:
+    def _step(self, told: Sequence[ToldWork]) -> tuple[list[int], list[Any], list[int]]:
+        """Tokens, the chances of the rows that asked for them, and the rows whose logits are no finite numbers."""
         works = [self._work(one) for one in told]
         judged = [len(work.request.prompt_chances) for work in works]
         tokens, chances = self.executor.execute(works), []
@@ -65,7 +66,7 @@ class HostedExecutor:
             if said or read:
                 chances.append((row, said, read))
                 work.request.chances = []
-        return tokens, chances
+        return tokens, chances, [row for row, work in enumerate(works) if work.request.failure is not None]
 
     def _work(self, told: ToldWork) -> Work:
         if told.fresh is not None:

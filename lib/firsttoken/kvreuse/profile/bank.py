@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from firsttoken.engine.sampling import likeliest
 from firsttoken.kvreuse.forward import Forward, cache_of, fill, layer_kv
 from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, spans, start_of
 from firsttoken.kvreuse.prefix import LayerKV, Prefix
@@ -161,7 +162,7 @@ class Bank:
         asked = self.questions.predicts
         wanted = self.questions.ids.roll(-1, 1)[asked]
         logits = (behind or self._behind).logits(hidden[asked]).float()
-        right = (logits.argmax(-1) == wanted).float()
+        right = (likeliest(logits) == wanted).float()
         away = (hidden[asked].float() - self._own_output[asked].float()).norm(dim=-1)
         away = away / self._own_output[asked].float().norm(dim=-1)
         each = asked.sum(1)

@@ -112,7 +112,8 @@ class StageLoad:
             for index, part in enumerate(self._parts):
                 self._copied[index] = self._place(part, self._maker.take())
                 self._ready[index].set()
-            check_whole(self.view)
+            brought = self._manifest.stages[: self.view.stage]
+            check_whole(self.view, {part.layer for stage in brought for part in stage.parts if part.layer is not None})
             self.arrived_s = time.monotonic()
         except Exception as error:
             self._error = error
@@ -122,6 +123,8 @@ class StageLoad:
 
     def _place(self, part: PartFile, made: Made) -> torch.cuda.Event | None:
         begin = time.perf_counter()
+        if lacking := sorted(part.brought.keys() - made.weights.keys() - part.cut.keys()):
+            raise ModelError(f"{part.name} came without {lacking[0]}; stage it again")
         for name, weights in made.weights.items():
             put(*self._target(part, name), weights)
         if part.plane:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,8 +52,15 @@ def make_view(
     return StageView(stage, tuple(base), nn.ModuleList(layers), dict(ends))
 
 
-def check_whole(view: StageView) -> None:
-    """Raise ModelError where a parameter that ``view`` computes with has never been written: it may not serve."""
+def check_whole(view: StageView, layers: Collection[int]) -> None:
+    """Raise ModelError unless ``view`` computes with exactly ``layers``, and each of its parameters has been written.
+
+    Else it may not serve.
+    """
+    there = {i for i, layer in enumerate(view.base) if not isinstance(layer, PassLayer)}
+    if odd := sorted(there ^ set(layers)):
+        kind = "computes with" if odd[0] in there else "lacks"
+        raise ModelError(f"stage {view.stage} {kind} layer {odd[0]} against its manifest; stage it again")
     modules = {f"layer {i}": layer for i, layer in enumerate(view.layers)} | dict(view.ends)
     for where, module in modules.items():
         for name, parameter in module.named_parameters():

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.assets.stories import story_model
+from firsttoken.engine.sampling import likeliest
 from firsttoken.progressive.examination import Examination, QualityConfig
 from firsttoken.progressive.gates import Places, column, exp_mean, summarise
 from firsttoken.progressive.planes.coarse import Bytes, coarse, coded_bytes
@@ -211,7 +212,7 @@ def tell(model: PreTrainedModel, count: int, tokens: int, seed: int) -> Tensor:
 @torch.inference_mode()
 def next_tokens(model: PreTrainedModel, told: Tensor) -> Tensor:
     """The likeliest next token [count, tokens - 1] at every place of ``told``."""
-    return torch.cat([model(part, use_cache=False).logits[:, :-1].argmax(-1) for part in told.split(4)])
+    return torch.cat([likeliest(model(part, use_cache=False).logits[:, :-1]) for part in told.split(4)])
 
 
 def _story_rows(name: str, model: PreTrainedModel, told: Tensor, exact: Tensor, first: float, planes: float) -> Rows:

@@ -21,6 +21,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, resting_bytes, to_8_bits
+from firsttoken.engine.sampling import likeliest
 from firsttoken.study.clock import Stopwatch
 from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
@@ -143,7 +144,7 @@ def _losses(model: nn.Module, windows: Tensor, batch: int) -> tuple[list[float],
         logits = model(ids, use_cache=False).logits[:, :-1].float()
         each = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         losses += each.view(len(ids), -1).mean(1).tolist()
-        best.append(logits.argmax(-1))
+        best.append(likeliest(logits))
     return losses, torch.cat(best)
 
 

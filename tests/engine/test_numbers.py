@@ -1,0 +1,203 @@
+"""Logits that are no finite numbers end the request that has them, in every mode, and nobody else notices."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from schedules import draw_schedule, perform
+from torch import nn
+from transformers import LlamaConfig
+
+from firsttoken.engine.apart.config import WorkerConfig
+from firsttoken.engine.apart.executor import ApartExecutor
+from firsttoken.engine.chances import LEAST, chance
+from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.native.attend import NativeAttend
+from firsttoken.engine.padded import PaddedAttend
+from firsttoken.engine.request import Request, Sampling
+from firsttoken.engine.sampling import likeliest, next_tokens
+from firsttoken.engine.serving import Server
+from firsttoken.engine.work import Work
+from firsttoken.study.errors import OutputError, RequestError
+
+ANSWER = 24
+NAN, INF = math.nan, math.inf
+SHAPE = LlamaConfig(
+    num_hidden_layers=2,
+    hidden_size=32,
+    intermediate_size=64,
+    vocab_size=256,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+MODES = [
+    Sampling(ANSWER),
+    Sampling(ANSWER, temperature=1.0, top_p=0.9),
+    Sampling(ANSWER, logprobs=3),
+    Sampling(ANSWER, prompt_logprobs=True, logprobs=0),
+]
+
+
+class Damaged:
+    """A model whose embedding of the token ``bad`` is ``what``; ``known`` are answers that it has no part in."""
+
+    def __init__(self, subject: Any, what: float) -> None:
+        said = {token for one in subject.known for token in (*one.prompt, *one.answer)}
+        self.bad = next(token for token in range(256) if token not in said)
+        self.known = subject.known
+        self.model: nn.Module = copy.deepcopy(subject.model)
+        with torch.no_grad():
+            self.model.model.embed_tokens.weight[self.bad, 3] = what
+
+    def prompt(self, length: int, at: int) -> list[int]:
+        """``length`` tokens, ``bad`` at one place."""
+        return [self.bad if place == at else place % 7 + 1 for place in range(length)]
+
+
+@pytest.fixture(scope="module")
+def whole(make_subject) -> Any:
+    return make_subject(SHAPE)
+
+
+@pytest.fixture(scope="module", params=[NAN, INF, -INF])
+def damaged(request: pytest.FixtureRequest, whole) -> Damaged:
+    return Damaged(whole, request.param)
+
+
+def works(count: int, sampling: Sampling = MODES[0]) -> list[Work]:
+    return [Request(number, [1, 2, 3], sampling, 0.0).work() for number in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("sampling", MODES)
+def test_a_row_that_is_no_number_fails_alone(dtype: torch.dtype, sampling: Sampling) -> None:
+    draw = random.Random(0)
+    logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    bad = {row: draw.choice((NAN, INF)) for row in draw.sample(range(40), 15)}
+    for row, what in bad.items():
+        logits[row, draw.randrange(300)] = what
+    logits[0], bad[0] = -INF, -INF
+    asked = works(40, sampling)
+    tokens = next_tokens(logits, asked)
+    assert {row for row, work in enumerate(asked) if isinstance(work.request.failure, OutputError)} == bad.keys()
+    if not sampling.temperature:
+        assert all(tokens[row] == int(logits[row].argmax()) for row in range(40) if row not in bad)
+    assert all(
+        len(work.request.chances) == (sampling.logprobs is not None) for row, work in enumerate(asked) if row not in bad
+    )
+    assert not any(work.request.chances for row, work in enumerate(asked) if row in bad)
+    with pytest.raises(OutputError, match="no finite number; copy its weights again"):
+        likeliest(logits)
+
+
+def test_some_logits_of_minus_infinity_are_a_mask() -> None:
+    logits = torch.full((1, 5), -INF)
+    logits[0, 3] = 2.0
+    (work,) = works(1, MODES[2])
+    assert next_tokens(logits, [work]) == [3] == likeliest(logits).tolist() and work.request.failure is None
+    assert work.request.chances[0] == chance(logits[0], 3, 3)
+    assert [share for _, share in work.request.chances[0].likeliest] == [0.0, LEAST, LEAST]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1.0, 1e300, sys.float_info.max, 10**40])
+@pytest.mark.parametrize("top_p", [5e-324, 1e-9, 0.5, 1.0])
+def test_extreme_samplings_draw_a_token(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([[3.0, -1e30, 1e30, -INF, 0.0]])
+    (work,) = works(1, Sampling(1, temperature=temperature, top_p=top_p))
+    assert next_tokens(logits, [work])[0] in (range(5) if temperature > 1e30 else [2])
+
+
+@pytest.mark.parametrize("temperature", [10**400, INF, NAN, -1.0])
+def test_a_temperature_beyond_all_numbers_is_refused(temperature: float) -> None:
+    with pytest.raises(RequestError, match="temperature must be 0"):
+        Sampling(temperature=temperature)
+
+
+def in_company(run, damaged: Damaged, sampling: Sampling) -> list[Request]:
+    """Requests with and without the bad token, of which the first are ended by it; checks the others."""
+    ill = [run.submit(damaged.prompt(length, at), sampling) for length, at in ((30, 0), (30, 29), (9, 4))]
+    fine = [run.submit(one.prompt, Sampling(ANSWER)) for one in damaged.known]
+    later = [run.submit(one.prompt, Sampling(ANSWER), run.engine.executor.now() + 0.02) for one in damaged.known]
+    run.finish()
+    assert all(isinstance(one.failure, OutputError) and not one.output for one in ill)
+    assert all(one.failure is None for one in fine + later)
+    assert [one.output for one in fine + later] == 2 * [list(one.answer) for one in damaged.known]
+    return ill
+
+
+@pytest.mark.parametrize("sampling", MODES)
+@pytest.mark.parametrize("scheduler", ["prefill_first", "sarathi"])
+def test_only_the_request_at_fault_ends(lab, damaged, sampling: Sampling, scheduler: str) -> None:
+    """In little room: what it leaves in its blocks is read by nobody who has them next."""
+    run = lab.live(
+        damaged.model, 24, host_blocks=24, preemption="swap", requests=8, token_budget=16, scheduler=scheduler
+    )
+    ill = in_company(run, damaged, sampling)
+    assert run.engine.failed() == ill or {one.number for one in ill}
+
+
+def test_blocks_that_hold_no_numbers_are_not_shared(lab, damaged) -> None:
+    run = lab.live(damaged.model, 200, share_prefixes=True)
+    in_company(run, damaged, MODES[0])
+    assert run.engine.prefixes.find(Request(99, damaged.prompt(30, 0), MODES[0], 0.0)) == []
+
+
+class Poisoned(LiveExecutor):
+    """What was never written is no number, in the pool and in the host's."""
+
+    way: type = PaddedAttend
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, attend=self.way, **options)
+        self.pool.rows.fill_(NAN)
+        if self.arena is not None:
+            self.arena.all_rows.fill_(NAN)
+
+
+class PoisonedNative(Poisoned):
+    way = NativeAttend
+
+
+@pytest.mark.parametrize("kind", [Poisoned, PoisonedNative])
+def test_nothing_is_read_that_was_not_written(lab, whole, kind: type[LiveExecutor]) -> None:
+    for seed in range(24):
+        perform(lab, whole, draw_schedule(seed, len(whole.known), arrivals=False), kind=kind)
+
+
+def test_a_worker_tells_of_it(lab, whole, tmp_path: Path) -> None:
+    damaged = Damaged(whole, NAN)
+    damaged.model.save_pretrained(tmp_path)
+    with closing(ApartExecutor(WorkerConfig(str(tmp_path), 40, block_tokens=4, host_blocks=40))) as executor:
+        for sampling in (MODES[0], MODES[3]):
+            in_company(lab.on(executor, requests=8, scheduler="sarathi", token_budget=16), damaged, sampling)
+
+
+def test_a_stream_ends_with_it_and_the_others_go_on(lab, damaged) -> None:
+    run = lab.live(damaged.model, 200)
+    with Server(run.engine) as server:
+        ill = server.submit(damaged.prompt(12, 5), Sampling(ANSWER))
+        fine: Sequence[Any] = [server.submit(one.prompt, Sampling(ANSWER)) for one in damaged.known]
+        with pytest.raises(OutputError, match="no finite number"):
+            list(ill)
+        assert [list(stream) for stream in fine] == [list(one.answer) for one in damaged.known]
+        assert server.standing().running == server.standing().blocks_used == 0
+
+
+def test_a_run_raises_it(lab, damaged) -> None:
+    run = lab.live(damaged.model, 200)
+    with pytest.raises(OutputError, match="no finite number"):
+        run.engine.serve([(damaged.prompt(4, 0), MODES[0], 0.0), (damaged.known[0].prompt, MODES[0], 0.0)])
+    (fine,) = run.engine.serve([(damaged.known[0].prompt, MODES[0], 0.0)])
+    assert fine.output == list(damaged.known[0].answer)
