@@ -15,6 +15,8 @@ from firsttoken.study.errors import ModelError
 if TYPE_CHECKING:  # a lean start needs none of it
     from transformers import PretrainedConfig, PreTrainedModel
 
+_MEND = f"copy {CONFIG} and weights of one model"
+
 
 def stock_config(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     """transformers' class of the model in ``folder``, and the configuration that its config.json describes.
@@ -82,9 +84,7 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
         module = model.get_submodule(path)
         old = module._parameters[leaf]
     except (AttributeError, KeyError):
-        raise ModelError(f"the model of this {CONFIG} has no parameter {name}; copy both of one model") from None
+        raise ModelError(f"the model has no parameter {name}; {_MEND}") from None
     if old.shape != tensor.shape:
-        raise ModelError(
-            f"{name} has the shape {list(tensor.shape)}, by {CONFIG} it has {list(old.shape)}; copy both of one model"
-        )
+        raise ModelError(f"{name} has shape {list(tensor.shape)}, the model wants {list(old.shape)}; {_MEND}")
     module._parameters[leaf] = nn.Parameter(tensor.to(old.dtype), requires_grad=False)
