@@ -27,6 +27,16 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER = "adapter_config.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+STORED = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+}
+"""What a weight may be stored in: safetensors' name of a dtype, and torch's."""
+
 CODES = "codes"  # what a linear layer has in the place of a weight where it rests in 8 bits
 _POSITIONS = ".rotary_emb.inv_freq"  # which old checkpoints hold, and transformers passes over
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -126,6 +136,19 @@ def model_files(folder: Path, *, in_8_bits: bool = False) -> ModelFiles:
 def weight_files(folder: Path, *, in_8_bits: bool = False) -> list[Path]:
     """The files of :func:`model_files`, in name order. Raises ModelError as it does."""
     return list(model_files(folder, in_8_bits=in_8_bits).files)
+
+
+def stored_dtype(folder: Path) -> str:
+    """Torch's name of the dtype that config.json says the weights have; where it says nothing or "auto", that of the
+    first weight which has one, as transformers takes it.
+
+    Raises ModelError as :func:`model_files`, and for a dtype that is unknown.
+    """
+    files = model_files(folder)
+    if files.config.stored is not None:
+        return files.config.stored
+    found = (stored.entry.dtype for stored in files.tensors.values())
+    return next((STORED[dtype] for dtype in found if dtype in STORED), STORED["F32"])
 
 
 def check_shard(path: Path) -> Header:

@@ -33,7 +33,10 @@ def stock_config(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]
     if kind is None:
         raise ModelError(f"{folder / CONFIG}: transformers knows no {told.architecture}; use a model that it knows")
     try:
-        config = kind.config_class.from_pretrained(folder, local_files_only=True)
+        content, _ = kind.config_class.get_config_dict(folder, local_files_only=True)
+        if told.stored is None:  # "auto", which transformers takes from who loads and not from a file
+            content = {key: value for key, value in content.items() if key not in ("dtype", "torch_dtype")}
+        config = kind.config_class.from_dict(content)
     except Exception as error:  # of many kinds: the values of the file may be anything
         raise ModelError(f"{folder / CONFIG} is unusable ({first_line(error)}); copy the model's own") from error
     if told.model_type not in (kind.config_class.model_type, None):

@@ -18,7 +18,7 @@ KINDS = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 """The model_type of an architecture whose tensors are known here without transformers."""
 
 _CAUSAL = "ForCausalLM"
-_STORED = ("float64", "float32", "float16", "bfloat16")
+_STORED = ("float64", "float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
 _Width = Annotated[int, between(1, 1 << 20)]
 
 

@@ -132,6 +132,10 @@ def _from_folder(files: ModelFiles, dtype: torch.dtype, with_tokenizer: bool) ->
             if (folder / _GENERATION).is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if with_tokenizer else None
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except ImportError as error:
+        raise ModelError(f"cannot load the model in {folder}: {first_line(error)}; install what it names") from error
     except Exception as error:  # of many kinds: the files name classes, and their values may be anything
         raise ModelError(
             f"cannot load the model in {folder}: {first_line(error)}; copy the model's own files"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firsttoken.assets.checkpoint import CODES, EMBEDDING, HEAD, ModelFiles, model_files
+from firsttoken.assets.checkpoint import CODES, EMBEDDING, HEAD, STORED, ModelFiles, model_files
 from firsttoken.assets.model_config import CONFIG, ModelConfig, read_config
 from firsttoken.study.errors import ModelError
 from firsttoken.study.foreign.faults import blaming, shown
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-FLOATS = ("F64", "F32", "F16", "BF16", "F8_E5M2", "F8_E4M3")  # what a weight may be stored in
 _RESTING = re.compile(rf"(.+)\.({CODES}|scales)")
 MEND = f"copy {CONFIG} and weights of one model"
 
@@ -72,8 +71,8 @@ def check_tensors(files: ModelFiles) -> None:
     What transformers renames as it loads (experts that are merged, for one) is for it to judge.
     """
     stored = _stored(files)
-    if odd := next((name for name, (dtype, _) in stored.items() if dtype not in FLOATS), ""):
-        known = ", ".join(FLOATS)
+    if odd := next((name for name, (dtype, _) in stored.items() if dtype not in STORED), ""):
+        known = ", ".join(STORED)
         raise ModelError(f"{odd} in {files.folder} is stored as {stored[odd][0]}; convert it to one of {known}")
     shapes = model_shapes(files.folder, files.config)
     lacking, more = [name for name in shapes if name not in stored], [name for name in stored if name not in shapes]

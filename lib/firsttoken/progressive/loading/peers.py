@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from firsttoken.assets.checkpoint import ModelFiles
+from firsttoken.assets.checkpoint import ModelFiles, stored_dtype
 from firsttoken.assets.empty_model import build_on_meta, put
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.servable import check_servable
@@ -26,7 +26,7 @@ from firsttoken.assets.weights import check_tied, tensors_of
 from firsttoken.lean.model import LeanModel
 from firsttoken.progressive.loading.chunked import read_whole
 from firsttoken.progressive.loading.placement import build_lean, finish, torch_dtype
-from firsttoken.study.errors import ModelError, StageError
+from firsttoken.study.errors import StageError
 
 if TYPE_CHECKING:  # a lean start needs none of it
     from transformers import PreTrainedModel
@@ -45,7 +45,8 @@ class Peer:
 def load_with(
     peer: str, folder: Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> PreTrainedModel:
-    """The model in ``folder`` in eval mode, loaded by one of ``PEERS``; without ``dtype``, in the one its config names.
+    """The model in ``folder`` in eval mode, loaded by one of ``PEERS``; without ``dtype``, in the one that it is
+    stored in.
 
     Raises StageError for an unknown peer or one whose package is not installed, and ModelError for a folder that cannot
     be served.
@@ -53,7 +54,7 @@ def load_with(
     import_peer(peer)
     files = check_servable(folder)
     check_tied(files)
-    dtype, place = dtype or _stored_dtype(files), torch.device(device)
+    dtype, place = dtype or torch_dtype(stored_dtype(folder)), torch.device(device)
     if place.type == "cuda" and place.index is None:  # fastsafetensors takes no other
         place = torch.device("cuda", torch.cuda.current_device())
     return PEERS[peer].load(files, dtype, place).eval().requires_grad_(False)
@@ -155,12 +156,6 @@ def _filled(
         if (name := files.place(called)) is not None:
             put(model, name, tensor)
     return finish(model)
-
-
-def _stored_dtype(files: ModelFiles) -> torch.dtype:
-    if (name := files.config.stored) is None:
-        raise ModelError(f"{files.folder}/config.json names no dtype; give one")
-    return torch_dtype(name)
 
 
 PEERS = {

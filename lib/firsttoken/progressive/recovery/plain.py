@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from firsttoken.assets.checkpoint import weight_files
+from firsttoken.assets.checkpoint import stored_dtype, weight_files
 from firsttoken.assets.servable import check_servable
 from firsttoken.lean.config import OtherWay, lean_config
 from firsttoken.progressive.recovery.growth import Growth
@@ -99,7 +99,7 @@ class PlainGrowth(Growth):
         self.stages = 1
         files = check_servable(self._folder)
         self.bytes_total = files.bytes
-        stored = torch_dtype(files.config.stored or "float32")
+        stored = torch_dtype(stored_dtype(self._folder))
         self.skeleton = Whole(self._folder, dtypes.serving(self._dtype, stored, self._device), self._device)
         self.bytes_moved = self.bytes_total
         return self.skeleton
