@@ -118,7 +118,7 @@ def test_a_plain_folder_loads(make):
     assert torch.equal(load_with("lean", folder, torch.float32)(IDS).logits, stock(IDS).logits)
     assert load_with("lean", folder, torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
     save_file({name: tensor for name, tensor in load_file(shard).items() if "embed" not in name}, shard)
-    with pytest.raises(ModelError, match=r"1 parameters were never brought, first model\.embed_tokens\.weight"):
+    with pytest.raises(ModelError, match=r"'model\.embed_tokens\.weight' is in .*, by the headers in none"):
         load_with("lean", folder, torch.float32)
 
 
@@ -135,5 +135,5 @@ def test_a_tensor_of_another_shape(make):
     _, folder = make()
     state = load_file(folder / "model.safetensors")
     save_file(state | {"model.norm.weight": torch.ones(63)}, folder / "model.safetensors")
-    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[63\], the model wants \[64\]"):
+    with pytest.raises(ModelError, match=r"norm\.weight in .* has the shape \[63\], by config\.json it has \[64\]"):
         load_with("lean", folder, torch.float32)

@@ -69,7 +69,7 @@ def true_world(truth: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(setting, "held_out", lambda task: {HELD_OUT: truth.longbench} if "." in task else {})
     for name in ("_random", "_from_folder"):
         monkeypatch.setattr(models, name, stop)
-    for name in ("_from_hub", "converted", "weight_files"):
+    for name in ("_from_hub", "converted", "model_files", "check_tensors"):
         monkeypatch.setattr(models, name, lambda *_: tmp_path)
     monkeypatch.setattr(coldstart, "random_checkpoint", stop)
     monkeypatch.setattr(policies_replayed, "threshold_mix", stop)

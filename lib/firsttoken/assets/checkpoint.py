@@ -1,4 +1,9 @@
-"""Is this folder a whole safetensors checkpoint? Asked before transformers is, whose answers are long."""
+"""The files of a model folder, listed once: who hashes, loads, stages or serves a model takes them from this list.
+
+What disagrees is refused: two files that each claim to hold the weights, an index that says otherwise than the headers.
+What nobody reads (.bin or GGUF beside safetensors, variants, shards that no index names) is left alone. Standard
+library only: a service looks at its folder before it imports torch.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,33 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from firsttoken.assets.lock import file_sha256
+from firsttoken.assets.model_config import CONFIG, ModelConfig, check_folder, read_config
 from firsttoken.study.errors import ModelError
 from firsttoken.study.foreign.faults import Damaged, blaming, shown
 from firsttoken.study.foreign.json_text import read_json
 from firsttoken.study.foreign.schema import shaped
-from firsttoken.study.foreign.tensors import Header, read_header
+from firsttoken.study.foreign.tensors import Header, TensorEntry, read_header
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ADAPTER = "adapter_config.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+STORED = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+}
+"""What a weight may be stored in: safetensors' name of a dtype, and torch's."""
+
+CODES = "codes"  # what a linear layer has in the place of a weight where it rests in 8 bits
+_POSITIONS = ".rotary_emb.inv_freq"  # which old checkpoints hold, and transformers passes over
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _SHARD = re.compile(r"(\d+-[\w.-]+/)?[\w-][\w.-]*\.safetensors")  # a staged checkpoint's lie one folder below
 
@@ -27,35 +48,107 @@ class _Index:
     weight_map: dict[str, str]
 
 
-CODES = "codes"  # what a linear layer has in the place of a weight where it rests in 8 bits
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: ``name`` is the file's for it, ``entry`` says dtype, shape and bytes."""
+
+    file: Path
+    name: str
+    entry: TensorEntry
 
 
-def weight_files(folder: Path, *, in_8_bits: bool = False) -> list[Path]:
-    """The safetensors shards of a checkpoint folder, in name order, each checked to be whole.
+@dataclass(frozen=True)
+class ModelFiles:
+    """The weight files of a checkpoint folder, and where in them the tensors of its model lie.
 
-    Raises ModelError when the folder has no config.json, no safetensors (pickled .bin weights are refused, because
-    loading them runs code), when a shard is missing or truncated, or when it holds layers beyond those of config.json:
-    a model of fewer layers would answer, and answer something else. Weights ``in_8_bits`` are refused unless they are
-    asked for.
+    ``tensors`` are by the model's name, each once. Where the head is tied to the embedding there is none of it: either
+    of the two stands for both, and where both are stored ``second`` is the head, which must equal the embedding.
     """
-    if not os.path.isdir(folder):  # of a name that is too long pathlib's own raises
-        raise ModelError(f"no model folder {folder}; give a folder with config.json and *.safetensors")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; a model folder holds config.json and *.safetensors")
-    headers = {shard: check_shard(shard) for shard in _listed(folder)}
-    with blaming(folder / "config.json", ModelError, "copy the model's own"):
-        config = read_json(folder / "config.json", 1 << 24)
-    depth = config.get("num_hidden_layers") if isinstance(config, dict) else None
+
+    folder: Path
+    config: ModelConfig
+    files: tuple[Path, ...]
+    tensors: dict[str, StoredTensor]
+    second: StoredTensor | None
+
+    @cached_property
+    def sha256(self) -> str:
+        """The :func:`combined_sha256` of the files. Raises OSError for one that has gone."""
+        return combined_sha256(list(self.files))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @cached_property
+    def _places(self) -> dict[str, str]:
+        return {stored.name: name for name, stored in self.tensors.items()}
+
+    def place(self, stored: str) -> str | None:
+        """The model's name for a tensor that a file calls ``stored``; None for one that the model has no use for."""
+        return self._places.get(stored)
+
+
+def model_files(folder: Path, *, in_8_bits: bool = False) -> ModelFiles:
+    """The weights of a checkpoint folder, each file checked to be whole and to hold what the index says.
+
+    Raises ModelError when the folder has no usable config.json, no safetensors (pickled .bin weights are refused,
+    because loading them runs code) or an adapter beside its weights; when its weights are quantised; when a shard is
+    missing or truncated; when ``model.safetensors`` and the index are of different files, or the index and the headers
+    say different things; and when a file holds layers beyond those of config.json: a model of fewer layers would
+    answer, and answer something else. Weights ``in_8_bits`` are refused unless they are asked for.
+    """
+    check_folder(folder)
+    config = read_config(folder)
+    _check_claims(folder, config)
+    headers, index = _listed(folder)
+    found: dict[str, StoredTensor] = {}
     for shard, header in headers.items():
         if not in_8_bits and any(name.endswith(f".{CODES}") for name in header.tensors):
             raise ModelError(f"{folder} rests in 8 bits, which only `firsttoken swarm` serves; name the model itself")
-        deepest = max((int(found[1]) for found in map(_LAYER.match, header.tensors) if found), default=-1)
-        if isinstance(depth, int) and deepest >= depth:
+        deepest = max((int(at[1]) for at in map(_LAYER.match, header.tensors) if at), default=-1)
+        if deepest >= config.num_hidden_layers:
             raise ModelError(
-                f"{shard} holds layer {deepest}, counted from 0, and config.json says {depth}; copy config.json "
-                "and weights of one model"
+                f"{shard} holds layer {deepest}, counted from 0, and config.json says {config.num_hidden_layers}; copy "
+                "config.json and weights of one model"
             )
-    return list(headers)
+        for name, entry in header.tensors.items():
+            if name in found:
+                raise ModelError(
+                    f"{folder} holds {name} twice, in {found[name].file.name} and in {shard.name}; copy the shards of "
+                    "one model"
+                )
+            found[name] = StoredTensor(shard, name, entry)
+    if index is not None:
+        _check_index(folder, index, found)
+    kept = {name: stored for name, stored in found.items() if not name.endswith(_POSITIONS)}
+    second = None
+    if (EMBEDDING in kept or HEAD in kept) and is_tied(folder, config):
+        head = kept.pop(HEAD, None)
+        if head is not None and EMBEDDING in kept:
+            second = head
+        elif head is not None:  # which of two shared tensors a writer keeps is its own affair
+            kept = {EMBEDDING: head} | kept
+    return ModelFiles(folder, config, tuple(headers), kept, second)
+
+
+def weight_files(folder: Path, *, in_8_bits: bool = False) -> list[Path]:
+    """The files of :func:`model_files`, in name order. Raises ModelError as it does."""
+    return list(model_files(folder, in_8_bits=in_8_bits).files)
+
+
+def stored_dtype(folder: Path) -> str:
+    """Torch's name of the dtype that config.json says the weights have; where it says nothing or "auto", that of the
+    first weight which has one, as transformers takes it.
+
+    Raises ModelError as :func:`model_files`, and for a dtype that is unknown.
+    """
+    files = model_files(folder)
+    if files.config.stored is not None:
+        return files.config.stored
+    found = (stored.entry.dtype for stored in files.tensors.values())
+    return next((STORED[dtype] for dtype in found if dtype in STORED), STORED["F32"])
 
 
 def check_shard(path: Path) -> Header:
@@ -64,6 +157,20 @@ def check_shard(path: Path) -> Header:
         raise ModelError(f"the shard {path.name} is missing in {path.parent}; copy it there again")
     with blaming(f"the shard {path}", ModelError, "copy it again"):
         return read_header(path)
+
+
+def is_tied(folder: Path, config: ModelConfig) -> bool:
+    """Whether the model's head is its embedding: as config.json says, or by default as transformers' class has it.
+
+    Raises ModelError for a class that transformers does not know.
+    """
+    if config.tie_word_embeddings is not None:
+        return config.tie_word_embeddings
+    if config.is_known:
+        return False
+    from firsttoken.assets.empty_model import stock_config
+
+    return bool(stock_config(folder)[1].tie_word_embeddings)
 
 
 def combined_sha256(files: list[Path]) -> str:
@@ -77,16 +184,59 @@ def sum_of_sums(sums: Mapping[Path, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest() if len(sums) > 1 else next(iter(sums.values()))
 
 
-def _listed(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if index.is_file():
-        with blaming(index, ModelError, "copy it again"):
-            names = set(shaped(_Index, read_json(index), others=True).weight_map.values())
-            if odd := next((name for name in sorted(names) if not _SHARD.fullmatch(name)), ""):
-                raise Damaged(f"{shown(odd)} is no name of a shard beside it")
-        return sorted(folder / name for name in names)
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    if any(folder.glob("*.bin")):
-        raise ModelError(f"{folder} has only .bin weights; loading those runs code: convert them to safetensors")
-    raise ModelError(f"{folder} has no {_SINGLE} and no {_INDEX}; copy the weights there")
+def _check_claims(folder: Path, config: ModelConfig) -> None:
+    """Refuse what would make transformers load other weights than the list says, or compute with them otherwise."""
+    if os.path.lexists(folder / ADAPTER):
+        raise ModelError(
+            f"{folder} holds {ADAPTER} beside a model, and transformers would add that adapter to it; move the adapter "
+            "into a folder of its own, or merge it"
+        )
+    if config.quantization_config is not None:
+        raise ModelError(
+            f"{folder}: its weights are quantised (quantization_config in {CONFIG}), and only plain ones are read; "
+            "take the model in bfloat16, float16 or float32"
+        )
+    if config.transformers_weights is not None:
+        raise ModelError(
+            f"{folder}: transformers_weights in {CONFIG} names the file {shown(config.transformers_weights)}; remove "
+            f"the key, and let the weights be {SINGLE} or the shards of {INDEX}"
+        )
+
+
+def _listed(folder: Path) -> tuple[dict[Path, Header], dict[str, str] | None]:
+    """The headers of the weight files, in name order, and by tensor the file that an index names."""
+    single, index = folder / SINGLE, folder / INDEX
+    if not index.is_file():
+        if os.path.lexists(single):
+            return {single: check_shard(single)}, None
+        if any(folder.glob("*.bin")):
+            raise ModelError(f"{folder} has only .bin weights; loading those runs code: convert them to safetensors")
+        raise ModelError(f"{folder} has no {SINGLE} and no {INDEX}; copy the weights there")
+    with blaming(index, ModelError, "copy it again"):
+        told = shaped(_Index, read_json(index), others=True).weight_map
+        names = set(told.values())
+        if odd := next((name for name in sorted(names) if not _SHARD.fullmatch(name)), ""):
+            raise Damaged(f"{shown(odd)} is no name of a shard beside it")
+        if not names:
+            raise Damaged("it names no file")
+    if single.is_file() and names != {SINGLE}:
+        raise ModelError(
+            f"{folder} holds two models: {SINGLE}, which transformers reads, and {INDEX}, which names "
+            f"{min(names - {SINGLE})}; remove the older of the two"
+        )
+    return {folder / name: check_shard(folder / name) for name in sorted(names)}, told
+
+
+def _check_index(folder: Path, told: Mapping[str, str], found: Mapping[str, StoredTensor]) -> None:
+    """Raise ModelError unless the index says of each tensor in which file it is. ``metadata`` is passed over: published
+    folders have a ``total_size`` of another dtype, and nobody loads by it."""
+    for name in sorted(told.keys() | found.keys()):
+        if name.endswith(_POSITIONS):
+            continue
+        said = told.get(name)
+        there = found[name].file.relative_to(folder).as_posix() if name in found else None
+        if said != there:
+            raise ModelError(
+                f"{folder}: {INDEX} and the shards disagree: by the index {shown(name, 80)} is in {said or 'no file'}, "
+                f"by the headers in {there or 'none'}; copy index and shards of one model"
+            )

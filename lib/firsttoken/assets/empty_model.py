@@ -8,37 +8,63 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from firsttoken.assets.model_config import read_config
+from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.assets.on_meta import on_meta
 from firsttoken.study.errors import ModelError
 
 if TYPE_CHECKING:  # a lean start needs none of it
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_MEND = f"copy {CONFIG} and weights of one model"
 
 
-def build_on_meta(folder: Path, dtype: torch.dtype, layers: range | None = None) -> PreTrainedModel:
-    """The model that ``folder/config.json`` describes, with every parameter on the meta device and in ``dtype``.
+def stock_config(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """transformers' class of the model in ``folder``, and the configuration that its config.json describes.
 
-    With ``layers`` it has these only, numbered from 0. Only the rotary tables are real: no file holds them. The class
-    is looked up by name, because transformers' Auto classes import every configuration there is (1.5 s on two cores).
-    Raises ModelError when the folder has no usable config.json.
+    The class is looked up by name, because transformers' Auto classes import every configuration there is (1.5 s on two
+    cores). Raises ModelError when transformers does not know it, or config.json does not fit it.
     """
     import transformers
 
     from firsttoken.assets.lock import first_line  # which reads YAML; a lean start has none
 
-    sizes = read_config(folder)
+    told = read_config(folder)
+    kind = getattr(transformers, told.architecture, None)
+    if kind is None:
+        raise ModelError(f"{folder / CONFIG}: transformers knows no {told.architecture}; use a model that it knows")
     try:
-        kind = getattr(transformers, sizes.architecture)
-        config = kind.config_class.from_pretrained(folder, local_files_only=True)
-        if layers is not None:
-            if getattr(config, "layer_types", None):
-                config.layer_types = config.layer_types[layers.start : layers.stop]
-            config.num_hidden_layers = len(layers)
+        content, _ = kind.config_class.get_config_dict(folder, local_files_only=True)
+        if told.stored is None:  # "auto", which transformers takes from who loads and not from a file
+            content = {key: value for key, value in content.items() if key not in ("dtype", "torch_dtype")}
+        config = kind.config_class.from_dict(content)
+    except Exception as error:  # of many kinds: the values of the file may be anything
+        raise ModelError(f"{folder / CONFIG} is unusable ({first_line(error)}); copy the model's own") from error
+    if told.model_type not in (kind.config_class.model_type, None):
+        raise ModelError(
+            f"{folder / CONFIG}: the model_type {told.model_type} is not that of {told.architecture}; copy the model's "
+            "own"
+        )
+    return kind, config
+
+
+def build_on_meta(folder: Path, dtype: torch.dtype, layers: range | None = None) -> PreTrainedModel:
+    """The model that ``folder/config.json`` describes, with every parameter on the meta device and in ``dtype``.
+
+    With ``layers`` it has these only, numbered from 0. Only the rotary tables are real: no file holds them.
+    Raises ModelError as :func:`stock_config`, and for a model that is not built as Llama is.
+    """
+    from firsttoken.assets.lock import first_line  # as above
+
+    kind, config = stock_config(folder)
+    if layers is not None:
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[layers.start : layers.stop]
+        config.num_hidden_layers = len(layers)
+    try:
         return empty_model(kind, config, dtype)
-    except Exception as error:  # of many kinds: the file names the class, and its sizes may be anything
+    except Exception as error:  # of many kinds, as above
         reason = first_line(error)
-        raise ModelError(f"{folder} has no config.json of a model that transformers knows ({reason})") from error
+        raise ModelError(f"{folder}: its {CONFIG} makes no Llama-like {kind.__name__} ({reason}); use one") from error
 
 
 def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -61,7 +87,7 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
         module = model.get_submodule(path)
         old = module._parameters[leaf]
     except (AttributeError, KeyError):
-        raise ModelError(f"the model has no parameter {name}; was it staged for another architecture?") from None
+        raise ModelError(f"the model has no parameter {name}; {_MEND}") from None
     if old.shape != tensor.shape:
-        raise ModelError(f"{name} has shape {list(tensor.shape)}, the model wants {list(old.shape)}; stage it again")
+        raise ModelError(f"{name} has shape {list(tensor.shape)}, the model wants {list(old.shape)}; {_MEND}")
     module._parameters[leaf] = nn.Parameter(tensor.to(old.dtype), requires_grad=False)

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from firsttoken.assets.positions import check_kinds
 from firsttoken.study.errors import ModelError
-from firsttoken.study.foreign.faults import blaming
+from firsttoken.study.foreign.faults import Damaged, blaming, shown
 from firsttoken.study.foreign.json_text import read_json
 from firsttoken.study.foreign.schema import between, shaped
 
 CONFIG = "config.json"
 MOST_LAYERS = 1000  # the deepest published models have fewer than 200
+KINDS = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
+"""The model_type of an architecture whose tensors are known here without transformers."""
+
+_CAUSAL = "ForCausalLM"
+_STORED = ("float64", "float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
 _Width = Annotated[int, between(1, 1 << 20)]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is used of it; ``torch_dtype`` is what transformers called ``dtype`` before version 5."""
+    """What is used of it; ``torch_dtype`` is what transformers called ``dtype`` before version 5.
+
+    Of ``quantization_config`` and ``transformers_weights`` it matters only whether they are there.
+    """
 
     architectures: tuple[str]
     num_hidden_layers: Annotated[int, between(1, MOST_LAYERS)]
@@ -31,6 +40,21 @@ class ModelConfig:
     head_dim: _Width | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
+    model_type: str | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    quantization_config: Any = None
+    transformers_weights: Any = None
+
+    def __post_init__(self) -> None:
+        kind = KINDS.get(self.architecture)
+        if not self.architecture.endswith(_CAUSAL):
+            raise Damaged(f"architectures: {shown(self.architecture)} is no causal language model (...{_CAUSAL})")
+        if kind and self.model_type not in (kind, None):
+            raise Damaged(f"model_type: {shown(self.model_type)} is not that of {self.architecture}")
+        if self.stored not in (*_STORED, None):
+            raise Damaged(f"dtype: {shown(self.stored)} is none of weights; known: {', '.join(_STORED)}")
 
     @property
     def architecture(self) -> str:
@@ -38,14 +62,31 @@ class ModelConfig:
         return self.architectures[0]
 
     @property
+    def is_known(self) -> bool:
+        """Whether the tensors of this architecture are known without transformers."""
+        return self.architecture in KINDS
+
+    @property
     def stored(self) -> str | None:
-        """Torch's name of the dtype that it says its weights have."""
-        return self.dtype or self.torch_dtype
+        """Torch's name of the dtype that it says its weights have; None where it leaves that to the weights."""
+        named = self.dtype or self.torch_dtype
+        return None if named == "auto" else named
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ModelError unless ``folder`` is one, and has a config.json."""
+    if os.path.isfile(folder):
+        raise ModelError(f"{folder} is a file; give a folder with {CONFIG} and *.safetensors (GGUF is not read)")
+    if not os.path.isdir(folder):  # of a name that is too long pathlib's own raises
+        raise ModelError(f"no model folder {folder}; give a folder with {CONFIG} and *.safetensors")
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{folder} has no {CONFIG}; a model folder holds {CONFIG} and *.safetensors")
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The config.json in ``folder``. Raises ModelError when it is missing, no JSON, or of sizes that no model has, and
-    for rotary positions of a kind that is not known."""
+    """The config.json in ``folder``. Raises ModelError when it is missing, no JSON, of sizes that no model has, says two
+    things of what it is, or names rotary positions of a kind that is not known."""
+    check_folder(folder)
     path = folder / CONFIG
     with blaming(path, ModelError, "copy the model's own"):
         content = read_json(path, 1 << 24)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from firsttoken.assets.checkpoint import combined_sha256, weight_files
+from firsttoken.assets.checkpoint import ModelFiles, model_files
+from firsttoken.assets.empty_model import stock_config
 from firsttoken.assets.gguf import PINNED, converted
 from firsttoken.assets.lock import first_line
-from firsttoken.assets.model_config import read_config
 from firsttoken.assets.quiet import quiet_transformers
+from firsttoken.assets.servable import check_tensors
 from firsttoken.assets.shapes import shape_config
+from firsttoken.assets.weights import tensors_of
 from firsttoken.study import paths
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import ModelError
@@ -24,6 +26,7 @@ from firsttoken.study.errors import ModelError
 if TYPE_CHECKING:  # to learn what a model is made of needs none of it
     from transformers import PretrainedConfig, PreTrainedModel
 
+_GENERATION = "generation_config.json"
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -76,9 +79,10 @@ def load_model(
     else:
         folder = _from_hub(spec)
         source, note, licence = f"{spec}@{folder.name}", "", "see the model's page"
-    files = weight_files(folder)
-    model, tokenizer = _from_folder(folder, dtype, with_tokenizer)
-    provenance = Provenance(source, combined_sha256(files), name_of(dtype), "real", note, licence)
+    files = model_files(folder)
+    check_tensors(files)
+    model, tokenizer = _from_folder(files, dtype, with_tokenizer)
+    provenance = Provenance(source, files.sha256, name_of(dtype), "real", note, licence)
     return Loaded(_settled(model.to(device)), tokenizer, provenance)
 
 
@@ -87,19 +91,13 @@ def model_config(spec: str) -> PretrainedConfig:
 
     Raises ModelError and AssetError as ``load_model`` does.
     """
-    from transformers import AutoConfig
-
     if spec.startswith("random:"):
         return shape_config(spec.removeprefix("random:"))
     if spec == PINNED:
         folder = converted(PINNED)
     else:
         folder = paths.expanded(spec) if _is_folder(spec) else _from_hub(spec, ["config.json"])
-    read_config(folder)
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of many kinds: the file names the class, and its values may be anything
-        raise ModelError(f"cannot read the config.json in {folder}: {first_line(error)}; copy it again") from error
+    return stock_config(folder)[1]
 
 
 def model_name(spec: str) -> str:
@@ -119,21 +117,36 @@ def _random(shape: str, dtype: torch.dtype, device: torch.device, seed: int) -> 
     return Loaded(_settled(model.to(device)), None, provenance)
 
 
-def _from_folder(folder: Path, dtype: torch.dtype, with_tokenizer: bool) -> tuple[Any, Any | None]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _from_folder(files: ModelFiles, dtype: torch.dtype, with_tokenizer: bool) -> tuple[Any, Any | None]:
+    """The model of ``files`` by transformers, which is given the tensors instead of a folder to choose among."""
+    from transformers import AutoTokenizer, GenerationConfig
 
-    read_config(folder)
+    folder = files.folder
+    kind, config = stock_config(folder)
+    tensors = dict(tensors_of(files))
     try:
         with quiet_transformers():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+            model, report = kind.from_pretrained(
+                None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
             )
+            if (folder / _GENERATION).is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if with_tokenizer else None
-    except Exception as error:  # as above
-        raise ModelError(f"cannot load the model in {folder}: {first_line(error)}; copy it again") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelError(f"{folder} lacks {len(missing)} tensors, first {missing[0]}; copy the whole checkpoint")
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except ImportError as error:
+        raise ModelError(f"cannot load the model in {folder}: {first_line(error)}; install what it names") from error
+    except Exception as error:  # of many kinds: the files name classes, and their values may be anything
+        raise ModelError(
+            f"cannot load the model in {folder}: {first_line(error)}; copy the model's own files"
+        ) from error
+    model.name_or_path = model.config.name_or_path = str(folder)
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if odd := sorted(map(str, report[fault])):
+            raise ModelError(
+                f"{folder} and its model disagree on {len(odd)} tensors ({fault}), first {odd[0]}; copy config.json "
+                "and weights of one model"
+            )
     return model, tokenizer
 
 

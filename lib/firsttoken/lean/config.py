@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from firsttoken.assets.model_config import CONFIG, MOST_LAYERS
+from firsttoken.assets.model_config import CONFIG, KINDS, MOST_LAYERS
 from firsttoken.study.errors import ModelError
 from firsttoken.study.foreign.faults import Damaged, blaming, shown
 from firsttoken.study.foreign.json_text import read_json
 from firsttoken.study.foreign.schema import between, shaped
 
 MEND = "copy the model's own"
-KINDS = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 ROTARY = ("default", "linear", "llama3")
 
 # what says nothing of how tokens become logits: names, token ids, how weights were drawn, what training dropped out

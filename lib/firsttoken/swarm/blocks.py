@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from firsttoken.assets.checkpoint import CODES, combined_sha256, weight_files
+from firsttoken.assets.checkpoint import CODES, combined_sha256
 from firsttoken.assets.empty_model import build_on_meta, put
 from firsttoken.assets.model_config import CONFIG, read_config
+from firsttoken.assets.servable import check_servable
+from firsttoken.assets.weights import tensors_of
 from firsttoken.study.errors import ModelError, SwarmError
 from firsttoken.swarm.rest8 import SCALES, put_8_bits
 
@@ -30,9 +31,9 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
 def model_sha256(folder: Path) -> str:
     """What servers and clients of one model agree on: a sha256 over config.json and all weight files, read once.
 
-    Raises ModelError for a folder that is no whole checkpoint.
+    Raises ModelError for a folder that cannot be served.
     """
-    return combined_sha256([*weight_files(folder, in_8_bits=True), folder / CONFIG])
+    return combined_sha256([*check_servable(folder, in_8_bits=True).files, folder / CONFIG])
 
 
 def parse_blocks(text: str, depth: int) -> range:
@@ -51,7 +52,7 @@ def depth_of(folder: Path) -> int:
 def load_span(folder: Path, blocks: range, dtype: torch.dtype) -> PreTrainedModel:
     """The model with ``blocks`` only, numbered from 0, in ``dtype``; its ends stay without memory.
 
-    Only the bytes of these blocks are read. Raises ModelError for a tensor that is missing or does not fit.
+    Only the bytes of these blocks are read. Raises ModelError for a folder that cannot be served.
     """
     model = build_on_meta(folder, dtype, blocks)
 
@@ -88,11 +89,9 @@ def _fill(model: PreTrainedModel, folder: Path, place: Callable[[str], str | Non
 
 def _tensors(folder: Path, place: Callable[[str], str | None]) -> Iterator[tuple[str, Tensor]]:
     """The tensors that ``place`` gives a name in the model, under this name."""
-    for file in weight_files(folder, in_8_bits=True):
-        with safe_open(file, "pt") as opened:
-            for stored in opened.keys():  # noqa: SIM118 (it is no dict)
-                if (name := place(stored)) is not None:
-                    yield name, opened.get_tensor(stored).clone()  # a slice of the mapped file would keep all of it
+    files = check_servable(folder, in_8_bits=True)
+    for stored, tensor in tensors_of(files, lambda name: place(name) is not None):
+        yield place(stored), tensor.clone()  # a slice of the mapped file would keep all of it
 
 
 def _checked(model: PreTrainedModel, folder: Path, wanted: Callable[[str], bool]) -> PreTrainedModel:

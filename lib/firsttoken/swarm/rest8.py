@@ -21,8 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from firsttoken.assets.checkpoint import CODES, weight_files
+from firsttoken.assets.checkpoint import CODES, model_files
 from firsttoken.assets.model_config import CONFIG
+from firsttoken.assets.servable import check_servable
+from firsttoken.assets.weights import check_tied
 from firsttoken.engine.linear8 import KEPT, Linear8, coded
 from firsttoken.study.errors import ModelError
 
@@ -36,12 +38,14 @@ def write_8_bits(source: Path, target: Path) -> int:
     """Write the model in folder ``source`` to ``target``, its blocks in 8 bits; the bytes of its weights.
 
     One shard is in memory at a time; what was written until an interruption is removed. Raises ModelError for a
-    ``source`` that is no whole checkpoint, rests in 8 bits already or holds weights that are not finite, and for a
+    ``source`` that cannot be served, rests in 8 bits already or holds weights that are not finite, and for a
     ``target`` that is there.
     """
     if target.exists():
         raise ModelError(f"{target} is there already: remove it, or name another folder")
-    files = weight_files(source)
+    listed = check_servable(source)
+    check_tied(listed)
+    files = listed.files
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
@@ -60,7 +64,7 @@ def write_8_bits(source: Path, target: Path) -> int:
         os.replace(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return sum(file.stat().st_size for file in weight_files(target, in_8_bits=True))
+    return model_files(target, in_8_bits=True).bytes
 
 
 def _resting(file: Path) -> Iterator[tuple[str, Tensor]]:

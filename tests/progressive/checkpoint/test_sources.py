@@ -87,11 +87,12 @@ NAME = "model.layers.2.mlp.up_proj.weight"
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "is truncated"),
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
         (lambda f: (f / "config.json").write_text("{"), "config.json: it is truncated or no JSON"),
-        (lambda f: configure(f, model_type="nonsense"), "unusable config.json"),
+        (lambda f: configure(f, model_type="nonsense"), "model_type: 'nonsense' is not that of LlamaForCausalLM"),
         (lambda f: configure(f, intermediate_size=65), r"has the shape \[32, 64\], by config.json it has \[32, 65\]"),
-        (lambda f: configure(f, num_hidden_layers=5), "lacks model.layers.4.self_attn.q_proj.weight; copy the whole"),
-        (lambda f: tensors(f, lambda t: t.pop(NAME)), f"lacks {NAME}"),
+        (lambda f: configure(f, num_hidden_layers=5), "first model.layers.4.self_attn.q_proj.weight; copy the whole"),
+        (lambda f: tensors(f, lambda t: t.pop(NAME)), f"lacks 1 tensors, first {NAME}"),
         (lambda f: tensors(f, lambda t: t.update({NAME: t[NAME].to(torch.int8)})), f"{NAME} .* is stored as I8"),
+        (lambda f: tensors(f, lambda t: t.update({NAME: t[NAME].double()})), f"{NAME} .* is stored as F64; convert"),
         (
             lambda f: tensors(
                 f, lambda t: t.update({k: v.half() if k == NAME else v.bfloat16() for k, v in t.items()})
@@ -99,7 +100,7 @@ NAME = "model.layers.2.mlp.up_proj.weight"
             "some weights as F16 and others as BF16; convert all to one",
         ),
         (lambda f: tensors(f, lambda t: t.update({HEAD: t[EMBEDDING] + 1})), "not the embedding it is tied to; set"),
-        (lambda f: configure(f, tie_word_embeddings=False), f"lacks {HEAD}"),
+        (lambda f: configure(f, tie_word_embeddings=False), f"lacks 1 tensors, first {HEAD}"),
     ],
 )
 def test_folders_that_are_refused(saved, damage, words):

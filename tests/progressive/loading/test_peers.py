@@ -144,8 +144,7 @@ def test_the_dtype_is_that_of_the_folder_unless_one_is_given(folder: Path) -> No
     (folder / "config.json").write_text(json.dumps(config | {"dtype": None, "torch_dtype": "float16"}))
     assert load_with("chunked", folder).dtype == torch.float16
     (folder / "config.json").write_text(json.dumps(config | {"dtype": None}))
-    with pytest.raises(ModelError, match="names no dtype"):
-        load_with("chunked", folder)
+    assert load_with("chunked", folder).dtype == torch.bfloat16
 
 
 def test_an_unknown_peer_is_named(folder: Path) -> None:

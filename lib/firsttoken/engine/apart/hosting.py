@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors.torch import load_file
 from torch import nn
 
-from firsttoken.assets.checkpoint import weight_files
 from firsttoken.assets.empty_model import put
+from firsttoken.assets.servable import check_servable
+from firsttoken.assets.weights import tensors_of
 from firsttoken.engine.apart.config import WorkerConfig
 from firsttoken.engine.fused import fuse
 from firsttoken.lean.build import lean_on_meta
 from firsttoken.lean.config import OtherWay
 from firsttoken.lean.model import LeanModel
 from firsttoken.study.dtypes import named
-from firsttoken.study.errors import ModelError
 
 
 def hosted_model(config: WorkerConfig) -> nn.Module:
@@ -30,13 +29,9 @@ def hosted_model(config: WorkerConfig) -> nn.Module:
 def _lean(folder: Path, config: WorkerConfig) -> LeanModel:
     model = lean_on_meta(folder, named(config.dtype))
     model.model.rotary_emb.to(config.device)
-    for file in weight_files(folder):
-        for name, tensor in load_file(file, config.device).items():
-            if not name.endswith(".rotary_emb.inv_freq"):  # of old checkpoints; transformers passes it over, too
-                put(model, name, tensor)
+    for name, tensor in tensors_of(check_servable(folder), device=config.device):
+        put(model, name, tensor)
     model.tie_weights()
-    if missing := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
-        raise ModelError(f"{folder} lacks {len(missing)} tensors, first {missing[0]}; copy the whole checkpoint")
     return model
 
 

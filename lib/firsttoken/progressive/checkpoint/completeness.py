@@ -1,4 +1,5 @@
-"""Is a staged checkpoint the model that its config.json describes, whole? Asked before a stage serves."""
+"""Is a staged checkpoint the model that its config.json describes, whole? Asked when it was written, and before a stage
+serves."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from firsttoken.study.foreign.tensors import METADATA, header_table
 def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Hold what ``manifest`` brings against ``shapes``: the model's parameters by name, without a tied head.
 
+    That its files are filled by their tensors to the last byte, ``layout`` has checked. So every byte of the model is
+    brought once: no part can be lost, doubled or shortened without an error here.
     Raises ModelError for a parameter that no stage brings, one that the model does not have, or brings twice, or has in
     another shape; for a layer in pieces; and for what stays rounded in the end.
     The planes of a tensor must be of one: of the same dtype, and of the same bytes in the end.

@@ -12,14 +12,14 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from firsttoken.assets.checkpoint import check_shard, combined_sha256, weight_files
-from firsttoken.assets.lock import first_line
-from firsttoken.assets.model_config import read_config
+from firsttoken.assets.empty_model import stock_config
 from firsttoken.assets.quiet import quiet_transformers
+from firsttoken.assets.servable import check_servable, model_shapes
 from firsttoken.assets.shapes import shape_config
-from firsttoken.progressive.checkpoint.names import DTYPES, EMBEDDING, HEAD, SERVED
+from firsttoken.assets.weights import check_tied
+from firsttoken.progressive.checkpoint.names import DTYPES, SERVED
 from firsttoken.study.errors import ModelError
 
 _SIDE_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -48,7 +48,7 @@ class TensorSource(Protocol):
         """The dtype of a tensor."""
 
     def get(self, name: str) -> Tensor:
-        """The tensor, on any device."""
+        """The tensor, on any device. Raises ModelError for one that is not :func:`finite`."""
 
     def write_side_files(self, folder: Path) -> None:
         """Write config.json, and where they exist generation_config.json and the tokenizer's files."""
@@ -58,50 +58,34 @@ class FolderSource:
     """A local Hugging Face folder, its safetensors in one file or in shards; what it stores is taken as it is."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError for a shard missing or truncated, a tensor missing, of another shape, or of no float, and
-        where F16 and BF16 are mixed."""
-        self._folder, self._files = folder, weight_files(folder)
-        read_config(folder)
-        try:
-            self.config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-            self.shapes = parameter_shapes(self.config)
-        except Exception as error:  # of many kinds: the file names the class, and its values may be anything
-            raise ModelError(f"{folder}: unusable config.json ({first_line(error)}); copy it again") from error
+        """Raises ModelError for a folder that cannot be served, a tensor of no dtype that is served, a tied head that
+        is not the embedding, and where F16 and BF16 are mixed."""
+        self._folder, self._files = folder, check_servable(folder)
+        self.config: PretrainedConfig = stock_config(folder)[1]
+        self.shapes = model_shapes(folder, self._files.config)
         self.names = list(self.shapes)
-        self._stored: dict[str, tuple[Path, str]] = {}
-        for file in self._files:
-            for name, entry in check_shard(file).tensors.items():
-                self._stored[name] = file, entry.dtype
-                if entry.shape != self.shapes.get(name, entry.shape):
-                    raise ModelError(
-                        f"{name} in {file} has the shape {list(entry.shape)}, by config.json it has "
-                        f"{list(self.shapes[name])}; copy config.json and weights of one model"
-                    )
+        self._stored = self._files.tensors
         for name in self.names:
             if name not in self._stored:
                 raise ModelError(f"{folder} lacks {name}; copy the whole checkpoint")
-            if (stored := self._stored[name][1]) not in SERVED:
-                raise ModelError(f"{name} in {folder} is stored as {stored}; convert it to one of {', '.join(SERVED)}")
-        if {"F16", "BF16"} <= {self._stored[name][1] for name in self.names}:
+            if (dtype := self._stored[name].entry.dtype) not in SERVED:
+                raise ModelError(f"{name} in {folder} is stored as {dtype}; convert it to one of {', '.join(SERVED)}")
+        if {"F16", "BF16"} <= {self._stored[name].entry.dtype for name in self.names}:
             raise ModelError(f"{folder} stores some weights as F16 and others as BF16; convert all to one")
-        # transformers unties such a head and warns; what it serves would not be what is staged
-        if HEAD in self._stored and HEAD not in self.names and not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
-            raise ModelError(
-                f"{folder} has a {HEAD} that is not the embedding it is tied to; set tie_word_embeddings to false in "
-                "its config.json"
-            )
+        check_tied(self._files)
 
     @cached_property
     def provenance(self) -> Origin:
         """The folder's name, and the combined sha256 of its weight files as ``load_model`` gives it."""
-        return Origin(self._folder.resolve().name, combined_sha256(self._files), "real")
+        return Origin(self._folder.resolve().name, self._files.sha256, "real")
 
     def dtype(self, name: str) -> torch.dtype:
-        return getattr(torch, DTYPES[self._stored[name][1]][0])
+        return getattr(torch, DTYPES[self._stored[name].entry.dtype][0])
 
     def get(self, name: str) -> Tensor:
-        with safe_open(self._stored[name][0], "pt") as opened:
-            return opened.get_tensor(name)
+        stored = self._stored[name]
+        with safe_open(stored.file, "pt") as opened:
+            return finite(name, opened.get_tensor(stored.name))
 
     def write_side_files(self, folder: Path) -> None:
         for pattern in _SIDE_FILES:
@@ -134,7 +118,7 @@ class ModelSource:
         return self._dtype or self._tensors[name].dtype
 
     def get(self, name: str) -> Tensor:
-        return self._tensors[name].detach().to(self._dtype)
+        return finite(name, self._tensors[name].detach().to(self._dtype))
 
     def write_side_files(self, folder: Path) -> None:
         for part in (self.config, self._model.generation_config, self._tokenizer):
@@ -170,6 +154,13 @@ class RandomSource:
 
     def write_side_files(self, folder: Path) -> None:
         self.config.save_pretrained(folder)
+
+
+def finite(name: str, tensor: Tensor) -> Tensor:
+    """``tensor`` itself. Raises ModelError where it holds a number that is none, or is infinite."""
+    if not torch.isfinite(tensor).all():
+        raise ModelError(f"{name} holds numbers that are not finite; copy the weights again, or take another dtype")
+    return tensor
 
 
 def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from firsttoken.assets.lock import file_sha256, first_line
 from firsttoken.progressive.adapters import check_fit
-from firsttoken.progressive.checkpoint.layout import adapter_folder, part_file
+from firsttoken.progressive.checkpoint.completeness import check_complete
+from firsttoken.progressive.checkpoint.layout import adapter_folder, check_layout, part_file
 from firsttoken.progressive.checkpoint.manifest import (
     MANIFEST,
     AdapterFiles,
@@ -163,6 +164,8 @@ def _complete(
             "weight_map": {name: part.file for stage in stages for part in stage.parts for name in part.tensors},
         }
         write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    check_layout(manifest)
+    check_complete(folder, manifest, source.shapes)
     write_manifest(folder, manifest)
     return manifest
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from firsttoken.assets.checkpoint import weight_files
-from firsttoken.assets.model_config import read_config
+from firsttoken.assets.checkpoint import stored_dtype, weight_files
+from firsttoken.assets.servable import check_servable
 from firsttoken.lean.config import OtherWay, lean_config
 from firsttoken.progressive.recovery.growth import Growth
 from firsttoken.study import dtypes
@@ -93,13 +93,13 @@ class PlainGrowth(Growth):
                 Thread(target=read_ahead, args=(file,), daemon=True).start()
 
     def first(self) -> Whole:
-        """Read it all. Raises ModelError for a folder that transformers cannot read."""
+        """Read it all. Raises ModelError for a folder that cannot be served."""
         from firsttoken.progressive.loading.placement import torch_dtype
 
         self.stages = 1
-        files = weight_files(self._folder)
-        self.bytes_total = sum(file.stat().st_size for file in files)
-        stored = torch_dtype(read_config(self._folder).stored or "float32")
+        files = check_servable(self._folder)
+        self.bytes_total = files.bytes
+        stored = torch_dtype(stored_dtype(self._folder))
         self.skeleton = Whole(self._folder, dtypes.serving(self._dtype, stored, self._device), self._device)
         self.bytes_moved = self.bytes_total
         return self.skeleton

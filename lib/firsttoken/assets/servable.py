@@ -1,0 +1,161 @@
+"""Can this folder be served? What config.json and the headers of the weights tell, before a weight is read.
+
+Of Llama and Qwen2 the standard library tells it, so that a service can ask before it imports torch. Of any other
+architecture transformers tells it, which takes the seconds of its import.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from firsttoken.assets.checkpoint import CODES, EMBEDDING, HEAD, STORED, ModelFiles, model_files
+from firsttoken.assets.model_config import CONFIG, ModelConfig, read_config
+from firsttoken.study.errors import ModelError
+from firsttoken.study.foreign.faults import blaming, shown
+from firsttoken.study.foreign.json_text import read_json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_RESTING = re.compile(rf"(.+)\.({CODES}|scales)")
+MEND = f"copy {CONFIG} and weights of one model"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def check_servable(folder: Path, *, in_8_bits: bool = False) -> ModelFiles:
+    """The files of the plain model folder ``folder``, of which the engine can serve every layer.
+
+    Raises ModelError, in one line, as ``model_files``, :func:`check_attention` and :func:`check_tensors` do. A staged
+    folder is not asked here but by its manifest; of it :func:`check_attention` tells the rest.
+    """
+    files = model_files(folder, in_8_bits=in_8_bits)
+    check_attention(folder)
+    check_tensors(files)
+    return files
+
+
+def check_attention(folder: Path) -> None:
+    """Raise ModelError unless every layer that config.json describes attends to the whole context."""
+    config = read_config(folder)
+    if config.is_known:
+        with blaming(folder / CONFIG, ModelError, "copy the model's own"):
+            told = read_json(folder / CONFIG, 1 << 24)
+        kinds, name = _known_kinds(config, told), config.architecture
+    else:
+        from firsttoken.assets.empty_model import stock_config
+
+        kind, stock = stock_config(folder)
+        kinds, name = attention_kinds(stock), kind.__name__
+    if odd := kinds - {FULL}:
+        raise ModelError(
+            f"{folder}: {name} has layers of {min(odd)}, and the engine runs {FULL} only; use another model"
+        )
+
+
+def attention_kinds(config: PretrainedConfig) -> set[str]:
+    """Which kinds of attention the layers of a model have, in transformers' words."""
+    if kinds := getattr(config, "layer_types", None):
+        return {str(kind) for kind in kinds}
+    # Mistral has a window, and no list as all of its layers are alike
+    return {SLIDING} if getattr(config, "sliding_window", None) else {FULL}
+
+
+def check_tensors(files: ModelFiles) -> None:
+    """Raise ModelError unless ``files`` bring each tensor of their config.json's model, in its shape, and no other.
+
+    What transformers renames as it loads (experts that are merged, for one) is for it to judge.
+    """
+    stored = _stored(files)
+    if odd := next((name for name, (dtype, _) in stored.items() if dtype not in STORED), ""):
+        known = ", ".join(STORED)
+        raise ModelError(f"{odd} in {files.folder} is stored as {stored[odd][0]}; convert it to one of {known}")
+    shapes = model_shapes(files.folder, files.config)
+    lacking, more = [name for name in shapes if name not in stored], [name for name in stored if name not in shapes]
+    if lacking and more and not files.config.is_known:
+        return
+    if more:
+        raise ModelError(
+            f"{files.folder} holds {shown(more[0], 100)}, which the model of its {CONFIG} does not have; {MEND}"
+        )
+    if lacking:
+        raise ModelError(f"{files.folder} lacks {len(lacking)} tensors, first {lacking[0]}; copy the whole checkpoint")
+    second = {HEAD: (files.second.entry.dtype, files.second.entry.shape)} if files.second else {}
+    for name, (_, shape) in (stored | second).items():
+        wanted = shapes[EMBEDDING if name == HEAD and files.second else name]
+        if shape != wanted:
+            raise ModelError(
+                f"{name} in {files.folder} has the shape {list(shape)}, by {CONFIG} it has {list(wanted)}; {MEND}"
+            )
+
+
+def model_shapes(folder: Path, config: ModelConfig) -> Shapes:
+    """The parameters of the model in ``folder`` by name, in the order of a forward pass, without a tied head.
+
+    Raises ModelError for a model that transformers does not know, or that is not built as Llama is.
+    """
+    if config.is_known and (config.num_key_value_heads or not config.architecture.startswith("Qwen2")):
+        return _known_shapes(config)
+    import torch
+
+    from firsttoken.assets.empty_model import build_on_meta
+
+    return {name: tuple(one.shape) for name, one in build_on_meta(folder, torch.float32).named_parameters()}
+
+
+def _known_kinds(config: ModelConfig, told: Mapping[str, Any]) -> set[str]:
+    """:func:`attention_kinds` of Llama and Qwen2, by the text of config.json."""
+    if kinds := told.get("layer_types"):
+        return {str(kind) for kind in kinds} if isinstance(kinds, list) else {shown(kinds)}
+    window = told.get("sliding_window", 4096 if config.architecture.startswith("Qwen2") else None)
+    if config.architecture.startswith("Qwen2"):
+        first = told.get("max_window_layers", 28)
+        windowed = not isinstance(first, int) or first < config.num_hidden_layers
+        return {SLIDING} if window and told.get("use_sliding_window") and windowed else {FULL}
+    return {SLIDING} if window else {FULL}
+
+
+def _known_shapes(config: ModelConfig) -> Shapes:
+    """:func:`model_shapes` of Llama and Qwen2; the tests hold them against transformers."""
+    qwen2 = config.architecture.startswith("Qwen2")
+    width, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    size = config.head_dim or width // heads
+    rows, kv_rows = heads * size, (config.num_key_value_heads or heads) * size
+    biased = qwen2 or bool(config.attention_bias)
+    linears = {
+        "self_attn.q_proj": ((rows, width), biased),
+        "self_attn.k_proj": ((kv_rows, width), biased),
+        "self_attn.v_proj": ((kv_rows, width), biased),
+        "self_attn.o_proj": ((width, rows), biased and not qwen2),
+        "mlp.gate_proj": ((inner, width), bool(config.mlp_bias) and not qwen2),
+        "mlp.up_proj": ((inner, width), bool(config.mlp_bias) and not qwen2),
+        "mlp.down_proj": ((width, inner), bool(config.mlp_bias) and not qwen2),
+    }
+    shapes: Shapes = {EMBEDDING: (config.vocab_size, width)}
+    for layer in range(config.num_hidden_layers):
+        place = f"model.layers.{layer}"
+        for name, (shape, bias) in linears.items():
+            shapes[f"{place}.{name}.weight"] = shape
+            if bias:
+                shapes[f"{place}.{name}.bias"] = shape[:1]
+        shapes |= {f"{place}.{norm}_layernorm.weight": (width,) for norm in ("input", "post_attention")}
+    shapes["model.norm.weight"] = (width,)
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = (config.vocab_size, width)
+    return shapes
+
+
+def _stored(files: ModelFiles) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape by the name that the model has for a tensor; of a layer in 8 bits its codes are the weight."""
+    found = {}
+    for name, stored in files.tensors.items():
+        resting = _RESTING.fullmatch(name)
+        if resting is None:
+            found[name] = stored.entry.dtype, stored.entry.shape
+        elif resting[2] == CODES:
+            found[f"{resting[1]}.weight"] = "BF16", stored.entry.shape
+    return found

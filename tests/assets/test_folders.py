@@ -1,0 +1,123 @@
+"""Other people's folders: the same tokens as transformers in every way in, or one line that says what disagrees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from folders import SMALL, WAYS, Drawn, draw, examine, write
+from safetensors.torch import load_file, save_file
+
+from firsttoken.__main__ import main
+from firsttoken.assets.checkpoint import EMBEDDING, HEAD, INDEX, SINGLE, combined_sha256, model_files, stored_dtype
+from firsttoken.assets.models import load_model
+from firsttoken.progressive.checkpoint.plan import by_layers
+from firsttoken.progressive.checkpoint.sources import FolderSource
+from firsttoken.progressive.checkpoint.writer import write_staged
+from firsttoken.study.errors import ModelError
+from firsttoken.swarm.blocks import load_ends, model_sha256
+from firsttoken.swarm.rest8 import write_8_bits
+
+DRAWN = draw(seed=4, number=12)
+CHOSEN = [
+    Drawn(beside="another model"),
+    Drawn(shards="shards", beside="another model"),
+    Drawn(beside="an adapter"),
+    Drawn(beside="links", shards="shards"),
+    Drawn(beside="another file named"),
+    Drawn(shards="shards", beside="another shard"),
+    Drawn(shards="shards", beside="a tensor twice"),
+    Drawn(tying="head only"),
+    Drawn(family="mistral", tying="head only", shards="shards"),
+    Drawn(tying="two that differ"),
+    Drawn(family="qwen2", tying="head only", dtype="BF16"),
+    Drawn(family="mistral with a window"),
+]
+
+
+@pytest.mark.parametrize("drawn", CHOSEN + DRAWN, ids=str)
+def test_a_folder_is_answered_as_transformers_does_or_refused_in_one_line(drawn, tmp_path):
+    outcomes = dict(examine(drawn, write(drawn, tmp_path / "m")))
+    assert {way: outcome.wrong for way, outcome in outcomes.items() if outcome.wrong} == {}
+    if drawn.served:
+        assert all(outcomes[way].equal for way in WAYS if way != "stage" or drawn.staged)
+
+
+def test_a_folder_of_two_models_is_refused_by_the_names_of_both(tmp_path):
+    folder = write(Drawn(shards="shards", beside="another model"), tmp_path / "m")
+    for way in (load_model, model_sha256, FolderSource):
+        with pytest.raises(ModelError) as caught:
+            way(str(folder) if way is load_model else folder)
+        assert SINGLE in str(caught.value) and INDEX in str(caught.value) and "remove the older" in str(caught.value)
+
+
+def test_the_hash_of_a_model_is_that_of_the_files_that_were_loaded(tmp_path, monkeypatch):
+    """Shards that nobody reads lie beside, and transformers is asked for no file."""
+    folder = write(Drawn(beside="other shards"), tmp_path / "m")
+    opened: list[Path] = []
+    before = load_file(folder / SINGLE)
+    monkeypatch.setattr(
+        "firsttoken.assets.weights.safe_open",
+        lambda file, *rest: opened.append(Path(file)) or __import__("safetensors").safe_open(file, *rest),
+    )
+    loaded = load_model(str(folder), with_tokenizer=False)
+    assert opened == [folder / SINGLE]
+    assert loaded.provenance.sha256 == combined_sha256(opened) == model_files(folder).sha256
+    assert all(torch.equal(before[name], tensor) for name, tensor in loaded.model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_of_tied_tensors_the_head_alone_is_enough_where_it_is_rewritten(dtype, tmp_path):
+    """In planes, in stages and in 8 bits."""
+    folder = write(Drawn(tying="head only", dtype=dtype), tmp_path / "m")
+    head = load_file(folder / SINGLE)[HEAD]
+    assert set(load_file(folder / SINGLE)) & {EMBEDDING, HEAD} == {HEAD}
+    source = FolderSource(folder)
+    assert HEAD not in source.names and torch.equal(source.get(EMBEDDING), head)
+    write_staged(source, by_layers(source.names, [[0], [1, 2]]), tmp_path / "staged")
+    assert torch.equal(load_ends(tmp_path / "staged", torch.float32).lm_head.weight, head.float())
+    write_8_bits(folder, tmp_path / "rest8")
+    ends = load_ends(tmp_path / "rest8", torch.float32)
+    assert (
+        torch.equal(ends.model.embed_tokens.weight, head.float())
+        and ends.lm_head.weight is ends.model.embed_tokens.weight
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_not_staged(value, tmp_path):
+    folder = write(Drawn(), tmp_path / "m")
+    tensors = load_file(folder / SINGLE)
+    tensors["model.layers.2.mlp.down_proj.weight"][3, 4] = value
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
+    source = FolderSource(folder)
+    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.down_proj\.weight holds numbers that are not finite; copy"):
+        write_staged(source, by_layers(source.names, [[0, 1, 2]]), tmp_path / "staged")
+    assert not (tmp_path / "staged").exists()
+
+
+@pytest.mark.parametrize("family", ["mistral with a window", "qwen2 with a window"])
+def test_nothing_is_staged_of_a_model_that_is_not_served(family, tmp_path, capsys):
+    folder = write(Drawn(family=family), tmp_path / "m")
+    chosen = ["--set", f"model={folder}", "--set", "served.block_start=1", "--set", "served.block_size=1"]
+    assert main(["stage", str(tmp_path / "out"), *chosen, "--set", "served.task_adapter="]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert "has layers of sliding_attention, and the engine runs full_attention only" in said[-1]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("stored", ["auto", None, "float32"])
+def test_a_dtype_that_is_left_to_the_weights(stored, tmp_path):
+    folder = write(Drawn(), tmp_path / "m")
+    content = json.loads((folder / "config.json").read_text()) | {"dtype": None, "torch_dtype": stored}
+    (folder / "config.json").write_text(json.dumps(content))
+    assert stored_dtype(folder) == "float32"
+    assert load_model(str(folder), with_tokenizer=False).model.config.hidden_size == SMALL["hidden_size"]
+
+
+def test_a_model_that_is_a_gguf_file_is_named_as_one(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"x\.gguf is a file; give a folder with config\.json"):
+        load_model(str(tmp_path / "x.gguf"))
