@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firsttoken.assets.lock import file_sha256
+from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.study.errors import ModelError
 from firsttoken.study.foreign.faults import Damaged, blaming, shown
 from firsttoken.study.foreign.json_text import read_json
-from firsttoken.study.foreign.schema import shaped
+from firsttoken.study.foreign.schema import shaped, unknown
 from firsttoken.study.foreign.tensors import Header, read_header
 
 _INDEX = "model.safetensors.index.json"
@@ -26,6 +27,16 @@ _SHARD = re.compile(r"(\d+-[\w.-]+/)?[\w-][\w.-]*\.safetensors")  # a staged che
 class _Index:
     weight_map: dict[str, str]
 
+
+STORED = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+}
+"""What a weight may be stored in: safetensors' name of a dtype, and torch's."""
 
 CODES = "codes"  # what a linear layer has in the place of a weight where it rests in 8 bits
 
@@ -56,6 +67,21 @@ def weight_files(folder: Path, *, in_8_bits: bool = False) -> list[Path]:
                 "and weights of one model"
             )
     return list(headers)
+
+
+def stored_dtype(folder: Path) -> str:
+    """Torch's name of the dtype that config.json says the weights have; where it says nothing or "auto", that of the
+    first weight which has one, as transformers takes it.
+
+    Raises ModelError as :func:`weight_files`, and for a dtype that is unknown.
+    """
+    if (name := read_config(folder).stored) is not None:
+        with blaming(folder / CONFIG, ModelError, "copy the model's own"):
+            if name not in STORED.values():
+                raise Damaged(f"dtype: {shown(name)} is not known; {unknown(name, STORED.values())}")
+        return name
+    entries = (entry for file in weight_files(folder) for entry in check_shard(file).tensors.values())
+    return next((STORED[entry.dtype] for entry in entries if entry.dtype in STORED), STORED["F32"])
 
 
 def check_shard(path: Path) -> Header:

@@ -87,11 +87,12 @@ class Answers:
 
     def _open(self, number: int, ids: Sequence[int], echo: str, seed: int) -> None:
         asked, likeliest = self.asked, self.asked.likeliest
+        ends = self._vocabulary.chat_stop_ids if isinstance(asked, ChatRequest) else self._vocabulary.stop_ids
         sampling = Sampling(
             self._most(len(ids)),
             asked.temperature,
             asked.top_p,
-            stop=self._vocabulary.stop_ids,
+            stop=ends,
             seed=(seed + _SEEDS) % (2 * _SEEDS) - _SEEDS,
             logprobs=likeliest,
             prompt_logprobs=bool(echo) and likeliest is not None,
@@ -99,7 +100,7 @@ class Answers:
         session = self._server.submit(ids, sampling, asked.upgrade, events=self._inbox.slot(number))
         judged = likeliest is not None
         self._choices.append(
-            AnswerChoice(number, self._vocabulary, ids, session, stops=asked.stop, echo=echo, judged=judged)
+            AnswerChoice(number, self._vocabulary, ids, session, ends=ends, stops=asked.stop, echo=echo, judged=judged)
         )
         if self._closed:
             session.cancel()

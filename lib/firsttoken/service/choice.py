@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -32,7 +32,8 @@ class Piece:
 class AnswerChoice:
     """The answer of ``index`` to ``prompt_ids``; ``session`` is the engine's stream of it.
 
-    With ``echo`` that text comes first; with ``judged`` each token's likelihood comes along.
+    A token of ``ends`` is its last. With ``echo`` that text comes first; with ``judged`` each token's likelihood
+    comes along.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class AnswerChoice:
         prompt_ids: Sequence[int],
         session: Stream,
         *,
+        ends: Collection[int],
         stops: Sequence[str],
         echo: str = "",
         judged: bool = False,
@@ -49,6 +51,7 @@ class AnswerChoice:
         self.index, self.session = index, session
         self.tokens, self.finished = 0, False
         self._vocabulary, self._prompt_ids, self._echo, self._judged = vocabulary, prompt_ids, echo, judged
+        self._ends = ends
         self._text, self._stops = TextStream(vocabulary.tokenizer, prompt_ids), StopFilter(stops)
         self._stage, self._offset = 0, 0
 
@@ -58,7 +61,7 @@ class AnswerChoice:
         self.tokens, self._stage = self.tokens + 1, event.stage
         if self.tokens == 1 and self._echo:
             pieces.append(self._piece(self._echo, self._prompt_said() if self._judged else None))
-        if event.token_id in self._vocabulary.stop_ids:
+        if event.token_id in self._ends:
             return [*pieces, self._last("stop")]
         logs = None
         if self._judged:

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from firsttoken.assets.checkpoint import weight_files
-from firsttoken.assets.model_config import read_config
+from firsttoken.assets.checkpoint import stored_dtype, weight_files
 from firsttoken.engine.apart.config import WorkerConfig
 from firsttoken.engine.apart.executor import ApartExecutor
 from firsttoken.engine.engine import Engine
@@ -22,7 +21,7 @@ class WorkerServer(ReadyServer):
     """Serves the plain folder of ``config``. Raises WorkerError for a worker that does not start, and ModelError."""
 
     def __init__(self, config: ServiceConfig, limits: GrowthConfig) -> None:
-        stored = torch_dtype(read_config(config.folder).stored or "float32")
+        stored = torch_dtype(stored_dtype(config.folder))
         self._bytes = sum(file.stat().st_size for file in weight_files(config.folder))
         self._executor = ApartExecutor(
             WorkerConfig(

@@ -9,8 +9,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from firsttoken.assets.checkpoint import weight_files
-from firsttoken.assets.model_config import read_config
+from firsttoken.assets.checkpoint import stored_dtype, weight_files
 from firsttoken.lean.config import OtherWay, lean_config
 from firsttoken.progressive.recovery.growth import Growth
 from firsttoken.study import dtypes
@@ -99,7 +98,7 @@ class PlainGrowth(Growth):
         self.stages = 1
         files = weight_files(self._folder)
         self.bytes_total = sum(file.stat().st_size for file in files)
-        stored = torch_dtype(read_config(self._folder).stored or "float32")
+        stored = torch_dtype(stored_dtype(self._folder))
         self.skeleton = Whole(self._folder, dtypes.serving(self._dtype, stored, self._device), self._device)
         self.bytes_moved = self.bytes_total
         return self.skeleton
