@@ -185,7 +185,7 @@ def serve(options: argparse.Namespace) -> int:
         options.folder = converted(PINNED, sums=False)
     names = ("folder", "gbit_per_s", "replicas", "host", "port", "device", "scheduler", "preemption", "share_prefixes")
     names += ("token_budget", "kv_blocks", "max_running", "max_waiting", "prefix_store", "cluster", "worker")
-    names += ("swarm_token_file", "swarm_tls_ca", "swarm_step_s")
+    names += ("swarm_token_file", "swarm_tls_ca", "swarm_step_s", "grace_s")
     settings = {name: getattr(options, name) for name in names} | {"swarm": tuple(options.swarm)}
     if options.swarm:
         wait_briefly()

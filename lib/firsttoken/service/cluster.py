@@ -128,7 +128,7 @@ def _application(config: ServiceConfig, usable: int, serve: ModuleType) -> Any:
         ray_actor_options={"num_cpus": max(1, usable // config.replicas)},  # also the threads that torch computes with
         max_ongoing_requests=256,  # Serve would queue what is above; the engine refuses, so that a client can decide
         max_constructor_retry_count=1,
-        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_timeout_s=config.grace_s + 5,  # new requests go elsewhere meanwhile, or find nobody
         graceful_shutdown_wait_loop_s=0.2,
     )
     return deployment.bind()

@@ -11,7 +11,7 @@ from firsttoken.engine.serving import Server, Standing
 from firsttoken.engine.streams import Stream, TokenSink
 from firsttoken.progressive.recovery.growth import Growth
 from firsttoken.progressive.recovery.limits import GrowthConfig
-from firsttoken.study.errors import BusyError, StageError
+from firsttoken.study.errors import ClosedError, StageError
 
 
 class Reception:
@@ -45,7 +45,7 @@ class Reception:
         asked = prompt_ids, sampling if isinstance(sampling, Sampling) else Sampling(sampling), upgrade
         with self._change:
             if self._growth.closing.is_set():
-                raise self._hopeless or BusyError("the server is shutting down")
+                raise self._hopeless or ClosedError("the server is shutting down")
             self.config.check_room(len(self._sessions))
             session = Stream(self._leave, self._forget, events)
             self._sessions[session] = asked

@@ -22,7 +22,7 @@ from firsttoken.link import Link
 from firsttoken.progressive.recovery.growth import Growth
 from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, GrowthConfig
 from firsttoken.progressive.recovery.reception import Reception
-from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, StageError
+from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError, StageError
 from firsttoken.study.system.openmp import loops_on_one_core
 
 if TYPE_CHECKING:  # imported by the thread that grows, while requests are already taken
@@ -92,7 +92,7 @@ class GrowingServer(Reception):
             if self._last.stage == self._growth.stages:
                 self._fuse()
             self._growth.closing.wait()
-        self._end_all(BusyError("the server was closed"))
+        self._end_all(ClosedError("the server was closed"))
 
     def _prepare(self) -> bool:
         """Import what computes. Where that fails it would every time: nobody is served, and whoever asks learns why."""
@@ -198,7 +198,7 @@ class GrowingServer(Reception):
         """What clients are told when a step fails; when it was the load that did, once the status says so too."""
         if self._growth.ended_by(error):
             self._told.wait()
-            return BusyError("the server was closed") if self._growth.closing.is_set() else error
+            return ClosedError("the server was closed") if self._growth.closing.is_set() else error
         return error if isinstance(error, FirstTokenError) else RequestError(f"the engine failed: {error}")
 
     def _end_all(self, error: Exception) -> None:
