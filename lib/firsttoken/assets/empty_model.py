@@ -61,7 +61,10 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
         module = model.get_submodule(path)
         old = module._parameters[leaf]
     except (AttributeError, KeyError):
-        raise ModelError(f"the model has no parameter {name}; was it staged for another architecture?") from None
+        raise ModelError(
+            f"the model has no parameter {name}, which its weights hold; copy config.json and weights of one model"
+        ) from None
     if old.shape != tensor.shape:
-        raise ModelError(f"{name} has shape {list(tensor.shape)}, the model wants {list(old.shape)}; stage it again")
+        shapes = f"{name} has shape {list(tensor.shape)}, the model wants {list(old.shape)}"
+        raise ModelError(f"{shapes}; copy config.json and weights of one model")
     module._parameters[leaf] = nn.Parameter(tensor.to(old.dtype), requires_grad=False)

@@ -129,6 +129,10 @@ def _from_folder(folder: Path, dtype: torch.dtype, with_tokenizer: bool) -> tupl
                 folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if with_tokenizer else None
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except ImportError as error:
+        raise ModelError(f"cannot load the model in {folder}: {first_line(error)}; install what it names") from error
     except Exception as error:  # as above
         raise ModelError(f"cannot load the model in {folder}: {first_line(error)}; copy it again") from error
     missing = sorted(report["missing_keys"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from firsttoken.assets.chat_template import read_template
 from firsttoken.assets.checkpoint import weight_files
 from firsttoken.assets.model_config import read_config
 from firsttoken.progressive.checkpoint.manifest import check_files, read_manifest
@@ -17,6 +19,7 @@ from firsttoken.service.config import ServiceConfig
 from firsttoken.service.model import is_staged
 from firsttoken.service.prefixes import check_prefixes
 from firsttoken.service.process import one_process
+from firsttoken.service.servable import check_servable
 from firsttoken.study.errors import FirstTokenError
 
 LOOK_S = 0.2
@@ -38,11 +41,15 @@ def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = l
     check_prefixes(config, is_staged(config.folder))
     if is_staged(config.folder):
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
-    else:
-        weight_files(config.folder, in_8_bits=bool(config.swarm))
+    elif config.swarm:  # whose blocks may rest in 8 bits
+        weight_files(config.folder, in_8_bits=True)
         read_config(config.folder)
+    else:
+        check_servable(config.folder)
+    if fault := read_template(config.folder).trial():
+        print(f"firsttoken: {config.model}: {fault}; /v1/completions is served", file=sys.stderr, flush=True)
     alone = config.replicas == 1 and config.cluster is None
-    with one_process(config, broken) if alone else replicas(config):
+    with one_process(config, broken) if alone else replicas(config, broken):
         yield f"http://{config.host}:{config.port}"
 
 

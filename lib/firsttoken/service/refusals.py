@@ -26,6 +26,8 @@ _KINDS = {
     503: ("service_unavailable_error", "loading_failed"),
 }
 
+_STATUS = ((ClosedError, 503), (BusyError, 429), (RequestError, 400))
+
 
 async def refuse(request: Request, error: Exception) -> Response:
     """The response to a request that met ``error``."""
@@ -48,10 +50,7 @@ def refusal(error: Exception) -> tuple[int, Json]:
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, FirstTokenError):
-        closed = isinstance(error, ClosedError)
-        status = (
-            503 if closed else 429 if isinstance(error, BusyError) else 400 if isinstance(error, RequestError) else 503
-        )
+        status = next((number for kind, number in _STATUS if isinstance(error, kind)), 503)
         message = str(error)
     else:
         logging.getLogger(__name__).error("an answer failed", exc_info=error)
