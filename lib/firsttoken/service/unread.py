@@ -33,7 +33,7 @@ class Unread:
         """Hold ``count`` bytes more. Raises HTTPException (503) where that is more than all may hold."""
         if self.held + count > self.most:
             told = f"requests that have not ended hold {self.held >> 20} MiB, and no more is taken; send it again"
-            raise HTTPException(503, told, headers={"Retry-After": str(RETRY_S)})
+            raise HTTPException(503, told, headers={"Retry-After": str(RETRY_S), "Connection": "close"})
         self.held += count
         self._peak = max(self._peak, self.held)
 

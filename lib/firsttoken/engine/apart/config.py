@@ -20,8 +20,8 @@ class WorkerConfig:
 
     ``fused`` as of ``fuse``; ``threads`` compute on a CPU. ``weights`` is what ``seen`` says of the model's files: a
     worker that takes the place of another hosts the same, or none. A worker that says nothing for ``start_s`` seconds
-    while it starts, or ``step_s`` in a step or a swap, is taken for lost, as is one that dies. Its requests are begun again on
-    a new one, each ``retries`` times at most without a token between. Raises ProfileError for what cannot be.
+    while it starts, or ``step_s`` in a step or a swap, is taken for lost, as is one that dies. Its requests are begun
+    again on a new one, each ``retries`` times at most without a token between. Raises ProfileError for what cannot be.
     """
 
     model: str
