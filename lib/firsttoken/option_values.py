@@ -36,6 +36,13 @@ def rate(text: str) -> float:
     return rate
 
 
+def seconds(text: str) -> float:
+    """A time: 0 s or more, and finite."""
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds")
+    return value
+
+
 def above_zero(most: float) -> Callable[[str], float]:
     """A number above 0, ``most`` at most."""
 

@@ -184,6 +184,13 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         help="requests in a step at once (default: 64)",
     )
     added.add_argument(
+        "--grace-s",
+        type=option_values.seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long answers that run may go on when the service is told to end (default: 30)",
+    )
+    added.add_argument(
         "--max-waiting",
         type=option_values.whole(0, 10**6),
         default=64,

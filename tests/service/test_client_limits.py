@@ -23,7 +23,7 @@ from firsttoken.__main__ import COMMANDS
 from firsttoken.options import parser
 from firsttoken.progressive.recovery.limits import POOL_TOKENS
 from firsttoken.service.answer import Answers
-from firsttoken.service.chat import ChatTemplate
+from firsttoken.assets.chat_template import ChatTemplate
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.schema import ChatRequest
 from firsttoken.service.text import Vocabulary

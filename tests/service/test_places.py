@@ -16,7 +16,7 @@ pytest.importorskip("pydantic")
 
 from firsttoken.engine.chances import Chance
 from firsttoken.engine.streams import TokenEvent
-from firsttoken.service.chat import ChatTemplate
+from firsttoken.assets.chat_template import ChatTemplate
 from firsttoken.service.choice import AnswerChoice, Piece
 from firsttoken.service.likelihood import Said, as_chat, as_completion, said
 from firsttoken.service.replies import event

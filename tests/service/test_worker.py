@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
-from services import free_port, serving, until
+from services import free_port, serving, until, workers
 
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.launch import running
 from firsttoken.study.errors import StageError
-
-
-def workers() -> set[int]:
-    """Copies of processes that this one has started for it."""
-    parents = {}
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with suppress(OSError):
-            parents[int(status.parent.name)] = int(status.read_text().split("PPid:")[1].split()[0])
-    found = {process for process, parent in parents.items() if parents.get(parent) == os.getpid()}
-    return {process for process in found if b"apart.worker" in Path(f"/proc/{process}/cmdline").read_bytes()}
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the worker by /proc")

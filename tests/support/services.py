@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,16 @@ def until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {what}"
         time.sleep(0.01)
+
+
+def workers() -> set[int]:
+    """Copies of processes that this one has started for it."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().split("PPid:")[1].split()[0])
+    found = {process for process, parent in parents.items() if parents.get(parent) == os.getpid()}
+    return {process for process in found if b"apart.worker" in Path(f"/proc/{process}/cmdline").read_bytes()}
 
 
 @contextmanager

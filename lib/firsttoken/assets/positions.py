@@ -20,6 +20,10 @@ from firsttoken.study.foreign.json_text import read_json
 
 FIXED = ("default", "linear", "yarn", "llama3", "proportional")
 BY_LENGTH = ("dynamic", "longrope")
+CONTEXTS = {"llama": 2048, "qwen2": 32_768, "mistral": 131_072}
+"""The max_position_embeddings that transformers' classes have where config.json leaves it out, by model_type."""
+
+_KEY = "max_position_embeddings"
 
 
 def context_of(config: Any) -> int:
@@ -43,7 +47,7 @@ def kinds_by_length(config: Any) -> list[str]:
 @contextmanager
 def _of(config: Any) -> Iterator[dict[str, Any]]:
     """What is said of positions by transformers' ``config``; what is wrong with it inside the block is a ModelError."""
-    names = ("max_position_embeddings", "original_max_position_embeddings", "rope_parameters")
+    names = (_KEY, "original_max_position_embeddings", "rope_parameters")
     try:
         yield {name: value for name in names if (value := getattr(config, name, None)) is not None}
     except Damaged as damage:
@@ -64,13 +68,29 @@ def check_kinds(content: Mapping[str, Any]) -> list[str]:
     return [kind for kind in map(_kind, _told(content)) if kind in BY_LENGTH]
 
 
+@contextmanager
+def _file(folder: Path) -> Iterator[dict[str, Any]]:
+    """The content of the config.json in ``folder``; what is wrong with it inside the block is a ModelError."""
+    path = folder / "config.json"
+    with blaming(path, ModelError, "copy the model's own"):
+        yield read_json(path, 1 << 24)
+
+
+def context_in(folder: Path) -> int:
+    """The most tokens of a request of the model in ``folder``.
+
+    Raises ModelError for a config.json that cannot be read, as :func:`read_context`.
+    """
+    with _file(folder) as content:
+        return read_context(content)
+
+
 def shortened(folder: Path) -> str:
     """What a person is told of a model in ``folder`` that is run with less than its context; most often nothing.
 
     Raises ModelError for a config.json that cannot be read.
     """
-    with blaming(folder / "config.json", ModelError, "copy the model's own"):
-        content = read_json(folder / "config.json", 1 << 24)
+    with _file(folder) as content:
         if not (kinds := check_kinds(content)) or (context := read_context(content)) == (most := _most(content)):
             return ""
         return (
@@ -90,7 +110,10 @@ def _bound(told: Mapping[str, Any], content: Mapping[str, Any], most: int) -> in
 
 
 def _most(content: Mapping[str, Any]) -> int:
-    return _length(content, "max_position_embeddings")
+    kind = content.get("model_type")
+    if content.get(_KEY) is None and kind in CONTEXTS:
+        return CONTEXTS[kind]
+    return _length(content, _KEY)
 
 
 def _told(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -89,7 +89,8 @@ class Answers:
 
     def _open(self, number: int, ids: Sequence[int], echo: str, seed: int) -> None:
         asked, likeliest = self.asked, self.asked.likeliest
-        ends = () if asked.ignore_eos else self._vocabulary.stop_ids
+        ends = self._vocabulary.chat_stop_ids if isinstance(asked, ChatRequest) else self._vocabulary.stop_ids
+        ends = () if asked.ignore_eos else ends
         sampling = Sampling(
             self._most(len(ids)),
             asked.temperature,

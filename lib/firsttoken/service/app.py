@@ -19,6 +19,7 @@ from firsttoken.progressive.recovery.server import GrowingServer
 from firsttoken.service import replies
 from firsttoken.service.answer import Answers
 from firsttoken.service.config import ServiceConfig
+from firsttoken.service.doors import Counting, Doors
 from firsttoken.service.guard import Guard
 from firsttoken.service.inbox import ClientGone, Inbox, LoopBridge
 from firsttoken.service.metrics import Metrics
@@ -28,9 +29,9 @@ from firsttoken.service.refusals import refusal, refuse, refusing
 from firsttoken.service.responses import Streamed, leaving, whole
 from firsttoken.service.schema import ChatRequest, CompletionRequest, ServedRequest, parse_request
 from firsttoken.service.text import Vocabulary, read_vocabulary
+from firsttoken.service.unread import MOST_BODY_BYTES, Unread
 from firsttoken.study.errors import FirstTokenError, RequestError
 
-MOST_BODY_BYTES = 1_000_000
 _PAGE = Path(__file__).with_name("page.html")
 _ONLY_OURS = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -46,6 +47,7 @@ class Replica:
         self._created = int(time.time())
         self._metrics = Metrics(server.standing, lambda: server.status()["stage"])
         self._bridge: LoopBridge
+        self.doors, self.unread = Doors(), Unread()
 
     def begin(self) -> None:
         """The event loop runs."""
@@ -69,8 +71,10 @@ class Replica:
         return JSONResponse(self._described())
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 when a prompt is answered now, 503 while it would wait for stage 1."""
+        """GET /health: 200 when a prompt is answered now, 503 while it would wait for stage 1 or the service ends."""
         status = self._server.status()
+        if self.doors.closed:
+            status |= {"state": "closing", "stage": 0}
         body = {key: status[key] for key in ("state", "stage", "error")}
         return JSONResponse(body, 200 if status["stage"] else 503)
 
@@ -100,6 +104,7 @@ class Replica:
         try:
             asked = parse_request(kind, await self._body(request))
             self._check_model(asked.model)
+            self.doors.check()
             if asked.n > self._config.max_choices:
                 raise RequestError(f"n: {asked.n} answers, and the limit is {self._config.max_choices}")
             answer = Answers(self._server, self._vocabulary, asked, inbox, self._metrics)
@@ -133,12 +138,15 @@ class Replica:
         try:
             async with asyncio.timeout(self._config.body_s):
                 async for chunk in request.stream():
+                    self.unread.take(len(chunk))
                     body += chunk
                     if len(body) > MOST_BODY_BYTES:
                         raise HTTPException(413, f"the body is larger than {MOST_BODY_BYTES:,} bytes, the limit")
+            return bytes(body)
         except TimeoutError:
             raise HTTPException(408, f"the body did not end within {self._config.body_s:g} s") from None
-        return bytes(body)
+        finally:
+            self.unread.give_back(len(body))
 
     def _described(self) -> replies.Json:
         longest = min(self._server.config.longest, self._vocabulary.context)
@@ -171,11 +179,16 @@ def build_app(replica: Replica, server: GrowingServer, config: ServiceConfig) ->
             Route("/", replica.page),
         ],
         exception_handlers=dict.fromkeys((FirstTokenError, HTTPException, Exception), refuse),
-        middleware=[Middleware(Named), Middleware(Guard, key=config.api_key, loopback=config.loopback)],
+        middleware=[
+            Middleware(Named),
+            Middleware(Guard, key=config.api_key, loopback=config.loopback),
+            Middleware(Counting, doors=replica.doors),
+        ],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # a redirect would repeat whatever Host was sent
     app.state.begin = server.start  # to load: not before whoever listens has imported what it needs
+    app.state.doors, app.state.unread = replica.doors, replica.unread
     app.state.close = server.close  # for who ends the process, before connections are waited for
     return app
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -45,7 +45,7 @@ class AnswerChoice:
         prompt_ids: Sequence[int],
         session: Stream,
         *,
-        ends: Sequence[int],
+        ends: Collection[int],
         stops: Sequence[str],
         echo: str = "",
         judged: bool = False,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +19,8 @@ from firsttoken.assets.lock import first_line
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.process import listening
 from firsttoken.service.text import read_vocabulary
-from firsttoken.study.errors import StageError
+from firsttoken.study.devices import check_device
+from firsttoken.study.errors import FirstTokenError, StageError
 from firsttoken.study.system.allowance import cores
 
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -34,13 +38,15 @@ _ENVIRONMENT = {
 }
 _LATE = "timed out during startup"  # Ray gives its helpers 15 s to report their ports, which nothing can change
 _ANSWER_S = 5.0
+_LOOK_S = 1.0
 _STARTS = 3  # the next time they are in the page cache
 _OBJECTS_BYTES = 80 << 20  # nothing is kept in Ray's object store, which would take 30 % of the memory
 
 
 @contextmanager
-def replicas(config: ServiceConfig) -> Iterator[None]:
-    """Answers on its port for the time of the block, by as many replicas as ``config`` says.
+def replicas(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = lambda error: None) -> Iterator[None]:
+    """Answers on its port for the time of the block, by as many replicas as ``config`` says. What a replica fails at is
+    said on this terminal, and ``broken`` is told of what leaves it no hope.
 
     Raises ModelError for a folder without a tokenizer, and StageError when ray is missing or runs already, or when a
     replica or Ray itself does not start.
@@ -50,6 +56,8 @@ def replicas(config: ServiceConfig) -> Iterator[None]:
         pass
     if config.cluster is not None:
         check_cluster(config.cluster)
+    elif config.device != "cpu":
+        check_device(config.device)
     ray, serve = import_ray(config.cluster is None)
     usable = cores()
     if config.cluster is None:
@@ -63,10 +71,40 @@ def replicas(config: ServiceConfig) -> Iterator[None]:
             serve.run(_application(config, usable, serve), name="firsttoken")
         except (RuntimeError, TimeoutError) as error:
             raise StageError(f"the service did not start: {' '.join(str(error).split())}") from error
-        yield
+        with _watched(config, broken):
+            yield
         serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _watched(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> Iterator[None]:
+    """Replicas have no terminal: for the time of the block a thread asks them how they are."""
+    ended, said = threading.Event(), dict[str, str | None]()
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}/stage"
+
+    def watch() -> None:
+        while not ended.wait(_LOOK_S):
+            with suppress(OSError, ValueError, KeyError):
+                with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
+                    status = json.load(answer)
+                name, fault = status["replica"], status["error"]
+                if fault and fault != said.get(name):
+                    print(f"firsttoken: replica {name}: {fault}", file=sys.stderr, flush=True)
+                said[name] = fault
+                if status["state"] == "failed":
+                    broken(StageError(fault))
+                    return
+
+    thread = threading.Thread(target=watch, name="watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def start_node(ray: ModuleType, usable: int) -> None:
@@ -128,7 +166,7 @@ def _application(config: ServiceConfig, usable: int, serve: ModuleType) -> Any:
         ray_actor_options={"num_cpus": max(1, usable // config.replicas)},  # also the threads that torch computes with
         max_ongoing_requests=256,  # Serve would queue what is above; the engine refuses, so that a client can decide
         max_constructor_retry_count=1,
-        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_timeout_s=config.grace_s + 5,  # new requests go elsewhere meanwhile, or find nobody
         graceful_shutdown_wait_loop_s=0.2,
     )
     return deployment.bind()

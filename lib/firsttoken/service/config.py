@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ class ServiceConfig:
     are prompts and answers of more than ``max_model_len`` tokens together, prompts of more than ``max_prompt_tokens``,
     answers of more than ``max_new_tokens`` (None, of each: as many as the model's context and the KV pool have room
     for), more than ``max_choices`` answers to one request, and bodies that take longer than ``body_s`` seconds. A
-    client that takes nothing of what is sent to it for ``stalled_s`` seconds has gone.
+    client that takes nothing of what is sent to it for ``stalled_s`` seconds has gone. When the service ends it takes
+    nothing new, and what runs has ``grace_s`` seconds to end by itself.
     ``scheduler``, ``preemption``, ``share_prefixes``, ``token_budget`` (None: its default) as of the engine's
     configuration; ``kv_blocks`` None: as many as the limits ask for. ``prefix_store`` is a folder of KV files of a
     model that is not staged. The replicas run on the Ray ``cluster`` at that address, or on this machine. With an
@@ -59,6 +61,7 @@ class ServiceConfig:
     max_choices: int = 16
     body_s: float = 30.0
     stalled_s: float = 60.0
+    grace_s: float = 0.0
     threads: int = 8
     api_key: str | None = field(default=None, repr=False)
     swarm: tuple[str, ...] = ()
@@ -86,6 +89,8 @@ class ServiceConfig:
         for key in ("body_s", "stalled_s", "swarm_step_s"):
             if not getattr(self, key) > 0:
                 raise StageError(f"serve: {key} must be above 0, not {getattr(self, key)}")
+        if not 0 <= self.grace_s < math.inf:
+            raise StageError(f"serve: grace_s must be seconds, 0 or more, not {self.grace_s}")
         if not 1 <= self.port <= 65535:
             raise StageError(f"serve: the port must be 1 to 65535, not {self.port}")
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from firsttoken.service.refusals import refusing
+from firsttoken.service.unread import MOST_HEAD_BYTES, head_bytes
 
 
 class Guard:
@@ -26,6 +27,10 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI calls it."""
+        if scope["type"] == "http" and head_bytes(scope) > MOST_HEAD_BYTES:
+            told = f"the head of the request is longer than {MOST_HEAD_BYTES:,} bytes; send less in it"
+            await refusing(HTTPException(431, told))(scope, receive, send)
+            return
         if scope["type"] == "http" and (error := self._odd(scope["method"], scope["path"], Headers(scope=scope))):
             await refusing(error)(scope, receive, send)
             return

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
+from typing import Any
 
-from firsttoken.assets.checkpoint import weight_files
-from firsttoken.assets.model_config import read_config
+from firsttoken.assets.chat_template import read_template
 from firsttoken.assets.positions import shortened
+from firsttoken.assets.servable import check_servable
 from firsttoken.progressive.checkpoint.manifest import check_files, read_manifest
 from firsttoken.service.cluster import replicas
 from firsttoken.service.config import ServiceConfig
@@ -39,15 +41,17 @@ def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = l
     if is_staged(config.folder):
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
-        weight_files(config.folder, in_8_bits=bool(config.swarm))
-        read_config(config.folder)
+        check_servable(config.folder, in_8_bits=bool(config.swarm))
+    if fault := read_template(config.folder).trial():
+        print(f"firsttoken: {config.model}: {fault}; /v1/completions is served", file=sys.stderr, flush=True)
     alone = config.replicas == 1 and config.cluster is None
-    with one_process(config, broken) if alone else replicas(config):
+    with one_process(config, broken) if alone else replicas(config, broken):
         yield f"http://{config.host}:{config.port}"
 
 
 def serve_forever(config: ServiceConfig) -> None:
-    """Serve until Ctrl-C or SIGTERM, then shut down. Raises as :func:`running`, and StageError when it cannot go on."""
+    """Serve until Ctrl-C or SIGTERM, then let what runs end, as ``grace_s`` of the configuration allows, and shut down;
+    a second one ends at once. Raises as :func:`running`, and StageError when it cannot go on."""
     ended = SimpleQueue[FirstTokenError | None]()  # whose put, unlike an event's set, may interrupt its own get
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -55,20 +59,25 @@ def serve_forever(config: ServiceConfig) -> None:
         signal.signal(number, before[number])  # a second time it ends at once, whatever is still being imported
         ended.put(None)
 
-    with running(config, ended.put) as url:
+    with _restored(before), running(config, ended.put) as url:
         for number in before:
             signal.signal(number, end)
         print(f"{config.model} is served at {url}; Ctrl-C ends it. Try:", flush=True)
         print(f"  {_EXAMPLE.format(url=url)}", flush=True)
         if less := shortened(config.folder):
             print(less, flush=True)
-        fault = _first(ended)
-        if fault is None:
-            print("shutting down", flush=True)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    if fault is not None:
-        raise fault
+        if (fault := _first(ended)) is not None:
+            raise fault
+        print("shutting down", flush=True)
+
+
+@contextmanager
+def _restored(handlers: Mapping[int, Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _first(ended: SimpleQueue[FirstTokenError | None]) -> FirstTokenError | None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from firsttoken.assets.checkpoint import weight_files
-from firsttoken.assets.model_config import read_config
+from firsttoken.assets.checkpoint import stored_dtype, weight_files
+from firsttoken.assets.held import seen
 from firsttoken.engine.apart.config import WorkerConfig
 from firsttoken.engine.apart.executor import ApartExecutor
 from firsttoken.engine.engine import Engine
@@ -16,14 +16,17 @@ from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, GrowthConfig
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.ready import ReadyServer
 from firsttoken.study import dtypes
+from firsttoken.study.devices import check_device
 
 
 class WorkerServer(ReadyServer):
     """Serves the plain folder of ``config``. Raises WorkerError for a worker that does not start, and ModelError."""
 
     def __init__(self, config: ServiceConfig, limits: GrowthConfig) -> None:
-        stored = torch_dtype(read_config(config.folder).stored or "float32")
-        self._bytes = sum(file.stat().st_size for file in weight_files(config.folder))
+        check_device(config.device)
+        stored = torch_dtype(stored_dtype(config.folder))
+        files = weight_files(config.folder)
+        self._bytes = sum(file.stat().st_size for file in files)
         self._executor = ApartExecutor(
             WorkerConfig(
                 str(config.folder),
@@ -33,6 +36,7 @@ class WorkerServer(ReadyServer):
                 dtype=dtypes.name_of(dtypes.serving(dtypes.AUTO, stored, config.device)),
                 device=config.device,
                 threads=torch.get_num_threads(),
+                weights=seen(files),
             )
         )
         engine = Engine(self._executor, limits.engine, policy=limits.preemption)

@@ -15,17 +15,26 @@ from firsttoken.study.errors import FirstTokenError, StageError
 @contextmanager
 def one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> Iterator[None]:
     """Answers on its port for the time of the block, in which the model begins to load. ``broken`` as of the replica.
+    At its end nothing new is taken, and those that run have the configuration's ``grace_s`` seconds to end.
 
     Raises StageError when uvicorn is missing or does not start."""
     try:
         import uvicorn
 
         from firsttoken.service.app import build_replica
+        from firsttoken.service.unread import MOST_HEAD_BYTES, limited_protocol
     except ImportError as error:
         raise StageError('serve needs uvicorn and starlette: pip install "firsttoken[serve]"') from error
     with listening(config) as listener:
         app = build_replica(config, "replica-0", broken)
-        settings = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=5)
+        settings = uvicorn.Config(
+            app,
+            http=limited_protocol(app.state.unread, config.body_s),
+            h11_max_incomplete_event_size=2 * MOST_HEAD_BYTES,  # the protocol's own limit comes first
+            log_level="error",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+        )
         server = uvicorn.Server(settings)
         thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
         thread.start()
@@ -36,6 +45,8 @@ def one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None]
                 time.sleep(0.005)
             app.state.begin()
             yield
+            app.state.doors.close()
+            app.state.doors.wait(config.grace_s)
         finally:
             app.state.close()  # whoever is open is told, and no connection has to be waited for
             server.should_exit = True

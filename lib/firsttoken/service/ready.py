@@ -10,7 +10,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.engine.serving import Server, Standing
 from firsttoken.engine.streams import Stream, TokenSink
 from firsttoken.progressive.recovery.limits import GrowthConfig
-from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
+from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError
 
 
 class ReadyServer:
@@ -39,7 +39,7 @@ class ReadyServer:
         self.config.check(len(prompt_ids), sampling.max_tokens)
         with self._change:
             if self._closed:
-                raise BusyError("the server is shutting down")
+                raise ClosedError("the server is shutting down")
             self.config.check_room(len(self._open))
             stream = Stream(self._server.leave, self._forget, events)
             self._open.add(stream)
@@ -55,7 +55,7 @@ class ReadyServer:
         with self._change:
             closed, self._closed = self._closed, True
         if not closed:
-            self._server.close(BusyError("the server was closed"))
+            self._server.close(ClosedError("the server was closed"))
             self._ended()
 
     def _forget(self, stream: Stream) -> None:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from firsttoken.service.replies import Json
-from firsttoken.study.errors import BusyError, FirstTokenError, LengthError, OutputError, RequestError
+from firsttoken.study.errors import BusyError, ClosedError, FirstTokenError, LengthError, OutputError, RequestError
 
 RETRY_S = 1
 _INVALID = "invalid_request_error"
@@ -22,9 +22,12 @@ _KINDS = {
     405: (_INVALID, "method_not_allowed"),
     408: (_INVALID, "body_timeout"),
     413: (_INVALID, "body_too_large"),
+    431: (_INVALID, "head_too_large"),
     429: ("rate_limit_error", "busy"),
     503: ("service_unavailable_error", "loading_failed"),
 }
+
+_STATUS = ((ClosedError, 503), (BusyError, 429), (RequestError, 400))
 
 
 async def refuse(request: Request, error: Exception) -> Response:
@@ -36,7 +39,7 @@ def refusing(error: Exception) -> JSONResponse:
     """What ``error`` is answered with: its status, its own headers (such as Allow), and its body."""
     status, body = refusal(error)
     headers = dict(getattr(error, "headers", None) or {})
-    if status == 429:
+    if status == 429 or isinstance(error, ClosedError):
         headers["Retry-After"] = str(RETRY_S)
     if status in (408, 413):  # the rest of the body is not read
         headers["Connection"] = "close"
@@ -50,7 +53,7 @@ def refusal(error: Exception) -> tuple[int, Json]:
     elif isinstance(error, OutputError):  # to ask again brings the same
         status, message = 500, str(error)
     elif isinstance(error, FirstTokenError):
-        status = 429 if isinstance(error, BusyError) else 400 if isinstance(error, RequestError) else 503
+        status = next((number for kind, number in _STATUS if isinstance(error, kind)), 503)
         message = str(error)
     else:
         logging.getLogger(__name__).error("an answer failed", exc_info=error)
@@ -58,6 +61,8 @@ def refusal(error: Exception) -> tuple[int, Json]:
     kind, code = _KINDS.get(status, ("server_error", "internal"))
     if isinstance(error, LengthError):
         code = _TOO_LONG
+    if isinstance(error, ClosedError):
+        code = "shutting_down"
     return status, {"error": {"message": message, "type": kind, "param": _field(message, status), "code": code}}
 
 

@@ -12,17 +12,20 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from firsttoken.assets.positions import read_context
-from firsttoken.service.chat import ChatTemplate, read_template
+from firsttoken.assets.chat_template import ChatTemplate, read_template
+from firsttoken.assets.ends import chat_ends, model_ends
+from firsttoken.assets.model_config import read_config
+from firsttoken.assets.positions import context_in
+from firsttoken.assets.tokenizer_files import TOKENIZER, read_tokenizer_files
 from firsttoken.service.spelling import Spelling
 from firsttoken.study.errors import LengthError, ModelError, RequestError
-from firsttoken.study.foreign.json_text import read_json
 
 _INCOMPLETE = "\ufffd"  # what bytes that are no character decode to, be it that the rest is yet to come
 
 
 class Vocabulary:
-    """The tokenizer of a model folder, with the model's own idea of which ids exist and which end an answer."""
+    """The tokenizer of a model folder, with the model's own idea of which ids exist and which end an answer: the
+    ``stop_ids`` of a completion, and the ``chat_stop_ids`` of an answer in a chat."""
 
     def __init__(
         self,
@@ -31,10 +34,12 @@ class Vocabulary:
         stop_ids: Sequence[int],
         most_tokens: int,
         *,
+        chat_stop_ids: Sequence[int],
         context: int,
         template: ChatTemplate,
     ) -> None:
-        self.tokenizer, self.size, self.stop_ids, self.most_tokens = tokenizer, size, tuple(stop_ids), most_tokens
+        self.tokenizer, self.size, self.most_tokens = tokenizer, size, most_tokens
+        self.stop_ids, self.chat_stop_ids = tuple(stop_ids), tuple(chat_stop_ids)
         self.context, self._template = context, template
         self.spelling = Spelling(tokenizer)
         tokenizer.no_truncation()  # a file may ask for either, and a prompt is neither cut nor filled up
@@ -71,29 +76,31 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path, most_tokens: int | None) -> Vocabulary:
-    """The vocabulary of a model folder (tokenizer.json, config.json, generation_config.json where there is one).
+    """The vocabulary of a model folder: tokenizer.json, config.json, and what may lie beside them.
     Prompts have ``most_tokens`` at most; None: as many as the model's context.
 
-    Raises ModelError when one of the first two is missing or no such file.
+    Raises ModelError when one of the first two is missing, and for any of them that cannot be read or says what no
+    model has; it names the file and the key.
     """
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER
     if not path.is_file():
-        raise ModelError(f"{folder} has no tokenizer.json, and serving needs text; copy it there")
+        raise ModelError(f"{folder} has no {TOKENIZER}, and serving needs text; copy it there")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exceptions
         raise ModelError(f"{path} is truncated or no tokenizer; copy it again") from error
-    try:
-        config = read_json(folder / "config.json")
-        generation = folder / "generation_config.json"
-        settings = read_json(generation) if generation.is_file() else {}
-        size, context = int(config["vocab_size"]), read_context(config)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{folder}: config.json or generation_config.json cannot be read ({error})") from error
-    stop = settings.get("eos_token_id", config.get("eos_token_id"))
-    stop_ids = stop if isinstance(stop, list) else [] if stop is None else [stop]
-    most = context if most_tokens is None else most_tokens
-    return Vocabulary(tokenizer, size, stop_ids, most, context=context, template=read_template(folder))
+    files = read_tokenizer_files(folder)
+    files.complete(tokenizer)
+    template, context = read_template(folder, files), context_in(folder)
+    return Vocabulary(
+        tokenizer,
+        read_config(folder).vocab_size,
+        model_ends(folder),
+        context if most_tokens is None else most_tokens,
+        chat_stop_ids=chat_ends(folder, tokenizer, files, template),
+        context=context,
+        template=template,
+    )
 
 
 class TextStream:

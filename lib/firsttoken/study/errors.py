@@ -55,6 +55,10 @@ class BusyError(FirstTokenError):
     """The server has as many requests open as it takes; ask again later."""
 
 
+class ClosedError(BusyError):
+    """The server shuts down: it takes nothing new, or ended what was open."""
+
+
 class WorkerError(FirstTokenError):
     """A worker process does not start, or was lost more often than a request is begun again."""
 

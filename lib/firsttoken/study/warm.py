@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +28,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.system.cores import stay_on
 from firsttoken.study.system.home import kept_elsewhere
+from firsttoken.study.system.sockets import remove_folder, socket_folder
 
 SOCKET = "FIRSTTOKEN_WARM"  # the environment variable that names the socket of the warm process
 CLIENT = Path(__file__).with_name("warm_client.py")
@@ -63,11 +63,12 @@ def possible() -> bool:
 def warmed(modules: Sequence[str] | None = None) -> Iterator[None]:
     """A process that has imported ``modules`` (None: ``MODULES``; "module:function" is called, too), for the time of
     the block; what :func:`command` names and every Jupyter kernel called python3 are copies of it. Where that is not
-    possible, or it does not start, nothing changes."""
+    possible, or it does not start, nothing changes. Raises StorageError as :func:`socket_folder`."""
     if SOCKET in os.environ or not possible():
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="firsttoken-") as folder:
+    folder = socket_folder()
+    try:
         address, wanted = f"{folder}/warm", MODULES if modules is None else modules
         server = subprocess.Popen(
             [sys.executable, "-m", "firsttoken.study.warm", "--serve", address, *wanted],
@@ -78,15 +79,17 @@ def warmed(modules: Sequence[str] | None = None) -> Iterator[None]:
         before = {name: os.environ.get(name) for name in (SOCKET, "JUPYTER_PATH")}
         try:
             if server.stdout.readline():  # it listens
-                _write_kernel(Path(folder), address)
+                _write_kernel(folder, address)
                 os.environ[SOCKET] = address
-                os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, (folder, before["JUPYTER_PATH"])))
+                os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, (str(folder), before["JUPYTER_PATH"])))
             yield
         finally:
             for name, value in before.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
             server.terminate()
             server.wait()
+    finally:
+        remove_folder(folder)
 
 
 def surroundings() -> dict[str, str]:

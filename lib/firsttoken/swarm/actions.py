@@ -7,9 +7,11 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 
+from firsttoken.assets.ends import chat_ends
 from firsttoken.study import dtypes
 from firsttoken.swarm.access import Access, check_installed
 from firsttoken.swarm.blocks import depth_of, model_sha256, parse_blocks
@@ -117,6 +119,7 @@ def _generate(options: argparse.Namespace) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
     ids = torch.tensor([tokenizer(options.prompt)["input_ids"]])
+    ends = chat_ends(Path(options.model), tokenizer.backend_tokenizer)
     audits = None
     if options.audit_rate is not None:
         accuser, shares = public_hex(server_key(None)), (options.audit_undecided, options.audit_unwitnessed)
@@ -130,7 +133,7 @@ def _generate(options: argparse.Namespace) -> None:
         access=Access.read(options.token_file, options.tls_ca, None, None),
         audits=audits,
     ) as model:
-        said = model.generate(ids, options.max_tokens, eos_token_id=tokenizer.eos_token_id)
+        said = model.generate(ids, options.max_tokens, eos_token_id=ends)
         print(tokenizer.decode(said[0], skip_special_tokens=True))
         for server, why in model.chain.faults:
             print(f"replaced {server[:8]}: {why}", file=sys.stderr)

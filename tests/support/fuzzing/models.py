@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from services import CHAT, byte_level
 
 from firsttoken.kvreuse.identity import ModelIdentity
 from firsttoken.kvreuse.prefix import LayerKV, PrefixCache
@@ -25,8 +26,9 @@ from firsttoken.progressive.coldstart.materials import write_stock
 from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.loading.lora import WEIGHTS, parse_adapter
 from firsttoken.progressive.loading.skeleton import Skeleton
+from firsttoken.service.text import read_vocabulary
 from firsttoken.study.content import sha256_of
-from firsttoken.study.errors import CacheError
+from firsttoken.study.errors import CacheError, RequestError
 from firsttoken.swarm.blocks import load_span
 from firsttoken.swarm.rest8 import write_8_bits
 from fuzzing import mutators
@@ -195,6 +197,45 @@ def int8(folder: Path) -> tuple[Any, ...]:
     return [(name, list(one.shape)) for name, one in held.items()], [str(one.dtype) for one in held.values()], sums
 
 
+SIDE = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def make_side_files(folder: Path) -> None:
+    """A folder whose tokenizer, ends and templates are said by several files, without weights."""
+    at = folder / "side"
+    at.mkdir()
+    byte_level().save(str(at / "tokenizer.json"))
+    shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 32}
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 99}
+    token = {"content": "<s>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    named = [{"name": "default", "template": CHAT}, {"name": "tool_use", "template": "T"}]
+    files = (
+        shape | sizes | {"dtype": "float32", "eos_token_id": 2},
+        {"eos_token_id": [1, 2], "bos_token_id": 1},
+        {"bos_token": token, "eos_token": "</s>", "chat_template": named, "model_max_length": 99},
+        {"bos_token": token, "eos_token": "</s>", "pad_token": "<pad>"},
+    )
+    for name, content in zip(SIDE, files, strict=True):
+        (at / name).write_text(json.dumps(content))
+
+
+def side_files(folder: Path) -> tuple[Any, ...]:
+    """What a service makes of them, and the prompt of a conversation."""
+    read = read_vocabulary(folder / "side", 64)
+    try:
+        prompt = read.chat_ids([{"role": "user", "content": "the inn"}])
+    except RequestError:
+        prompt = None
+    return read.size, read.context, read.stop_ids, read.chat_stop_ids, prompt
+
+
+def served(intact: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
+    """Any size, length, template and end may be meant that a model can have."""
+    size, context, *ends, prompt = found
+    whole = all(type(one) is int and 0 <= one < size for ids in ends for one in ids)
+    return whole and type(size) is type(context) is int and context > 0 and (prompt is None or bool(prompt))
+
+
 PARTS = tuple(f"staged/{name}.safetensors" for name in ("1-A/000-embedding", "1-A/001-layer-00", "2-B/000-layer-02"))
 FORMATS = (
     # whoever sums the manifest again may leave the adapter out: another staging of the same model, whole in the end
@@ -249,6 +290,9 @@ FORMATS = (
         header,
         with_header,
         legal=lambda intact, found: intact[:2] == found[:2],
+    ),
+    Format(
+        "side files", make_side_files, tuple(f"side/{name}" for name in SIDE), side_files, load=from_json, legal=served
     ),
     Format("stock config", make_stock, ("stock/config.json",), stock, load=from_json),
     Format(

@@ -18,9 +18,10 @@ _Count = Annotated[int, between(1, 1 << 40)]
 class WorkerConfig:
     """A ``model`` as ``load_model`` names it, in ``dtype`` on ``device``, and the pools of a LiveExecutor for it.
 
-    ``fused`` as of ``fuse``; ``threads`` compute on a CPU. A worker that says nothing for ``start_s`` seconds while it
-    starts, or ``step_s`` in a step or a swap, is taken for lost, as is one that dies. Its requests are begun again on
-    a new one, each ``retries`` times at most without a token between. Raises ProfileError for what cannot be.
+    ``fused`` as of ``fuse``; ``threads`` compute on a CPU. ``weights`` is what ``seen`` says of the model's files: a
+    worker that takes the place of another hosts the same, or none. A worker that says nothing for ``start_s`` seconds
+    while it starts, or ``step_s`` in a step or a swap, is taken for lost, as is one that dies. Its requests are begun
+    again on a new one, each ``retries`` times at most without a token between. Raises ProfileError for what cannot be.
     """
 
     model: str
@@ -31,6 +32,7 @@ class WorkerConfig:
     dtype: str = "float32"
     device: str = "cpu"
     fused: bool = True
+    weights: str = ""
     threads: _Count = 1
     start_s: float = 600.0
     step_s: float = 60.0

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from torch import nn
 
+from firsttoken.assets.checkpoint import weight_files
 from firsttoken.assets.empty_model import put
+from firsttoken.assets.held import hold, unchanged
 from firsttoken.assets.servable import check_servable
 from firsttoken.assets.weights import tensors_of
 from firsttoken.engine.apart.config import WorkerConfig
@@ -18,11 +20,18 @@ from firsttoken.study.dtypes import named
 
 
 def hosted_model(config: WorkerConfig) -> nn.Module:
-    """The model of ``config``. Raises ModelError and AssetError as ``load_model``."""
-    try:
-        model = _lean(Path(config.model), config) if Path(config.model).is_dir() else _stock(config)
-    except OtherWay:
+    """The model of ``config``, held in memory of its own. Raises ModelError and AssetError as ``load_model``, and
+    ModelError for weights that were changed."""
+    folder = Path(config.model)
+    if not folder.is_dir():
         model = _stock(config)
+    else:
+        with unchanged(weight_files(folder), config.weights):
+            try:
+                model = _lean(folder, config)
+            except OtherWay:
+                model = _stock(config)
+            model = hold(model)
     return fuse(model) if config.fused else model
 
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import secrets
-import shutil
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 import zmq
 
 from firsttoken.engine.apart.nursery import Nursery, WorkerGone
 from firsttoken.engine.apart.wire import MOST_BYTES
+from firsttoken.study.system.sockets import remove_folder, socket_folder
 
 
 class WorkerProcess:
-    """A worker of ``nursery`` behind a socket of an unguessable name, in a folder that only this user may enter.
+    """A worker of ``nursery`` behind a socket of an unguessable name, in a folder that only this user may enter. It
+    goes once both ends are connected: whatever ends this process, it leaves no file.
 
-    Raises WorkerGone for one that is not there after ``timeout_s``.
+    Raises WorkerGone for one that is not there after ``timeout_s``, and StorageError as :func:`socket_folder`.
     """
 
     def __init__(self, nursery: Nursery, timeout_s: float) -> None:
         self._nursery = nursery
-        self.folder = Path(tempfile.mkdtemp(prefix="firsttoken-"))
+        self.folder = socket_folder()
         # the process's own context: one that is collected with its socket waits for that socket for ever
         self._socket = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -42,6 +41,7 @@ class WorkerProcess:
         except BaseException:
             self.close()
             raise
+        remove_folder(self.folder)
 
     def send(self, data: bytes) -> None:
         """Never waits; a message to one that is gone is lost."""
@@ -65,4 +65,4 @@ class WorkerProcess:
 
     def _give_back(self) -> None:
         self._socket.close(linger=0)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)

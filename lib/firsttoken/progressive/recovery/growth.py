@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressive.loading.blobs import adapter_blobs, open_reader, part_blobs
 from firsttoken.progressive.loading.reader import BlobReader
 from firsttoken.study import dtypes
+from firsttoken.study.devices import check_device
 from firsttoken.study.errors import FirstTokenError
 
 if TYPE_CHECKING:
@@ -31,11 +32,29 @@ if TYPE_CHECKING:
 LONGEST_PAUSE_S = 60.0
 
 
+class NoHope(Exception):
+    """Why a load fails each time: ``fault`` follows from files that do not change by themselves."""
+
+    def __init__(self, fault: FirstTokenError) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
+
+
+@contextmanager
+def files_alone() -> Iterator[None]:
+    """Inside the block nothing is brought: what a user could mend there does not pass. Raises NoHope."""
+    try:
+        yield
+    except FirstTokenError as error:
+        raise NoHope(error) from error
+
+
 class Growth:
     """What has arrived of a checkpoint and what went wrong on the way.
 
     Written by the thread that brings it, and its ``events`` by the engine's too.
-    A stage that fails is tried again after ``retry_s`` seconds, and after twice as long each further time.
+    A stage that fails is tried again after ``retry_s`` seconds, and after twice as long each further time; each failure
+    is a line on the terminal. What follows from the files alone is not tried again.
     """
 
     def __init__(
@@ -70,13 +89,15 @@ class Growth:
         return sum(link.bytes_moved for link in self._links)
 
     def prepare(self) -> None:
-        """Import all that computes, and let stage 1 be read meanwhile. Raises what an import raises."""
+        """Import all that computes, and let stage 1 be read meanwhile. Raises what an import raises, and StageError for
+        a device that is not here."""
         self.read_ahead()
         fresh = "torch" not in sys.modules
         with uncollected() if fresh else nullcontext():  # what a process in mid-life holds may be garbage
             from firsttoken.engine import engine, live  # noqa: F401
             from firsttoken.progressive.loading import loader  # noqa: F401
             from firsttoken.progressive.recovery import transitions, views  # noqa: F401
+        check_device(self._device)
         self.prepared = True
 
     def read_ahead(self) -> None:
@@ -110,7 +131,8 @@ class Growth:
         with self._lock:
             if self._early is not None and not isinstance(self._early, Maker):
                 self._early = Maker(manifest, [1], self._early, torch.device(self._device), computing)
-        self.skeleton = Skeleton(self._folder, manifest, self._device, computing, build_lean)
+        with files_alone():
+            self.skeleton = Skeleton(self._folder, manifest, self._device, computing, build_lean)
         self._manifest: Manifest = manifest
         return self._load(1, self.skeleton.empty_view())
 
@@ -127,7 +149,7 @@ class Growth:
     def insist(
         self, stage: int, attempt: Callable[[], StageView], failed: Callable[[Exception], None] = lambda error: None
     ) -> StageView | None:
-        """What ``attempt`` returns, called until it raises nothing, ``failed`` after each time it does.
+        """What ``attempt`` returns, called until it raises nothing, ``failed`` after each time it does. Raises NoHope.
 
         None when the growth is closed first. Any kind of exception is caught: a thread that dies would leave its
         clients waiting for ever.
@@ -144,6 +166,9 @@ class Growth:
                     break
                 self.error = f"stage {stage}: {first_line(error)}"
                 self.note(stage, f"failed: {first_line(error)}")
+                if isinstance(error, NoHope):
+                    raise
+                print(f"firsttoken: {self.error}; it is tried again in {pause:g} s", file=sys.stderr, flush=True)
                 failed(error)
                 self.closing.wait(pause)
                 pause = min(LONGEST_PAUSE_S, 2 * pause)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from firsttoken.assets.checkpoint import stored_dtype, weight_files
 from firsttoken.assets.servable import check_servable
 from firsttoken.lean.config import OtherWay, lean_config
-from firsttoken.progressive.recovery.growth import Growth
+from firsttoken.progressive.recovery.growth import Growth, files_alone
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.system.reading import read_ahead
@@ -32,11 +32,12 @@ class Whole:
     def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
         import torch
 
+        from firsttoken.assets.held import hold
         from firsttoken.assets.layers import layers_of
         from firsttoken.progressive.loading.views import make_view
         from firsttoken.progressive.planes.placing import Planes
 
-        self.model = _loaded(folder, dtype, device)
+        self.model = hold(_loaded(folder, dtype, device))
         self.device = torch.device(device)
         self.planes = Planes()  # no bits of it are still to come
         layers, inner = layers_of(self.model), self.model.model
@@ -63,7 +64,7 @@ class Whole:
 
 
 def _loaded(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
-    """Lean layers on the mapped file, or what transformers makes of a folder that asks for more."""
+    """Lean layers, or what transformers makes of a folder that asks for more."""
     try:
         lean_config(folder)
     except OtherWay as reason:
@@ -93,14 +94,17 @@ class PlainGrowth(Growth):
                 Thread(target=read_ahead, args=(file,), daemon=True).start()
 
     def first(self) -> Whole:
-        """Read it all. Raises ModelError for a folder that cannot be served."""
+        """Read it all. Raises NoHope for a folder that cannot be read: no link brings it, so it stays as it is."""
+        from firsttoken.assets.held import unchanged
         from firsttoken.progressive.loading.placement import torch_dtype
 
         self.stages = 1
-        files = check_servable(self._folder)
-        self.bytes_total = files.bytes
-        stored = torch_dtype(stored_dtype(self._folder))
-        self.skeleton = Whole(self._folder, dtypes.serving(self._dtype, stored, self._device), self._device)
+        with files_alone():
+            files = check_servable(self._folder)
+            self.bytes_total = files.bytes
+            stored = torch_dtype(stored_dtype(self._folder))
+        with unchanged(files.files), files_alone():
+            self.skeleton = Whole(self._folder, dtypes.serving(self._dtype, stored, self._device), self._device)
         self.bytes_moved = self.bytes_total
         return self.skeleton
 

@@ -11,7 +11,7 @@ from firsttoken.engine.serving import Server, Standing
 from firsttoken.engine.streams import Stream, TokenSink
 from firsttoken.progressive.recovery.growth import Growth
 from firsttoken.progressive.recovery.limits import GrowthConfig
-from firsttoken.study.errors import BusyError, StageError
+from firsttoken.study.errors import ClosedError, FirstTokenError
 
 
 class Reception:
@@ -25,7 +25,7 @@ class Reception:
         self._server: Server | None = None
         self._stage = 0  # that new requests begin with
         self._restored = 0  # requests that began with a stored prefix
-        self._hopeless: StageError | None = None
+        self._hopeless: FirstTokenError | None = None
 
     def submit(
         self,
@@ -45,7 +45,7 @@ class Reception:
         asked = prompt_ids, sampling if isinstance(sampling, Sampling) else Sampling(sampling), upgrade
         with self._change:
             if self._growth.closing.is_set():
-                raise self._hopeless or BusyError("the server is shutting down")
+                raise self._hopeless or ClosedError("the server is shutting down")
             self.config.check_room(len(self._sessions))
             session = Stream(self._leave, self._forget, events)
             self._sessions[session] = asked
@@ -60,7 +60,8 @@ class Reception:
             stage = self._stage
             complete = bool(stage) and (stage == growth.stages or not self.config.recover)
             before = "loading" if growth.prepared else "starting"
-            state = "degraded" if growth.error else "complete" if complete else "recovering" if stage else before
+            running = "complete" if complete else "recovering" if stage else before
+            state = "failed" if self._hopeless else "degraded" if growth.error else running
             return {
                 "stage": stage,
                 "stages": growth.stages,

@@ -19,10 +19,10 @@ from firsttoken.assets.lock import first_line
 from firsttoken.engine.preemptor import MOVED, Recovery
 from firsttoken.engine.serving import Server
 from firsttoken.link import Link
-from firsttoken.progressive.recovery.growth import Growth
+from firsttoken.progressive.recovery.growth import Growth, NoHope, files_alone
 from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, GrowthConfig
 from firsttoken.progressive.recovery.reception import Reception
-from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, StageError
+from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError, StageError
 from firsttoken.study.system.openmp import loops_on_one_core
 
 if TYPE_CHECKING:  # imported by the thread that grows, while requests are already taken
@@ -41,7 +41,8 @@ PAUSE_S = 0.05  # between two layers that are fused, which takes 10 ms each
 class GrowingServer(Reception):
     """Serves the staged checkpoint in ``folder``, fetched over ``links``, while it arrives; ``dtype`` as in
     :func:`firsttoken.study.dtypes.serving`. Another ``growth`` serves another kind of folder. ``broken`` is told, by
-    another thread, of what leaves no hope: something that computes cannot be imported.
+    another thread, of what leaves no hope: something that computes cannot be imported, or the files are of no model
+    that can be served.
     ``prefixes`` is asked once, when the only stage is there, and then for what is stored of each prompt."""
 
     def __init__(
@@ -84,7 +85,12 @@ class GrowingServer(Reception):
         """Stage 1, with requests computing behind its layers as they arrive; then the others, one after another."""
         if not self._prepare():
             return
-        if (view := self._growth.insist(1, self._begin, self._end_all)) is not None:
+        try:
+            view = self._growth.insist(1, self._begin, self._end_all)
+        except NoHope as error:
+            self._give_up(error.fault)
+            return
+        if view is not None:
             self._serving(view.stage)
             self._open_prefixes()
             self._bring_the_others(view)
@@ -92,7 +98,7 @@ class GrowingServer(Reception):
             if self._last.stage == self._growth.stages:
                 self._fuse()
             self._growth.closing.wait()
-        self._end_all(BusyError("the server was closed"))
+        self._end_all(ClosedError("the server was closed"))
 
     def _prepare(self) -> bool:
         """Import what computes. Where that fails it would every time: nobody is served, and whoever asks learns why."""
@@ -102,14 +108,21 @@ class GrowingServer(Reception):
 
             self._policy = self._policy or PrefillAgain()
             return True
+        except FirstTokenError as error:
+            self._give_up(error)
         except Exception as error:
-            self._growth.error = f"what computes cannot be imported: {first_line(error)}"
-            with self._change:
-                self._hopeless = StageError(f"{self._growth.error}; install firsttoken again")
-                self._growth.closing.set()
-            self._end_all(self._hopeless)
-            self._broken(self._hopeless)
-            return False
+            fault = f"what computes cannot be imported: {first_line(error)}"
+            self._give_up(StageError(f"{fault}; install firsttoken again"))
+        return False
+
+    def _give_up(self, fault: FirstTokenError) -> None:
+        """Nobody is served from now on: who waits, and who asks, learns of ``fault``."""
+        self._growth.error = str(fault)
+        with self._change:
+            self._hopeless = fault
+            self._growth.closing.set()
+        self._end_all(fault)
+        self._broken(fault)
 
     def _begin(self) -> StageView:
         """Load stage 1, and serve with what is there of it. Raises what the load raises."""
@@ -119,14 +132,15 @@ class GrowingServer(Reception):
         self._gates.close()  # of an attempt that failed
         load = self._growth.first()
         skeleton = self._growth.skeleton
-        executor = LiveExecutor(
-            skeleton.model,
-            self.config.blocks,
-            block_tokens=BLOCK_TOKENS,
-            host_blocks=self.config.host_blocks,
-            device=skeleton.device,
-            touched=False,
-        )
+        with files_alone():
+            executor = LiveExecutor(
+                skeleton.model,
+                self.config.blocks,
+                block_tokens=BLOCK_TOKENS,
+                host_blocks=self.config.host_blocks,
+                device=skeleton.device,
+                touched=False,
+            )
         self._gates.enter_context(load.streaming())
         executor.view = self._last = self._view(load.view)
         engine = Engine(executor, self.config.engine, policy=self.config.preemption, recovered=self._recovered)
@@ -198,7 +212,7 @@ class GrowingServer(Reception):
         """What clients are told when a step fails; when it was the load that did, once the status says so too."""
         if self._growth.ended_by(error):
             self._told.wait()
-            return BusyError("the server was closed") if self._growth.closing.is_set() else error
+            return ClosedError("the server was closed") if self._growth.closing.is_set() else error
         return error if isinstance(error, FirstTokenError) else RequestError(f"the engine failed: {error}")
 
     def _end_all(self, error: Exception) -> None:

@@ -1,0 +1,125 @@
+"""A folder that can never be served ends the command with 2 and one line that names the thing; what may pass is said on
+the terminal and tried again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from services import free_port
+
+from firsttoken.__main__ import main
+from firsttoken.link import Link
+from firsttoken.progressive.recovery.limits import GrowthConfig
+from firsttoken.progressive.recovery.server import GrowingServer
+
+Change = Callable[[Path], None]
+
+
+def config(**values: object) -> Change:
+    """Set keys of config.json."""
+
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    """Change what the weights are."""
+
+    def changed(folder: Path) -> None:
+        held = load_file(folder / "model.safetensors")
+        change(held)
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return changed
+
+
+def written(name: str, content: str) -> Change:
+    """Another content of a file."""
+    return lambda folder: (folder / name).write_text(content)
+
+
+DOWN = "model.layers.3.mlp.down_proj.weight"
+NEVER: dict[str, tuple[Change, str]] = {
+    "a window": (
+        config(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=16),
+        "full_attention only",
+    ),
+    "a window in use": (
+        config(model_type="qwen2", architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=8),
+        "full_attention only",
+    ),
+    "kinds of layers": (
+        config(layer_types=["full_attention"] * 5 + ["sliding_attention"]),
+        "layers of sliding_attention",
+    ),
+    "a tensor is missing": (tensors(lambda held: held.pop(DOWN)), f"lacks 1 tensors, first {DOWN}"),
+    "a tensor too many": (
+        tensors(lambda held: held.update({"model.extra.weight": torch.ones(2)})),
+        "no parameter model.extra.weight",
+    ),
+    "another shape": (tensors(lambda held: held.update({DOWN: torch.ones(3, 3)})), "has shape [3, 3]"),
+    "an unknown dtype": (config(dtype="float12"), "'float12' is not known"),
+    "an unknown architecture": (config(model_type="odd", architectures=["OddForCausalLM"]), "odd"),
+    "a package that is not here": (config(quantization_config={"quant_method": "awq", "bits": 4}), "model"),
+    "torn weights": (lambda folder: os.truncate(folder / "model.safetensors", 1000), "model.safetensors"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
+    "ends that are none": (written("generation_config.json", "[]"), "generation_config.json"),
+    "a tokenizer that is none": (written("tokenizer.json", "{}"), "tokenizer.json"),
+    "settings that are none": (written("tokenizer_config.json", '{"bos_token": 1}'), "bos_token"),
+    "a width that no model has": (config(num_attention_heads=0), "num_attention_heads"),
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_it_ends_with_one_line(name: str, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process, whose torch is there already."""
+    change, line = NEVER[name]
+    folder = Path(shutil.copytree(plain, tmp_path / "model"))
+    change(folder)
+    assert main(["serve", str(folder), "--port", str(free_port())]) == 2
+    told = capsys.readouterr()
+    last = told.err.splitlines()[-1]
+    assert last.startswith("firsttoken: ") and line in last
+    assert "Traceback" not in told.err and "staged" not in last and "it is tried again" not in told.err
+
+
+@pytest.mark.parametrize("options", [["--worker"], ["--replicas", "2"], ["--swarm", "127.0.0.1:9"]], ids=" ".join)
+@pytest.mark.parametrize("name", ["a window", "an unknown dtype"])
+def test_however_it_is_served(name: str, options: list[str], plain: Path, tmp_path: Path, capsys) -> None:
+    """Before a worker, a replica or a swarm is asked."""
+    change, line = NEVER[name]
+    folder = Path(shutil.copytree(plain, tmp_path / "model"))
+    change(folder)
+    assert main(["serve", str(folder), "--port", str(free_port()), *options]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and line in told.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("options", [[], ["--worker"], ["--replicas", "2"]], ids=["here", "worker", "replicas"])
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+def test_a_device_that_is_not_here(device: str, options: list[str], plain: Path, capsys) -> None:
+    """One line, no traceback."""
+    assert main(["serve", str(plain), "--port", str(free_port()), "--device", device, *options]) == 2
+    assert f"no device '{device}'" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_may_pass_is_tried_again_and_said(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A link that dies."""
+    limits = GrowthConfig(max_prompt_tokens=64, max_new_tokens=64, retry_s=0.01)
+    server = GrowingServer(tiny, [Link(fail_after_bytes=120_000)], limits)
+    server.start()
+    said = ""
+    while "stage 2" not in said:
+        said += capsys.readouterr().err
+    server.close()
+    assert "it is tried again in 0.01 s" in said

@@ -1,0 +1,111 @@
+"""Files beside the weights that say what no model has: the file and the key are named in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from firsttoken.assets.checkpoint import stored_dtype
+from firsttoken.assets.positions import CONTEXTS, context_in
+from firsttoken.service.text import read_vocabulary
+from firsttoken.study.errors import ModelError
+
+CONFIG, GENERATION, SETTINGS = "config.json", "generation_config.json", "tokenizer_config.json"
+
+
+@pytest.fixture
+def folder(plain: Path, tmp_path: Path) -> Path:
+    """A copy of the plain folder, to be changed."""
+    return Path(shutil.copytree(plain, tmp_path / "model"))
+
+
+def change(path: Path, **values: Any) -> None:
+    """Set keys of a JSON file; a key whose value is ``...`` goes."""
+    content = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [2.0, "2", True, -1, 260, 10**9, [[1]], [1, "2"], [1, None], [-1], [260], {"id": 1}, [True], 1.5, "<end>"],
+    ids=str,
+)
+@pytest.mark.parametrize("name", [GENERATION, CONFIG])
+def test_an_end_that_is_no_token_of_the_model_is_refused(name: str, end: Any, folder: Path) -> None:
+    """Wherever it stands."""
+    if name == CONFIG:
+        (folder / GENERATION).unlink()
+    change(folder / name, eos_token_id=end)
+    with pytest.raises(ModelError, match=rf"{name}: eos_token_id") as told:
+        read_vocabulary(folder, 64)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("content", ["[]", '"text"', "7", "null", "true", "[{}]", "", "{", "\x00", '{"a": 1, "a": 2}'])
+@pytest.mark.parametrize("name", [GENERATION, CONFIG, SETTINGS, "special_tokens_map.json"])
+def test_a_side_file_that_holds_something_else_is_refused(name: str, content: str, folder: Path) -> None:
+    """No traceback, whatever it holds."""
+    change(folder / SETTINGS, added_tokens_decoder=...)
+    (folder / name).write_text(content)
+    with pytest.raises(ModelError, match=name) as told:
+        read_vocabulary(folder, 64)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        (CONFIG, {"vocab_size": "260"}, "vocab_size"),
+        (CONFIG, {"vocab_size": 0}, "vocab_size"),
+        (CONFIG, {"max_position_embeddings": "many"}, "max_position_embeddings"),
+        (CONFIG, {"max_position_embeddings": -1}, "max_position_embeddings"),
+        (CONFIG, {"max_position_embeddings": ..., "model_type": "odd"}, "max_position_embeddings is missing"),
+        (CONFIG, {"dtype": 16}, "dtype"),
+        (CONFIG, {"dtype": "float12"}, "dtype: 'float12' is not known"),
+        (SETTINGS, {"bos_token": 1}, "bos_token"),
+        (SETTINGS, {"eos_token": {"lstrip": True}}, "eos_token: missing key 'content'"),
+        (SETTINGS, {"eos_token": ["</s>"]}, "eos_token"),
+        (SETTINGS, {"chat_template": 5}, "chat_template"),
+        (SETTINGS, {"chat_template": [{"name": "default"}]}, r"chat_template\[0\]: missing key 'template'"),
+        (SETTINGS, {"chat_template": {"default": None}}, "chat_template"),
+        (SETTINGS, {"added_tokens_decoder": {"x": {"content": "a"}}}, "added_tokens_decoder: 'x' is no token id"),
+        (SETTINGS, {"added_tokens_decoder": []}, "added_tokens_decoder"),
+        (SETTINGS, {"extra_special_tokens": 3}, "extra_special_tokens"),
+    ],
+)
+def test_a_key_that_holds_something_else_is_named(name: str, values: dict, message: str, folder: Path) -> None:
+    """With its file."""
+    (folder / "chat_template.jinja").unlink()  # which is read before tokenizer_config.json
+    change(folder / name, **values)
+    with pytest.raises(ModelError, match=rf"{name}.*{message}"):
+        read_vocabulary(folder, 64)
+        stored_dtype(folder)
+
+
+@pytest.mark.parametrize(("end", "expected"), [([], ()), ([0, 1], (0, 1)), (259, (259,)), (0, (0,)), (None, ())])
+def test_ends_may_be_one_or_several_or_none(end: Any, expected: tuple[int, ...], folder: Path) -> None:
+    """As generation_config.json has them."""
+    change(folder / GENERATION, eos_token_id=end)
+    assert read_vocabulary(folder, 64).stop_ids == expected
+
+
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_a_length_that_is_not_said_is_that_of_the_class(kind: str, folder: Path) -> None:
+    """As transformers has it."""
+    for value in (..., None):
+        change(folder / CONFIG, model_type=kind, max_position_embeddings=value)
+        assert context_in(folder) == AutoConfig.for_model(kind).max_position_embeddings
+
+
+@pytest.mark.parametrize("said", [..., None, "auto"])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_dtype_that_is_left_open_is_that_of_the_weights(key: str, said: Any, folder: Path) -> None:
+    """Which are float32 here, whatever the other key says."""
+    change(folder / CONFIG, dtype=..., torch_dtype=...)
+    change(folder / CONFIG, **{key: said})
+    assert stored_dtype(folder) == "float32"
