@@ -14,7 +14,7 @@ Json = dict[str, Any]
 LEAST = -9999.0  # how OpenAI says that a token was as good as impossible: no logarithm of 0 is a number of JSON
 
 
-class Named(NamedTuple):
+class Spelt(NamedTuple):
     """A token: its name, which no other of its list has, the bytes that it adds to a text, and its logarithm."""
 
     name: str
@@ -26,9 +26,9 @@ class Said(NamedTuple):
     """A token that begins ``offset`` characters into what was said, with the likeliest in its place; its logarithm is
     None where nothing comes before it."""
 
-    token: Named
+    token: Spelt
     offset: int
-    likeliest: tuple[Named, ...]
+    likeliest: tuple[Spelt, ...]
 
 
 def said(spelling: Spelling, token_id: int, offset: int, chance: Chance | None) -> Said:
@@ -63,10 +63,10 @@ def as_chat(tokens: Sequence[Said]) -> Json:
     }
 
 
-def _named(spelling: Spelling, token_id: int, name: str, logprob: float | None) -> Named:
+def _named(spelling: Spelling, token_id: int, name: str, logprob: float | None) -> Spelt:
     shown = b"" if spelling.special(token_id) else spelling.spelt(token_id)
-    return Named(name, shown, None if logprob is None else max(logprob, LEAST))
+    return Spelt(name, shown, None if logprob is None else max(logprob, LEAST))
 
 
-def _entry(one: Named) -> Json:
+def _entry(one: Spelt) -> Json:
     return {"token": one.name, "logprob": one.logprob, "bytes": list(one.spelt)}

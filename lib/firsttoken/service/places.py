@@ -12,7 +12,7 @@ from firsttoken.service.spelling import Spelling
 _LAST = 32  # tokens of a prompt: a character is four at most, and what is no text seldom more
 
 
-class Places:
+class Offsets:
     """Counts the characters of a text that comes in bytes, from ``begin`` on; it follows the bytes ``before``.
 
     Bytes that are no UTF-8 count as the U+FFFD that they are shown as, cut as Unicode's standard cuts them. Those at
@@ -35,10 +35,10 @@ class Places:
         return place
 
 
-def after(spelling: Spelling, prompt_ids: Sequence[int], begin: int) -> Places:
+def after(spelling: Spelling, prompt_ids: Sequence[int], begin: int) -> Offsets:
     """What counts the text behind a prompt, which starts at ``begin``: the prompt may end within a character."""
     ends = [i for i in prompt_ids[-_LAST:] if not spelling.special(i)]
-    return Places(begin, b"".join(map(spelling.spelt, ends)))
+    return Offsets(begin, b"".join(map(spelling.spelt, ends)))
 
 
 def of_prompt(tokenizer: Tokenizer, spelling: Spelling, prompt_ids: Sequence[int], text: str) -> list[int]:
@@ -65,7 +65,7 @@ def of_prompt(tokenizer: Tokenizer, spelling: Spelling, prompt_ids: Sequence[int
     if read.ids == list(prompt_ids):
         begins = [begin for begin, _ in read.offsets]
     else:
-        counted = Places()
+        counted = Offsets()
         begins = [counted.take(own) for own in spelt]
     return [min(max(begins[: number + 1]), len(text)) for number in range(len(begins))]
 
