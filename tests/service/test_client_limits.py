@@ -20,10 +20,10 @@ from client_bodies import CHAT_PATH, combined
 from services import CHATS, COMPLETIONS, GREEDY, byte_level, events, serving
 
 from firsttoken.__main__ import COMMANDS
+from firsttoken.assets.chat_template import ChatTemplate
 from firsttoken.options import parser
 from firsttoken.progressive.recovery.limits import POOL_TOKENS
 from firsttoken.service.answer import Answers
-from firsttoken.assets.chat_template import ChatTemplate
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.schema import ChatRequest
 from firsttoken.service.text import Vocabulary
@@ -194,7 +194,9 @@ class TestRoles:
     ALL = "{% for m in messages %}{{ m.role }} {{ m.content }}<end>{% endfor %}{{ mood }}"
 
     def ids(self, template: str, turns: list[dict[str, str]], **fields: Any) -> list[int]:
-        vocabulary = Vocabulary(byte_level(), 260, (), 100, context=200, template=ChatTemplate(template, {}))
+        vocabulary = Vocabulary(
+            byte_level(), 260, (), 100, context=200, template=ChatTemplate({"default": template}, {})
+        )
         asked = ChatRequest.model_validate({"messages": turns} | fields)
         answers = Answers(SimpleNamespace(), vocabulary, asked, SimpleNamespace(), SimpleNamespace())
         return answers._chat_ids(asked)

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 pytest.importorskip("pydantic")
 
+from firsttoken.assets.chat_template import ChatTemplate
 from firsttoken.engine.chances import Chance
 from firsttoken.engine.streams import TokenEvent
-from firsttoken.assets.chat_template import ChatTemplate
 from firsttoken.service.choice import AnswerChoice, Piece
 from firsttoken.service.likelihood import Said, as_chat, as_completion, said
 from firsttoken.service.replies import event
@@ -28,7 +28,8 @@ END = "<end>"
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    return Vocabulary(tokenizer, tokenizer.get_vocab_size(), (), 10_000, context=20_000, template=ChatTemplate("", {}))
+    told = {"chat_stop_ids": (), "context": 20_000, "template": ChatTemplate({}, {})}
+    return Vocabulary(tokenizer, tokenizer.get_vocab_size(), (), 10_000, **told)
 
 
 VOCABULARIES = {"byte level": vocabulary_of(byte_level()), "byte fallback": vocabulary_of(byte_fallback())}

@@ -84,8 +84,11 @@ def check_folder(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The config.json in ``folder``. Raises ModelError when it is missing, no JSON, of sizes that no model has, says two
-    things of what it is, or names rotary positions of a kind that is not known."""
+    """The config.json in ``folder``.
+
+    Raises ModelError when it is missing, no JSON, of sizes that no model has, says two things of what it is, or names
+    rotary positions of a kind that is not known.
+    """
     check_folder(folder)
     path = folder / CONFIG
     with blaming(path, ModelError, "copy the model's own"):
