@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -47,6 +47,26 @@ class TestTextStream:
     def test_bytes_that_are_no_text_come_out_as_if_read_at_once(self, tokenizers, ids):
         tokenizer = tokenizers["byte level"]
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
+
+    @same_fixture
+    @given(st.lists(st.one_of(st.integers(128, 255), st.sampled_from("the in"))))
+    def test_bytes_that_are_no_text_lose_nothing_that_comes_after_them(self, tokenizers, tokens):
+        """A byte that fits no character makes a decoder of single bytes read those before it anew."""
+        tokenizer = tokenizers["byte fallback"]
+        names = [f"<0x{one:02X}>" if isinstance(one, int) else one.replace(" ", "▁") for one in tokens]
+        ids = [tokenizer.token_to_id(name) for name in names]
+        assume(None not in ids)
+        said = "".join(streamed(tokenizer, ids))
+        letters = [one for one in tokens if isinstance(one, str)]
+        assert [one for one in said if ord(one) < 128 and one != " "] == [one for one in letters if one != " "]
+        assert said.count(" ") >= letters.count(" ") - 1  # the first one is dropped
+
+    def test_a_stray_byte_after_a_character_ends_no_text(self, tokenizers):
+        tokenizer = tokenizers["byte fallback"]
+        ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "日".encode() + b"\xe6"]
+        ids += tokenizer.encode("the").ids
+        assert "".join(streamed(tokenizer, ids)).split("\ufffd")[0] == "日"
+        assert "".join(streamed(tokenizer, ids)).endswith("the")
 
     def test_a_word_after_the_prompt_keeps_its_space(self, tokenizers):
         tokenizer = tokenizers["byte fallback"]

@@ -130,7 +130,13 @@ class TextStream:
         return self._send(text, len(text))
 
     def _send(self, text: str, end: int) -> str:
-        if end <= len(self._sent) or not text.startswith(self._sent):
+        if end and not text.startswith(self._sent):
+            # A decoder of single bytes reads a run of them as a whole: one that fits no character makes U+FFFD of those
+            # before it, too, which have been sent. What has not been sent is read by itself then.
+            self._ids, self._piece, self._sent, cut = self._ids[self._piece :], 0, "", len(text) - end
+            text = self._tokenizer.decode(self._ids)
+            end = len(text) - cut
+        if end <= len(self._sent):
             return ""
         new, self._sent = text[len(self._sent) : end], text[:end]
         if end == len(text):
