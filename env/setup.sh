@@ -15,6 +15,8 @@ firsttoken_fail() {
     exit 2
 }
 
+source "$firsttoken_root/env/alone.sh"
+
 # Is this clone installed, with its dependencies, where this interpreter looks?
 firsttoken_installed() {
     "$1" - "$firsttoken_root" >/dev/null 2>&1 <<'PY'
@@ -45,15 +47,20 @@ print(sys.version.split()[0], hashlib.sha256(b"".join(files)).hexdigest())' \
         "$firsttoken_root/env/requirements.lock" "$firsttoken_root/pyproject.toml"
 }
 
+# Does the environment in .venv hold what the lock names?
+firsttoken_fits() {
+    local python="$firsttoken_root/.venv/bin/python" stamp="$firsttoken_root/.venv/firsttoken.stamp"
+    [[ -f "$stamp" ]] && [[ "$(cat "$stamp")" == "$(firsttoken_stamp "$python" 2>/dev/null)" ]] &&
+        firsttoken_installed "$python"
+}
+
 firsttoken_make_venv() {
     local venv="$firsttoken_root/.venv" base python="$firsttoken_root/.venv/bin/python"
     local stamp="$venv/firsttoken.stamp"
-    if [[ -f "$stamp" ]] && [[ "$(cat "$stamp")" == "$(firsttoken_stamp "$python" 2>/dev/null)" ]] &&
-        firsttoken_installed "$python"; then
-        return
-    fi
     [[ -w "$firsttoken_root" ]] || firsttoken_fail \
         "$firsttoken_root cannot be written and .venv in it does not fit; copy the clone to a folder of yours and run it there"
+    firsttoken_alone "$firsttoken_root" "$venv"
+    ! firsttoken_fits || { firsttoken_done && return; } # somebody else has made it meanwhile
     rm -f "$stamp"
     if ! "$python" -m pip --version >/dev/null 2>&1; then
         base="$(firsttoken_base_python)"
@@ -72,11 +79,12 @@ firsttoken_make_venv() {
     seldom+='|/site-packages/(debugpy|fontTools|networkx|pip|setuptools)/|/pygments/lexers/|/sympy/physics/'
     "$python" -m compileall -qq -j 0 -x "$seldom" "$venv"/lib/python*/site-packages || true
     firsttoken_stamp "$python" >"$stamp"
+    firsttoken_done
 }
 
 FIRSTTOKEN_PYTHON="$(command -v python || command -v python3 || true)"
 if [[ -z "$FIRSTTOKEN_PYTHON" ]] || ! firsttoken_installed "$FIRSTTOKEN_PYTHON"; then
-    firsttoken_make_venv
+    firsttoken_fits || firsttoken_make_venv
     FIRSTTOKEN_PYTHON="$firsttoken_root/.venv/bin/python"
 fi
 export FIRSTTOKEN_PYTHON

@@ -1,4 +1,4 @@
-# What the environments beside .venv have in common; sourced by clients/setup.sh and vllm/setup.sh.
+# What the environments beside .venv have in common; sourced by clients/setup.sh and vllm/setup.sh, which set root.
 
 # pip would install elsewhere, or refuse, and Python look elsewhere first
 unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_REQUIRE_VIRTUALENV PIP_NO_DEPS PYTHONHOME PYTHONUSERBASE
@@ -8,6 +8,8 @@ fail() {
     echo "firsttoken: $*" >&2
     exit 2
 }
+
+source "$root/env/alone.sh"
 
 # bare_venv VENV NEWEST: an environment of Python 3.11 to 3.NEWEST that has the pinned pip. Keeps one that is there.
 bare_venv() {

@@ -13,9 +13,10 @@ python="$venv/bin/python"
 stamp="$venv/firsttoken.stamp"
 
 holds="$(sha256sum <"$lock")"
-if [[ -f "$stamp" && "$(cat "$stamp")" == "$holds" ]] && "$python" -c 'import openai' 2>/dev/null; then
-    exit
-fi
+fits() { [[ -f "$stamp" && "$(cat "$stamp")" == "$holds" ]] && "$python" -c 'import openai' 2>/dev/null; }
+! fits || exit 0
+firsttoken_alone "$root" "$venv"
+! fits || exit 0 # somebody else has made it meanwhile
 rm -f "$stamp"
 echo "firsttoken: installing other people's clients into .venv-clients; some minutes"
 bare_venv "$venv" 13

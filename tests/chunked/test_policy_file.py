@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,6 +154,24 @@ def test_policies_that_never_finish_anything(
     with pytest.raises(ProfileError, match=message) as stopped:
         served(bench, write(f"{HEAD}        {schedule}\n") + " 64")
     assert "mine.py" in str(stopped.value)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    "raised", ["KeyboardInterrupt", "RecursionError", "MemoryError", "SystemExit", "GeneratorExit"]
+)
+def test_whatever_a_file_raises_is_its_error(write: Write, bench: Bench, raised: str, inside: bool) -> None:
+    line = HEAD.count("\n") + 1 if inside else 1
+    file = write(f"{HEAD}        raise {raised}(7)\n" if inside else f"raise {raised}(7)\n")
+    with pytest.raises(ProfileError, match=rf"mine.py, line {line}: {raised}: 7; mend the policy"):
+        served(bench, file + " 64" if inside else file)
+
+
+def test_ctrl_c_during_a_decision_ends_the_command(write: Write, bench: Bench) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        served(bench, write(f"import signal\n{HEAD}        signal.raise_signal(signal.SIGINT)\n") + " 64")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @settings(max_examples=60, deadline=None)

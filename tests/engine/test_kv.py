@@ -54,6 +54,19 @@ def test_a_shape_without_content_is_refused(name: str) -> None:
         KVPool(shape, 0)
 
 
+@pytest.mark.parametrize("touched", [True, False])
+def test_a_pool_that_no_memory_holds_is_refused(monkeypatch, touched: bool) -> None:
+    """Before a byte of it is taken, as a system may promise more than it has."""
+    shape = KVShape(layers=1, kv_heads=1, head_dim=1 << 12, dtype=torch.float32)
+    monkeypatch.setattr("firsttoken.engine.kv.free_memory_bytes", lambda: 3 << 19)
+    with pytest.raises(RequestError, match=r"4 blocks of 16 tokens need 0.0 GiB, and 0.0 GiB of memory are free; ask"):
+        KVPool(shape, 4, touched=touched)
+    assert KVPool(shape, 3, touched=touched).blocks == 3
+    monkeypatch.undo()
+    with pytest.raises(RequestError, match=r"need 32,768.0 GiB, and .* GiB of memory are free; ask for fewer"):
+        KVPool(shape, 1 << 26, touched=touched)
+
+
 def test_a_block_is_one_row_of_the_pool_and_the_views_share_its_memory() -> None:
     shape = KVShape(layers=3, kv_heads=2, head_dim=4, dtype=torch.bfloat16, block_tokens=5)
     pool = KVPool(shape, 7)

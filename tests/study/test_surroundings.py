@@ -25,7 +25,7 @@ SCRIPTS = ("run_all.sh", "env/setup.sh", "env/clients/setup.sh", "env/vllm/setup
 def clone(tmp_path: Path, request) -> Path:
     """The scripts of a clone; folders of the same names lie where CDPATH would find them."""
     folder = tmp_path / ("clone" if request.param == "linked" else request.param)
-    for name in (*SCRIPTS, "env/venv.sh", ".ci/run"):
+    for name in (*SCRIPTS, "env/venv.sh", "env/alone.sh", ".ci/run"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(paths.ROOT / name, folder / name)
     for name in ("clone", "env", "env/clients", "env/vllm", "tests", "-first token é"):

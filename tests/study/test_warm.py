@@ -51,6 +51,15 @@ def test_streams_folder_environment_and_status_are_the_clients_own(start, tmp_pa
     assert start("").wait(60) == 0
 
 
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_streams_are_of_the_kind_that_the_client_has(start, name: str) -> None:
+    """The warm process may write to a file, in which a stream has a place, and its copy to a pipe, which has none."""
+    source = f"sys.{name}.reconfigure(encoding='ascii', errors='replace')\nprint('fine', file=sys.{name})"
+    process = start(source)
+    out, err = process.communicate(timeout=60)
+    assert (out + err, process.returncode) == ("fine\n", 0)
+
+
 def test_what_the_warm_process_was_told_to_call_was_called(start) -> None:
     out, _ = start("import faulthandler\nprint(faulthandler.is_enabled())").communicate(timeout=60)
     assert out == "True\n"

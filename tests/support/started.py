@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,25 @@ def served(folder: Path, *options: str, **environment: str) -> Iterator[str]:
         process.wait()
 
 
+@dataclass(frozen=True)
+class Lent:
+    """Servers of a swarm: blocks and process id by address."""
+
+    servers: dict[str, tuple[str, int]]
+    _process: subprocess.Popen[str]
+
+    def let(self, pieces: float) -> None:
+        """Of what goes over the links of a:b~, so many pieces pass from now on: 0 holds them, infinity heals them."""
+        self._process.stdin.write(f"{pieces}\n")
+        self._process.stdin.flush()
+
+
 @contextmanager
-def swarm_of(folder: Path, *spans: str) -> Iterator[dict[str, tuple[str, int]]]:
-    """Servers of ``spans`` of the model in ``folder``: blocks and process id by address. A span is a:b, or
+def swarm_of(folder: Path, *spans: str) -> Iterator[Lent]:
+    """Servers of ``spans`` of the model in ``folder``. A span is a:b, a:b~ behind a link that can be held, or
     a:b@HOST:PORT of one that says it is there."""
     code = "import sys; from pathlib import Path; from swarms import lend; lend(Path(sys.argv[1]), sys.argv[2:])"
     command = [PYTHON, "-c", code, str(folder), *spans]
     process = subprocess.Popen(command, env=OURS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:  # closes its input, with which its servers end
-        yield {address: (blocks, pid) for address, blocks, pid in json.loads(process.stdout.readline())}
+        yield Lent({address: (blocks, pid) for address, blocks, pid in json.loads(process.stdout.readline())}, process)

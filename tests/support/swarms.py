@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -25,7 +27,7 @@ from firsttoken.swarm.actions import run  # noqa: F401  (as above)
 from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.limits import ServerLimits
-from firsttoken.swarm.member import ServerProcess
+from firsttoken.swarm.member import ServerProcess, SwarmMember
 from firsttoken.swarm.remote import RemoteModel
 from firsttoken.swarm.server import Running, ServerConfig, serving
 from firsttoken.swarm.stack import BlockStack
@@ -128,14 +130,43 @@ def part(model: RemoteModel) -> None:
     wait_for(close())
 
 
+class Valve:
+    """Takes the place of a relay's event: while it is closed, only so many pieces pass as are let through."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._left: float = math.inf
+
+    def wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._left > 0)
+            self._left -= 1
+
+    def let(self, pieces: float) -> None:
+        """From now on so many pass: 0 closes it, infinity opens it."""
+        with self._changed:
+            self._left = pieces
+            self._changed.notify_all()
+
+
 def lend(folder: Path, spans: Sequence[str]) -> None:
     """Server processes for whoever started this one, told by a line of JSON: [address, blocks, process id] of each.
-    They end with its standard input. A span a:b@HOST:PORT is of one that says it is there."""
+    They end with its standard input. A span a:b@HOST:PORT is of one that says it is there; one of a:b~ is behind a link
+    that lets no more pieces pass than the last line of standard input says."""
     with tempfile.TemporaryDirectory() as at, copied(Path(at) / "socket"), ExitStack() as stack:
         ups: list[ServerProcess] = []
+        valves: list[Valve] = []
         for blocks, _, address in (span.partition("@") for span in spans):
-            ups.append(ServerProcess(folder, blocks, [up.address for up in ups[:1]], address, threads=1))
+            known = [up.address for up in ups[:1]]
+            if blocks.endswith("~"):
+                ups.append(SwarmMember(folder, blocks.removesuffix("~"), known))
+                valves.append(Valve())
+                ups[-1].relay._flowing = valves[-1]
+            else:
+                ups.append(ServerProcess(folder, blocks, known, address, threads=1))
             stack.callback(ups[-1].close)
             ups[-1].ready()
         print(json.dumps([(up.address, up.blocks, up.pid) for up in ups]), flush=True)
-        sys.stdin.read()
+        for line in sys.stdin:
+            for valve in valves:
+                valve.let(float(line))

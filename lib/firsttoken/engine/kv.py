@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from firsttoken.study.errors import RequestError
+from firsttoken.study.system.allowance import free_memory_bytes
 
 if TYPE_CHECKING:  # a model of ours needs none of it
     from transformers import PretrainedConfig
@@ -64,7 +65,8 @@ class KVPool:
 
     Block-major: one block, with all its layers, is one contiguous row, so a request is moved by moving rows. The memory
     is written once when it is made, so that no request pays for its first touch; what is not ``touched`` on a CPU is
-    zeros, too, and there in microseconds (0.4 GB: 60 ms of a first token from a fast disk).
+    zeros, too, and there in microseconds (0.4 GB: 60 ms of a first token from a fast disk). Raises RequestError for
+    more memory than is free.
     """
 
     def __init__(
@@ -72,6 +74,9 @@ class KVPool:
     ) -> None:
         if blocks < 1:
             raise RequestError(f"KV cache: it needs at least 1 block, not {blocks}")
+        _check_room(
+            blocks * shape.block_bytes, f"{blocks:,} blocks of {shape.block_tokens} tokens", torch.device(device)
+        )
         self.shape = shape
         self.device = torch.device(device)
         size = (blocks, shape.layers, 2, shape.block_tokens, shape.kv_heads, shape.head_dim)
@@ -93,3 +98,13 @@ class KVPool:
     def token_rows(self) -> torch.Tensor:
         """[blocks * layers * 2 * block_tokens, kv_heads * head_dim]: a row is one layer's key or value of a token."""
         return self.rows.view(-1, self.shape.kv_heads * self.shape.head_dim)
+
+
+def _check_room(needed: int, what: str, device: torch.device) -> None:
+    """Refuse what the device has no memory for: Linux promises more than there is, and later ends who uses it."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory_bytes()
+    if free is not None and needed > free:
+        raise RequestError(
+            f"KV cache: {what} need {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB of memory are free; "
+            "ask for fewer (serve --kv-blocks, swarm serve --kv-tokens)"
+        )

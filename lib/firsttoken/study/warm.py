@@ -184,9 +184,12 @@ def _become(asked: dict, handles: Sequence[int]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where all this runs in a background
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    sys.stdin = sys.stdout = sys.stderr = None  # those of the warm process know of its files where they can be read
     for number, handle in enumerate(handles):
         os.dup2(handle, number)
         os.close(handle)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.chdir(asked["folder"])
     stay_on(asked["processors"])
     if "torch" in sys.modules:  # which has counted those of the warm process

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from firsttoken.assets.ends import chat_ends
+from firsttoken.assets.tokenizer_files import read_tokenizer_files
+from firsttoken.lean.tokenizer import read_tokenizer
 from firsttoken.study import dtypes
 from firsttoken.swarm.access import Access, check_installed
 from firsttoken.swarm.blocks import depth_of, model_sha256, parse_blocks
@@ -111,15 +113,15 @@ def _rest(options: argparse.Namespace) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    from transformers import AutoTokenizer
-
     from firsttoken.swarm.remote import UNAUDITED, RemoteModel
     from firsttoken.swarm.trust.auditor import Audits
     from firsttoken.swarm.trust.court import TOLERANCE
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
-    ids = torch.tensor([tokenizer(options.prompt)["input_ids"]])
-    ends = chat_ends(Path(options.model), tokenizer.backend_tokenizer)
+    folder = Path(options.model)
+    tokenizer, files = read_tokenizer(folder), read_tokenizer_files(folder)
+    files.complete(tokenizer)
+    ids = torch.tensor([tokenizer.encode(options.prompt).ids])
+    ends = chat_ends(folder, tokenizer, files)
     audits = None
     if options.audit_rate is not None:
         accuser, shares = public_hex(server_key(None)), (options.audit_undecided, options.audit_unwitnessed)
@@ -134,7 +136,7 @@ def _generate(options: argparse.Namespace) -> None:
         audits=audits,
     ) as model:
         said = model.generate(ids, options.max_tokens, eos_token_id=ends)
-        print(tokenizer.decode(said[0], skip_special_tokens=True))
+        print(tokenizer.decode(said[0].tolist(), skip_special_tokens=True))
         for server, why in model.chain.faults:
             print(f"replaced {server[:8]}: {why}", file=sys.stderr)
         if model.chain.auditor is None:

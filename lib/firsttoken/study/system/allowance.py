@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 
 from firsttoken.study.system import kernel_files
 from firsttoken.study.system.sysctl import sysctl
@@ -20,6 +21,14 @@ def memory_bytes() -> int | None:
     """Main memory, or a container's limit where that is lower; None where the system does not tell."""
     limit = _limit("memory.max")
     known = [total for total in (_total_memory(), int(limit) if limit.isdigit() else None) if total]
+    return min(known, default=None)
+
+
+def free_memory_bytes() -> int | None:
+    """Main memory that nobody uses or that can be had at once, and no more than :func:`memory_bytes`; None where the
+    system does not tell."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", kernel_files.read(kernel_files.PROC / "meminfo"), re.MULTILINE)
+    known = [total for total in (memory_bytes(), int(found[1]) << 10 if found else None) if total]
     return min(known, default=None)
 
 
