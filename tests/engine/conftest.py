@@ -145,7 +145,8 @@ class Run:
             assert bool(request.blocks) == has_blocks
             if has_blocks:
                 assert request.cached <= len(request.blocks) * engine.executor.block_tokens
-            assert (request.host is not None) == (request.phase in (Phase.SWAPPED, Phase.RESTORING))
+            away = request.phase in (Phase.SWAPPED, Phase.RESTORING) and request.source is None
+            assert (request.host is not None) == away
         assert len(scheduler.running) + len(scheduler.restoring) <= engine.config.requests
 
     def all_back(self) -> None:

@@ -16,7 +16,7 @@ from firsttoken.engine.serving import Server
 from firsttoken.engine.streams import Stream
 from firsttoken.engine.swap.path import Moved, Movement
 from firsttoken.engine.work import Work
-from firsttoken.study.errors import BusyError, RequestError
+from firsttoken.study.errors import BusyError, EngineError, RequestError
 
 PATIENCE = 120.0  # s; nothing here takes one of them
 ANSWER = Sampling(24)
@@ -337,8 +337,8 @@ def test_when_a_step_fails_those_who_are_open_learn_it_and_the_next_may_run(hall
         try:
             within(lambda stream=stream, said=said: said.extend(stream))
             assert said == list(one.answer)
-        except RequestError as error:
-            assert str(error) == "the engine failed: out of memory"
+        except EngineError as error:
+            assert str(error).startswith("the engine failed: out of memory; ask again")
             assert stream.request.output == list(one.answer[: len(stream.request.output)])
             failed += 1
         assert stream.request.finished

@@ -101,12 +101,16 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request early, wherever it stands; its blocks are free at once."""
+        """End a request early, wherever it stands; its blocks are free at once. A device that turns out to be lost in
+        this is lost to all, as in a step."""
         if self._open.pop(request.number, None) is None:
             return
         self._coming = [entry for entry in self._coming if entry[1] is not request]
         heapq.heapify(self._coming)
-        self.scheduler.end(request)
+        try:
+            self.scheduler.end(request)
+        except DeviceLost as lost:
+            self._begin_again(lost)
 
     def publish(self, view: View, transition: Transition) -> list[tuple[Request, Exception]]:
         """From the next step on new requests begin with ``view``, and open ones that move do as ``transition`` says.
@@ -137,8 +141,7 @@ class Engine:
         try:
             return self._step()
         except DeviceLost as lost:
-            for request in filter(lost.ends, self.scheduler.lose()):
-                self._fail(request)
+            self._begin_again(lost)
             return []
 
     def _step(self) -> list[tuple[Request, int]]:
@@ -199,7 +202,7 @@ class Engine:
             while self._coming and self._coming[0][0][0] <= now:
                 self.scheduler.arrive(heapq.heappop(self._coming)[1])
             self.scheduler.collect()
-            before = self._standing()
+            before = self.scheduler.lengths
             if works := self.scheduler.plan():
                 return works
             if self.scheduler.brought:
@@ -207,15 +210,11 @@ class Engine:
                 return []
             if self.scheduler.restoring:
                 self.scheduler.collect(wait=True)
-            elif self._standing() == before:  # else a preemption made room: schedule again
+            elif self.scheduler.lengths == before:  # else a preemption made room: schedule again
                 if not self._coming:
                     raise AssertionError("requests are open, and the scheduler runs none of them")
                 self.executor.wait_until(self._coming[0][0][0])
         return []
-
-    def _standing(self) -> tuple[int, ...]:
-        queues = self.scheduler.waiting, self.scheduler.running, self.scheduler.restoring, self.scheduler.swapped
-        return tuple(len(queue) for queue in queues)
 
     def _account(self, works: Sequence[Work], at_s: float, seconds: float) -> None:
         """Book the step, and what its prefills say about the cost of recomputing."""
@@ -236,6 +235,10 @@ class Engine:
     def _salt(self, request: Request) -> str:
         view = request.view or self.executor.view
         return self.executor.salt if view is None else f"{self.executor.salt} {view.key}"
+
+    def _begin_again(self, lost: DeviceLost) -> None:
+        for request in filter(lost.ends, self.scheduler.lose()):
+            self._fail(request)
 
     def _fail(self, request: Request) -> None:
         self.end(request)

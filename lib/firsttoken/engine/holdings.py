@@ -61,10 +61,12 @@ class Holdings(Queues):
                 wait = False
 
     def end(self, request: Request) -> None:
-        """The request is over, wherever it stands; its blocks are free again."""
-        self.preemptor.forget(request)
-        self._release(request)
-        self.stand(request, Phase.FINISHED)
+        """The request is over, wherever it stands; its blocks are free again. Raises DeviceLost, once it is."""
+        try:
+            self.preemptor.forget(request)
+        finally:
+            self._release(request)
+            self.stand(request, Phase.FINISHED)
 
     def preempt(self, victim: Request) -> None:
         """Take the blocks of ``victim`` away; it waits, before all who never ran, or is swapped out."""
@@ -149,7 +151,13 @@ class Holdings(Queues):
         request.blocks = []
 
     def withdraw(self) -> None:
-        """The step failed: what it was to write is not there, and nobody may find it."""
-        if self.prefixes is not None:
-            for work in self.planned:
-                self.prefixes.withdraw(work)
+        """The step failed: what it was to write is not there. Nobody may find it, and who has it from another, admitted
+        for that same step, waits before all who never ran, and computes it."""
+        if self.prefixes is None:
+            return
+        absent = {block for work in self.planned for block in self.prefixes.withdraw(work)}
+        for request in sorted(self.running, key=lambda request: request.order, reverse=True):
+            if not absent.isdisjoint(request.blocks[: request.cached // self.block_tokens]):
+                self._release(request)
+                request.forget()
+                self.go_first(request)

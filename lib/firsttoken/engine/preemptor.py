@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from firsttoken.engine.executor import Executor
+from firsttoken.engine.executor import DeviceLost, Executor
 from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
 from firsttoken.engine.request import Request
 from firsttoken.engine.work import Work
@@ -128,21 +127,26 @@ class Preemptor:
             self._learn(Action.RECOMPUTE, tokens, seconds, work.end)
 
     def forget(self, request: Request) -> None:
-        """The request ended while it was away, or on its way back."""
-        self._give_up(request)
+        """The request ended, wherever it stood. Raises DeviceLost where that is noticed now, once all is forgotten."""
         request.give_up_source()
         self._open.pop(request.number, None)
         self._prefills.pop(request.number, None)
         self.executor.forget(request)
+        self._give_up(request)
 
     def _give_up(self, request: Request) -> None:
-        """Nothing comes back from the host any more."""
-        if request.transfer is not None:
-            with suppress(Exception):  # one that failed is over too
-                request.transfer.wait()
-        if request.host is not None:
-            self.executor.drop(request.host)
+        """Nothing comes back from the host any more. Raises DeviceLost: the copy is gone then, with all others."""
+        transfer, host = request.transfer, request.host
         request.transfer = request.host = None
+        if transfer is not None:
+            try:
+                transfer.wait()
+            except DeviceLost:
+                raise
+            except Exception:  # one that failed is over too
+                pass
+        if host is not None:
+            self.executor.drop(host)
 
     def _interrupt(self, request: Request) -> None:
         """It will have to begin again with what it was about."""

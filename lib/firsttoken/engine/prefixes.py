@@ -72,9 +72,13 @@ class PrefixSharing:
             self._pool.publish(block, key)
         request.published = full
 
-    def withdraw(self, work: Work) -> None:
-        """``work`` was not done."""
-        self._pool.withdraw(work.request.blocks[work.start // self._block_tokens :])
+    def withdraw(self, work: Work) -> list[int]:
+        """``work`` was not done; the blocks that do not hold what it was to write."""
+        request, full = work.request, work.start // self._block_tokens
+        if request.published < _NEVER:
+            request.published = min(request.published, full)
+        self._pool.withdraw(request.blocks[full:])
+        return request.blocks[full:]
 
     def _keys(self, request: Request, full: int) -> list[bytes]:
         """The keys of the first ``full`` blocks."""

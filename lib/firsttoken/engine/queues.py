@@ -30,6 +30,11 @@ class Queues:
         """Requests that have blocks."""
         return len(self.running) + len(self.restoring)
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Requests in each of the queues."""
+        return tuple(map(len, self._queues.values()))
+
     def arrange(self, turn: Callable[[Request], Any]) -> None:
         """Whoever waits stands in the order of ``turn``, the least first."""
         ordered = sorted(self.waiting, key=turn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -10,9 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from firsttoken.assets.lock import first_line
 from firsttoken.engine.request import GREEDY, Sampling
 from firsttoken.engine.streams import Stream, TokenEvent
-from firsttoken.study.errors import BusyError, RequestError
+from firsttoken.study.errors import BusyError, EngineError, FirstTokenError, RequestError
 from firsttoken.study.system.openmp import give_back_threads
 
 if TYPE_CHECKING:  # clients may come before what computes has been imported
@@ -31,8 +33,13 @@ class Standing:
     blocks: int = 0
 
 
-def _failed(error: Exception) -> Exception:
-    return RequestError(f"the engine failed: {error}")
+def step_failure(error: Exception) -> FirstTokenError:
+    """What those whose step met ``error`` are told: itself where it was foreseen, else an EngineError. So is a
+    RequestError: whoever asked wrongly was told when he asked. The traceback goes to the log: nobody else sees it."""
+    if isinstance(error, FirstTokenError) and not isinstance(error, RequestError):
+        return error
+    logging.getLogger(__name__).error("a step failed", exc_info=error)
+    return EngineError(f"the engine failed: {first_line(error)}; ask again, and if it stays, look at the server's log")
 
 
 class Server:
@@ -43,7 +50,9 @@ class Server:
     it is set, says what is stored of how a prompt begins; only the engine's thread asks it.
     """
 
-    def __init__(self, engine: Engine, most: int = 256, failed: Callable[[Exception], Exception] = _failed) -> None:
+    def __init__(
+        self, engine: Engine, most: int = 256, failed: Callable[[Exception], Exception] = step_failure
+    ) -> None:
         self._engine = engine
         self._most = most
         self._failed = failed
@@ -136,8 +145,7 @@ class Server:
         except Exception as error:  # out of memory, a failing kernel: those who were open learn it, the next may run
             self._end_all(self._failed(error))
             return
-        for request in self._engine.failed():
-            self._streams.pop(request.number).end(request.failure)
+        self._end_failed()
         now = time.monotonic()
         for request, token in produced:
             stage = 0 if request.view is None else request.view.stage
@@ -158,6 +166,11 @@ class Server:
         if stream.request is not None and self._streams.pop(stream.request.number, None) is not None:
             self._engine.cancel(stream.request)
             stream.end()
+            self._end_failed()
+
+    def _end_failed(self) -> None:
+        for request in self._engine.failed():
+            self._streams.pop(request.number).end(request.failure)
 
     def _shut(self, error: Exception) -> None:
         self._closed = True
@@ -168,3 +181,4 @@ class Server:
             self._engine.cancel(stream.request)
             stream.end(error)
         self._streams.clear()
+        self._engine.failed()  # they were among them

@@ -10,7 +10,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.engine.serving import Server, Standing
 from firsttoken.engine.streams import Stream, TokenSink
 from firsttoken.progressive.recovery.limits import GrowthConfig
-from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError
+from firsttoken.study.errors import ClosedError
 
 
 class ReadyServer:
@@ -23,7 +23,7 @@ class ReadyServer:
         self._open: set[Stream] = set()
         self._change = threading.Lock()
         self._closed = False
-        self._server = Server(engine, limits.max_sessions, _explained)
+        self._server = Server(engine, limits.max_sessions)
 
     def start(self) -> None:
         """As of a GrowingServer; here everything is there from the beginning."""
@@ -61,8 +61,3 @@ class ReadyServer:
     def _forget(self, stream: Stream) -> None:
         with self._change:
             self._open.discard(stream)
-
-
-def _explained(error: Exception) -> Exception:
-    """What clients are told when a step fails: who computes it may come back."""
-    return error if isinstance(error, FirstTokenError) else RequestError(f"the engine failed: {error}")

@@ -9,7 +9,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from firsttoken.service.replies import Json
-from firsttoken.study.errors import BusyError, ClosedError, FirstTokenError, LengthError, OutputError, RequestError
+from firsttoken.study.errors import (
+    BusyError,
+    ClosedError,
+    EngineError,
+    FirstTokenError,
+    LengthError,
+    OutputError,
+    RequestError,
+)
 
 RETRY_S = 1
 _INVALID = "invalid_request_error"
@@ -50,7 +58,7 @@ def refusal(error: Exception) -> tuple[int, Json]:
     """HTTP status and body. What is not foreseen is logged, and the client learns its type only."""
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
-    elif isinstance(error, OutputError):  # to ask again brings the same
+    elif isinstance(error, OutputError | EngineError):  # 503 is for what comes back by itself
         status, message = 500, str(error)
     elif isinstance(error, FirstTokenError):
         status = next((number for kind, number in _STATUS if isinstance(error, kind)), 503)

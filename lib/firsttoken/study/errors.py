@@ -43,6 +43,10 @@ class OutputError(FirstTokenError):
     """What a model computes is no number: its weights are damaged, or too large for the dtype that it computes in."""
 
 
+class EngineError(FirstTokenError):
+    """A step of the engine met what nobody foresaw, such as a device without memory left: no fault of a request."""
+
+
 class RequestError(FirstTokenError):
     """A request asks for more than the server allows, or cannot be read."""
 

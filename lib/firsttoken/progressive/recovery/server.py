@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from firsttoken.assets.lock import first_line
 from firsttoken.engine.preemptor import MOVED, Recovery
-from firsttoken.engine.serving import Server
+from firsttoken.engine.serving import Server, step_failure
 from firsttoken.link import Link
 from firsttoken.progressive.recovery.growth import Growth, NoHope, files_alone
 from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, GrowthConfig
 from firsttoken.progressive.recovery.reception import Reception
-from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError, StageError
+from firsttoken.study.errors import ClosedError, FirstTokenError, StageError
 from firsttoken.study.system.openmp import loops_on_one_core
 
 if TYPE_CHECKING:  # imported by the thread that grows, while requests are already taken
@@ -213,7 +213,7 @@ class GrowingServer(Reception):
         if self._growth.ended_by(error):
             self._told.wait()
             return ClosedError("the server was closed") if self._growth.closing.is_set() else error
-        return error if isinstance(error, FirstTokenError) else RequestError(f"the engine failed: {error}")
+        return step_failure(error)
 
     def _end_all(self, error: Exception) -> None:
         """Whoever is open ends with ``error``, in the engine or before it."""
