@@ -140,9 +140,12 @@ TABLE: dict[str, Files] = {
         "config.json": {"tokenizer_class": "GPT2Tokenizer"},
         SETTINGS: {"chat_template": NAMES},
     },
-    "a model type's own class": {"config.json": {"model_type": "qwen2"}, SETTINGS: {"chat_template": NAMES}},
+    "a model type's own class": {
+        "config.json": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+        SETTINGS: {"chat_template": NAMES},
+    },
     "a model type that takes no class": {
-        "config.json": {"model_type": "mistral"},
+        "config.json": {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
         SETTINGS: {"tokenizer_class": "LlamaTokenizer", "chat_template": NAMES},
     },
     "a template that is none": {FILE: "{% for m in messages %}"},

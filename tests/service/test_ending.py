@@ -81,8 +81,10 @@ def half_a_request(url: str, ends: bool = True) -> Iterator[None]:
     """A request whose body has not ended, which keeps the service from its end; it is not taken when it ends."""
     where, body = urlsplit(url), json.dumps(asked(1)).encode()
     with socket.create_connection((where.hostname, where.port), PATIENCE) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
-        client.sendall(head.encode() + body[:-1])
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Length: {len(body)}\r\n"
+        client.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 100")  # it is inside, and its body is asked for
+        client.sendall(body[:-1])
         yield
         if ends:
             client.sendall(body[-1:])

@@ -55,7 +55,7 @@ NEVER: dict[str, tuple[Change, str]] = {
         "full_attention only",
     ),
     "a window in use": (
-        config(model_type="qwen2", architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=8),
+        config(model_type="qwen2", architectures=["Qwen2ForCausalLM"], use_sliding_window=True, max_window_layers=0),
         "full_attention only",
     ),
     "kinds of layers": (
@@ -65,11 +65,14 @@ NEVER: dict[str, tuple[Change, str]] = {
     "a tensor is missing": (tensors(lambda held: held.pop(DOWN)), f"lacks 1 tensors, first {DOWN}"),
     "a tensor too many": (
         tensors(lambda held: held.update({"model.extra.weight": torch.ones(2)})),
-        "no parameter model.extra.weight",
+        "holds 'model.extra.weight', which the model of its config.json does not have",
     ),
-    "another shape": (tensors(lambda held: held.update({DOWN: torch.ones(3, 3)})), "has shape [3, 3]"),
-    "an unknown dtype": (config(dtype="float12"), "'float12' is not known"),
-    "an unknown architecture": (config(model_type="odd", architectures=["OddForCausalLM"]), "odd"),
+    "another shape": (tensors(lambda held: held.update({DOWN: torch.ones(3, 3)})), "has the shape [3, 3]"),
+    "an unknown dtype": (config(dtype="float12"), "dtype: 'float12' is none of weights"),
+    "an unknown architecture": (
+        config(model_type="odd", architectures=["OddForCausalLM"]),
+        "knows no Odd",
+    ),
     "a package that is not here": (config(quantization_config={"quant_method": "awq", "bits": 4}), "model"),
     "torn weights": (lambda folder: os.truncate(folder / "model.safetensors", 1000), "model.safetensors"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),

@@ -57,6 +57,9 @@ def test_a_side_file_that_holds_something_else_is_refused(name: str, content: st
     assert "\n" not in str(told.value)
 
 
+ODD = {"model_type": "odd", "architectures": ["OddForCausalLM"]}
+
+
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
@@ -64,9 +67,9 @@ def test_a_side_file_that_holds_something_else_is_refused(name: str, content: st
         (CONFIG, {"vocab_size": 0}, "vocab_size"),
         (CONFIG, {"max_position_embeddings": "many"}, "max_position_embeddings"),
         (CONFIG, {"max_position_embeddings": -1}, "max_position_embeddings"),
-        (CONFIG, {"max_position_embeddings": ..., "model_type": "odd"}, "max_position_embeddings is missing"),
+        (CONFIG, ODD | {"max_position_embeddings": ...}, "max_position_embeddings: expected"),
         (CONFIG, {"dtype": 16}, "dtype"),
-        (CONFIG, {"dtype": "float12"}, "dtype: 'float12' is not known"),
+        (CONFIG, {"dtype": "float12"}, "dtype: 'float12' is none of weights"),
         (SETTINGS, {"bos_token": 1}, "bos_token"),
         (SETTINGS, {"eos_token": {"lstrip": True}}, "eos_token: missing key 'content'"),
         (SETTINGS, {"eos_token": ["</s>"]}, "eos_token"),

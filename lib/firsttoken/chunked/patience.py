@@ -13,7 +13,7 @@ from firsttoken.study.errors import ProfileError
 LONGEST_S = 20.0  # of one decision, which takes a thousandth of a second
 
 
-class _TooLong(BaseException):
+class TooLong(BaseException):
     """Raised in the decision itself; no ``except Exception`` there holds it up."""
 
 
@@ -46,13 +46,13 @@ def bounded(decisions: Decisions, whose: object) -> Iterator[None]:
             since_s = decisions.since_s
             if since_s is not None and time.monotonic() - since_s > LONGEST_S:
                 # again with each look: where it meets a callback of the collector, Python drops it
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(here, ctypes.py_object(_TooLong))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(here, ctypes.py_object(TooLong))
 
     thread = threading.Thread(target=watch, name="patience", daemon=True)
     thread.start()
     try:
         yield
-    except _TooLong:
+    except TooLong:
         raise ProfileError(f"{whose}: never finishes: a decision takes more than {LONGEST_S:g} s; mend it") from None
     finally:
         over.set()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
 
+from firsttoken.chunked.patience import TooLong
 from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.study.errors import FirstTokenError, ProfileError
 
@@ -48,7 +49,7 @@ def blamed(path: Path) -> Iterator[None]:
     try:
         with _interruptions() as came:
             yield
-    except FirstTokenError:
+    except (FirstTokenError, TooLong):  # the latter is said by who bounds a decision
         raise
     except BaseException as error:  # SystemExit too: a file does not end the program
         if came and isinstance(error, KeyboardInterrupt):

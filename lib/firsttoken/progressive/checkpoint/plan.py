@@ -91,12 +91,12 @@ class LoadPlan:
                         raise StageError(
                             f"stage {stage.name} refines {_what(tensor)} before a stage has brought it; add it first"
                         )
+                    if fault := _plane_fault(part, tensor, brought[tensor][1] if tensor in brought else None):
+                        raise StageError(f"stage {stage.name}: {fault}")
                     if part.action == "refine" and not (part.split or brought[tensor][1].dtype):
                         raise StageError(
                             f"stage {stage.name} brings {_what(tensor)} again, which is exact; leave it out"
                         )
-                    if fault := _plane_fault(part, tensor, brought[tensor][1] if tensor in brought else None):
-                        raise StageError(f"stage {stage.name}: {fault}")
                     brought[tensor] = (stage.name, part)
         if hole := next((name for name in names if name not in brought), None):
             raise StageError(f"hole: {_what(hole)} is in no stage; name it in one")

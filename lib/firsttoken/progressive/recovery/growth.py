@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.assets.lock import first_line
+from firsttoken.assets.model_config import CONFIG
 from firsttoken.lean.importing import uncollected
 from firsttoken.link import Link
 from firsttoken.progressive.checkpoint.manifest import Manifest, read_manifest
@@ -131,7 +132,8 @@ class Growth:
         with self._lock:
             if self._early is not None and not isinstance(self._early, Maker):
                 self._early = Maker(manifest, [1], self._early, torch.device(self._device), computing)
-        with files_alone():
+        # a file that is not there yet may still be on its way, as a part of the model may; what a file says stays
+        with files_alone() if (self._folder / CONFIG).is_file() else nullcontext():
             self.skeleton = Skeleton(self._folder, manifest, self._device, computing, build_lean)
         self._manifest: Manifest = manifest
         return self._load(1, self.skeleton.empty_view())
