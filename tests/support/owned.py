@@ -263,6 +263,9 @@ class Ordeal:
             for befalls in self.draw.choices(list(_BEFALL), list(_BEFALL.values()), k=self.draw.choice((0, 0, 0, 1))):
                 getattr(self, befalls)()
                 self._check()
+            pending = [request for request in self.run.requests if request.transfer is not None]
+            if pending and self.draw.random() < 0.3:  # a moment that is rare
+                self._cancel(pending[0])
             while self.left and (not self.engine.busy or self.draw.random() < 0.3):
                 self.comes()
             try:
@@ -305,10 +308,7 @@ class Ordeal:
         """Somebody's client, wherever the request stands."""
         if open_ := [request for request in self.run.requests if not request.finished]:
             away = [request for request in open_ if request.phase in (Phase.SWAPPED, Phase.RESTORING)]
-            request = self.draw.choice(away if away and self.draw.random() < 0.5 else open_)
-            self.seen[f"cancelled: {self._where(request)}"] += 1
-            self.ended.add(request.number)
-            self.engine.cancel(request)
+            self._cancel(self.draw.choice(away if away and self.draw.random() < 0.5 else open_))
 
     def fails(self) -> None:
         """The next step."""
@@ -332,6 +332,11 @@ class Ordeal:
         for request, _ in self.engine.publish(view, transition):
             self.seen["lost in a move"] += 1
             self.ended.add(request.number)
+
+    def _cancel(self, request: Request) -> None:
+        self.seen[f"cancelled: {self._where(request)}"] += 1
+        self.ended.add(request.number)
+        self.engine.cancel(request)
 
     def _where(self, request: Request) -> str:
         if request.source is not None:
