@@ -1,18 +1,11 @@
-"""The command line: what each command does, which is a few calls of the library.
-
-Each imports what it needs, so that ``serve`` listens before torch is there.
-"""
+"""The command line: each command imports what it needs, so that ``serve`` listens before torch is there."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import shutil
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from firsttoken.options import parser
 from firsttoken.registry import EXPERIMENTS, find_experiment
@@ -26,18 +19,17 @@ from firsttoken.study.profile import Profile, check_used, load_profile, profile_
 from firsttoken.study.record import pick, result_path
 from firsttoken.study.system.waiting import wait_briefly
 from firsttoken.study.verdicts import show
+from firsttoken.terminal import ended_as_interrupted, show_what_it_can, size_text
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal without a character shows that it is missing, and goes on
-            stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
+    show_what_it_can()
     options = parser(COMMANDS).parse_args(arguments)
     try:
-        with storage.storing(paths.OUT), _ended_as_interrupted(options.command.__name__):
+        with storage.storing(paths.OUT), ended_as_interrupted(options.command.__name__):
             return options.command(options)
     except FirstTokenError as error:
         print(f"firsttoken: {error}", file=sys.stderr)
@@ -45,20 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nfirsttoken: interrupted; nothing half-written was left", file=sys.stderr)
         return INTERRUPTED
-
-
-@contextmanager
-def _ended_as_interrupted(command: str) -> Iterator[None]:
-    """SIGTERM, by which batch systems end a job, is as Ctrl-C, so that nothing half-written stays. Servers have
-    their own way to end."""
-    if command in ("serve", "swarm") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -153,8 +131,8 @@ def fetch(options: argparse.Namespace) -> int:
         raise AssetError(f"no asset is called {odd!r}; {unknown(odd, lock)}")
     if options.list:
         for asset in [lock[name] for name in options.names or lock]:
-            missing = asset.missing()
-            state = f"missing {len(missing)} of {len(asset.members)} files" if missing else "present"
+            lacks = len(asset.missing())
+            state = f"missing {lacks} of {len(asset.members)} files" if lacks else "present"
             print(f"{asset.name}: {asset.pin}, {asset.bytes / 1e6:.0f} MB to download, {asset.licence}; {state}")
         return OK
     for name in bring(options.from_dir) if options.from_dir else ():
@@ -176,8 +154,8 @@ def stage(options: argparse.Namespace) -> int:
     manifest = stage_model(profile, options.folder, options.adapters, planes)
     check_used(dict(options.set), profile.used)
     for number, brought in enumerate(manifest.stages, start=1):
-        healed = f", adapter {_size(brought.adapter.bytes)}" if brought.adapter else ""
-        print(f"stage {number} ({brought.name}): {len(brought.parts)} files, {_size(brought.bytes)}{healed}")
+        healed = f", adapter {size_text(brought.adapter.bytes)}" if brought.adapter else ""
+        print(f"stage {number} ({brought.name}): {len(brought.parts)} files, {size_text(brought.bytes)}{healed}")
     print(f"{options.folder}: serve it with `firsttoken serve {options.folder}`")
     return OK
 
@@ -214,9 +192,8 @@ def serve(options: argparse.Namespace) -> int:
         options.folder = converted(PINNED, sums=False)
     names = ("folder", "gbit_per_s", "replicas", "host", "port", "device", "scheduler", "preemption", "share_prefixes")
     names += ("token_budget", "kv_blocks", "max_running", "max_waiting", "prefix_store", "cluster", "worker")
-    names += ("max_model_len", "max_prompt_tokens", "max_new_tokens", "grace_s")
-    names += ("swarm_token_file", "swarm_tls_ca", "swarm_step_s")
-    names += ("swarm_audit_rate", "swarm_audit_undecided", "swarm_audit_unwitnessed")
+    names += ("max_model_len", "max_prompt_tokens", "max_new_tokens", "grace_s", "swarm_token_file", "swarm_tls_ca")
+    names += ("swarm_step_s", "swarm_audit_rate", "swarm_audit_undecided", "swarm_audit_unwitnessed")
     settings = {name: getattr(options, name) for name in names} | {"swarm": tuple(options.swarm)}
     if options.swarm:
         wait_briefly()
@@ -251,7 +228,7 @@ def doctor(options: argparse.Namespace) -> int:
         return OK
     for key, value in machine.items():
         if key != "packages":
-            print(f"{key}: {_size(value) if key.endswith('_bytes') else value}")
+            print(f"{key}: {size_text(value) if key.endswith('_bytes') else value}")
     for package, version in machine["packages"].items():
         print(f"{package}: {version or 'not installed'}")
     print(f"dtype: auto is {dtypes.why('cuda' if machine['gpu'] else 'cpu')}")
@@ -259,15 +236,9 @@ def doctor(options: argparse.Namespace) -> int:
     for asset in load_lock():
         print(f"asset {asset.name}: {'missing, run `firsttoken fetch`' if asset.missing() else 'present'}")
     here = paths.CACHE if paths.CACHE.exists() else paths.ROOT
-    print(f"cache: {paths.CACHE}, {_size(shutil.disk_usage(here).free)} free")
+    print(f"cache: {paths.CACHE}, {size_text(shutil.disk_usage(here).free)} free")
     print(f"profiles: {', '.join(profile_names())}")
     return OK
-
-
-def _size(value: int | None) -> str:
-    if value is None:
-        return "none"
-    return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
 COMMANDS = (run, measure, capacity, claims, fetch, stage, assemble, serve, swarm, doctor)

@@ -97,6 +97,16 @@ def test_a_terminal_that_lacks_a_character_shows_the_rest(monkeypatch, encoding:
     assert terminals["stderr" if status else "stdout"].buffer.getvalue().strip()
 
 
+@pytest.mark.parametrize("command", [one.__name__ for one in program.COMMANDS])
+def test_the_help_of_every_command_is_shown_in_ascii(monkeypatch, command: str) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    terminal.flush()
+    assert ended.value.code == 0 and f"usage: firsttoken {command}".encode() in terminal.buffer.getvalue()
+
+
 @pytest.mark.parametrize("command", ["run", "measure", "capacity", "fetch"])
 def test_the_end_of_a_batch_job_is_an_interruption(monkeypatch, capsys, command: str) -> None:
     """A batch system ends a job by SIGTERM, which would end Python at once and leave what is half-written."""

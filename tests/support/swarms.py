@@ -148,6 +148,10 @@ class Valve:
             self._left = pieces
             self._changed.notify_all()
 
+    def set(self) -> None:
+        """Open it: the relay that it belongs to ends."""
+        self.let(math.inf)
+
 
 def lend(folder: Path, spans: Sequence[str]) -> None:
     """Server processes for whoever started this one, told by a line of JSON: [address, blocks, process id] of each.

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -53,7 +54,9 @@ def run_notebook(path: Path, profile: str) -> float:
     left.
     """
     folder = paths.EXECUTED / profile
-    with storing(folder), Stopwatch() as watch, replacing(executed_path(path, profile)) as copy:
+    # a temporary folder of its own: who is ended in the middle leaves what it has there, such as the kernel's ports
+    temporary = tempfile.TemporaryDirectory(prefix="firsttoken-run-", ignore_cleanup_errors=True)
+    with storing(folder), Stopwatch() as watch, temporary as own, replacing(executed_path(path, profile)) as copy:
         # A process of its own: each notebook starts with empty memory, and Ctrl-C reaches this process alone.
         options = ["--kernel", "python3", "--cwd", str(path.parent), "--no-progress-bar", "--log-level", "CRITICAL"]
         run = subprocess.Popen(
@@ -62,7 +65,7 @@ def run_notebook(path: Path, profile: str) -> float:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env=warm.surroundings(),
+            env=warm.surroundings() | {"TMPDIR": own},
         )
         try:
             _, complaint = run.communicate()

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -196,6 +197,7 @@ def _become(asked: dict, handles: Sequence[int]) -> int:
         sys.modules["torch"].set_num_threads(len(asked["processors"]))
     os.environ.clear()
     os.environ.update(asked["environment"])
+    tempfile.tempdir = None  # it is looked for anew
     os.environ.pop("JPY_PARENT_PID", None)  # a kernel that is not its frontend's child takes it for dead
     sys.argv, sys.path[0] = ["", *asked["arguments"]], asked["folder"]  # as python -m has them
     try:

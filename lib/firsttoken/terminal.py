@@ -1,0 +1,47 @@
+"""What a command has around it: its terminal, the text that it shows there, and the signals that end it."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+OWN_ENDS = ("serve", "swarm")  # commands that answer signals themselves
+
+
+def show_what_it_can() -> None:
+    """A terminal that lacks a character shows that it is missing, and the command goes on."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
+
+
+@contextmanager
+def ended_as_interrupted(command: str) -> Iterator[None]:
+    """SIGTERM, by which batch systems end a job, is as Ctrl-C during ``command``, so that nothing half-written stays.
+
+    A second signal is not heard while the first one is answered: what is half-written is being taken away.
+    """
+    if command in OWN_ENDS or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def size_text(value: int | None) -> str:
+    """Bytes as a reader is told of them."""
+    if value is None:
+        return "none"
+    return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
