@@ -150,4 +150,4 @@ def test_folders_of_the_reader_are_absolute(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True
     )
-    assert done.stdout.split() == [f"{tmp_path}/out/data/results", f"{tmp_path}/out/.cache", "False"], done.stderr
+    assert done.stdout.split() == [f"{tmp_path}/out/data/results", f"{library.parent}/.cache", "False"], done.stderr

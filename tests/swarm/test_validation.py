@@ -73,7 +73,7 @@ def test_a_liar_loses_its_deposit_and_its_place(lie, here, client, asked, tmp_pa
     deposit(keeper.ledger, liar.record.server, server_key(tmp_path / "key"))
     model, one = audited(client, door), asked(12, ANSWER)
     look(model, liar)
-    wait_for(model.chain._extend(0, model.chain.layers))  # the liar alone has these blocks
+    wait_for(model.chain._extend(model.chain.layers))  # the liar alone has these blocks
     (honest,), others = here.serve((0, 3), peers=[door]), here.serve((3, 6), peers=[door])
     look(model, honest, *others)
     said = said_by(model, one)

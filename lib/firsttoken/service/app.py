@@ -24,7 +24,7 @@ from firsttoken.service.guard import Guard
 from firsttoken.service.inbox import ClientGone, Inbox, LoopBridge
 from firsttoken.service.metrics import Metrics
 from firsttoken.service.model import serve_model
-from firsttoken.service.named import Named
+from firsttoken.service.named import RequestIds
 from firsttoken.service.refusals import refusal, refuse, refusing
 from firsttoken.service.responses import Streamed, leaving, whole
 from firsttoken.service.schema import ChatRequest, CompletionRequest, ServedRequest, parse_request
@@ -180,7 +180,7 @@ def build_app(replica: Replica, server: GrowingServer, config: ServiceConfig) ->
         ],
         exception_handlers=dict.fromkeys((FirstTokenError, HTTPException, Exception), refuse),
         middleware=[
-            Middleware(Named),
+            Middleware(RequestIds),
             Middleware(Guard, key=config.api_key, loopback=config.loopback),
             Middleware(Counting, doors=replica.doors),
         ],

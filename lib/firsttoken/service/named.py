@@ -12,7 +12,7 @@ HEADER = b"x-request-id"
 _SANE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
-class Named:
+class RequestIds:
     """Gives every response of ``app`` the header x-request-id.
 
     It is the client's own, where it sent one of 128 letters, digits and marks at most, or else a new one.

@@ -20,7 +20,7 @@ _STEPS, _LATE_STEPS = 8, 2  # of so many steps so many have to be late: one may 
 
 
 @dataclass
-class _Known:
+class _Behaviour:
     failures: int = 0
     failed_s: float = 0.0  # when it did so last, on the monotonic clock
     back_s: float = 0.0  # when it answered again after a silence
@@ -33,11 +33,11 @@ class Conduct:
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _Behaviour] = {}
 
     def failed(self, server: str) -> None:
         """It could not go on, refused what was asked, answered nonsense, or was much too late."""
-        known, now = self._known.setdefault(server, _Known()), time.monotonic()
+        known, now = self._known.setdefault(server, _Behaviour()), time.monotonic()
         if now - known.failed_s > 2 * self._ban_s(known):
             known.failures = 0
         known.failures, known.failed_s = known.failures + 1, now
@@ -50,7 +50,7 @@ class Conduct:
 
     def lost(self, server: str) -> bool:
         """It has lost a session, as an idle one is; whether it does so too often to be without fault."""
-        known, now = self._known.setdefault(server, _Known()), time.monotonic()
+        known, now = self._known.setdefault(server, _Behaviour()), time.monotonic()
         often = len(known.lost_s) == _LOST and now - known.lost_s[0] < self._patience.ban_s
         known.lost_s.append(now)
         return often
@@ -59,7 +59,7 @@ class Conduct:
         """A step took it ``seconds`` where its ping and throughput had announced ``announced_s``."""
         late_s = seconds - announced_s
         late = late_s > max(self._patience.late_s, (TIMES - 1) * announced_s)
-        self._known.setdefault(server, _Known()).late_s.append(late_s if late else 0.0)
+        self._known.setdefault(server, _Behaviour()).late_s.append(late_s if late else 0.0)
 
     def late_s(self, server: str) -> float:
         """Seconds that a step takes it beyond what it announced, 0 for one that is not late again and again."""
@@ -76,12 +76,12 @@ class Conduct:
         """Who is not asked at all."""
         return {server for server, one in list(self._known.items()) if self._within(one, self._rest_s(one))}
 
-    def _within(self, one: _Known, seconds: float) -> bool:
+    def _within(self, one: _Behaviour, seconds: float) -> bool:
         return one.failed_s > one.back_s and time.monotonic() - one.failed_s < seconds
 
-    def _ban_s(self, one: _Known) -> float:
+    def _ban_s(self, one: _Behaviour) -> float:
         return min(2 ** (one.failures - 1), _LONGEST) * self._patience.ban_s if one.failures else 0.0
 
-    def _rest_s(self, one: _Known) -> float:
+    def _rest_s(self, one: _Behaviour) -> float:
         """At most a quarter of the time in which a server is looked for: some tries fit in it."""
         return min(_REST_S * 2 ** (one.failures - 1), self._patience.find_s / 4) if one.failures else 0.0

@@ -137,9 +137,9 @@ async def serving(
     tasks = [asyncio.create_task(batcher.serve()), asyncio.create_task(announcer.run())]
     tasks += [asyncio.create_task(rebalancer.run())] if rebalancer is not None else []
     failed = asyncio.gather(*tasks)
-    told(record, port)
     try:
         await announcer.soon_announced()
+        told(record, port)
         with (
             loops_elsewhere()
         ):  # on the batcher's thread, which has loaded, too: threads of this one would be in its way

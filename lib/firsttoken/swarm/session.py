@@ -169,7 +169,7 @@ class Sessions:
         works = await self.room.placed(mine, message.stretches, layers.start, session.client)
         trails = [mine[one.number].trail for one in message.stretches]  # a sequence may make room meanwhile
         out = await self.batcher.run(layers, works, message.hidden, session.client)
-        check_states(out, "the blocks made of these states what holds")
+        check_states(out, "the hidden states that come out of these blocks hold")
         self.room.computed(mine, message.stretches)
         session.busy, session.computed, session.used = False, True, asyncio.get_running_loop().time()
         commitment = ""

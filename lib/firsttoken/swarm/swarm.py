@@ -105,8 +105,15 @@ class Swarm:
         return next((state for state, holds in wrong.items() if holds), "serves"), ping_s
 
     async def check(self, layers: range) -> None:
-        """Raises SwarmError when nobody answers at the addresses given, or one of ``layers`` is served by nobody."""
+        """Raises SwarmError when nobody answers at the addresses given, or one of ``layers`` is served by nobody.
+
+        Servers that have just begun may not be known yet: the swarm is looked over for ``answer_s`` seconds.
+        """
         await self.meet()
+        until = time.monotonic() + self.patience.answer_s
+        while not self._covers(layers, set()) and time.monotonic() < until:
+            await asyncio.sleep(_PAUSE_S)
+            await self.look()
         self._best(layers, set())
 
     async def route(
