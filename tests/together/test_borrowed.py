@@ -26,8 +26,10 @@ from firsttoken.progressive.checkpoint.manifest import read_manifest
 from firsttoken.progressive.loading.loader import StageLoad
 from firsttoken.progressive.loading.skeleton import Skeleton
 from firsttoken.study.errors import LinkError, SwarmError
+from firsttoken.swarm.background import wait_for
 from firsttoken.swarm.blocks import model_sha256
 from firsttoken.swarm.member import SwarmMember
+from firsttoken.swarm.wire import Stretch
 from firsttoken.together.borrowed.arrivals import LayerArrivals, follow
 from firsttoken.together.borrowed.ends import neighbours_name
 from firsttoken.together.borrowed.lender import Lender
@@ -191,11 +193,10 @@ def test_a_neighbour_that_cannot_lend_is_a_plain_wait(replica, neighbour, asked,
     elif spoilt == "unreachable":
         changed["address"] = "127.0.0.1:9"
     else:
-        up = here.serve((0, DEPTH), limits={"sessions": 1})[0]
+        up = here.serve((0, DEPTH), limits={"sessions": 1, "spare_s": 600.0})[0]
         changed["address"] = up.record.address
         other = Loan([Lender(up.record.address, range(DEPTH))], here.model, DEPTH, 32)
-        while not up.sessions.open:
-            pass
+        wait_for(other._spans[0].run([Stretch(0, 0, 1)], torch.zeros(1, 32), 0))  # one that computes nothing would yield
     made = replica(**changed)
     made.arrivals.come(2)
     request = made.submit(one.prompt, Sampling(4))

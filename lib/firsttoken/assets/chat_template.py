@@ -75,9 +75,9 @@ class ChatTemplate:
         self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> str:
         turns = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
-        told = dict(variables) | dict(self.special) | {"messages": turns, "tools": None, "documents": None}
+        own = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._compiled.render(**told, add_generation_prompt=add_generation_prompt)
+            return self._compiled.render({**variables, **self.special, **own})
         except Exception as error:  # as above
             raise RequestError(f"messages: the model's chat template says {first_line(error)}") from error
 
