@@ -196,7 +196,8 @@ def test_a_neighbour_that_cannot_lend_is_a_plain_wait(replica, neighbour, asked,
         up = here.serve((0, DEPTH), limits={"sessions": 1, "spare_s": 600.0})[0]
         changed["address"] = up.record.address
         other = Loan([Lender(up.record.address, range(DEPTH))], here.model, DEPTH, 32)
-        wait_for(other._spans[0].run([Stretch(0, 0, 1)], torch.zeros(1, 32), 0))  # one that computes nothing would yield
+        # a session for which nothing was computed would yield its place
+        wait_for(other._spans[0].run([Stretch(0, 0, 1)], torch.zeros(1, 32), 0))
     made = replica(**changed)
     made.arrivals.come(2)
     request = made.submit(one.prompt, Sampling(4))
