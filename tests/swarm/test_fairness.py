@@ -47,7 +47,7 @@ def step(number: int, start: int, end: int) -> bytes:
         ("ipv6:%5B2001:db8:0:1::5%5D:5000", "2001:db8:0:1::/64"),
         ("ipv6:[2001:db8:0:1:ffff::6]:5000", "2001:db8:0:1::/64"),
         ("ipv6:[fe80::1%25eth0]:5000", "fe80::/64"),
-        ("unix:/tmp/socket", "unix"),
+        ("unix:/run/socket", "unix"),
     ],
 )
 def test_a_client_is_a_connection_of_a_host(peer, host):
