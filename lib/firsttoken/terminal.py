@@ -23,7 +23,8 @@ def show_what_it_can() -> None:
 def ended_as_interrupted(command: str) -> Iterator[None]:
     """SIGTERM, by which batch systems end a job, is as Ctrl-C during ``command``, so that nothing half-written stays.
 
-    A second signal is not heard while the first one is answered: what is half-written is being taken away.
+    A second signal is not heard while the first one is answered: what is half-written is being taken away. A shell that
+    started the command in its background has made it deaf to Ctrl-C, and not to this.
     """
     if command in OWN_ENDS or threading.current_thread() is not threading.main_thread():
         yield
@@ -31,6 +32,8 @@ def ended_as_interrupted(command: str) -> Iterator[None]:
 
     def interrupt(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if not callable(signal.getsignal(signal.SIGINT)):
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, interrupt)

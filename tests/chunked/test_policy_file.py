@@ -168,10 +168,14 @@ def test_whatever_a_file_raises_is_its_error(write: Write, bench: Bench, raised:
 
 
 def test_ctrl_c_during_a_decision_ends_the_command(write: Write, bench: Bench) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        served(bench, write(f"import signal\n{HEAD}        signal.raise_signal(signal.SIGINT)\n") + " 64")
-    assert signal.getsignal(signal.SIGINT) is before
+    # tests that run in the background of a shell ignore SIGINT
+    found, before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.default_int_handler
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            served(bench, write(f"import signal\n{HEAD}        signal.raise_signal(signal.SIGINT)\n") + " 64")
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, found)
 
 
 @settings(max_examples=60, deadline=None)

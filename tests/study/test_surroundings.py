@@ -107,6 +107,14 @@ def test_the_help_of_every_command_is_shown_in_ascii(monkeypatch, command: str) 
     assert ended.value.code == 0 and f"usage: firsttoken {command}".encode() in terminal.buffer.getvalue()
 
 
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["hears", "in a background"])
+def of_a_shell(request):
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("of_a_shell")
 @pytest.mark.parametrize("command", ["run", "measure", "capacity", "fetch"])
 def test_the_end_of_a_batch_job_is_an_interruption(monkeypatch, capsys, command: str) -> None:
     """A batch system ends a job by SIGTERM, which would end Python at once and leave what is half-written."""

@@ -53,7 +53,7 @@ def who_yields(
     """The client that gives something up when ``asking`` wants ``wanted`` more: None where nobody has too much.
 
     Of all clients that have something ``held`` (or of those ``among``), it has the most and would have more than the
-    one that asks would then have. Hosts are compared where the two are of different hosts.
+    one that asks would then have. Hosts are compared where the two are of different hosts. Of equals it is the first.
     """
     hosts = Counter[str]()
     for client, count in held.items():

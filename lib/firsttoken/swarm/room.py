@@ -199,7 +199,7 @@ class Room:
         while max(lacks.values()) > 0:
             what = max(lacks, key=lacks.__getitem__)
             wanted = blocks if what == "blocks" else new
-            yields = who_yields(held[what], client, wanted, {one[1].client for one in rest})
+            yields = who_yields(held[what], client, wanted, [one[1].client for one in rest])
             found = next((one for one in rest if one[1].client == yields), None)
             if found is None:
                 spare = (one for one in rest if not self._runs(one[1]) and one[1].used + self.spare_s <= now)

@@ -132,7 +132,7 @@ class Sessions:
         unused = [one for one in longest if not one.busy and not one.computed]
         idle = [one for one in longest if not one.busy and one.used + self.limits.spare_s <= now]
         for some, wanted in ((unused, 0), (longest, 1)):  # of two that have as much, who uses nothing has too much
-            yields = who_yields(held, client, wanted, {one.client for one in some})
+            yields = who_yields(held, client, wanted, [one.client for one in some])
             if yields is not None:
                 return next(one for one in some if one.client == yields)
         return idle[0] if idle else None
