@@ -24,7 +24,7 @@ def test_a_result_survives_the_file(make_result) -> None:
     assert read_result(path) == result
     assert all_results() == [result]
     assert result.frame()["copy_s"].tolist() == [0.25, 0.5]
-    assert '{"copy_s": 0.25, "trial": 0},' in path.read_text(encoding="utf-8"), "a row is a line, its keys sorted"
+    assert '{"copy_s":0.25,"trial":0},' in path.read_text(encoding="utf-8"), "a row is a line, its keys sorted"
     assert path.read_text(encoding="utf-8") == write_result(read_result(path)).read_text(encoding="utf-8")
 
 
@@ -83,8 +83,8 @@ def test_a_truncated_file_is_refused(make_result) -> None:
 @pytest.mark.parametrize(
     ("said", "instead"),
     [
-        ('"copy_s": 0.25', '"copy_s": 0.24'),
-        ('"low": 0.25', '"low": 0.26'),
+        ('"copy_s":0.25', '"copy_s":0.24'),
+        ('"low":0.25', '"low":0.26'),
         ('"git_revision": "unknown"', '"git_revision": "0123"'),
         ('"duration_s": 1.5', '"duration_s": 0.5'),
     ],

@@ -16,17 +16,17 @@ def sha256_of(content: Mapping[str, Any]) -> str:
 
 
 def dump(content: Mapping[str, Any]) -> str:
-    """JSON with a line per row, so that a changed observation is one changed line."""
+    """JSON with a line per row and per entry of the summary, so that a changed observation is one changed line."""
 
-    def encode(value: Any, indent: int | None) -> str:
-        return json.dumps(value, sort_keys=True, indent=indent, allow_nan=False, default=_plain, ensure_ascii=False)
+    def encode(value: Any, **layout: Any) -> str:
+        return json.dumps(value, sort_keys=True, allow_nan=False, default=_plain, ensure_ascii=False, **layout)
 
     parts = []
     for key, value in sorted(content.items()):
-        if key == "rows" and value:
-            text = "[\n" + ",\n".join(f"  {encode(row, None)}" for row in value) + "\n ]"
+        if key in ("rows", "summary") and value:
+            text = "[\n" + ",\n".join(encode(item, separators=(",", ":")) for item in value) + "\n ]"
         else:
-            text = encode(value, 1).replace("\n", "\n ")
+            text = encode(value, indent=1).replace("\n", "\n ")
         parts.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
