@@ -33,7 +33,7 @@ def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool, p
 
     Raises StorageError when what they write cannot be kept.
     """
-    for folder in (paths.EXECUTED, paths.RESULTS, paths.FIGURES, paths.CACHE):
+    for folder in (paths.EXECUTED, paths.RESULTS, paths.own_figures(), paths.CACHE):
         storage.check(folder)
     with alone(paths.EXECUTED / ".lock", f"runs notebooks whose results go to {paths.OUT}"):
         return _run_alone(notebooks, profile, again=again, published=published)

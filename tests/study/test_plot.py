@@ -85,7 +85,7 @@ def draw(name: str) -> dict[str, bytes]:
 def test_a_figure_drawn_twice_is_the_same_file() -> None:
     first, second = draw("a"), draw("b")
     assert first == second
-    assert sorted(path.name for path in paths.FIGURES.iterdir()) == ["a.png", "a.svg", "b.png", "b.svg"]
+    assert sorted(path.name for path in paths.own_figures().iterdir()) == ["a.png", "a.svg", "b.png", "b.svg"]
     svg = first[".svg"].decode()
     assert ">measured here</text>" in svg and "<dc:date>" not in svg
     width, height = (int.from_bytes(first[".png"][at : at + 4], "big") for at in (16, 20))

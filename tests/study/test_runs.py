@@ -99,7 +99,7 @@ def test_whatever_changed_runs_again(ran, what: str, monkeypatch, tmp_path) -> N
         (paths.DATA / "adapters").mkdir()
         (paths.DATA / "adapters" / "new").write_text("x", encoding="utf-8")
     elif what == "figure":
-        (paths.FIGURES / "01-drawn.png").unlink()
+        (paths.own_figures() / "01-drawn.png").unlink()
     elif what == "copy":
         (paths.EXECUTED / "quick" / "01_first.ipynb").unlink()
     elif what == "machine":

@@ -6,6 +6,7 @@ and chat template. Each way in either answers as transformers does or ends with 
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
@@ -130,7 +131,7 @@ ROTARY = {
     "longrope": {
         "rope_parameters": {
             **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32},
-            **{"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0},
+            "factor": 4.0,
         }
     },
 }
@@ -225,7 +226,12 @@ def write(drawn: Drawn, folder: Path, seed: int = 0) -> Path:
     tensors = _stored(drawn, dict(model.state_dict()))
     told = config.to_dict() | {"architectures": [type(model).__name__], "dtype": str(DTYPES[drawn.dtype][0])[6:]}
     told = {key: value for key, value in told.items() if key not in ("rope_parameters", "rope_theta", "rope_scaling")}
-    told |= ROTARY[drawn.rotary] | {"tie_word_embeddings": tied}
+    told |= copy.deepcopy(ROTARY[drawn.rotary]) | {"tie_word_embeddings": tied}
+    if drawn.rotary == "longrope":  # a factor for each pair of a head's values
+        pairs = (
+            told["head_dim"] // 2 if told.get("head_dim") else told["hidden_size"] // told["num_attention_heads"] // 2
+        )
+        told["rope_parameters"] |= {"short_factor": [1.0] * pairs, "long_factor": [2.0] * pairs}
     if tied is None:
         del told["tie_word_embeddings"]
     _write_ends(drawn, folder, told)

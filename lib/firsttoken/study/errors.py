@@ -4,7 +4,11 @@ from __future__ import annotations
 
 
 class FirstTokenError(Exception):
-    """Base of every error that the command line prints as one line instead of a traceback."""
+    """Base of every error that the command line, and a notebook, show as one line instead of a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it."""
+        return [f"firsttoken: {self}"]
 
 
 class AssetError(FirstTokenError):
@@ -13,6 +17,10 @@ class AssetError(FirstTokenError):
 
 class ProfileError(FirstTokenError):
     """An unknown profile, or a key that no configuration has."""
+
+
+class MechanismError(FirstTokenError):
+    """A mechanism that a reader changed does not work, or this run does not show what the mechanism is there for."""
 
 
 class ClaimsError(FirstTokenError):

@@ -45,4 +45,11 @@ TEMPLATES = DATA / "templates"  # of the pages that show results
 RECORDED = DATA / "results"  # committed with the code
 RESULTS = OUT / "data" / "results"  # of this reader, the same folder unless FIRSTTOKEN_OUT is set
 ADAPTERS = DATA / "adapters"
-FIGURES = OUT / "figures"
+FIGURES = OUT / "figures"  # committed with the code
+PUBLISHES = "FIRSTTOKEN_PUBLISHES"  # set in the processes of `firsttoken run --publish`
+
+
+def own_figures() -> Path:
+    """Where this run's figures go: a folder that git ignores, so that a reader's run leaves the committed ones as they
+    are, but where they are to be committed, or ``FIRSTTOKEN_OUT`` names a folder for them."""
+    return FIGURES if os.environ.get(PUBLISHES) or OUT != ROOT else FIGURES / "own"

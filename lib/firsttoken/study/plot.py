@@ -105,14 +105,15 @@ def _kernel() -> Any:
 
 
 def save(fig: Figure, name: str) -> Path:
-    """Write ``fig`` to figures/``name``.png and .svg without a date, atomically; returns the path of the PNG. In a
-    notebook the figure is shown, and closed.
+    """Write ``fig`` as ``name``.png and .svg without a date into the folder of this run's figures, atomically; returns
+    the path of the PNG. In a notebook the figure is shown, and closed.
 
     Raises StorageError.
     """
-    png = paths.FIGURES / f"{name}.png"
+    folder = paths.own_figures()
+    png = folder / f"{name}.png"
     for path, metadata in ((png, {"Software": None}), (png.with_suffix(".svg"), {"Date": None})):
-        with storing(paths.FIGURES), replacing(path) as temporary:
+        with storing(folder), replacing(path) as temporary:
             fig.savefig(temporary, metadata=metadata)
             if path == png:
                 temporary.write_bytes(few_colours(temporary.read_bytes()))

@@ -83,7 +83,7 @@ def keep(path: Path, profile: Profile, seconds: float) -> None:
 def figures_of(path: Path) -> list[Path]:
     """The figures that a notebook saves."""
     names = _FIGURE.findall(path.read_text(encoding="utf-8"))
-    return [paths.FIGURES / f"{name}.png" for name in names]
+    return [paths.own_figures() / f"{name}.png" for name in names]
 
 
 def fingerprint(path: Path, profile: Profile) -> str:
