@@ -8,13 +8,13 @@ from pathlib import Path
 
 from firsttoken.chunked import standing
 from firsttoken.registry import EXPERIMENTS
-from firsttoken.study import pages, paths
-from firsttoken.study.claims import Claim, load_claims
+from firsttoken.study import pages, paths, show
+from firsttoken.study.claims import Claim, is_number, load_claims
 from firsttoken.study.claims_table import Own, table_for
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.record import Result, all_results, known_machine, pick, result_files
+from firsttoken.study.record import CHANGED, Result, all_results, known_machine, load_result, pick, result_files
 from firsttoken.study.verdicts import Verdict, judge, judge_all, judge_record
 
 TABLES: pages.Tables = {standing.EXPERIMENT: standing.record_table}
@@ -63,6 +63,47 @@ def otherwise(notebook: str, profile: str) -> None:
         print("nothing that was measured here says otherwise than the record")
 
 
+def beside(now: Result, recorded: Result | None) -> None:
+    """Print, for above a figure, where what was run now and the record come from, and on what they disagree.
+
+    They disagree on a claim where its verdict is another, or where the intervals of what it is judged by lie apart. A
+    run under changed settings is held against the reader's unchanged one, too, where there is one.
+    """
+    print(f"your run: {show.where(now)}")
+    if recorded is None or (recorded.path, recorded.started) == (now.path, now.started):
+        print("recorded: " + ("this run is the record" if recorded else "nothing yet"))
+        return
+    print(f"recorded: {show.where(recorded)}")
+    said = list(_disagreements(now, recorded, "the record"))
+    if now.profile.endswith(CHANGED):
+        before = load_result(now.experiment, now.profile.removesuffix(CHANGED))
+        said += _disagreements(now, before, "your unchanged run") if before else ()
+    for line in said or ["where both judge a claim of this experiment, they agree"]:
+        print(line)
+
+
+def _disagreements(now: Result, other: Result, whose: str) -> Iterable[str]:
+    for claim in _standing(_state())[0].values():
+        if claim.experiment != now.experiment:
+            continue
+        mine, theirs = judge(claim, now), judge(claim, other)
+        if Verdict.NOT_RUN in (mine.verdict, theirs.verdict):
+            continue
+        if mine.verdict != theirs.verdict or _apart(claim, now, other):
+            yield f"OTHERWISE than {whose}: {claim.says}: {mine.measured} here, {theirs.measured} there ({claim.id})"
+
+
+def _apart(claim: Claim, one: Result, two: Result) -> bool:
+    """Whether what the claim is judged by lies, with its interval, beyond the other's."""
+    entries = [result.summary.get(claim.measure, **claim.places[0]) for result in (one, two)]
+    if claim.kind == "ordering" or not all(entry and is_number(entry["value"]) for entry in entries):
+        return False
+    (low, high), (other_low, other_high) = (
+        (entry.get("low", entry["value"]), entry.get("high", entry["value"])) for entry in entries
+    )
+    return low > other_high or high < other_low
+
+
 def table(of: str | None = None, profile: str | None = None) -> str:
     """The claims table of the machine ``of``; without one, the record beside what this machine measured, under
     ``profile`` where one is named. Raises FirstTokenError for a machine without results."""
@@ -70,7 +111,8 @@ def table(of: str | None = None, profile: str | None = None) -> str:
     if of:
         return table_for(claims(), results, known_machine(of, results))
     here = machine_slug()
-    mine = tuple(result for result in results if result.slug == here and profile in (None, result.profile))
+    own = (result for result in results if result.slug == here and not result.profile.endswith(CHANGED))
+    mine = tuple(result for result in own if profile in (None, result.profile))
     return table_for(claims(), recorded(), machine(), Own(here, profile or "any profile", mine))
 
 

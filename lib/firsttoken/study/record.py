@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 3
 PREFERENCE = ("paper", "full", "gpu", "quick")  # of several results that answer, the larger sample counts
+CHANGED = "-changed"  # behind the name of a profile of which a reader changed settings in a notebook
 
 _MEASURES = ("lib", "env", "data/adapters", "data/claims.yaml")  # what a result hangs on
 
@@ -195,14 +196,15 @@ def pick(
     """The preferred result of ``experiment``, or None.
 
     ``machine`` is a slug, None for this machine, "gpu" for any machine with a GPU, "any" for all. ``profiles`` limits
-    which profiles may answer. A larger profile goes before a smaller one (``PREFERENCE``), then the latest.
+    which profiles may answer; a changed one does only where it is named. A larger profile goes before a smaller one
+    (``PREFERENCE``), then the latest.
     """
     slug, allowed = machine or machine_slug(), set(profiles)
     candidates = [
         result
         for result in results
         if result.experiment == experiment
-        and (not allowed or result.profile in allowed)
+        and (result.profile in allowed if allowed else not result.profile.endswith(CHANGED))
         and (slug in ("any", result.slug) or (slug == "gpu" and result.machine["gpu"]))
     ]
     return max(candidates, key=lambda result: (-_rank(result.profile), result.started), default=None)

@@ -1,24 +1,35 @@
-"""What every notebook begins with and how it shows numbers: thin helpers over pandas."""
+"""What every notebook begins with, and how it shows numbers, mechanisms and what holds: thin helpers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.study import plot
+from firsttoken.study.errors import FirstTokenError, MechanismError
 from firsttoken.study.machine import describe
 from firsttoken.study.profile import Profile, load_profile
-from firsttoken.study.record import Result
+from firsttoken.study.record import CHANGED, Result
 from firsttoken.study.system import NOT_HERE
 
 if TYPE_CHECKING:
     import pandas
+    from IPython.display import Code
 
 
-def opening(name: str) -> Profile:
-    """Set the style of figures and tables, print machine and versions, and return the profile.
+def opening(name: str, changes: Mapping[str, Any] | None = None) -> Profile:
+    """Set the style of figures and tables, print machine and versions, and return the profile ``name``.
 
-    Raises ProfileError if it is unknown.
+    ``changes`` maps settings of the profile, such as "replayed.blocks", to what the reader has them be; None leaves a
+    setting as the profile has it. Results of a changed profile are kept beside those of the unchanged one.
+
+    Raises ProfileError if the profile or a setting is unknown.
     """
     import pandas
 
@@ -30,11 +41,60 @@ def opening(name: str) -> Profile:
     where = machine["gpu"] or machine["cpu"]
     print(f"machine   {machine['slug']}: {where}, {machine['cores']} cores, {memory}, Python {machine['python']}")
     print("packages  " + ", ".join(f"{name} {version}" for name, version in machine["packages"].items()))
-    profile = load_profile(name)
+    changed = {key: value for key, value in (changes or {}).items() if value is not None}
+    profile = load_profile(name, **changed)
+    if changed:
+        profile = replace(profile, name=name + CHANGED)
     print(
         f"profile   {profile.name}: {profile.about}; model {profile.model}, {profile.dtype_name}, seed {profile.seed}"
     )
+    for key, value in changed.items():
+        print(f"changed   {key} = {value}")
     return profile
+
+
+def source(*things: Any) -> Code:
+    """The library's own source of functions, methods or classes, without their docstrings, to be shown in a cell."""
+    from IPython.display import Code
+
+    return Code("\n\n".join(map(_source, things)), language="python")
+
+
+def _source(thing: Any) -> str:
+    text = textwrap.dedent(inspect.getsource(thing))
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
+            first = node.body[0]
+            lines[first.lineno - 1 : first.end_lineno] = [None] * (first.end_lineno - first.lineno + 1)
+    return re.sub(r"(:\n)\n+", r"\1", "\n".join(line for line in lines if line is not None))
+
+
+@contextmanager
+def attempt(mechanism: str) -> Iterator[None]:
+    """Around a scene: whatever a ``mechanism`` that the reader has changed does wrong is told in one line.
+
+    Raises MechanismError for any exception of the block.
+    """
+    try:
+        yield
+    except FirstTokenError as error:
+        raise MechanismError(f"{mechanism}: {error}") from None
+    except Exception as error:
+        said = " ".join(str(error).split()) or "no reason given"
+        raise MechanismError(f"{mechanism} does not work as it stands: {type(error).__name__}: {said}") from None
+
+
+def check(mechanism: str, **directions: bool) -> None:
+    """Say of each direction, a name with underscores for spaces, whether it holds in this run.
+
+    Raises MechanismError, which names the ``mechanism``, where one does not; all are printed first.
+    """
+    told = {name.replace("_", " "): bool(holds) for name, holds in directions.items()}
+    for name, holds in told.items():
+        print(f"{'holds' if holds else 'DOES NOT HOLD'}: {name}")
+    if wrong := [name for name, holds in told.items() if not holds]:
+        raise MechanismError(f"{mechanism} does not do in this run what it is there for: {'; '.join(wrong)}")
 
 
 def where(result: Result | None) -> str:

@@ -1,0 +1,106 @@
+"""The reader's own run drawn over the record: own points filled and dark, those of the record pale behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from firsttoken.study.plot import LOOKS
+from firsttoken.study.record import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PALE, SHIFT = 0.4, 0.16  # opacity of the record; how far its points stand from own ones, where categories are 1 apart
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One result in a figure: the reader's ``own`` run, or the record. ``alone``: there is no other in the figure."""
+
+    result: Result
+    own: bool
+    alone: bool = False
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """What matplotlib draws this result's lines, bars and points with."""
+        return {"alpha": 1.0, "zorder": 4} if self.own else {"alpha": 1.0 if self.alone else PALE, "zorder": 2}
+
+    @property
+    def shift(self) -> float:
+        """Where this result's point stands beside the place of its category."""
+        return 0.0 if self.alone else SHIFT if self.own else -SHIFT
+
+    def who(self, n: int | None = None) -> str:
+        """This result in a legend: whose it is, and of how many observations."""
+        named = "your run" if self.own else f"recorded on {self.result.slug}"
+        return named if n is None else f"{named}, n = {n}"
+
+    def point(
+        self,
+        axes: Axes,
+        place: float,
+        entry: Mapping[str, Any] | None,
+        name: str,
+        *,
+        along: Literal["x", "y"] = "y",
+        scale: float = 1.0,
+        label: str | None = None,
+    ) -> None:
+        """Draw a value of the summary with its interval at ``place`` of the other axis, in the look of ``name``.
+
+        Nothing is drawn where the run has not measured it (None). The value, times ``scale``, lies ``along`` this axis.
+        """
+        if entry is None:
+            return
+        value = scale * entry["value"]
+        low, high = (scale * entry.get(end, entry["value"]) for end in ("low", "high"))
+        error = [[max(0.0, value - low)], [max(0.0, high - value)]]
+        at = (place, value) if along == "y" else (value, place)
+        axes.errorbar(*at, **{f"{along}err": error}, **self._look(name), label=label, linestyle="none")
+
+    def line(
+        self,
+        axes: Axes,
+        places: Sequence[float],
+        entries: Sequence[Mapping[str, Any] | None],
+        name: str,
+        **options: Any,
+    ) -> None:
+        """Draw values of the summary as a line over ``places`` with a band of their intervals; what was not measured
+        (None) is left out. ``scale`` multiplies the values; other ``options`` go to ``Axes.plot``."""
+        scale = options.pop("scale", 1.0)
+        known = [(place, entry) for place, entry in zip(places, entries, strict=True) if entry is not None]
+        if not known:
+            return
+        at, values = [place for place, _ in known], [scale * entry["value"] for _, entry in known]
+        ends = [[scale * entry.get(end, entry["value"]) for _, entry in known] for end in ("low", "high")]
+        axes.plot(at, values, **(self._look(name) | options))
+        axes.fill_between(at, *ends, color=LOOKS[name].colour, alpha=0.15 if self.own else 0.07, linewidth=0, zorder=1)
+
+    def _look(self, name: str) -> dict[str, Any]:
+        look = LOOKS[name]
+        edge = {"markeredgecolor": "black", "markeredgewidth": 0.8} if self.own and look.marker else {}
+        return {"color": look.colour, "marker": look.marker or None} | edge | self.style
+
+
+def over(recorded: Result | None, now: Result) -> list[Drawn]:
+    """The results that a figure draws, the record first: the reader's run stands over it. One alone where there is no
+    record, or where what was run now is the record."""
+    if recorded is None or (recorded.path, recorded.started) == (now.path, now.started):
+        return [Drawn(now, own=True, alone=True)]
+    return [Drawn(recorded, own=False), Drawn(now, own=True)]
+
+
+def name_results(figure: Figure, drawn: Sequence[Drawn], measure: str | None = None) -> None:
+    """Say below ``figure`` which points are whose: machine, profile, and how many observations ``measure`` has."""
+    said = []
+    for one in drawn:
+        counts = {entry["n"] for entry in one.result.summary if entry["measure"] == measure and "n" in entry}
+        n = f", n = {min(counts)}" + (f" to {max(counts)}" if len(counts) > 1 else "") if counts else ""
+        mark = "dark, with a black edge" if one.own else "pale"
+        said.append(f"{'' if one.alone else mark + ': '}{one.who()} (profile {one.result.profile}{n})")
+    figure.supxlabel("   ".join(said), fontsize="small", color=LOOKS["mark"].colour)
