@@ -3,13 +3,18 @@
 # profile, its outputs held against the committed ones. `tests/run.sh --unit` leaves the notebooks out.
 # `tests/run.sh --vllm` runs only what needs vLLM, in an environment of its own, which it makes (env/vllm/setup.sh);
 # `tests/run.sh --clients` asks the service with other people's clients (env/clients/setup.sh) and, where chromium-driver
-# is installed, a browser.
+# is installed, a browser; `tests/run.sh --mutations` makes every mechanism wrong and expects its notebook to say so.
 set -euo pipefail
 unset CDPATH  # with it, cd may go elsewhere, and says where it went
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 case "${1:-}" in
     "" | --unit) ;;
+    --mutations)
+        source env/setup.sh
+        "$FIRSTTOKEN_PYTHON" -m firsttoken fetch
+        FIRSTTOKEN_MUTATIONS=all exec "$FIRSTTOKEN_PYTHON" -m pytest -q -n 2 tests/test_mutations.py
+        ;;
     --vllm)
         env/vllm/setup.sh
         # one thread: two that wait for each other on busy cores took 20 to 100 times as long for this tiny model
@@ -21,7 +26,7 @@ case "${1:-}" in
         env/clients/setup.sh
         exec .venv-clients/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/clients
         ;;
-    *) echo "usage: tests/run.sh [--unit | --vllm | --clients]" >&2 && exit 2 ;;
+    *) echo "usage: tests/run.sh [--unit | --mutations | --vllm | --clients]" >&2 && exit 2 ;;
 esac
 
 source env/setup.sh

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -52,8 +51,6 @@ def run(options: argparse.Namespace) -> int:
     profile = load_profile(options.profile)
     if options.publish and profile.name != "quick":
         raise ProfileError(f"notebooks/ shows the quick profile, not {profile.name}; leave out --publish")
-    if options.publish:
-        os.environ[paths.PUBLISHES] = "1"  # heard by the notebooks' processes
     ran = running.run_notebooks(notebooks, profile, again=options.again, published=options.publish)
     print(f"\n{ledger.table(profile=profile.name)}\n")
     for what, folder in (("figures", paths.own_figures()), ("results", paths.RESULTS / machine_slug() / profile.name)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,6 +34,8 @@ def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool, p
 
     Raises StorageError when what they write cannot be kept.
     """
+    if published:
+        os.environ[paths.PUBLISHES] = "1"  # heard by the notebooks' processes
     for folder in (paths.EXECUTED, paths.RESULTS, paths.own_figures(), paths.CACHE):
         storage.check(folder)
     with alone(paths.EXECUTED / ".lock", f"runs notebooks whose results go to {paths.OUT}"):

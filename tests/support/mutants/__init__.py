@@ -1,0 +1,1 @@
+"""Mechanisms made wrong in a plausible way, each of which must turn its notebook red: one module a report."""

@@ -1,0 +1,7 @@
+"""Wrong versions of what DroidSpeak describes."""
+
+from __future__ import annotations
+
+from mutants.running import Mutation
+
+MUTATIONS: list[Mutation] = []
