@@ -15,7 +15,7 @@ from firsttoken.study.errors import ClaimsError
 from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.record import CHANGED, Result, all_results, known_machine, load_result, pick, result_files
-from firsttoken.study.verdicts import Verdict, judge, judge_all, judge_record
+from firsttoken.study.verdicts import Judgement, Verdict, effect, judge, judge_all, judge_record
 
 TABLES: pages.Tables = {standing.EXPERIMENT: standing.record_table}
 FOR_THE_RECORD = ("full", "gpu", "paper")  # quick results are whoever ran the notebooks last
@@ -56,7 +56,7 @@ def otherwise(notebook: str, profile: str) -> None:
     mine = [result for result in all_results((profile,)) if result.slug == here]
     for judged in judge_record(of, results, machine()):
         now = judge(judged.claim, pick(mine, judged.claim.experiment, machine="any"))
-        if Verdict.NOT_RUN not in (now.verdict, judged.verdict) and now.verdict != judged.verdict:
+        if now.verdict.judged and judged.verdict.judged and now.verdict != judged.verdict:
             agree, told = False, f"recorded {judged.says} ({judged.measured})"
             print(f"here {now.verdict} ({now.measured}), {told}: {judged.claim.says}")
     if agree:
@@ -87,21 +87,23 @@ def _disagreements(now: Result, other: Result, whose: str) -> Iterable[str]:
         if claim.experiment != now.experiment:
             continue
         mine, theirs = judge(claim, now), judge(claim, other)
-        if Verdict.NOT_RUN in (mine.verdict, theirs.verdict):
-            continue
-        if mine.verdict != theirs.verdict or _apart(claim, now, other):
+        if Verdict.NOT_RUN not in (mine.verdict, theirs.verdict) and _differ(mine, theirs, now, other):
             yield f"OTHERWISE than {whose}: {claim.says}: {mine.measured} here, {theirs.measured} there ({claim.id})"
 
 
-def _apart(claim: Claim, one: Result, two: Result) -> bool:
-    """Whether what the claim is judged by lies, with its interval, beyond the other's."""
-    entries = [result.summary.get(claim.measure, **claim.places[0]) for result in (one, two)]
-    if claim.kind == "ordering" or not all(entry and is_number(entry["value"]) for entry in entries):
+def _differ(mine: Judgement, theirs: Judgement, now: Result, other: Result) -> bool:
+    """Whether two results disagree on a claim: in the verdict, or by intervals that lie apart. Where one of them is of
+    too few observations for a verdict, only an effect in the other direction counts."""
+    claim = mine.claim
+    if mine.verdict.judged and theirs.verdict.judged and mine.verdict != theirs.verdict:
+        return True
+    entries = [result.summary.of(claim.measure, **claim.places[0]) for result in (now, other)]
+    if claim.kind == "ordering" or not all(is_number(entry["value"]) for entry in entries):
         return False
-    (low, high), (other_low, other_high) = (
-        (entry.get("low", entry["value"]), entry.get("high", entry["value"])) for entry in entries
-    )
-    return low > other_high or high < other_low
+    if not (mine.verdict.judged and theirs.verdict.judged):
+        return claim.no_effect is not None and len({effect(claim, entry)[1] > 0 for entry in entries}) == 2
+    ends = [(entry.get("low", entry["value"]), entry.get("high", entry["value"])) for entry in entries]
+    return ends[0][0] > ends[1][1] or ends[0][1] < ends[1][0]
 
 
 def table(of: str | None = None, profile: str | None = None) -> str:

@@ -7,7 +7,7 @@ from entries import entry
 
 from firsttoken.study.verdicts import Verdict, judge, judge_all, judge_record, show
 
-R, T, F, N = Verdict
+R, T, F, FEW, N = Verdict
 
 LOSS = {"kind": "ratio", "value": -20.0, "tolerance": 0.25, "no_effect": 0.0}
 GAIN = {"kind": "ratio", "value": 2.0, "unit": "x", "tolerance": 0.1, "no_effect": 1.0}
@@ -48,6 +48,11 @@ LEAST = {"kind": "bound", "value": 3.0, "op": ">="}
         (LEAST | {"no_effect": 1.0}, {"value": 2, "low": 1.5, "high": 2.5}, T),
         (LEAST | {"no_effect": 1.0}, {"value": 2, "low": 0.5, "high": 2.5}, F),
         (LEAST | {"no_effect": 1.0}, {"value": 1.9, "low": 1.5, "high": 2.5}, F),
+        (LEAST, {"value": 4, "n": 5}, R),
+        (LEAST, {"value": 4, "n": 4}, FEW),  # whatever it says
+        (LEAST, {"value": 2, "n": 1}, FEW),
+        (LEAST | {"nature": "arithmetic"}, {"value": 4, "n": 1}, R),
+        (LEAST | {"nature": "configuration"}, {"value": 4, "n": 1}, R),
     ],
 )
 def test_verdicts_on_one_measure(claim, make_result, changes: dict, measured: dict, verdict: Verdict) -> None:

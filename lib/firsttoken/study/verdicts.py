@@ -2,7 +2,8 @@
 
 *Reproduced*: within the tolerance, and the effect's interval excludes no effect. *Trend only*: the interval excludes
 no effect, and the effect is within a factor of two of the report's. *Not reproduced* otherwise. A bound is reproduced
-where the whole interval keeps to it, and a trend also where it lies across.
+where the whole interval keeps to it, and a trend also where it lies across. Fewer than five observations are too few to
+judge what was measured; a byte count or a product of published numbers needs none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from firsttoken.study.claims import Claim, is_number
 from firsttoken.study.measures import named
 from firsttoken.study.record import Result, pick
 
+FEWEST = 5  # observations that bear a verdict
 WITHIN = 2.0  # an effect is of the report's size where neither is more than so many times the other
 
 
@@ -27,7 +29,13 @@ class Verdict(StrEnum):
     REPRODUCED = "reproduced"
     TREND = "trend only"
     FAILED = "not reproduced"
+    TOO_FEW = "n too small to judge"
     NOT_RUN = "not run here"
+
+    @property
+    def judged(self) -> bool:
+        """Whether it says anything of the claim."""
+        return self not in (Verdict.TOO_FEW, Verdict.NOT_RUN)
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,11 @@ def judge(claim: Claim, result: Result | None) -> Judgement:
     found = [result.summary.of(claim.measure, **where) for where in claim.places]
     if claim.kind != "exact" and not all(is_number(entry["value"]) for entry in found):
         return Judgement(claim, "", Verdict.NOT_RUN, f"{claim.measure} must be a number")
-    verdict, why = _RULES[claim.kind](claim, found)
+    counts = [entry["n"] for entry in found if "n" in entry]
+    if claim.nature == "measured" and counts and min(counts) < FEWEST:
+        verdict, why = Verdict.TOO_FEW, f"n = {min(counts)}: too few to judge"
+    else:
+        verdict, why = _RULES[claim.kind](claim, found)
     post_hoc = result.entries.get(claim.id) != claim.digest
     return Judgement(claim, _measured(claim, found), verdict, why, post_hoc)
 
