@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     if options.publish and profile.name != "quick":
         raise ProfileError(f"notebooks/ shows the quick profile, not {profile.name}; leave out --publish")
     ran = running.run_notebooks(notebooks, profile, again=options.again, published=options.publish)
-    print(f"\n{ledger.table(profile=profile.name)}\n")
+    print("", *ledger.end_of_run(profile.name), sep="\n")
     for what, folder in (("figures", paths.own_figures()), ("results", paths.RESULTS / machine_slug() / profile.name)):
         print(f"{what}: {folder}")
     print(f"executed notebooks: {paths.EXECUTED / profile.name}")

@@ -12,9 +12,12 @@ from firsttoken.study import pages, paths, show
 from firsttoken.study.claims import Claim, is_number, load_claims
 from firsttoken.study.claims_table import Own, table_for
 from firsttoken.study.errors import ClaimsError
+from firsttoken.study.files import write_text
 from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.record import CHANGED, Result, all_results, known_machine, load_result, pick, result_files
+from firsttoken.study.run_end import run_end
+from firsttoken.study.storage import storing
 from firsttoken.study.verdicts import Judgement, Verdict, effect, judge, judge_all, judge_record
 
 TABLES: pages.Tables = {standing.EXPERIMENT: standing.record_table}
@@ -112,10 +115,26 @@ def table(of: str | None = None, profile: str | None = None) -> str:
     results = all_results()
     if of:
         return table_for(claims(), results, known_machine(of, results))
+    return table_for(claims(), recorded(), machine(), _own(results, profile))
+
+
+def _own(results: Iterable[Result], profile: str | None) -> Own:
     here = machine_slug()
     own = (result for result in results if result.slug == here and not result.profile.endswith(CHANGED))
-    mine = tuple(result for result in own if profile in (None, result.profile))
-    return table_for(claims(), recorded(), machine(), Own(here, profile or "any profile", mine))
+    return Own(here, profile or "any profile", tuple(one for one in own if profile in (None, one.profile)))
+
+
+def end_of_run(profile: str) -> list[str]:
+    """What a run under ``profile`` ends with: by report what this machine's results say of the claims, where they
+    contradict the record or the reports most, and the page with all of them, which is written here.
+
+    Raises FirstTokenError as ``table``.
+    """
+    page = paths.EXECUTED / profile / "claims.md"
+    with storing(page.parent):
+        write_text(page, table(profile=profile) + "\n")
+    lines = run_end(claims(), recorded(), machine(), _own(all_results((profile,)), profile))
+    return [*lines, "", f"all claims: {page}"]
 
 
 def update_pages(of: str | None = None) -> None:

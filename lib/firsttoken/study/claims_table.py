@@ -26,7 +26,7 @@ def table_for(claims: Iterable[Claim], results: Iterable[Result], machine: str, 
     A column that would be empty is left out. A verdict of the GPU that differs stands with its number.
     """
     claims, results = list(claims), list(results)
-    columns = {"claim": [f"{claim.report}: {_says(claim)}" for claim in claims], "report": [_told(c) for c in claims]}
+    columns = {"claim": [f"{claim.report}: {_says(claim)}" for claim in claims], "report": [told(c) for c in claims]}
     recorded = judge_record(claims, results, machine)
     mine = [judge(claim, pick(own.results, claim.experiment, claim.profiles, "any")) for claim in claims] if own else []
     if own:
@@ -47,7 +47,7 @@ def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str)
     recorded = judge_record(claims, results, machine)
     columns = {
         "claim": [_says(claim) for claim in claims],
-        "report": [_told(claim) for claim in claims],
+        "report": [told(claim) for claim in claims],
         "measured": [judgement.measured for judgement in recorded],
         **_gpu(claims, results, recorded),
         "conditions": [claim.conditions for claim in claims],
@@ -65,7 +65,7 @@ def scoreboard(claims: Sequence[Claim], results: Sequence[Result], machine: str)
     recorded = judge_record([claim for claim in claims if claim.headline], results, machine)
     columns = {
         "claim": [f"{judgement.claim.report}: {judgement.claim.says}" for judgement in recorded],
-        "report": [_told(judgement.claim) for judgement in recorded],
+        "report": [told(judgement.claim) for judgement in recorded],
         "measured": [judgement.measured for judgement in recorded],
         "conditions": [judgement.claim.conditions for judgement in recorded],
         "verdict": [f"**{judgement.says}** ({judgement.claim.notebook})" for judgement in recorded],
@@ -105,7 +105,8 @@ def _says(claim: Claim) -> str:
     return f"{claim.says} ({claim.place})"
 
 
-def _told(claim: Claim) -> str:
+def told(claim: Claim) -> str:
+    """What the report has, as a table shows it."""
     bound = {"<=": "≤ ", ">=": "≥ "}.get(claim.op or "", "")
     return claim.told or f"{bound}{show(claim.value)} {claim.unit}".strip()
 

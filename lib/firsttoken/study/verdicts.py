@@ -43,7 +43,8 @@ class Judgement:
     """The verdict on a claim, what was measured (as text), and the reason in a few words.
 
     ``post_hoc``: the claim is not the one that stood in the ledger when the run began. ``measured`` names the machine
-    where it is not the one that was asked for.
+    where it is not the one that was asked for. ``share`` is what was measured in parts of the report's effect, where
+    the claim says what no effect would be.
     """
 
     claim: Claim
@@ -51,6 +52,7 @@ class Judgement:
     verdict: Verdict
     why: str
     post_hoc: bool = False
+    share: float | None = None
 
     @property
     def says(self) -> str:
@@ -74,7 +76,8 @@ def judge(claim: Claim, result: Result | None) -> Judgement:
     else:
         verdict, why = _RULES[claim.kind](claim, found)
     post_hoc = result.entries.get(claim.id) != claim.digest
-    return Judgement(claim, _measured(claim, found), verdict, why, post_hoc)
+    share = None if claim.no_effect is None or claim.kind == "ordering" else effect(claim, found[0])[1]
+    return Judgement(claim, _measured(claim, found), verdict, why, post_hoc, share)
 
 
 def judge_all(claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None) -> list[Judgement]:
