@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from firsttoken.study import plot
+from firsttoken.study import kernel_errors, plot
 from firsttoken.study.errors import FirstTokenError, MechanismError
 from firsttoken.study.machine import describe
 from firsttoken.study.profile import Profile, load_profile
@@ -33,6 +33,7 @@ def opening(name: str, changes: Mapping[str, Any] | None = None) -> Profile:
     """
     import pandas
 
+    kernel_errors.tell_causes()
     plot.style()
     # what pandas has in a notebook; imported before there is one, as in a warm kernel, it cuts to the terminal's width
     pandas.set_option("display.max_columns", 20)

@@ -1,0 +1,29 @@
+"""In a notebook, the cells behind a failed one say why it failed: they lack the names that it would have made."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+class _Causes:
+    """Remembers the first error of a kernel's cells."""
+
+    def __init__(self) -> None:
+        self.said = ""
+
+    def after(self, result: Any) -> None:
+        """Called by IPython after each cell: behind the error of a missing name it prints what failed before."""
+        error = result.error_before_exec or result.error_in_exec
+        if isinstance(error, NameError) and self.said:
+            print(f"An earlier cell failed, and this one lacks what it defines. {self.said}")
+        elif error is not None and not self.said:
+            self.said = f"{type(error).__name__}: {error}"
+
+
+def tell_causes() -> None:
+    """From here on a cell that lacks a name ends with the error of the cell that failed before it."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None and not hasattr(shell, "firsttoken_causes"):
+        shell.firsttoken_causes = causes = _Causes()
+        shell.events.register("post_run_cell", causes.after)

@@ -1,0 +1,34 @@
+"""Errors in a real kernel: one line for what a reader can mend, and its cause behind cells that come after it."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+CELLS = ("study = show.opening('quik')", "print(study.name)", "print(1)")
+
+
+@pytest.fixture(scope="module")
+def shown() -> list[list]:
+    """The outputs of the cells, each of which runs although the one before it failed."""
+    notebook = nbformat.v4.new_notebook()
+    cells = ("from firsttoken.study import show", *CELLS)
+    notebook.cells = [nbformat.v4.new_code_cell(text) for text in cells]
+    NotebookClient(notebook, allow_errors=True, kernel_name="python3").execute()
+    return [cell.outputs for cell in notebook.cells[1:]]
+
+
+def test_what_a_reader_can_mend_is_one_line(shown) -> None:
+    (error,) = (output for output in shown[0] if output.output_type == "error")
+    assert len(error.traceback) == 1 and error.traceback[0].startswith("firsttoken: no profile 'quik'; known: ")
+
+
+def test_a_cell_behind_it_names_the_cause_in_its_last_line(shown) -> None:
+    error, told = shown[1]
+    assert error.ename == "NameError"
+    assert told.text.endswith("did you mean 'quick'?)\n") and "ProfileError: no profile 'quik'" in told.text
+
+
+def test_other_cells_go_on(shown) -> None:
+    assert [output.text for output in shown[2]] == ["1\n"]
