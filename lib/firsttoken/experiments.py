@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from firsttoken.registry import EXPERIMENTS, find_experiment
-from firsttoken.study import paths, storage
+from firsttoken.study import paths, progress, storage
 from firsttoken.study.claims import digests, load_claims
 from firsttoken.study.clock import counting_kept
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.experiment import EVERY_PROFILE, LONG
 from firsttoken.study.machine import cores, describe
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Result, git_revision, is_clean, write_result
+from firsttoken.study.record import Result, git_revision, is_clean, load_result, write_result
 from firsttoken.study.sources import kept as kept_result
 
 
@@ -47,7 +47,7 @@ def run_experiment(name: str, profile: Profile) -> Result:
     torch.set_num_threads(profile.threads or cores())
     started, clock = datetime.now(UTC), time.perf_counter()
     storage.check(paths.RESULTS)
-    with storage.storing(paths.CACHE), counting_kept() as kept:
+    with storage.storing(paths.CACHE), counting_kept() as kept, progress.running(name, _usual_s(name, profile)):
         outcome = experiment(profile, *read)
     parameters = profile.parameters()
     result = Result(
@@ -67,3 +67,9 @@ def run_experiment(name: str, profile: Profile) -> Result:
     )
     write_result(result)
     return result
+
+
+def _usual_s(name: str, profile: Profile) -> float | None:
+    """How long this experiment took here under this profile when it ran last; None where it never did."""
+    before = load_result(name, profile.name)
+    return before.duration_s if before else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
+
+from firsttoken.study.progress import kernel
 
 
 class _Causes:
@@ -23,7 +24,7 @@ class _Causes:
 
 def tell_causes() -> None:
     """From here on a cell that lacks a name ends with the error of the cell that failed before it."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    shell = kernel()
     if shell is not None and not hasattr(shell, "firsttoken_causes"):
         shell.firsttoken_causes = causes = _Causes()
         shell.events.register("post_run_cell", causes.after)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from firsttoken.study import paths
 from firsttoken.study.files import replacing
 from firsttoken.study.png import few_colours
+from firsttoken.study.progress import kernel
 from firsttoken.study.storage import storing
 
 if TYPE_CHECKING:
@@ -92,16 +92,10 @@ def style() -> None:
     import matplotlib
     import seaborn
 
-    if shell := _kernel():
+    if shell := kernel():
         shell.enable_matplotlib("inline")
     seaborn.set_theme(style="whitegrid", context="notebook")
     matplotlib.rc_file(paths.ENV / "matplotlibrc")
-
-
-def _kernel() -> Any:
-    """The shell of the Jupyter kernel that this is; None elsewhere."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return shell if getattr(shell, "kernel", None) is not None else None
 
 
 def save(fig: Figure, name: str) -> Path:
@@ -118,7 +112,7 @@ def save(fig: Figure, name: str) -> Path:
             if path == png:
                 temporary.write_bytes(few_colours(temporary.read_bytes()))
         fig.set_layout_engine("none")  # found once; to look again takes longer than to draw, here and where it is shown
-    if _kernel():
+    if kernel():
         import matplotlib.pyplot
         from IPython.display import display
 

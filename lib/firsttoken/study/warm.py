@@ -27,6 +27,7 @@ from pathlib import Path
 
 from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.progress import UNSEEN
 from firsttoken.study.system.cores import stay_on
 from firsttoken.study.system.home import kept_elsewhere
 from firsttoken.study.system.sockets import remove_folder, socket_folder
@@ -96,7 +97,7 @@ def warmed(modules: Sequence[str] | None = None) -> Iterator[None]:
 def surroundings() -> dict[str, str]:
     """The environment of a notebook: this process's, with its own folders, as a kernel starts in another one, and
     without need of a home."""
-    ours = {"FIRSTTOKEN_OUT": str(paths.OUT), "FIRSTTOKEN_CACHE": str(paths.CACHE)}
+    ours = {"FIRSTTOKEN_OUT": str(paths.OUT), "FIRSTTOKEN_CACHE": str(paths.CACHE), UNSEEN: "1"}
     return os.environ | ours | kept_elsewhere(paths.CACHE / "home")
 
 
