@@ -6,6 +6,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from firsttoken.study import paths, show
+
 CELLS = ("study = show.opening('quik')", "print(study.name)", "print(1)")
 
 
@@ -32,3 +34,10 @@ def test_a_cell_behind_it_names_the_cause_in_its_last_line(shown) -> None:
 
 def test_other_cells_go_on(shown) -> None:
     assert [output.text for output in shown[2]] == ["1\n"]
+
+
+def test_an_empty_cache_says_what_to_fetch(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(paths, "CACHE", tmp_path)
+    show.opening("quick")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("missing   smollm2-135m") and "run `firsttoken fetch` first" in last

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from firsttoken.study import kernel_errors, plot
+from firsttoken.study import kernel_errors, paths, plot
 from firsttoken.study.errors import FirstTokenError, MechanismError
+from firsttoken.study.foreign.yaml_text import read_yaml
 from firsttoken.study.machine import describe
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import CHANGED, Result
@@ -51,7 +52,16 @@ def opening(name: str, changes: Mapping[str, Any] | None = None) -> Profile:
     )
     for key, value in changed.items():
         print(f"changed   {key} = {value}")
+    if lacking := _missing():
+        print(f"missing   {', '.join(lacking)}: run `firsttoken fetch` first, which shows sizes and resumes")
     return profile
+
+
+def _missing() -> list[str]:
+    """The pinned assets of which the cache lacks a file."""
+    folder = paths.CACHE / "assets"
+    pinned = read_yaml(paths.ENV / "assets.yaml")
+    return [one["name"] for one in pinned if not all((folder / kept["saved_as"]).exists() for kept in one["members"])]
 
 
 def source(*things: Any) -> Code:
