@@ -30,6 +30,9 @@ from firsttoken.study.verdicts import count_verdicts
 README = paths.ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 NOTEBOOKS = notebook_paths()
+# notebooks about a mechanism that have its cells; and those of which a figure still draws the record alone
+MECHANISMS = set[str]()
+RECORD_ALONE = {path.name[:2] for path in NOTEBOOKS}
 RESULT = SimpleNamespace(duration_s=0.0, rows=[], path="x", summary=[])
 STAGED = SimpleNamespace(stages=())
 
@@ -196,5 +199,18 @@ class TestNotebook:
         assert re.search(r"\*\*Time\.\*\* \d+ human minutes \+ [\d.]+ compute minute", prose)
         assert sum("nbval-check-output" in tags(cell) for cell in code_cells(path)) == 1
 
-    def test_calls_and_plots_only(self, path):
+    def test_a_cell_can_be_read_at_once(self, path):
         assert all(len(cell["source"]) <= 25 for cell in code_cells(path))
+
+    def test_a_mechanism_has_its_cells(self, path):
+        """The algorithm, a scene in which it acts, a line to change, and a check that fails where it does not work."""
+        there = {tag for cell in code_cells(path) for tag in tags(cell)}
+        assert path.name[:2] not in MECHANISMS or there >= {"imports", "mechanism", "scene", "change", "check"}
+
+    def test_a_figure_shows_the_readers_run(self, path):
+        """A cell that draws names a result of an experiment that this notebook runs."""
+        cells = ["".join(cell["source"]) for cell in code_cells(path)]
+        own = {name for cell in cells for name in re.findall(r"(?m)^(\w+) = run_experiment\(", cell)}
+        drawn = [cell for cell in cells if "plot.save(" in cell]
+        if own and path.name[:2] not in RECORD_ALONE:
+            assert [cell for cell in drawn if not own & set(re.findall(r"\w+", cell))] == []
