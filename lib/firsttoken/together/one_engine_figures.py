@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from firsttoken.study.overlay import Drawn, name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -23,30 +24,38 @@ _MORE = {"moving_s": "half of them move, median", "gap_s": "half of them move, l
 _TITLES = ("Gaps between tokens of those who stay", "First token of a stored prefix", "P99 between tokens of who runs")
 
 
-def goals(result: Result) -> Figure:
-    """Every round of the three scenes that are timed, their medians, and where the goal lies."""
+def goals(recorded: Result, now: Result) -> Figure:
+    """Every round of the three scenes that are timed, their medians, and where the goal lies: the reader's run over the
+    record, each beside its own goal."""
     import matplotlib.pyplot as plt
 
     names = [drawn | (_MORE if place == 0 else {}) for place, (_, _, drawn, _, _) in enumerate(_PANELS)]
-    fig, axes = plt.subplots(3, figsize=(9, 6), height_ratios=[len(drawn) + 1 for drawn in names])
+    fig, axes = plt.subplots(3, figsize=(9, 7), height_ratios=[len(drawn) + 1 for drawn in names])
+    both = over(recorded, now)
     for ax, title, drawn, (scene, unit, _, times, base) in zip(axes, _TITLES, names, _PANELS, strict=True):
-        _panel(ax, [row for row in result.rows if row["scene"] == scene], drawn, 1e3 if unit == "ms" else 1.0)
         measure, case = MEASURED[base]
-        goal = times * result.summary.value(measure, case=case) * (1e3 if unit == "ms" else 1.0)
-        ax.axvline(goal, color=COLOURS["target"], linestyle="--", linewidth=1.5, label=f"goal: {times:g} times")
+        for one in both:
+            scale = 1e3 if unit == "ms" else 1.0
+            _panel(ax, one, [row for row in one.result.rows if row["scene"] == scene], drawn, scale)
+            goal, label = times * one.result.summary.value(measure, case=case) * scale, f"goal: {times:g} times"
+            style = one.style | {"color": COLOURS["target"], "linestyle": "--", "linewidth": 1.5}
+            ax.axvline(goal, **style, label=label if one.own else None)
         ax.set_title(title, loc="left", fontsize=11)
         ax.set_xlabel(unit)
         ax.set_xlim(left=0)
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize=9, frameon=False, borderaxespad=0.1)
+    fig.suptitle("Who runs feels a stage as a new prompt, and a stored prefix more than that")
+    name_results(fig, both)
     return fig
 
 
-def _panel(ax: Axes, rows: Rows, drawn: dict[str, str], scale: float) -> None:
+def _panel(ax: Axes, one: Drawn, rows: Rows, drawn: dict[str, str], scale: float) -> None:
     look = LOOKS["measured"]
     for place, name in enumerate(drawn):
-        values = sorted(scale * row[name] for row in rows)
-        ax.plot(values, [place] * len(values), look.marker, color=look.colour, alpha=0.45, markersize=6)
-        ax.plot([median(values)] * 2, [place - 0.3, place + 0.3], color=look.colour, linewidth=2.5)
+        values, at = sorted(scale * row[name] for row in rows), place + one.shift
+        edge = {"markeredgecolor": "black"} if one.own else {}
+        ax.plot(values, [at] * len(values), look.marker, color=look.colour, markersize=6, **edge, **one.style)
+        ax.plot([median(values)] * 2, [at - 0.2, at + 0.2], color=look.colour, linewidth=2.5, **one.style)
     ax.set_yticks(range(len(drawn)), list(drawn.values()))
     ax.set_ylim(len(drawn) - 0.5, -0.5)
 

@@ -11,34 +11,39 @@ from firsttoken.kvreuse.experiments.profiling import BOUND
 from firsttoken.kvreuse.experiments.styles import METHODS
 from firsttoken.kvreuse.experiments.transfer import AT_BOUND, OF_SIZE, OWN, SEEN
 from firsttoken.study.measures import Scalar
+from firsttoken.study.overlay import Drawn, name_results, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PAPER_WORST, PAPER_MEAN = 4, 2  # points, 5.4
 
 
-def differences(result: Result) -> Figure:
+def differences(recorded: Result, now: Result) -> Figure:
     """What a choice made on another task loses more than the task's own: at the bound, and with equally many layers."""
     import matplotlib.pyplot as plt
 
     rules = {AT_BOUND: ("smallest group within the bound, as chosen there", "o"), OF_SIZE: ("equally many layers", "s")}
-    of_bound = {"variant": AT_BOUND, "than": OWN}
-    transfers = [entry for entry in result.summary.all("loss_points", **of_bound) if "across" not in entry["where"]]
-    shown = [*(entry["where"] for entry in transfers), of_bound | {"across": "mean"}]
-    fig, ax = plt.subplots(figsize=(9, 0.45 * len(shown) + 1.9))
+    of_bound, both = {"variant": AT_BOUND, "than": OWN}, over(recorded, now)
+    found = [entry for one in both for entry in one.result.summary.all("loss_points", **of_bound)]
+    places = [entry["where"] for entry in found if "across" not in entry["where"]] + [of_bound | {"across": "mean"}]
+    shown = [where for index, where in enumerate(places) if where not in places[:index]]
+    fig, ax = plt.subplots(figsize=(9, 0.5 * len(shown) + 2.4))
     colour = METHODS["DroidSpeak"].colour
     for shift, (rule, (label, marker)) in zip((-0.14, 0.14), rules.items(), strict=True):
         fill = "none" if rule == OF_SIZE else "full"
-        for line, where in enumerate(shown):
-            if entry := result.summary.get("loss_points", **where | {"variant": rule}):
-                at = line + shift
-                ax.plot([entry["low"], entry["high"]], [at, at], color=colour, linewidth=1.8, alpha=0.8)
-                ax.plot(entry["value"], at, marker, color=colour, markersize=7, fillstyle=fill)
+        for one in both:
+            for line, where in enumerate(shown):
+                if entry := one.result.summary.get("loss_points", **where | {"variant": rule}):
+                    at = line + shift + one.shift / 3
+                    edge = {"markeredgecolor": "black"} if one.own and fill == "full" else {}
+                    ax.plot([entry["low"], entry["high"]], [at, at], color=colour, linewidth=1.8, **one.style)
+                    ax.plot(entry["value"], at, marker, color=colour, markersize=7, fillstyle=fill, **edge, **one.style)
         ax.plot([], [], marker, color=colour, fillstyle=fill, label=label)
     for value, style, label in ((PAPER_MEAN, "-", "paper: mean"), (PAPER_WORST, "--", "paper: at most")):
         ax.axvline(value, color=COLOURS["paper"], linestyle=style, linewidth=2, label=label)
@@ -46,34 +51,31 @@ def differences(result: Result) -> Figure:
     ax.set_yticks(range(len(shown)), [_told(where) for where in shown])
     ax.set_ylim(len(shown) - 0.5, -0.5)
     ax.set_xlabel("token accuracy lost beyond the task's own choice, points (95 %)")
-    ax.set_title(f"n = {transfers[0]['n']} items each" if transfers else "one task only", fontsize=11)
     ax.grid(axis="y", visible=False)
-    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9.5)
+    ax.legend(loc="center right", fontsize=9)
+    fig.suptitle("Which layers to recompute carries over to another task; how many does not")
+    name_results(fig, both, "loss_points")
     return fig
 
 
-def stability(result: Result) -> Figure:
+def stability(recorded: Result, now: Result) -> Figure:
     """Left: how many layers a sample of so many items chooses. Right: what its choices lose elsewhere, on average."""
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    rows = [row for row in result.rows if row["what"] == "choice"]
+    both = over(recorded, now)
+    choices = [(one, [row for row in one.result.rows if row["what"] == "choice"]) for one in both]
+    rows = [row for _, of_run in choices for row in of_run]
     runs = list(dict.fromkeys((_pair(row), row["chosen_on"]) for row in rows))
     sizes = sorted({row["items"] for row in rows})
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11.5, 0.62 * len(runs) + 1.9), sharey=True)
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 0.62 * len(runs) + 2.6), sharey=True)
     for place, (pair, task) in enumerate(runs):
         for step, items in enumerate(sizes):
-            of = [r for r in rows if (_pair(r), r["chosen_on"], r["items"]) == (pair, task, items)]
-            at = place + 0.22 * (step - (len(sizes) - 1) / 2)
-            shade = 0.35 + 0.65 * step / max(1, len(sizes) - 1)
-            layers = [row["layers"] for row in of]
-            low, middle, high = np.percentile(layers, [2.5, 50, 97.5])
-            colour, label = METHODS["DroidSpeak"].colour, f"{items} items" if place == 0 else None
-            left.plot([low, high], [at, at], color=colour, alpha=shade, linewidth=2)
-            left.plot(middle, at, "o", color=colour, alpha=shade, markersize=7, label=label)
-            lost = bootstrap([row["relative_loss"] for row in of])
-            right.plot([100 * lost.low, 100 * lost.high], [at, at], color=colour, alpha=shade, linewidth=2)
-            right.plot(100 * lost.estimate, at, "o", color=colour, alpha=shade, markersize=7)
+            at = place + 0.8 / len(sizes) * (step - (len(sizes) - 1) / 2)
+            for one, of_run in choices:
+                of = [r for r in of_run if (_pair(r), r["chosen_on"], r["items"]) == (pair, task, items)]
+                if of:
+                    _sample(left, right, at, of, one, 0.4 + 0.6 * step / max(1, len(sizes) - 1))
     left.set_xlabel(f"layers that a sample chooses at the {100 * BOUND:g} % bound\n(median, 95 % of samples)")
     right.axvline(100 * BOUND, color=COLOURS["paper"], linestyle="--", linewidth=2)
     right.annotate("the bound", (100 * BOUND, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=9)
@@ -85,8 +87,22 @@ def stability(result: Result) -> Figure:
     left.set_ylim(len(runs) - 0.5, -0.5)
     for ax in (left, right):
         ax.grid(axis="y", visible=False)
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(sizes), fontsize=9)
+    told = ", ".join(map(str, sizes))
+    fig.suptitle(f"Samples of {told} items, from top to bottom: larger ones agree on a group")
+    name_results(fig, both)
     return fig
+
+
+def _sample(left: Axes, right: Axes, at: float, rows: Rows, one: Drawn, shade: float) -> None:
+    """What choices by samples of one size have in common; small samples are lighter."""
+    colour, edge = METHODS["DroidSpeak"].colour, {"markeredgecolor": "black"} if one.own else {}
+    style = one.style | {"color": colour, "alpha": shade * one.style["alpha"]}
+    low, middle, high = np.percentile([row["layers"] for row in rows], [2.5, 50, 97.5])
+    lost = bootstrap([row["relative_loss"] for row in rows])
+    drawn = ((left, low, middle, high), (right, 100 * lost.low, 100 * lost.estimate, 100 * lost.high))
+    for ax, first, value, last in drawn:
+        ax.plot([first, last], [at, at], linewidth=2, **style)
+        ax.plot(value, at, "o", markersize=7, **edge, **style)
 
 
 def matrix_rows(result: Result) -> Rows:
