@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firsttoken.progressive.stages import REPORT_PLAN
+from firsttoken.study.overlay import over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result
 
@@ -21,71 +22,69 @@ KIISE = {"em_pct": (55.67, 48.22, 56.22, 55.67), "f1_pct": (66.11, 54.26, 62.02,
 """The authors' scores of the full model and of stages 1 to 3 in % (KIISE KSC 2025, Table 1): Llama-2-7B, TriviaQA
 validation, closed book."""
 
+DEEP = 0.5  # a block is deep that begins in the second half of the layers
 NAMES = {"none": "not healed", "report": "report's recipe", "ours": "our recipe"}
 
 
-def distance_map(result: Result) -> Figure:
-    """Heat map of the last-token distance over start and block size: the best start of each size framed, and the block
-    of the deployed size beside the report's at its relative depth."""
+def distance_map(recorded: Result | None, now: Result) -> Figure:
+    """Heat map of the reader's last-token distances over start and block size: the best start of each size framed, pale
+    where the record has it, and the block of the deployed size beside the report's at its relative depth."""
     import matplotlib.pyplot as plt
     import seaborn
 
-    table = _last(result).pivot(index="size_layers", columns="start_layer", values="distance")
-    fig, ax = plt.subplots(figsize=(9, 4.6))
-    seaborn.heatmap(table, ax=ax, cmap="Greys", cbar_kws={"label": "angular distance, last token"}, square=False)
+    drawn = over(recorded, now)
+    table = _last(now).pivot(index="size_layers", columns="start_layer", values="distance")
+    fig, ax = plt.subplots(figsize=(9, 4.9))
+    seaborn.heatmap(table, ax=ax, cmap="Greys", cbar_kws={"label": "angular distance (0 to 1), last token"})
+    rows = {size: row for row, size in enumerate(table.index)}
+    for one in drawn:
+        width, colour = (2, COLOURS["measured"]) if one.own else (6, COLOURS["single"])
+        for start, size in _best(one.result)[["start_layer", "size_layers"]].itertuples(index=False):
+            if size in rows:
+                frame = plt.Rectangle((start, rows[size]), 1, 1, fill=False, clip_on=False)
+                ax.add_patch(frame)
+                frame.set(edgecolor=colour, linewidth=width, zorder=one.style["zorder"])
+        label = f"turns the stream least, by size: {one.who()}"
+        ax.plot([], [], "s", color=colour, fillstyle="none", markeredgewidth=width / 1.5, markersize=8, label=label)
     size = len(REPORT_PLAN.block)
-    for row, (layers, values) in enumerate(table.iterrows()):
-        column, here = int(np.nanargmin(values.to_numpy())), layers == size
-        frame = {"edgecolor": COLOURS["measured"], "linewidth": 4 if here else 2}
-        ax.add_patch(plt.Rectangle((column, row), 1, 1, fill=False, clip_on=False, **frame))
-        if here:
-            scaled = REPORT_PLAN.block[0] / REPORT_PLAN.depth * table.shape[1]
-            ax.plot(
-                scaled + 0.5,
-                row + 0.5,
-                "D",
-                color=COLOURS["paper"],
-                markersize=12,
-                markeredgecolor="white",
-                markeredgewidth=2,
-            )
-    ax.plot([], [], "s", color=COLOURS["measured"], fillstyle="none", label="turns the residual stream least, by size")
-    ax.plot(
-        [],
-        [],
-        "D",
-        color=COLOURS["paper"],
-        markeredgecolor="black",
-        label=f"the report's block of {size}, at its relative depth",
-    )
+    if size in rows:
+        scaled = REPORT_PLAN.block[0] / REPORT_PLAN.depth * table.shape[1]
+        look = {"color": COLOURS["paper"], "markeredgecolor": "black", "markeredgewidth": 1.5}
+        label = f"the report's block of {size}, at its relative depth"
+        ax.plot(scaled + 0.5, rows[size] + 0.5, "D", markersize=11, linestyle="none", label=label, **look)
     ax.set(xlabel="first layer of the block (0-based)", ylabel="layers in the block")
     ax.tick_params(axis="both", rotation=0)
     ax.grid(False)
-    ax.set_title(f"thick: the block of {size} that is left out here", fontsize=11)
-    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    start, end = now.summary.value("chosen_start"), now.summary.value("chosen_end")
+    where = "deep, as the report has it" if now.summary.value("relative_depth") >= DEEP else "in the middle, not deep"
+    fig.suptitle(f"The block of {end - start + 1} that turns the stream least, {start}-{end}, lies {where}")
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     return fig
 
 
-def chosen_blocks(result: Result) -> Figure:
+def chosen_blocks(recorded: Result | None, now: Result) -> Figure:
     """The chosen block of every size as a bar from its first to its last layer; the report's block, scaled, beside."""
     import matplotlib.pyplot as plt
 
-    table = _last(result)
-    depth = int(table.start_layer.max()) + int(table.size_layers.min())
-    best = table.loc[table.groupby("size_layers").distance.idxmin()]
-    fig, ax = plt.subplots(figsize=(8, 4))
-    ax.barh(best.size_layers, best.size_layers, left=best.start_layer, color=COLOURS["measured"], label="chosen here")
-    scale = depth / REPORT_PLAN.depth
-    left, width = REPORT_PLAN.block[0] * scale, len(REPORT_PLAN.block) * scale
-    ax.barh([len(REPORT_PLAN.block)], [width], left=[left], height=0.35, color=COLOURS["paper"], edgecolor="black")
-    ax.plot([], [], color=COLOURS["paper"], linewidth=7, label=f"report: 20-27 of 32, scaled to {depth}")
-    for _, row in best.iterrows():
-        ax.annotate(
-            f"{row.distance:.2f}", (row.start_layer - 0.3, row.size_layers), ha="right", va="center", fontsize=9
-        )
-    ax.set(xlabel="layer (0-based)", ylabel="layers in the block", xlim=(-1.5, depth), yticks=best.size_layers)
-    ax.set_title("Number: angular distance of the block")
-    ax.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.5, -0.16))
+    drawn = over(recorded, now)
+    fig, ax = plt.subplots(figsize=(8, 4.6))
+    for one in drawn:
+        best = _best(one.result)
+        places, height = best.size_layers - one.shift, 0.7 if one.alone else 0.34
+        look = one.style | {"color": COLOURS["measured"], "edgecolor": "black" if one.own else "none"}
+        ax.barh(places, best.size_layers, left=best.start_layer, height=height, label=f"chosen: {one.who()}", **look)
+    depth = _depth(now)
+    for start, size, distance in best[["start_layer", "size_layers", "distance"]].itertuples(index=False):
+        ax.annotate(f"{distance:.2f}", (start - 0.3, size), ha="right", va="center", fontsize=9)
+    scale, size = depth / REPORT_PLAN.depth, len(REPORT_PLAN.block)
+    left, width = REPORT_PLAN.block[0] * scale, size * scale
+    told = f"report: {REPORT_PLAN.block[0]}-{REPORT_PLAN.block[-1]} of {REPORT_PLAN.depth}, scaled to {depth}"
+    ax.barh([size], [width], left=[left], height=0.35, color=COLOURS["paper"], edgecolor="black", label=told)
+    ax.set(xlabel="layer (0-based); beside a bar: the block's angular distance", ylabel="layers in the block")
+    ax.set(xlim=(-1.5, depth), yticks=sorted(best.size_layers))
+    deep = int((best.start_layer / depth >= DEEP).sum())
+    fig.suptitle(f"{deep} of {len(best)} chosen blocks begin in the deeper half, where the report's lies")
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     return fig
 
 
@@ -185,3 +184,14 @@ def _log_ticks(axis: Axis) -> None:
 def _last(result: Result) -> pandas.DataFrame:
     frame = result.frame()
     return frame[frame.tokens == "last"]
+
+
+def _best(result: Result) -> pandas.DataFrame:
+    """The row of each block size whose distance is the least."""
+    table = _last(result)
+    return table.loc[table.groupby("size_layers").distance.idxmin()]
+
+
+def _depth(result: Result) -> int:
+    table = _last(result)
+    return int((table.start_layer + table.size_layers).max())
