@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from firsttoken.progressive.gates import GATES
 from firsttoken.progressive.stages import REPORT_PLAN
-from firsttoken.study.overlay import over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.overlay import name_results, over
+from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
@@ -88,88 +87,86 @@ def chosen_blocks(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def stage_scores(result: Result) -> Figure:
-    """EM, F1 and perplexity by stage, unhealed and by recipe, with 95 % intervals, and the authors' scores beside."""
+def stage_scores(recorded: Result | None, now: Result) -> Figure:
+    """Points of EM and F1 that each stage loses against the full model, unhealed and by recipe, with 95 % intervals;
+    what the authors lost, and what the report allows."""
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(1, 3, figsize=(11, 4.2))
-    found = result.summary
-    labels = {"em_pct": "exact match, %", "f1_pct": "F1, %", "perplexity": "perplexity"}
-    for ax, (score, label) in zip(axes, labels.items(), strict=True):
-        kinds = [k for k in NAMES if found.get(score, stage=1, recipe=k)]
-        for offset, kind in zip(np.linspace(-0.25, 0.25, len(kinds)), kinds, strict=True):
-            for stage in (1, 2):
-                _whisker(ax, stage + offset, found.of(score, stage=stage, recipe=kind), COLOURS[kind], NAMES[kind])
-        for stage in (0, 3):
-            _whisker(ax, stage, found.of(score, stage=stage), COLOURS["S0"], "full model")
-        if score in KIISE:
-            ax.plot(
-                range(4),
-                KIISE[score],
-                color=COLOURS["paper"],
-                marker="d",
-                linestyle=":",
-                label="authors: Llama-2-7B, TriviaQA",
-                zorder=1,
-            )
-            ax.set_ylim(0, None)
-        else:
-            ax.set_yscale("log")
-            _log_ticks(ax.yaxis)
-        ax.set(xlabel="stage", ylabel=label, xticks=range(4), xticklabels=["full", "1", "2", "3"], xlim=(-0.5, 3.5))
-    questions, windows = (found.of(score, stage=0)["n"] for score in ("f1_pct", "perplexity"))
-    axes[1].set_title(f"{questions} questions, {windows} windows; bars: 95 %", fontsize=11)
-    handles = dict(zip(*reversed(axes[1].get_legend_handles_labels()), strict=True))
-    fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5)
+    drawn = over(recorded, now)
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
+    for ax, score in zip(axes, ("em", "f1"), strict=True):
+        for stage, limit in GATES.items():
+            kinds = [{"recipe": kind} for kind in NAMES] if stage < max(GATES) else [{}]
+            for place, kind in zip(np.linspace(-0.27, 0.27, len(kinds)) if kinds[1:] else [0.0], kinds, strict=True):
+                name = kind.get("recipe", "S3")
+                for one in drawn:
+                    entry = one.result.summary.get(f"{score}_drop", stage=stage, **kind)
+                    one.point(ax, stage + place + one.shift / 3, entry, name)
+            lost = KIISE[f"{score}_pct"][0] - KIISE[f"{score}_pct"][stage]
+            authors = {"label": "authors: Llama-2-7B, TriviaQA", "color": COLOURS["paper"]} if stage == 1 else {}
+            ax.plot(stage + 0.42, lost, "d", **({"color": COLOURS["paper"]} | authors), markeredgecolor="black")
+            gate = {"label": "the report allows at most"} if stage == 1 else {}
+            ax.plot([stage - 0.45, stage + 0.47], [limit] * 2, color=COLOURS["target"], linewidth=2.5, **gate, zorder=5)
+        ax.axhline(0, color=COLOURS["mark"], linewidth=1)
+        titles = {"em": "exact match (EM)", "f1": "F1"}
+        ax.set(title=titles[score], xticks=list(GATES), xticklabels=[f"stage {stage}" for stage in GATES])
+    for name, label in (NAMES | {"S3": "whole model"}).items():
+        look = LOOKS[name]
+        axes[0].plot([], [], look.marker, color=look.colour, label=label)
+    axes[0].set_ylabel("points lost against the full model")
+    axes[1].legend(*axes[0].get_legend_handles_labels(), loc="upper right", fontsize="small", frameon=True)
+    ours, report = (drawn[0].result.summary.value("em_drop", stage=1, recipe=kind) for kind in ("ours", "report"))
+    theirs = KIISE["em_pct"][0] - KIISE["em_pct"][1]
+    who = "Nobody passes" if min(ours, report, theirs) > GATES[1] else "Somebody passes"
+    told = f"{ours:.0f} (ours), {report:.0f} (report's recipe), {theirs:.0f} (authors)"
+    fig.suptitle(f"{who} the gate of {GATES[1]:.0f} points: stage 1 loses {told}")
+    name_results(fig, drawn, "em_drop")
     return fig
 
 
-def control_scores(result: Result) -> Figure:
-    """F1 and perplexity of every control, healed and not, with 95 % intervals."""
+def control_scores(recorded: Result | None, now: Result) -> Figure:
+    """F1 and perplexity of every control, healed and not, with 95 % intervals. ``now`` is a run of stage_quality: it
+    has the full model and the chosen block without healing; the controls are trained for the record only."""
     import matplotlib.pyplot as plt
 
     labels = {
         "s0": "full model",
         "full": "full model, trained on",
         "chosen": "8 layers, chosen block",
-        "one_shot": "  the same, twice the steps",
+        "one_shot": "the same, twice the steps",
         "random": "8 layers, random block",
         "drop6": "6 layers, chosen block",
         "drop4": "4 layers, chosen block",
     }
-    fig, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
+    drawn = over(recorded, now)
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
     for ax, score, label in zip(axes, ("f1_pct", "perplexity"), ("F1, %", "perplexity (log scale)"), strict=True):
-        for place, name in enumerate(labels):
-            for kind, shift in (("none", 0.14), ("ours", -0.14)):
-                if (entry := result.summary.get(score, variant=name, recipe=kind)) is not None:
-                    _whisker(ax, place - shift, entry, COLOURS[kind], NAMES[kind], horizontal=True)
-        _whisker(ax, 0, result.summary.of(score, stage=0), COLOURS["S0"], "full model", horizontal=True)
+        for one in drawn:
+            found = one.result.summary
+            one.point(ax, one.shift, found.get(score, stage=0), "S0", along="x")
+            for place, name in enumerate(labels):
+                for kind, apart in (("none", -0.16), ("ours", 0.16)):
+                    entry = found.get(score, variant=name, recipe=kind)
+                    if one.own and (name, kind) == ("chosen", "none"):
+                        entry = found.get(score, stage=1, recipe="none")
+                    one.point(ax, place + apart + one.shift / 2, entry, kind, along="x")
         ax.set(xlabel=label, yticks=range(len(labels)), yticklabels=labels.values())
+    for kind in ("none", "ours"):
+        axes[0].plot([], [], LOOKS[kind].marker, color=COLOURS[kind], label=NAMES[kind])
     axes[0].set_xlim(0, None)
     axes[0].invert_yaxis()
     axes[1].set_xscale("log")
     _log_ticks(axes[1].xaxis)
-    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
-    fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3)
-    return fig
-
-
-def _whisker(
-    ax: Axes, place: float, entry: Mapping[str, Any], colour: str, label: str, horizontal: bool = False
-) -> None:
-    """One estimate with its interval, as a dot and a bar."""
-    reach = [[entry["value"] - entry["low"]], [entry["high"] - entry["value"]]]
-    x, y = (entry["value"], place) if horizontal else (place, entry["value"])
-    ax.errorbar(
-        [x],
-        [y],
-        **{"xerr" if horizontal else "yerr": reach},
-        fmt="o",
-        color=colour,
-        label=label,
-        capsize=3,
-        markersize=7,
+    axes[1].legend(*axes[0].get_legend_handles_labels(), loc="lower right", fontsize="small", frameon=True)
+    chosen, drawn_at_random = (
+        drawn[0].result.summary.get("perplexity", variant=name, recipe="none") for name in ("chosen", "random")
     )
+    if chosen and drawn_at_random:
+        than = "less" if drawn_at_random["value"] < chosen["value"] else "more"
+        told = f"perplexity {drawn_at_random['value']:.0f}, not {chosen['value']:.0f}"
+        fig.suptitle(f"Losing a random block costs {than} than losing the chosen one: {told}")
+    name_results(fig, drawn, "f1_pct")
+    return fig
 
 
 def _log_ticks(axis: Axis) -> None:
