@@ -100,14 +100,14 @@ def _transition_raises() -> None:
     ChangedLayers.redo = redo
 
 
-def _answers_shifted() -> None:
+def _prompt_counts() -> None:
     from firsttoken.progressive import healing
 
     right = healing._targets
 
     def targets(*given: object) -> tuple:
         answer, running, distilled = right(*given)
-        return answer.roll(-1, 1), running, distilled
+        return answer.flip(1).cummax(1).values.flip(1), running, distilled
 
     healing._targets = targets
 
@@ -127,7 +127,7 @@ MUTATIONS: list[Mutation] = [
     Mutation("11", "the deepest block is chosen", _deepest_block, "angular distance of a block", quick=True),
     Mutation("11", "the block that turns most is chosen", _most_turning_block, "angular distance of a block"),
     Mutation("11", "a distance over one layer too many", _one_layer_too_many, "angular distance of a block"),
-    Mutation("12", "answer positions are off by one", _answers_shifted, "loss of healing"),
+    Mutation("12", "the prompt counts as answer", _prompt_counts, "loss of healing"),
     Mutation("12", "the teacher is left out", _no_teacher, "loss of healing"),
     Mutation("13", "C comes before B", _c_before_b, "staged plan"),
     Mutation("13", "everything comes first", _everything_first, "staged plan"),
