@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, files_were, link_key
-from firsttoken.progressive.coldstart.summary import REQUEST, values
+from firsttoken.progressive.coldstart.summary import PROCESS, values
 from firsttoken.progressive.coldstart.variants import VARIANTS
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.measures import Entry
+from firsttoken.study.overlay import Drawn, name_results, over
+from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
+from firsttoken.study.system import NOT_HERE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,56 +23,92 @@ if TYPE_CHECKING:
 
 # phase, what it is made of, colour
 PHASES = (
+    ("interpreter, imports", ("interpreter", "imports"), COLOURS["other"]),
     ("config, tokenizer, empty model", ("config_and_tokenizer", "build"), COLOURS["configuration"]),
     ("waiting for weights", ("adapter", "load"), COLOURS["weights"]),
     ("prefill", ("prefill",), COLOURS["prefill"]),
 )
+LINES = {"whole_streamed": "S3", "progressive": "S1"}  # the look of each variant whose first token is drawn by link
+STACKED = (
+    "from_pretrained",
+    "chunked",
+    "whole_streamed",
+    "whole_early",
+    "progressive",
+    "progressive_early",
+    "lean",
+    "lean_progressive",
+)
+"""The variants whose phases are drawn: other people's loaders, and ours with and without what is claimed of it."""
 
 
-def phase_stacks(result: Result, links: Sequence[str]) -> Figure:
-    """Median phases from the arrival of the request to the first token, of the variants that ran over each of
-    ``links``; the imports before it are told in words.
+def phase_stacks(recorded: Result | None, now: Result, links: Sequence[str]) -> Figure:
+    """Phases of one start from the creation of the process to the first token: of that whose time is nearest the
+    median, so that a bar ends at the number it stands for.
 
-    A tick is the floor, the variant's bytes at the link's measured rate; a line the 95 % interval of the median TTFT,
-    a dot its 95th percentile.
+    A tick is the floor, the variant's bytes at the link's measured rate, from when its reading may begin; a line the
+    95 % interval of the median.
     """
     import matplotlib.pyplot as plt
 
-    frames = [[row for row in result.rows if row["link"] == link and row["variant"] != "read"] for link in links]
-    names = [sorted({row["variant"] for row in rows}, key=list(VARIANTS).index, reverse=True) for rows in frames]
-    heights = [1.6 + len(found) for found in names]
-    fig, axes = plt.subplots(len(links), 1, figsize=(9, 1 + 0.34 * sum(heights)), height_ratios=heights, squeeze=False)
-    for ax, link, rows, found in zip(axes[:, 0], links, frames, names, strict=True):
-        labels = []
-        for place, name in enumerate(found):
-            own = [row for row in rows if row["variant"] == name]
-            median = result.summary.of("ttft_p50_s", variant=name, link=link_key(own[0]))
-            _stack(ax, place, own, _floor(result, link, own), median)
-            labels.append(f"{VARIANTS[name].label} (n = {len(own)})")
-        before = float(
-            np.median([_seconds(row, ("interpreter", "imports")) for row in rows if not VARIANTS[row["variant"]].lean])
-        )
-        ax.set(xlabel=f"seconds from the arrival of the request (imports: {before:.1f} s before)")
-        ax.set(xlim=(0, None), title=_link_title(rows), yticks=range(len(found)), yticklabels=labels)
+    drawn = over(recorded, now)
+    found = {link: [name for name in reversed(STACKED) if any(_starts(d, link, name) for d in drawn)] for link in links}
+    heights = [1.2 + len(names) for names in found.values()]
+    size = (9, 1.6 + 0.42 * sum(heights))
+    fig, axes = plt.subplots(len(links), 1, figsize=size, height_ratios=heights, squeeze=False, sharex=True)
+    for ax, (link, names) in zip(axes[:, 0], found.items(), strict=True):
+        for place, name in enumerate(names):
+            for one in drawn:
+                if rows := _starts(one, link, name):
+                    _stack(ax, place - one.shift, rows, one, _floor(one.result, link, rows))
+                elif name in one.result.provenance.get("left_out", {}).get(link, ()):
+                    ax.annotate(NOT_HERE, (0, place - one.shift), fontsize=8, va="center")
+        shown = next(rows for one in reversed(drawn) for name in names if (rows := _starts(one, link, name)))
+        ax.set(title=_link_title(shown), yticks=range(len(names)), yticklabels=[VARIANTS[n].label for n in names])
+        ax.set(ylim=(-0.6, len(names) - 0.4))
         ax.grid(axis="y", visible=False)
+    ax.set(xlabel="seconds from the creation of the process to the first token", xlim=(0, None))
+    found = (rows for one in drawn for link in links if (rows := _starts(one, link, "progressive")))
+    for start in map(median_start, itertools.islice(found, 1)):
+        share = 100 * _seconds(start, PHASES[0][1]) / start[PROCESS]
+        fig.suptitle(
+            f"{share:.0f} % of a progressive start ({start['link']}) passes before a weight is needed: imports"
+        )
     handles, labels = axes[0][0].get_legend_handles_labels()
     kept = dict(zip(labels, handles, strict=True))
-    fig.legend(kept.values(), kept.keys(), loc="outside lower center", ncols=3)
+    ax.legend(kept.values(), kept.keys(), loc="lower right", fontsize="small", frameon=True)
+    name_results(fig, drawn, "process_ttft_p50_s")
     return fig
 
 
-def _stack(ax: Axes, place: int, rows: Rows, floor: float, median: dict[str, Any]) -> None:
-    left = 0.0
+def _starts(drawn: Drawn, link: str, variant: str) -> Rows:
+    return [row for row in drawn.result.rows if row["link"] == link and row["variant"] == variant]
+
+
+def median_start(rows: Rows) -> dict[str, Any]:
+    """The start whose time from the creation of the process is nearest the median of all."""
+    middle = float(np.median([row[PROCESS] for row in rows]))
+    return min(rows, key=lambda row: abs(row[PROCESS] - middle))
+
+
+def _stack(ax: Axes, place: float, rows: Rows, drawn: Drawn, floor: float) -> None:
+    start, left, height = median_start(rows), 0.0, 0.62 if drawn.alone else 0.3
+    edge = {"edgecolor": "black", "linewidth": 0.8} if drawn.own else {"linewidth": 0}
     for label, parts, colour in PHASES:
-        width = float(np.median([_seconds(row, parts) for row in rows]))
-        ax.barh(place, width, left=left, color=colour, label=label, height=0.62)
+        width = _seconds(start, parts)
+        ax.barh(place, width, left=left, color=colour, label=label, height=height, **edge, alpha=drawn.style["alpha"])
         left += width
-    if not VARIANTS[rows[0]["variant"]].early:  # its bytes move from the first line of the process on
-        ax.plot([floor, floor], [place - 0.42, place + 0.42], color=COLOURS["floor"], linewidth=2.5, label="floor")
-    interval = [median["low"], median["high"]]
-    ax.plot(interval, [place, place], color="#777777", linewidth=2, label="median, 95 % interval")
-    p95 = float(np.percentile([row[REQUEST] for row in rows], 95))
-    ax.plot(p95, place, "o", color="white", markeredgecolor="black", markersize=5, label="95th percentile")
+    variant, half = VARIANTS[start["variant"]], 0.6 * height
+    # the bytes of an early start move from the first line of the process on
+    at = floor + (0.0 if variant.early else _seconds(start, PHASES[0][1]))
+    ax.plot([at, at], [place - half, place + half], color=COLOURS["floor"], linewidth=2, label="floor: bytes / rate")
+    median = drawn.result.summary.of("process_ttft_p50_s", variant=variant.name, link=link_key(start))
+    interval = [median.get("low", left), median.get("high", left)]
+    ax.plot(interval, [place, place], color=COLOURS["mark"], linewidth=2, label="median, 95 % interval")
+    ax.annotate(f"{left:.1f}", (max(left, interval[1]), place), (4, 0), textcoords="offset points", **_TOLD)
+
+
+_TOLD = {"va": "center", "fontsize": 8.5}
 
 
 def _seconds(row: dict[str, Any], parts: Sequence[str]) -> float:
@@ -90,7 +130,9 @@ def _link_title(rows: Rows) -> str:
     return f"{name}, {shaped[rows[0]['shaped_by']]}" if rows[0]["shaped_by"] in shaped else name
 
 
-def first_token_by_link(result: Result, variants: Sequence[str] = ("whole_streamed", "progressive")) -> Figure:
+def first_token_by_link(
+    recorded: Result | None, now: Result, variants: Sequence[str] = ("whole_streamed", "progressive")
+) -> Figure:
     """Median TTFT from the request's arrival, with its 95 % interval, against the measured rate of the link.
 
     Only links that gave the rate that was asked of them, one a rate: a rate beyond what this machine's memory gives is
@@ -98,32 +140,35 @@ def first_token_by_link(result: Result, variants: Sequence[str] = ("whole_stream
     """
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(8, 4.4))
-    looks = {"whole_streamed": (COLOURS["S3"], "o"), "progressive": (COLOURS["S1"], "s")}
-    counts: dict[float, set[int]] = {}
-    for variant in variants:
-        points = sorted(_by_rate(result, variant))
-        rates, times, low, high, floors, numbers = (np.array(column) for column in zip(*points, strict=True))
-        colour, marker = looks[variant]
-        bars = np.array([times - low, high - times])
-        ax.errorbar(rates, times, bars, color=colour, marker=marker, capsize=4, label=VARIANTS[variant].label)
-        ax.plot(rates, floors, ":", color=COLOURS["floor"], marker=marker, markersize=4, markerfacecolor="none")
-        for rate, n in zip(rates, numbers, strict=True):
-            counts.setdefault(float(rate), set()).add(int(n))
-    for rate, found in counts.items():
-        told = f"n = {min(found)}" if len(found) == 1 else f"n = {min(found)} to {max(found)}"
-        ax.annotate(told, (rate, 1), xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=9)
+    drawn = over(recorded, now)
+    fig, ax = plt.subplots(figsize=(9, 4.8))
+    for one in drawn:
+        for variant in variants:
+            name, points = LINES[variant], sorted(_by_rate(one.result, variant), key=lambda point: point[0])
+            label = f"{VARIANTS[variant].label}, {'your run' if one.own else 'recorded'}"
+            rates, entries, floors = zip(*points, strict=True) if points else ((), (), ())
+            one.line(ax, rates, entries, name, label=label)
+            ax.plot(rates, floors, ":", color=COLOURS["floor"], marker=LOOKS[name].marker, markerfacecolor="none")
     ax.plot([], [], ":", color=COLOURS["floor"], label="floor: bytes / rate")
     ax.set(xscale="log", yscale="log", xlabel="measured rate of the link, Gbit/s", ylabel="TTFT from arrival, s")
     for axis, ticks in ((ax.xaxis, (1, 2, 5, 10, 20)), (ax.yaxis, (0.1, 0.2, 0.5, 1, 2))):
         axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_ticks([], minor=True)
-    fig.legend(loc="outside lower center", ncols=3)
+    pairs = zip(
+        *(sorted(_by_rate(drawn[0].result, variant), key=lambda point: point[0]) for variant in variants), strict=False
+    )
+    saved = [
+        f"{100 * (1 - few['value'] / all_['value']):.0f} % at {rate:.0f}" for (rate, all_, _), (_, few, _) in pairs
+    ]
+    told = " and ".join(saved[:: max(1, len(saved) - 1)])
+    fig.suptitle(f"Stage 1 brings the first token earlier by {told} Gbit/s")
+    ax.legend(loc="upper right", fontsize="small")
+    name_results(fig, drawn, "ttft_p50_s")
     return fig
 
 
-def _by_rate(result: Result, variant: str) -> list[tuple[float, float, float, float, float, int]]:
-    """Rate read alone, median TTFT, its interval, floor and number of starts, of every link that gave its rate."""
+def _by_rate(result: Result, variant: str) -> list[tuple[float, Entry, float]]:
+    """Rate read alone, median TTFT and floor, of every link that gave its rate."""
     points = []
     for link in {row["link"] for row in result.rows if row["variant"] == variant}:
         rows = [row for row in result.rows if row["link"] == link]
@@ -134,7 +179,7 @@ def _by_rate(result: Result, variant: str) -> list[tuple[float, float, float, fl
             continue
         moved = next(row["bytes"] for row in rows if row["variant"] == variant)
         found = result.summary.of("ttft_p50_s", variant=variant, link=link_key(rows[0]))
-        points.append((rate, found["value"], found["low"], found["high"], moved * read / size, found["n"]))
+        points.append((rate, found, moved * read / size))
     return points
 
 

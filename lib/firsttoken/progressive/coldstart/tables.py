@@ -5,60 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, NONE, SERVER, files_were, link_key
-from firsttoken.progressive.coldstart.summary import LEAN
-from firsttoken.progressive.coldstart.variants import VARIANTS
 from firsttoken.study.measures import Scalar
 from firsttoken.study.record import Result
 from firsttoken.study.show import interval
-from firsttoken.study.system import NOT_HERE
 
 Table = list[dict[str, Any]]
-
-
-def first_token_rows(result: Result, key: str) -> Table:
-    """TTFT of every variant over the link ``key`` ("1gbit"), by both definitions, in s with 95 % intervals.
-
-    A variant that was asked for and cannot run here says so: another loader over a token bucket, or not installed.
-    """
-    absent = result.provenance.get("left_out", {})  # results recorded before that was kept lack it
-    left_out = {name for link in links_of(result, key) for name in absent.get(link, ())}
-    rows: Table = []
-    for name, variant in VARIANTS.items():
-        entry = {
-            f"{scope} {q}": interval(result.summary.get(f"{measure}_{q.lower()}_s", variant=name, link=key), 2)
-            for scope, measure in (("from the request's arrival", "ttft"), ("from process creation", "process_ttft"))
-            for q in ("P50", "P95")
-        }
-        if name in left_out:
-            entry = dict.fromkeys(entry, NOT_HERE)
-        if any(entry.values()):
-            rows.append({"variant": variant.label, **entry})
-    return rows
-
-
-def lean_rows(result: Result) -> Table:
-    """Starts without transformers over those with it, process to token, and over what none can do without: importing
-    torch, or the bytes at the rate read alone, whichever takes longer."""
-    rows: Table = []
-    for name, base in LEAN.items():
-        for key in sorted({link_key(row) for row in result.rows}):
-            if (over := result.summary.get("process_ttft_x", variant=name, than=base, link=key)) is None:
-                continue
-            bound = result.summary.of("process_ttft_x", variant=name, than="bound", link=key)
-            rows.append(
-                {
-                    "lean start": f"{VARIANTS[name].label}, {key}",
-                    "asked": "<= 0.5",
-                    "/ the same with transformers": interval(over, 3),
-                    "/ max(import torch, its bytes)": interval(bound, 3),
-                }
-            )
-    return rows
-
-
-def links_of(result: Result, key: str) -> set[str]:
-    """The names of the links that the measures call ``key``."""
-    return {row["link"] for row in result.rows if link_key(row) == key}
 
 
 _FIRST, _STREAMED = ({"variant": variant, "link": "1gbit"} for variant in ("progressive", "whole_streamed"))
@@ -95,15 +46,17 @@ TARGETS: tuple[tuple[str, str, dict[str, Scalar], str, str, str], ...] = (
 """What is compared, the measure that answers, of what and to what, what is asked of it, and which is its floor."""
 
 
-def target_rows(result: Result) -> Table:
-    """The targets with what was measured; an empty cell where the result lacks the measure."""
-    found = result.summary
+def target_rows(recorded: Result | None, now: Result) -> Table:
+    """The targets with their floor, what is recorded and what this run measured; an empty cell where a result lacks
+    the measure."""
+    known = recorded or now
     return [
         {
             "ratio": what,
             "asked": asked,
-            "floor": f"{share['value']:.3f}" if (share := found.get(floor, **place)) else "",
-            "measured": interval(found.get(measure, **place, than=than), 3),
+            "floor": f"{share['value']:.3f}" if (share := known.summary.get(floor, **place)) else "",
+            "recorded": interval(recorded.summary.get(measure, **place, than=than), 3) if recorded else "",
+            "your run": interval(now.summary.get(measure, **place, than=than), 3),
         }
         for what, measure, place, than, asked, floor in TARGETS
     ]
@@ -157,20 +110,3 @@ def deferral_rows(result: Result) -> Table:
 def most_deferred(result: Result) -> int:
     """The largest number of layers that was deferred."""
     return max(row["deferred_layers"] for row in result.rows if "ttft_request_s" in row)
-
-
-def shape_rows(result: Result) -> Table:
-    """Larger shapes: the progressive start over the whole one, beside its share of the bytes."""
-    rows: Table = []
-    for entry in result.summary.all("ttft_x"):
-        shape, link = entry["where"]["model"], entry["where"]["link"]
-        share = result.summary.value("byte_share", model=shape, variant="progressive")
-        rows.append(
-            {
-                "shape and link": f"{shape}, {link}",
-                "progressive / whole, TTFT from arrival": interval(entry, 3),
-                "floor: share of the bytes": f"{share:.3f}",
-                "n": entry["n"],
-            }
-        )
-    return rows

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.progressive.recovery.figures import LABELS, SCORED
+from firsttoken.progressive.recovery.figures import LABELS, SCORED, answered_s
 from firsttoken.progressive.recovery.timeline import CASES
 from firsttoken.progressive.recovery.transitions import TRANSITIONS
 from firsttoken.study.record import Result
@@ -26,12 +26,15 @@ _TIMELINE = (
 
 
 def timeline_rows(result: Result) -> Table:
-    """What each case came to: medians over runs with 95 % intervals."""
-    return [
+    """What each case came to: medians over runs with 95 % intervals; of the first answers, the median over clients and
+    runs."""
+    rows = [
         {"measure": what}
         | {LABELS[case]: interval(result.summary.get(name, case=case, **to), digits) or absent for case in CASES}
         for what, name, to, digits, absent in _TIMELINE
     ]
+    answered = {LABELS[case]: f"{np.median(answered_s(result, case)):.2f}" for case in CASES}
+    return [rows[0], {"measure": "whole first answer, s"} | answered, *rows[1:]]
 
 
 def quality_rows(quality: Result, timeline: Result) -> Table:
