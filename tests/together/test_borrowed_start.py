@@ -108,10 +108,10 @@ def test_figures_and_tables_are_drawn_from_a_result_alone():
     result = Result(
         "borrowed_start", "quick", {"borrowed": ASKED}, {"slug": "x"}, {}, "", [0], "2026", 0.0, {}, ROWS, {}, summary
     )
-    assert len(figures.first_tokens(result).axes) == 1 and len(figures.taking_over(result).axes) == 2
-    assert figures.start_rows(result)[0]["over whole"].startswith("0.40")
-    assert [row["starts"] for row in figures.whose_rows(result)] == [2, 2]
-    assert figures.neighbour_rows(result)[2]["lost, %"].startswith("40.0")
+    assert len(figures.first_tokens(None, result).axes) == 1 and len(figures.taking_over(None, result).axes) == 2
+    assert figures.start_rows(None, result)[0]["over whole"].startswith("0.40")
+    assert [row["starts"] for row in figures.whose_rows(None, result)] == [2, 2]
+    assert figures.neighbour_rows(None, result)[2]["lost, %"].startswith("40.0")
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,19 @@ def paired_bootstrap(a: Sequence[float], b: Sequence[float], **options: Any) -> 
     return bootstrap(np.asarray(a, dtype=float) - np.asarray(b, dtype=float), **options)
 
 
+def wilson(count: int, n: int, z: float = 1.96) -> Interval:
+    """The share ``count`` of ``n`` with Wilson's score interval (1927), which has a width where all or none count.
+
+    Raises ValueError for a count that is none of ``n``.
+    """
+    if not 0 <= count <= n or n < 1:
+        raise ValueError(f"{count} of {n} is no share")
+    share, weight = count / n, z * z / n
+    middle = (share + weight / 2) / (1 + weight)
+    half = z * (share * (1 - share) / n + weight / (4 * n)) ** 0.5 / (1 + weight)
+    return Interval(share, max(0.0, middle - half), min(1.0, middle + half), n)
+
+
 def percentile(values: Sequence[float] | np.ndarray, q: float) -> float:
     """The ``q``-th percentile (0 to 100), linearly interpolated between observations."""
     return float(np.percentile(np.asarray(values, dtype=float), q))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,7 +76,7 @@ class SurvivalConfig:
 
 def swarm_survival(profile: Profile) -> Outcome:
     """Rows {what: fault, fault, position, generation, equal, recovery_s, prefill_s, round_trip_s, timeout_s} of each
-    fault, {what: token, generation, token, seconds} of all generations; generation 0 is undisturbed."""
+    fault, {what: token, generation, token, seconds} of all generations, one of them undisturbed before each fault's."""
     config = profile.section("survival", SurvivalConfig)
     check(config.needs(), ModelFacts(profile.model))
     with stored(profile) as (folder, loaded):
@@ -97,13 +97,16 @@ def _broken(folder: Path, spans: Sequence[str], config: SurvivalConfig, prompt: 
             study.generate({})  # everything is loaded and connected by then
             study.rows.clear()
             study.generation = 0
-            study.generate({})
             places = config.positions or range(config.tokens)
-            asked = [{place: fault} for fault, place in itertools.product(config.faults, places)]
+            asked = []
+            for fault in config.faults:
+                asked += [{}, *({place: fault} for place in places)]
             every = config.tokens // (len(config.together) + 1)
             asked += [{every * (at + 1): one for at, one in enumerate(config.together)}] * config.together_times
             for faults in tqdm(asked, desc="faults", disable=None):
                 study.generate(faults)
+            for row, recovery_s in recoveries(study.rows):
+                row["recovery_s"] = recovery_s
             return study.rows
     finally:
         fleet.close()
@@ -120,7 +123,6 @@ class _Study:
         self.rows: Rows = []
         self.generation = 0
         self._turn = 0  # whose server of the chain is hit next
-        self._usual: list[float] = []  # seconds of the steps of the undisturbed generation
 
     def generate(self, faults: Mapping[int, str]) -> None:
         """One generation with ``faults`` by the token before whose step each comes."""
@@ -143,16 +145,12 @@ class _Study:
         finally:
             for _, fault, member, _ in hit:
                 fleet.replace(member) if fault == "kill" else member.heal()
-        if not faults:
-            self._usual = seconds
         shared = {"generation": self.generation, "equal": output == self.said, "faults_in_it": len(faults)}
         shared["replaced"] = len(model.chain.faults) - before
-        quiet = [one for token, one in enumerate(seconds) if token and token not in faults]
         for place, fault, member, round_trip_s in hit:
-            usual_s = self._usual[0] if place == 0 else statistics.median(quiet)
             tokens = len(self.prompt) if place == 0 else 1
             row = {"what": "fault", "fault": fault, "position": place, "blocks": member.blocks, **shared}
-            row |= {"step_s": seconds[place], "recovery_s": seconds[place] - usual_s, "round_trip_s": round_trip_s}
+            row |= {"step_s": seconds[place], "round_trip_s": round_trip_s}
             row["timeout_s"] = model.swarm.patience.limit_s(tokens) if fault in WAITED else 0.0
             row["prefill_s"] = self._prefill(member.blocks, len(self.prompt) + place, round_trip_s)
             self.rows.append(row)
@@ -195,6 +193,24 @@ class _Study:
         return max(0.0, statistics.median(seconds) - round_trip_s)
 
 
+def recoveries(rows: Rows) -> list[tuple[dict[str, Any], float]]:
+    """Each row of a fault, with the seconds that its step took beyond the median one that nothing had disturbed.
+
+    That is, for a first token, the median first step, else that of later tokens: of all generations but the first
+    measured one, of which a recorded run's was not warm, the steps before a generation's first fault.
+    """
+    struck = [row for row in rows if row["what"] == "fault"]
+    until: dict[int, int] = {}
+    for row in struck:
+        until[row["generation"]] = min(row["position"], until.get(row["generation"], row["position"]))
+    calm: dict[bool, list[float]] = {True: [], False: []}  # by whether it is a first token
+    for row in rows:
+        if row["what"] == "token" and row["generation"] and row["token"] < until.get(row["generation"], math.inf):
+            calm[row["token"] == 0].append(row["seconds"])
+    usual = {first: statistics.median(seconds) for first, seconds in calm.items() if seconds}
+    return [(row, row["step_s"] - usual[row["position"] == 0]) for row in struck]
+
+
 def bound_s(row: Mapping[str, Any]) -> float:
     """What a recovery may take: the time-out that was set, the prefix's prefill, two round trips."""
     return row["timeout_s"] + row["prefill_s"] + ROUND_TRIPS * row["round_trip_s"]
@@ -218,7 +234,9 @@ def survival_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         summary.add("recovery_s", bootstrap([row["recovery_s"] for row in here], "median").summary("s"), case=fault)
         summary.add("bound_s", bootstrap([bound_s(row) for row in here], "median").summary("s"), case=fault)
         summary.add("round_trips", bootstrap(trips, "median").summary("round trips"), case=fault)
-    usual = [row["seconds"] for row in rows if row["what"] == "token" and row["generation"] == 0 and row["token"]]
+    broken = {row["generation"] for row in struck}
+    steps = (row for row in rows if row["what"] == "token" and row["token"])
+    usual = [row["seconds"] for row in steps if row["generation"] not in broken]
     summary.add("step_s", bootstrap(usual, "median").summary("s"), case="undisturbed")
     summary.add("round_trip_s", bootstrap([row["round_trip_s"] for row in struck], "median").summary("s"))
     return summary

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -16,50 +17,65 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def first_tokens(result: Result) -> Figure:
+def first_tokens(recorded: Result | None, now: Result) -> Figure:
     """Seconds to the first token by the number of processes, one panel a rate: measured, T / k, and the floor."""
     import matplotlib.pyplot as plt
 
-    asked = result.parameters["fetchers"]
-    rates, counts = sorted(asked["gbit_per_s"]), [1, *sorted(asked["servers"])]
-    fig, axes = plt.subplots(1, len(rates), figsize=(3.1 * len(rates) + 1.2, 4), squeeze=False)
-    look = LOOKS["measured"]
+    results = over(recorded, now)
+    rates = sorted({rate for drawn in results for rate in drawn.result.parameters["fetchers"]["gbit_per_s"]})
+    fig, axes = plt.subplots(1, len(rates), figsize=(9, 4.2), squeeze=False)
     for ax, rate in zip(axes[0], rates, strict=True):
-        found = [result.summary.of("ttft_p50_s", **_place(rate, count)) for count in counts]
-        middle = [entry["value"] for entry in found]
-        ends = [[at - entry["low"] for at, entry in zip(middle, found, strict=True)]]
-        ends.append([entry["high"] - at for at, entry in zip(middle, found, strict=True)])
-        ax.errorbar(counts, middle, ends, color=look.colour, marker=look.marker, capsize=3, label="measured")
-        ax.plot(counts, [middle[0] / k for k in counts], "--", color=COLOURS["paper"], label="paper: T / k")
-        floors = [result.floors[floor_name(rate, count)]["value"] for count in counts]
-        ax.plot(counts, floors, ":", color=COLOURS["floor"], label="floor: the largest part over its link")
-        ax.set(xlabel="processes", title=f"links of {rate:g} Gbit/s", xticks=counts, ylim=(0, None))
+        for drawn in results:
+            asked, result = drawn.result.parameters["fetchers"], drawn.result
+            if rate not in asked["gbit_per_s"]:
+                continue
+            counts = [1, *sorted(asked["servers"])]
+            found = [result.summary.of("ttft_p50_s", **_place(rate, count)) for count in counts]
+            for count, entry in zip(counts, found, strict=True):
+                drawn.point(ax, count + 0.5 * drawn.shift, entry, "measured")
+            paper = [found[0]["value"] / count for count in counts]
+            ax.plot(counts, paper, "--", color=COLOURS["paper"], alpha=drawn.style["alpha"])
+            floors = [result.floors[floor_name(rate, count)]["value"] for count in counts]
+            ax.plot(counts, floors, ":", color=COLOURS["floor"], alpha=drawn.style["alpha"])
+            ax.set_xticks(counts if drawn is results[0] else ax.get_xticks())
+        ax.set(xlabel="processes", title=f"links of {rate:g} Gbit/s", ylim=(0, None))
     axes[0, 0].set_ylabel("first token after the request, s")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
+    look = LOOKS["measured"]
+    handles = [
+        plt.Line2D([], [], color=look.colour, marker=look.marker, linestyle="", label="measured"),
+        plt.Line2D([], [], color=COLOURS["paper"], linestyle="--", label="paper: T / k"),
+        plt.Line2D([], [], color=COLOURS["floor"], linestyle=":", label="floor: the largest part over its link"),
+    ]
+    axes[0, -1].legend(handles=handles, loc="lower left", fontsize=8)
+    fig.suptitle("k processes that fetch a part each bring the first token in nearly T / k on slow links")
+    name_results(fig, results, "ttft_p50_s")
     return fig
 
 
-def fetch_rows(result: Result) -> Rows:
+def fetch_rows(recorded: Result | None, now: Result) -> Rows:
     """The table of first tokens, of all layers being in the first process, and of bytes, by link and processes."""
-    summary, rows = result.summary, []
-    asked = result.parameters["fetchers"]
-    for rate in asked["gbit_per_s"]:
-        whole = summary.of("ttft_p50_s", **_place(rate, 1))
-        for count in (1, *asked["servers"]):
-            place = _place(rate, count)
-            rows.append(
-                {
-                    "links and processes": f"{rate:g} Gbit/s, {count}",
-                    "paper: T / k, s": f"{whole['value'] / count:.2f}",
-                    "measured, s": interval(summary.of("ttft_p50_s", **place), 2),
-                    "floor, s": f"{result.floors[floor_name(rate, count)]['value']:.2f}",
-                    "over whole": interval(summary.get("ttft_x", **place, than=WHOLE), 2),
-                    "over T / k": interval(summary.get("ttft_x", **place, than=SHARE), 2),
-                    "all layers in the first, over whole": interval(summary.get("loaded_x", **place, than=WHOLE), 2),
-                    "bytes over the model's": interval(summary.get("moved_x", **place, than=MODEL), 2),
-                }
-            )
+    rows: Rows = []
+    for drawn in over(recorded, now):
+        summary, asked = drawn.result.summary, drawn.result.parameters["fetchers"]
+        for rate in asked["gbit_per_s"]:
+            whole = summary.of("ttft_p50_s", **_place(rate, 1))
+            for count in (1, *asked["servers"]):
+                place = _place(rate, count)
+                rows.append(
+                    {
+                        "links and processes": f"{rate:g} Gbit/s, {count}",
+                        "paper: T / k, s": f"{whole['value'] / count:.2f}",
+                        "measured, s": interval(summary.of("ttft_p50_s", **place), 2),
+                        "floor, s": f"{drawn.result.floors[floor_name(rate, count)]['value']:.2f}",
+                        "over whole": interval(summary.get("ttft_x", **place, than=WHOLE), 2),
+                        "over T / k": interval(summary.get("ttft_x", **place, than=SHARE), 2),
+                        "all layers in the first, over whole": interval(
+                            summary.get("loaded_x", **place, than=WHOLE), 2
+                        ),
+                        "bytes over the model's": interval(summary.get("moved_x", **place, than=MODEL), 2),
+                        "whose": drawn.who(),
+                    }
+                )
     return rows
 
 
