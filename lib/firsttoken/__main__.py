@@ -105,6 +105,20 @@ def capacity(options: argparse.Namespace) -> int:
     return OK
 
 
+def try_policy(options: argparse.Namespace) -> int:
+    """Print a policy of the reader's own beside its siblings."""
+    from firsttoken.trying import tried
+
+    profile = load_profile(options.profile, **dict(options.set))
+    found = tried(options.kind, options.file, profile, options.draws)
+    check_used(dict(options.set), profile.used)
+    print(found.told())
+    return OK
+
+
+try_policy.__name__ = "try"  # which is Python's word
+
+
 def claims(options: argparse.Namespace) -> int:
     """Print the claims table, write the pages that show it, or check that they do."""
     from firsttoken import ledger
@@ -241,7 +255,7 @@ def doctor(options: argparse.Namespace) -> int:
     return OK
 
 
-COMMANDS = (run, measure, capacity, claims, fetch, stage, assemble, serve, swarm, doctor)
+COMMANDS = (run, measure, capacity, try_policy, claims, fetch, stage, assemble, serve, swarm, doctor)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,20 +16,24 @@ from firsttoken.crosspoint.costs.copies import CopyCosts
 from firsttoken.crosspoint.experiments.controls import Coin, Inverse
 from firsttoken.crosspoint.experiments.policies_live import BLOCK_TOKENS, MEANS, POOL
 from firsttoken.crosspoint.experiments.recovery_latency import LONG, PCIE_4_X16
+from firsttoken.crosspoint.policies import POLICIES as REGISTERED
 from firsttoken.crosspoint.policies import make_policy
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.metrics import client_metrics, recovery_metrics, serve_items
-from firsttoken.engine.preemption.base import PreemptionPolicy
+from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
+from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
+from firsttoken.engine.victims import VICTIM, Victim, victim_named
 from firsttoken.engine.workload.items import Item, with_ids
 from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.measures import Summary
-from firsttoken.study.profile import Profile
+from firsttoken.study.policy_file import PolicyFile
+from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import Interval, bootstrap
 
@@ -41,6 +47,7 @@ BELOW = {  # measure -> column of the rows
     "recovery_below_pct": "recovery_s",
 }
 HOST_BLOCKS = 1 << 20  # the paper does not state the swap space (errata I19); here it never fills
+OWN = ".py"  # ends the path of a file of one's own
 OVERTAKING = "_overtaking"  # ends the name of a policy whose swapped requests may overtake each other
 BOUND = "bound"  # policy and costs of a row that no run made
 AS_PUBLISHED = "cross_point as published"  # what Swap with coalesced copies is held against
@@ -51,7 +58,8 @@ FLOP_PER_TOKEN, A6000_FLOP_PER_S = 0.72e9, 155e12  # Qwen2.5-0.5B without embedd
 class ReplayedConfig:
     """``seeds`` draws of ``short`` + ``long`` conversations, all at once into ``blocks`` KV blocks of 16 tokens.
 
-    ``thresholds`` are swept; ``decode_ms`` are other prices of a decode step than the calibrated one.
+    ``thresholds`` are swept; ``decode_ms`` are other prices of a decode step than the calibrated one. ``policies`` run
+    beside those of the claims, ``victim`` says who is preempted: each a name, or the path of a file of one's own.
     """
 
     seeds: int
@@ -60,10 +68,17 @@ class ReplayedConfig:
     blocks: int
     thresholds: tuple[int, ...]
     decode_ms: tuple[float, ...]
+    policies: tuple[str, ...] = ()
+    victim: str = "last_arrived"
 
     def __post_init__(self) -> None:
         if min(self.seeds, self.short, self.long, self.blocks) < 1:
             raise ProfileError("replayed: seeds, short, long and blocks must be at least 1")
+        names = REGISTERED.keys() | set(CONTROLS)
+        if odd := next((name for name in self.policies if not name.endswith(OWN) and name not in names), ""):
+            raise ProfileError(f"replayed.policies: no policy {odd!r}; {unknown(odd, names)}, or name a file")
+        if not self.victim.endswith(OWN):
+            victim_named(self.victim)
 
     def needs(self) -> list[Need]:
         """The pool holds the longest conversation, and a request as long as the highest threshold."""
@@ -81,16 +96,22 @@ def crosspoint_replayed(profile: Profile) -> Outcome:
     """
     config = profile.section("replayed", ReplayedConfig)
     check(config.needs(), {POOL: config.blocks * BLOCK_TOKENS}, where="the replayed engine")
-    loads = [_workload(config, profile.seed + number) for number in range(config.seeds)]
+    loads = [drawn(config, profile.seed + number) for number in range(config.seeds)]
+    own = {name: PolicyFile.read(Path(name), PREEMPTION) for name in config.policies if name.endswith(OWN)}
+    chosen = PolicyFile.read(Path(config.victim), VICTIM) if config.victim.endswith(OWN) else None
+    victim = chosen.watched() if chosen else config.victim
     decode_s = calibrated(loads[: min(3, len(loads))], config.blocks)
-    cases = list(_cases(config, decode_s))
+    cases = list(_cases(config, decode_s, own))
     rows = []
     for number, items in enumerate(tqdm(loads, desc="replay", disable=None)):
         seed = {"seed": profile.seed + number}
         rows.append(seed | _bound(items, config.blocks))
         for case, costs, policy in cases:
             overtake = case["policy"].endswith(OVERTAKING)
-            rows.append(seed | case | run_replayed(items, costs, policy(costs), config.blocks, overtake))
+            with ExitStack() as judged:
+                for file in filter(None, (chosen, own.get(case["policy"]))):
+                    judged.enter_context(file.judged())
+                rows.append(seed | case | run_replayed(items, costs, policy(costs), config.blocks, overtake, victim))
     why = f"what {config.blocks} blocks of 16 tokens can hold, shortest requests first, {PAPER_TPOT_MS} ms a step"
     floors = {"mean_ttft": {"value": float(np.mean(column(rows, BOUND, "mean_ttft_ms"))), "unit": "ms", "why": why}}
     source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
@@ -98,12 +119,19 @@ def crosspoint_replayed(profile: Profile) -> Outcome:
 
 
 def run_replayed(
-    items: Sequence[Item], costs: Costs, policy: PreemptionPolicy, blocks: int, overtake: bool = False
+    items: Sequence[Item],
+    costs: Costs,
+    policy: PreemptionPolicy,
+    blocks: int,
+    overtake: bool = False,
+    victim: str | Victim = "last_arrived",
+    scheduler: str | type[Scheduler] = "prefill_first",
 ) -> dict[str, Any]:
-    """One run of the paper's set-up (3.1, 4.1): prefill-first, LIFO, watermark off."""
+    """One run of the paper's set-up (3.1, 4.1): prefill-first, LIFO, watermark off; or of another ``victim``."""
     trace = Trace()
     executor = SimulatedExecutor(costs, blocks, host_blocks=HOST_BLOCKS)
-    config = EngineConfig(scheduler="prefill_first", watermark=0.0, prefill_tokens=2560, overtake=overtake)
+    bounds = {"watermark": 0.0, "prefill_tokens": 2560, "token_budget": 1 << 20, "overtake": overtake}
+    config = EngineConfig(scheduler=scheduler, victim=victim, **bounds)
     requests = serve_items(Engine(executor, config, policy=policy, trace=trace), items)
     return client_metrics(requests) | recovery_metrics(trace)
 
@@ -141,32 +169,35 @@ def _bound(items: Sequence[Item], blocks: int) -> dict[str, Any]:
     return {"costs": BOUND, "policy": BOUND, "decode_ms": PAPER_TPOT_MS, "mean_ttft_ms": least_s * 1e3}
 
 
-def _workload(config: ReplayedConfig, seed: int) -> tuple[Item, ...]:
+def drawn(config: ReplayedConfig, seed: int) -> tuple[Item, ...]:
+    """The workload of ``seed``."""
     return with_ids(threshold_mix(None, config.short, config.long, seed=seed), vocabulary=1)
 
 
 def _cases(
-    config: ReplayedConfig, decode_s: float
+    config: ReplayedConfig, decode_s: float, own: Mapping[str, PolicyFile]
 ) -> Iterable[tuple[dict[str, Any], Costs, Callable[[Costs], PreemptionPolicy]]]:
     """(columns, costs, policy) of every case: policies, thresholds, other decode prices, coalesced copies."""
     published = PublishedCosts(decode_s=decode_s)
     base = {"costs": "published", "decode_ms": decode_s * 1e3}
-    for name in (*POLICIES, *CONTROLS):
-        yield base | {"policy": name}, published, _maker(name)
+    for name in dict.fromkeys((*POLICIES, *CONTROLS, *config.policies)):
+        maker = (lambda costs, kind=own[name].watched(): kind()) if name in own else maker_of(name)
+        yield base | {"policy": name}, published, maker
     for threshold in config.thresholds:
         named = base | {"policy": f"threshold_{threshold}", "threshold": threshold}
         yield named, published, lambda costs, t=threshold: make_policy("cross_point", threshold=t)
     parts = decomposed(LONG, PCIE_4_X16)
     coalesced = CopyCosts(published, PAPER_SHAPE, parts.out_us_per_copy / 1e6, PCIE_4_X16, coalesced=True)
     for name in ("swap", "cross_point", "swap_overtaking"):
-        yield base | {"costs": "coalesced", "policy": name}, coalesced, _maker(name)
+        yield base | {"costs": "coalesced", "policy": name}, coalesced, maker_of(name)
     for other_ms in config.decode_ms:
         for name in ("swap", "recompute", "cross_point"):
             columns = {"costs": "published", "decode_ms": other_ms, "policy": name}
-            yield columns, PublishedCosts(decode_s=other_ms / 1e3), _maker(name)
+            yield columns, PublishedCosts(decode_s=other_ms / 1e3), maker_of(name)
 
 
-def _maker(name: str) -> Callable[[Costs], PreemptionPolicy]:
+def maker_of(name: str) -> Callable[[Costs], PreemptionPolicy]:
+    """Makes the policy of that name for the costs of a run."""
     if name == "oracle":
         return lambda costs: make_policy(name, costs_at=lambda now_s: costs)
     if name == "bandwidth_only":
