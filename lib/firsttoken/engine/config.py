@@ -15,10 +15,10 @@ from firsttoken.study.errors import ProfileError
 class EngineConfig(Bounds):
     """How requests share the pool. ``scheduler`` is a name, or a class of one's own.
 
-    ``victim`` says who is preempted (LIFO in the paper, 2.2), by name or a choice of one's own; ``watermark`` is the share of blocks that admission
-    leaves free (vLLM: 0.01; CPS: 0, 3.1). ``share_prefixes``: requests that begin alike share blocks; off, as the
-    preemption policies are taught and measured with prefills from nothing. Raises ProfileError for a name that is
-    unknown, and for bounds that the scheduler cannot keep.
+    ``victim`` says who is preempted (LIFO in the paper, 2.2), by name or as a choice of one's own; ``watermark`` is the
+    share of blocks that admission leaves free (vLLM: 0.01; CPS: 0, 3.1). ``share_prefixes``: requests that begin alike
+    share blocks; off, as the preemption policies are taught and measured with prefills from nothing. Raises
+    ProfileError for an unknown name, and for bounds that the scheduler cannot keep.
     """
 
     scheduler: str | type[Scheduler] = "prefill_first"

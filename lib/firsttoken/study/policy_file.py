@@ -1,4 +1,4 @@
-"""A policy in a file of the reader's own, wherever it lies: one class or function of its kind, watched while it decides."""
+"""A policy in a file of the reader's own: one class or function of its kind, watched while it decides."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.trying.table import Tried, Values, held
 
 Choice = Callable[[Distances, int], Sequence[int]]
-PASSAGES = 4  # of each draw: to choose by, and as many others to score
+PASSAGES = 2  # of each draw: to choose by, and as many others to score
 
 
 def _fits(answer: Any, distances: Distances, size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -36,7 +37,14 @@ class Tried:
             [cell.rjust(width) for cell in column] for column, width in zip(columns[1:], widths[1:], strict=True)
         ]
         lines = map("  ".join, zip(*padded, strict=True))
-        return "\n".join([self.setting, f"n = {n} draws, the same for all; mean [{what}]; > is yours", "", *lines])
+        return "\n".join(
+            [
+                textwrap.fill(self.setting, 110),
+                f"n = {n} draws, the same for all; mean [{what}]; > is yours",
+                "",
+                *lines,
+            ]
+        )
 
 
 def held(

@@ -100,7 +100,7 @@ def tried_transition(path: str, profile: Profile, draws: range) -> Tried:
     siblings = {name: lambda policy=policy: policy for name, policy in TRANSITIONS.items()}
     first, second, _ = (", ".join(map(str, gone)) for gone in MISSING)
     setting = (
-        f"sessions of {TOKENS} tokens on {DEPTH} random layers, {first} missing in stage 1 and {second} in stage 2:\n"
+        f"sessions of {TOKENS} tokens on {DEPTH} random layers, {first} missing in stage 1 and {second} in stage 2: "
         f"means over moves from 1 to 2, 2 to 3 and 1 to 3; {STEPS} steps beside those of the better stage alone"
     )
     return Tried(setting, held((path, file.watched(), file.judged), siblings, one, draws))

@@ -101,7 +101,7 @@ def crosspoint_replayed(profile: Profile) -> Outcome:
     chosen = PolicyFile.read(Path(config.victim), VICTIM) if config.victim.endswith(OWN) else None
     victim = chosen.watched() if chosen else config.victim
     decode_s = calibrated(loads[: min(3, len(loads))], config.blocks)
-    cases = list(_cases(config, decode_s, own))
+    cases = list(_cases(config, decode_s, {name: file.watched() for name, file in own.items()}))
     rows = []
     for number, items in enumerate(tqdm(loads, desc="replay", disable=None)):
         seed = {"seed": profile.seed + number}
@@ -175,13 +175,14 @@ def drawn(config: ReplayedConfig, seed: int) -> tuple[Item, ...]:
 
 
 def _cases(
-    config: ReplayedConfig, decode_s: float, own: Mapping[str, PolicyFile]
+    config: ReplayedConfig, decode_s: float, own: Mapping[str, Callable[[], PreemptionPolicy]]
 ) -> Iterable[tuple[dict[str, Any], Costs, Callable[[Costs], PreemptionPolicy]]]:
     """(columns, costs, policy) of every case: policies, thresholds, other decode prices, coalesced copies."""
     published = PublishedCosts(decode_s=decode_s)
     base = {"costs": "published", "decode_ms": decode_s * 1e3}
     for name in dict.fromkeys((*POLICIES, *CONTROLS, *config.policies)):
-        maker = (lambda costs, kind=own[name].watched(): kind()) if name in own else maker_of(name)
+        kind = own.get(name)
+        maker = maker_of(name) if kind is None else lambda costs, kind=kind: kind()
         yield base | {"policy": name}, published, maker
     for threshold in config.thresholds:
         named = base | {"policy": f"threshold_{threshold}", "threshold": threshold}
