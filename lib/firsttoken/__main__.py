@@ -20,6 +20,7 @@ from firsttoken.study.record import pick, result_path
 from firsttoken.study.system.waiting import wait_briefly
 from firsttoken.study.verdicts import show
 from firsttoken.terminal import ended_as_interrupted, show_what_it_can, size_text
+from firsttoken.trying import try_policy
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -103,20 +104,6 @@ def capacity(options: argparse.Namespace) -> int:
     if options.trace or options.rows:
         contest.write_run(rates[0], options.trace, options.rows)
     return OK
-
-
-def try_policy(options: argparse.Namespace) -> int:
-    """Print a policy of the reader's own beside its siblings."""
-    from firsttoken.trying import tried
-
-    profile = load_profile(options.profile, **dict(options.set))
-    found = tried(options.kind, options.file, profile, options.draws)
-    check_used(dict(options.set), profile.used)
-    print(found.told())
-    return OK
-
-
-try_policy.__name__ = "try"  # which is Python's word
 
 
 def claims(options: argparse.Namespace) -> int:

@@ -45,7 +45,7 @@ TRANSITION = PolicyKind(
 )
 
 
-class Sessions:
+class Moves:
     """Of random tokens over one random model, each alone in its engine."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Sessions:
 
 def tried_transition(path: str, profile: Profile, draws: range) -> Tried:
     """Means over the three moves."""
-    file, sessions = PolicyFile.read(Path(path), TRANSITION), Sessions()
+    file, sessions = PolicyFile.read(Path(path), TRANSITION), Moves()
     sessions.moved(TRANSITIONS["prefill again"], 0, 1, 3)  # the first run of a process is slower
 
     def one(make: Callable[[], Transition], seed: int) -> Values:
