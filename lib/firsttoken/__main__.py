@@ -20,6 +20,7 @@ from firsttoken.study.record import pick, result_path
 from firsttoken.study.system.waiting import wait_briefly
 from firsttoken.study.verdicts import show
 from firsttoken.terminal import ended_as_interrupted, show_what_it_can, size_text
+from firsttoken.trying import try_policy
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -241,7 +242,7 @@ def doctor(options: argparse.Namespace) -> int:
     return OK
 
 
-COMMANDS = (run, measure, capacity, claims, fetch, stage, assemble, serve, swarm, doctor)
+COMMANDS = (run, measure, capacity, try_policy, claims, fetch, stage, assemble, serve, swarm, doctor)
 
 
 if __name__ == "__main__":

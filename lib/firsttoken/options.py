@@ -11,6 +11,7 @@ from firsttoken.progressive.planes.layouts import SPLITS
 from firsttoken.progressive.planes.mixture import SPELLED
 from firsttoken.registry import EXPERIMENTS
 from firsttoken.study.profile import profile_names
+from firsttoken.trying import KINDS
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -75,6 +76,20 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     )
     added.add_argument("--trace", type=Path, metavar="JSON", help="write the run at capacity for Perfetto's viewer")
     added.add_argument("--rows", type=Path, metavar="CSV", help="write it as a table: iterations, then requests")
+
+    added = command("try", "Run a policy of your own beside its siblings on the same draws, and print one table.")
+    added.add_argument("kind", choices=KINDS, help="what it decides: see CONTRIBUTING.md, 'Add a policy'")
+    added.add_argument(
+        "file",
+        metavar="FILE",
+        help="a Python file anywhere: a subclass of Scheduler (with its token budget behind it 'mine.py 1024'), "
+        "PreemptionPolicy, Transition or Rebalancing; for victim and layers a function",
+    )
+    added.add_argument(
+        "--draws", type=option_values.whole(1, 1000), default=5, metavar="N", help="of the workload (default: 5)"
+    )
+    profile_option(added)
+    setting_option(added)
 
     added = command("claims", "Print what the papers say beside what was measured.")
     added.add_argument("--check", action="store_true", help="exit 1 unless the pages show the record")

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.chunked import patience
 from firsttoken.chunked.bench import Bench, CapacityConfig
 from firsttoken.chunked.capacity import STRICT
 from firsttoken.chunked.hardware import Hardware
-from firsttoken.chunked.patience import Decisions
 from firsttoken.chunked.policy import Policy
 from firsttoken.chunked.watched import watched
 from firsttoken.engine.config import EngineConfig
@@ -24,7 +22,8 @@ from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.study import paths
+from firsttoken.study import decisions, paths
+from firsttoken.study.decisions import Decisions
 from firsttoken.study.errors import ProfileError
 
 HEAD = """from firsttoken.engine.schedulers.base import Scheduler
@@ -150,7 +149,7 @@ def test_steps_that_may_not_be(write: Write, bench: Bench, schedule: str, messag
 def test_policies_that_never_finish_anything(
     write: Write, bench: Bench, monkeypatch: pytest.MonkeyPatch, schedule: str, message: str
 ) -> None:
-    monkeypatch.setattr(patience, "LONGEST_S", 1.0)
+    monkeypatch.setattr(decisions, "LONGEST_S", 1.0)
     with pytest.raises(ProfileError, match=message) as stopped:
         served(bench, write(f"{HEAD}        {schedule}\n") + " 64")
     assert "mine.py" in str(stopped.value)

@@ -5,30 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from firsttoken.chunked.capacity import Objective
-from firsttoken.chunked.patience import Decisions, bounded
-from firsttoken.chunked.policy_file import blamed, read_scheduler
 from firsttoken.chunked.policy_text import place_of
 from firsttoken.chunked.watched import watched
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.policy_file import PolicyFile, PolicyKind
 
 TTFT_S = 2.0  # of schedulers that have an objective for it: the delay that the paper allows
+SCHEDULER = PolicyKind(
+    "scheduler", Scheduler, "write a subclass of firsttoken.engine.schedulers.base.Scheduler with one"
+)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """``told`` is the text; ``kind`` a name of the registry, or a class of ``file`` whose ``decisions`` are watched."""
+    """``told`` is the text; ``kind`` a name of the registry, or a class of ``file`` whose decisions are watched."""
 
     told: str
     kind: str | type[Scheduler]
     budget: int | None
-    file: Path | None = None
-    decisions: Decisions = field(default_factory=Decisions)
+    file: PolicyFile | None = None
 
     @classmethod
     def named(cls, text: str) -> Policy:
@@ -36,9 +37,8 @@ class Policy:
         place = place_of(text)
         name, budget = place["scheduler"], place.get("budget_tokens")
         if name.endswith(".py"):
-            file = Path(name).expanduser()
-            decisions = Decisions()
-            return cls(text, watched(read_scheduler(file), file, decisions), budget, file, decisions)
+            brought = PolicyFile.read(Path(name), SCHEDULER)
+            return cls(text, watched(brought.found, brought.file, brought.decisions), budget, brought)
         if " " in name:
             raise ProfileError(f"scheduler {text!r}: write the name and, where it has one, the token budget")
         return cls(text, name, budget)
@@ -58,7 +58,7 @@ class Policy:
         if self.file is None:
             yield
             return
-        with bounded(self.decisions, self.file), blamed(self.file):
+        with self.file.judged():
             yield
 
 

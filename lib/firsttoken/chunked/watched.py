@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from firsttoken.chunked.patience import Decisions
 from firsttoken.engine.request import Request
 from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.work import Work
+from firsttoken.study.decisions import Decisions
 from firsttoken.study.errors import ProfileError
 
 LAPS = 20  # times that all open requests could have been processed while none of them ended

@@ -7,32 +7,30 @@ from dataclasses import dataclass
 from firsttoken.engine.bounds import Bounds
 from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.base import Scheduler
-from firsttoken.engine.victims import VICTIMS
+from firsttoken.engine.victims import Victim, victim_named
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.profile import unknown
 
 
 @dataclass(frozen=True)
 class EngineConfig(Bounds):
     """How requests share the pool. ``scheduler`` is a name, or a class of one's own.
 
-    ``victim`` names who is preempted (LIFO in the paper, 2.2); ``watermark`` is the share of blocks that admission
-    leaves free (vLLM: 0.01; CPS: 0, 3.1). ``share_prefixes``: requests that begin alike share blocks; off, as the
-    preemption policies are taught and measured with prefills from nothing. Raises ProfileError for a name that is
-    unknown, and for bounds that the scheduler cannot keep.
+    ``victim`` says who is preempted (LIFO in the paper, 2.2), by name or as a choice of one's own; ``watermark`` is the
+    share of blocks that admission leaves free (vLLM: 0.01; CPS: 0, 3.1). ``share_prefixes``: requests that begin alike
+    share blocks; off, as the preemption policies are taught and measured with prefills from nothing. Raises
+    ProfileError for an unknown name, and for bounds that the scheduler cannot keep.
     """
 
     scheduler: str | type[Scheduler] = "prefill_first"
     preemption: str = "recompute"
-    victim: str = "last_arrived"
+    victim: str | Victim = "last_arrived"
     watermark: float = 0.01
     share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         scheduler_named(self.scheduler).check(self)
-        if self.victim not in VICTIMS:
-            raise ProfileError(f"engine: no victim choice {self.victim!r}; {unknown(self.victim, VICTIMS)}")
+        victim_named(self.victim)
         if not 0 <= self.watermark < 1:
             raise ProfileError(f"engine: watermark must be a share from 0 to below 1, not {self.watermark}")
 

@@ -21,7 +21,7 @@ from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.trace import Step, Trace
-from firsttoken.engine.victims import VICTIMS
+from firsttoken.engine.victims import victim_named
 from firsttoken.engine.views import Transition, View
 from firsttoken.engine.work import Kind, Work, parted
 
@@ -59,7 +59,7 @@ class Engine:
             executor.block_tokens,
             config,
             self.preemptor,
-            VICTIMS[config.victim],
+            victim_named(config.victim),
             self.prefixes,
         )
         self._coming: list[tuple[tuple[float, int], Request]] = []

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.chunked.policy_file import read_scheduler
+from firsttoken.chunked.policy import SCHEDULER
 from firsttoken.engine.workload.sharegpt_file import first_pairs
 from firsttoken.kvreuse.tasks.longbench import read
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.foreign.json_text import json_lines, parse_json
 from firsttoken.study.foreign.yaml_text import parse_yaml
+from firsttoken.study.policy_file import PolicyFile
 
 MARK = b"\xef\xbb\xbf"
 ROW = {"input": "q?", "context": "c", "answers": ["a"], "dataset": "hotpotqa", "_id": "x"}
@@ -46,4 +47,4 @@ def test_a_policy_file_does_not_end_the_program(tmp_path: Path, end: str) -> Non
     path = tmp_path / "mine.py"
     path.write_text(end)
     with pytest.raises(ProfileError, match=r"mine.py, line \d: (SystemExit|RecursionError).*mend the policy"):
-        read_scheduler(path)
+        PolicyFile.read(path, SCHEDULER)

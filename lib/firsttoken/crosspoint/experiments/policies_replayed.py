@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from tqdm import tqdm
 from firsttoken.assets.needs import Need, check
 from firsttoken.crosspoint.costs.copies import CopyCosts
 from firsttoken.crosspoint.experiments.controls import Coin, Inverse
+from firsttoken.crosspoint.experiments.least_ttft import BOUND, PAPER_TPOT_MS, bound_row
 from firsttoken.crosspoint.experiments.policies_live import BLOCK_TOKENS, MEANS, POOL
 from firsttoken.crosspoint.experiments.recovery_latency import LONG, PCIE_4_X16
 from firsttoken.crosspoint.policies import make_policy
@@ -20,20 +23,23 @@ from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.metrics import client_metrics, recovery_metrics, serve_items
-from firsttoken.engine.preemption.base import PreemptionPolicy
+from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
+from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
+from firsttoken.engine.victims import VICTIM, Victim, victim_named
 from firsttoken.engine.workload.items import Item, with_ids
 from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.measures import Summary
-from firsttoken.study.profile import Profile
+from firsttoken.study.policy_file import PolicyFile
+from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import Interval, bootstrap
 
-PAPER_TPOT_MS = 36.55  # mean TPOT of CPS (4.2.2), to which the price of a decode step is set
-POLICIES = ("swap", "recompute", "cross_point", "bandwidth_only", "online", "oracle")
+COMPARED = ("swap", "recompute", "cross_point")  # in Figure 2; they run always
 CONTROLS = ("inverse", "coin", "swap_overtaking")
+OTHERS = ("bandwidth_only", "online", "oracle", *CONTROLS)
 BELOW = {  # measure -> column of the rows
     "ttft_mean_below_pct": "mean_ttft_ms",
     "tpot_mean_below_pct": "mean_tpot_ms",
@@ -41,8 +47,8 @@ BELOW = {  # measure -> column of the rows
     "recovery_below_pct": "recovery_s",
 }
 HOST_BLOCKS = 1 << 20  # the paper does not state the swap space (errata I19); here it never fills
+OWN = ".py"  # ends the path of a file of one's own
 OVERTAKING = "_overtaking"  # ends the name of a policy whose swapped requests may overtake each other
-BOUND = "bound"  # policy and costs of a row that no run made
 AS_PUBLISHED = "cross_point as published"  # what Swap with coalesced copies is held against
 FLOP_PER_TOKEN, A6000_FLOP_PER_S = 0.72e9, 155e12  # Qwen2.5-0.5B without embeddings; dense fp16 of an RTX A6000
 
@@ -51,7 +57,9 @@ FLOP_PER_TOKEN, A6000_FLOP_PER_S = 0.72e9, 155e12  # Qwen2.5-0.5B without embedd
 class ReplayedConfig:
     """``seeds`` draws of ``short`` + ``long`` conversations, all at once into ``blocks`` KV blocks of 16 tokens.
 
-    ``thresholds`` are swept; ``decode_ms`` are other prices of a decode step than the calibrated one.
+    ``thresholds`` are swept; ``decode_ms`` are other prices of a decode step than the calibrated one. CrossPoint swaps
+    up to ``threshold`` tokens, and ``policies`` run beside it, Swap and Recompute; ``victim`` says who is preempted. Of
+    both one may be the path of a file of one's own.
     """
 
     seeds: int
@@ -60,10 +68,17 @@ class ReplayedConfig:
     blocks: int
     thresholds: tuple[int, ...]
     decode_ms: tuple[float, ...]
+    threshold: float = 1024
+    policies: tuple[str, ...] = OTHERS
+    victim: str = "last_arrived"
 
     def __post_init__(self) -> None:
         if min(self.seeds, self.short, self.long, self.blocks) < 1:
             raise ProfileError("replayed: seeds, short, long and blocks must be at least 1")
+        if odd := next((name for name in self.policies if not name.endswith(OWN) and name not in OTHERS), ""):
+            raise ProfileError(f"replayed.policies: no policy {odd!r}; {unknown(odd, OTHERS)}, or a file")
+        if not self.victim.endswith(OWN):
+            victim_named(self.victim)
 
     def needs(self) -> list[Need]:
         """The pool holds the longest conversation, and a request as long as the highest threshold."""
@@ -81,16 +96,22 @@ def crosspoint_replayed(profile: Profile) -> Outcome:
     """
     config = profile.section("replayed", ReplayedConfig)
     check(config.needs(), {POOL: config.blocks * BLOCK_TOKENS}, where="the replayed engine")
-    loads = [_workload(config, profile.seed + number) for number in range(config.seeds)]
+    loads = [drawn(config, profile.seed + number) for number in range(config.seeds)]
+    own = {name: PolicyFile.read(Path(name), PREEMPTION) for name in config.policies if name.endswith(OWN)}
+    chosen = PolicyFile.read(Path(config.victim), VICTIM) if config.victim.endswith(OWN) else None
+    victim = chosen.watched() if chosen else config.victim
     decode_s = calibrated(loads[: min(3, len(loads))], config.blocks)
-    cases = list(_cases(config, decode_s))
+    cases = list(_cases(config, decode_s, {name: file.watched() for name, file in own.items()}))
     rows = []
     for number, items in enumerate(tqdm(loads, desc="replay", disable=None)):
         seed = {"seed": profile.seed + number}
-        rows.append(seed | _bound(items, config.blocks))
+        rows.append(seed | bound_row(items, config.blocks))
         for case, costs, policy in cases:
             overtake = case["policy"].endswith(OVERTAKING)
-            rows.append(seed | case | run_replayed(items, costs, policy(costs), config.blocks, overtake))
+            with ExitStack() as judged:
+                for file in filter(None, (chosen, own.get(case["policy"]))):
+                    judged.enter_context(file.judged())
+                rows.append(seed | case | run_replayed(items, costs, policy(costs), config.blocks, overtake, victim))
     why = f"what {config.blocks} blocks of 16 tokens can hold, shortest requests first, {PAPER_TPOT_MS} ms a step"
     floors = {"mean_ttft": {"value": float(np.mean(column(rows, BOUND, "mean_ttft_ms"))), "unit": "ms", "why": why}}
     source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
@@ -98,12 +119,19 @@ def crosspoint_replayed(profile: Profile) -> Outcome:
 
 
 def run_replayed(
-    items: Sequence[Item], costs: Costs, policy: PreemptionPolicy, blocks: int, overtake: bool = False
+    items: Sequence[Item],
+    costs: Costs,
+    policy: PreemptionPolicy,
+    blocks: int,
+    overtake: bool = False,
+    victim: str | Victim = "last_arrived",
+    scheduler: str | type[Scheduler] = "prefill_first",
 ) -> dict[str, Any]:
-    """One run of the paper's set-up (3.1, 4.1): prefill-first, LIFO, watermark off."""
+    """One run of the paper's set-up (3.1, 4.1): prefill-first, LIFO, watermark off; or of another ``victim``."""
     trace = Trace()
     executor = SimulatedExecutor(costs, blocks, host_blocks=HOST_BLOCKS)
-    config = EngineConfig(scheduler="prefill_first", watermark=0.0, prefill_tokens=2560, overtake=overtake)
+    bounds = {"watermark": 0.0, "prefill_tokens": 2560, "token_budget": 1 << 20, "overtake": overtake}
+    config = EngineConfig(scheduler=scheduler, victim=victim, **bounds)
     requests = serve_items(Engine(executor, config, policy=policy, trace=trace), items)
     return client_metrics(requests) | recovery_metrics(trace)
 
@@ -121,52 +149,36 @@ def calibrated(loads: Sequence[Sequence[Item]], blocks: int) -> float:
     return guess
 
 
-def least_mean_ttft_s(items: Sequence[Item], blocks: int, step_s: float) -> float:
-    """A bound on the mean TTFT of requests that all arrive at once, whatever the policy, where a step takes ``step_s``.
-
-    A request holds prompt + k tokens in its k-th step, and a pool of C tokens serves at most C token-steps a step, so
-    the i-th request to end cannot end before the i smallest needs are served. A mean TTFT is the mean end less the mean
-    time from first token to last, taken as a step for each token between them: ``step_s`` is the TPOT, and a request
-    that waits between two tokens has a longer one. Shorter steps with long waits in between lower the bound.
-    """
-    capacity = blocks * PAPER_SHAPE.block_tokens
-    needs = sorted(sum(range(item.prompt_tokens, item.total_tokens)) for item in items)
-    ends = np.cumsum(needs) / capacity
-    return max(0.0, float(ends.mean() - np.mean([item.output_tokens - 1 for item in items]))) * step_s
-
-
-def _bound(items: Sequence[Item], blocks: int) -> dict[str, Any]:
-    """The bound on the mean TTFT of a workload as a row like those of its runs."""
-    least_s = least_mean_ttft_s(items, blocks, PAPER_TPOT_MS / 1e3)
-    return {"costs": BOUND, "policy": BOUND, "decode_ms": PAPER_TPOT_MS, "mean_ttft_ms": least_s * 1e3}
-
-
-def _workload(config: ReplayedConfig, seed: int) -> tuple[Item, ...]:
+def drawn(config: ReplayedConfig, seed: int) -> tuple[Item, ...]:
+    """The workload of ``seed``."""
     return with_ids(threshold_mix(None, config.short, config.long, seed=seed), vocabulary=1)
 
 
 def _cases(
-    config: ReplayedConfig, decode_s: float
+    config: ReplayedConfig, decode_s: float, own: Mapping[str, Callable[[], PreemptionPolicy]]
 ) -> Iterable[tuple[dict[str, Any], Costs, Callable[[Costs], PreemptionPolicy]]]:
     """(columns, costs, policy) of every case: policies, thresholds, other decode prices, coalesced copies."""
     published = PublishedCosts(decode_s=decode_s)
     base = {"costs": "published", "decode_ms": decode_s * 1e3}
-    for name in (*POLICIES, *CONTROLS):
-        yield base | {"policy": name}, published, _maker(name)
+    for name in (*COMPARED, *config.policies):
+        kind = own.get(name)
+        maker = maker_of(name, config.threshold) if kind is None else lambda costs, kind=kind: kind()
+        yield base | {"policy": name}, published, maker
     for threshold in config.thresholds:
         named = base | {"policy": f"threshold_{threshold}", "threshold": threshold}
         yield named, published, lambda costs, t=threshold: make_policy("cross_point", threshold=t)
     parts = decomposed(LONG, PCIE_4_X16)
     coalesced = CopyCosts(published, PAPER_SHAPE, parts.out_us_per_copy / 1e6, PCIE_4_X16, coalesced=True)
     for name in ("swap", "cross_point", "swap_overtaking"):
-        yield base | {"costs": "coalesced", "policy": name}, coalesced, _maker(name)
+        yield base | {"costs": "coalesced", "policy": name}, coalesced, maker_of(name, config.threshold)
     for other_ms in config.decode_ms:
-        for name in ("swap", "recompute", "cross_point"):
+        for name in COMPARED:
             columns = {"costs": "published", "decode_ms": other_ms, "policy": name}
-            yield columns, PublishedCosts(decode_s=other_ms / 1e3), _maker(name)
+            yield columns, PublishedCosts(decode_s=other_ms / 1e3), maker_of(name, config.threshold)
 
 
-def _maker(name: str) -> Callable[[Costs], PreemptionPolicy]:
+def maker_of(name: str, threshold: float = 1024) -> Callable[[Costs], PreemptionPolicy]:
+    """Makes the policy of that name for the costs of a run."""
     if name == "oracle":
         return lambda costs: make_policy(name, costs_at=lambda now_s: costs)
     if name == "bandwidth_only":
@@ -175,6 +187,8 @@ def _maker(name: str) -> Callable[[Costs], PreemptionPolicy]:
         return lambda costs: make_policy(name, **dict(zip(names, theory, strict=True)))
     if name in ("inverse", "coin"):
         return lambda costs: {"inverse": Inverse, "coin": Coin}[name]()
+    if name == "cross_point":
+        return lambda costs: make_policy(name, threshold=threshold)
     return lambda costs: make_policy(name.removesuffix(OVERTAKING))
 
 
@@ -199,7 +213,7 @@ def replayed_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for other in ("swap", "recompute"):
         for measure in BELOW:
             gained(measure, main, "cross_point", other)
-    for name in CONTROLS:
+    for name in (name for name in CONTROLS if column(main, name, "seed")):
         for other in ("swap", "cross_point"):
             gained("tpot_p99_below_pct", main, name, other)
     as_published = [row | {"policy": AS_PUBLISHED} for row in main if row["policy"] == "cross_point"]

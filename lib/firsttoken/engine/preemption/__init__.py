@@ -10,11 +10,23 @@ from firsttoken.engine.preemption.base import Action, Observation, PreemptionPol
 from firsttoken.engine.preemption.recompute import Recompute
 from firsttoken.engine.preemption.swap import Swap
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.policy_file import PolicyKind
 from firsttoken.study.profile import unknown
 
-__all__ = ["POLICIES", "Action", "Observation", "PreemptionPolicy", "policy_of"]
+__all__ = ["POLICIES", "PREEMPTION", "Action", "Observation", "PreemptionPolicy", "policy_of"]
 
 POLICIES: dict[str, type[PreemptionPolicy]] = {policy.name: policy for policy in (Swap, Recompute)}
+
+_NO_ACTION = "choose must return Action.SWAP or Action.RECOMPUTE"
+PREEMPTION = PolicyKind(
+    "preemption policy",
+    PreemptionPolicy,
+    "write a subclass of firsttoken.engine.preemption.PreemptionPolicy with a method choose",
+    {
+        "choose": lambda answer, *_: "" if isinstance(answer, Action) else f"{_NO_ACTION}, not {answer!r:.60}",
+        "observe": lambda *_: "",
+    },
+)
 
 
 def policy_of(

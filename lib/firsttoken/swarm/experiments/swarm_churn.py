@@ -54,14 +54,15 @@ def swarm_churn(profile: Profile) -> Outcome:
     rows: Rows = []
     asked = itertools.product(range(profile.seed, profile.seed + config.seeds), config.rules)
     for seed, rule in tqdm(list(asked), desc="churn", disable=None):
-        rows += [{"seed": seed, "rule": rule} | row for row in _ran(config, seed, rule)]
+        rows += [{"seed": seed, "rule": rule} | row for row in churned(config, seed, RULES[rule])]
     return Outcome(rows, provenance={"source": "simulated servers", "kind": "simulated"})
 
 
-def _ran(config: ChurnStudyConfig, seed: int, rule: str) -> Rows:
-    """One swarm from its growth through all events; the draws are the same for every rule."""
+def churned(config: ChurnStudyConfig, seed: int, rule: Mapping[str, Any]) -> Rows:
+    """One swarm from its growth through all events, by the settings ``rule`` of ``ChurnConfig``; the draws are the same
+    for every rule."""
     rng = np.random.default_rng(seed)
-    churn = Churn(ChurnConfig(config.depth, config.period_s, **RULES[rule]), seed)
+    churn = Churn(ChurnConfig(config.depth, config.period_s, **rule), seed)
     names = (f"s{number:05}" for number in itertools.count())
 
     def join() -> None:

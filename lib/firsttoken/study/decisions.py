@@ -25,12 +25,12 @@ class Decisions:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Around a decision."""
-        self.since_s = time.monotonic()
+        """Around a decision; one within another is a part of it."""
+        before, self.since_s = self.since_s, time.monotonic()
         try:
             yield
         finally:
-            self.since_s = None
+            self.since_s = before
 
 
 @contextmanager

@@ -1,0 +1,149 @@
+"""A policy in a file of the reader's own: one class or function of its kind, watched while it decides."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from firsttoken.study.decisions import Decisions, TooLong, bounded
+from firsttoken.study.errors import FirstTokenError, ProfileError
+
+Judge = Callable[..., str]  # of an answer, and of all that was asked: what is wrong with it, "" for nothing
+
+
+@dataclass(frozen=True)
+class PolicyKind:
+    """What a file of a policy that is ``called`` so defines: one subclass of ``base`` or, where that is None, one
+    function; those with an underscore are helpers. ``mend`` says how to write one, ``judges`` who looks at the answers
+    of each method ("": of the function)."""
+
+    called: str
+    base: type | None
+    mend: str
+    judges: Mapping[str, Judge] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PolicyFile:
+    """``found`` in ``file``, a class or function of ``kind``; ``decisions`` know when one is being taken."""
+
+    file: Path
+    kind: PolicyKind
+    found: Any
+    decisions: Decisions
+
+    @classmethod
+    def read(cls, file: Path, kind: PolicyKind) -> PolicyFile:
+        """Raises ProfileError for a file that is not there, does not import, or defines no policy or several that could
+        run; what else it imports is not counted."""
+        file, decisions = file.expanduser(), Decisions()
+        if not file.is_file():
+            what = f"{file} is a folder, no policy file" if file.is_dir() else f"there is no policy file {file}"
+            raise ProfileError(f"{what}; give a {kind.called}'s name or a path")
+        module = ModuleType(f"policy_{file.stem}")
+        module.__file__ = str(file)
+        sys.modules[module.__name__] = module  # where a dataclass looks for what its annotations name
+        # not by the importing machinery, which would leave its compiled copy beside the file
+        with bounded(decisions, file), blamed(file), decisions.one():
+            exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+        return cls(file, kind, _the_one(module, file, kind), decisions)
+
+    def watched(self) -> Any:
+        """``found``, with every decision bounded in time and its answer looked at."""
+        if self.kind.base is None:
+            return self._asked(self.found, self.kind.judges[""])
+        judges = {"__init__": lambda *_: ""} | dict(self.kind.judges)
+        methods = {name: self._asked(getattr(self.found, name), judge) for name, judge in judges.items()}
+        return type(self.found.__name__, (self.found,), methods)
+
+    def _asked(self, function: Callable[..., Any], judge: Judge) -> Callable[..., Any]:
+        @wraps(function)
+        def asked(*given: Any, **named: Any) -> Any:
+            with blamed(self.file), self.decisions.one():
+                answer = function(*given, **named)
+            if wrong := judge(answer, *given):
+                raise ProfileError(f"{self.file}: {wrong}")
+            return answer
+
+        return asked
+
+    @contextmanager
+    def judged(self) -> Iterator[None]:
+        """Around all that runs it: raises ProfileError, one line that names the file, for what it does wrong, and where
+        a decision never ends."""
+        try:
+            with bounded(self.decisions, self.file), blamed(self.file):
+                yield
+        except FirstTokenError as error:
+            if str(self.file) in str(error):
+                raise
+            raise ProfileError(f"{self.file}: {error}") from error
+
+
+def _the_one(module: ModuleType, file: Path, kind: PolicyKind) -> Any:
+    own = {name: thing for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__}
+    if kind.base is None:
+        found = {name: thing for name, thing in own.items() if inspect.isfunction(thing) and name[0] != "_"}
+    else:
+        found = {name: thing for name, thing in own.items() if inspect.isclass(thing) and issubclass(thing, kind.base)}
+    whole = {name: thing for name, thing in found.items() if not inspect.isabstract(thing)}
+    if len(whole) == 1:
+        return next(iter(whole.values()))
+    if whole:
+        raise ProfileError(f"{file}: defines {', '.join(whole)}; one {kind.called} a file")
+    missing = f"defines no {kind.called}"
+    for name, thing in found.items():
+        missing = f"{name} has no method {', '.join(sorted(thing.__abstractmethods__))}"
+    raise ProfileError(f"{file}: {missing}; {kind.mend}")
+
+
+@contextmanager
+def blamed(path: Path) -> Iterator[None]:
+    """Any error in the block is that of ``path``: raises ProfileError, with the line where it came from one of them."""
+    try:
+        with _interruptions() as came:
+            yield
+    except (FirstTokenError, TooLong):  # the latter is said by who bounds a decision
+        raise
+    except BaseException as error:  # SystemExit too: a file does not end the program
+        if came and isinstance(error, KeyboardInterrupt):
+            raise
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            lines.append(error.lineno)
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        said = " ".join(str(error).split())
+        # the engine asserts that a scheduler runs somebody as long as requests are open
+        kind = "never finishes" if isinstance(error, AssertionError) and not lines else type(error).__name__
+        raise ProfileError(f"{where}: {kind}: {said}; mend the policy") from error
+
+
+@contextmanager
+def _interruptions() -> Iterator[list[int]]:
+    """The signals of Ctrl-C that came during the block: a reader sends them, and a file that raises KeyboardInterrupt
+    does not. Only the main thread is interrupted by them."""
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+
+    def noted(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, noted)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,76 @@
+"""Policies on the same draws, the reader's own first, as one table."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from firsttoken.study.show import interval
+from firsttoken.study.stats import FEWEST, bootstrap
+
+Values = Mapping[str, float]  # of one draw, by what was measured and its unit
+
+
+@dataclass(frozen=True)
+class Tried:
+    """``rows`` hold, by policy, the values of each draw; the first is the reader's. ``setting`` says on what."""
+
+    setting: str
+    rows: Mapping[str, Sequence[Values]]
+
+    def told(self) -> str:
+        """The table: a mean with its 95 % interval in each cell, the reader's row marked."""
+        names, n = list(self.rows), len(next(iter(self.rows.values())))
+        what = "95 % interval" if n >= FEWEST else "range"
+        columns = [["", *(f"{'  ' if at else '> '}{name}" for at, name in enumerate(names))]]
+        for heading in self.rows[names[0]][0]:
+            columns.append([heading, *_cells([[draw[heading] for draw in self.rows[name]] for name in names])])
+        widths = [max(map(len, column)) for column in columns]
+        padded = [[cell.ljust(widths[0]) for cell in columns[0]]]
+        padded += [
+            [cell.rjust(width) for cell in column] for column, width in zip(columns[1:], widths[1:], strict=True)
+        ]
+        lines = map("  ".join, zip(*padded, strict=True))
+        return "\n".join(
+            [
+                textwrap.fill(self.setting, 110),
+                f"n = {n} draws, the same for all; mean [{what}]; > is yours",
+                "",
+                *lines,
+            ]
+        )
+
+
+def held(
+    mine: tuple[str, Any, Callable[[], AbstractContextManager[None]]],
+    siblings: Mapping[str, Any],
+    one: Callable[[Any, int], Values],
+    draws: Iterable[int],
+) -> dict[str, list[Values]]:
+    """What ``one(policy, draw)`` gives, by name: of ``mine`` (its name, itself, around all that runs it) first, so that
+    what is wrong with it shows before its siblings have run."""
+    name, own, judged = mine
+    rows: dict[str, list[Values]] = {}
+    jobs = {name: own} | {sibling: policy for sibling, policy in siblings.items() if sibling != name}
+    with tqdm(total=len(jobs) * len(draws), unit="run", disable=None) as bar:
+        for policy in jobs:
+            with judged() if policy == name else nullcontext():
+                for draw in draws:
+                    bar.set_postfix_str(policy)
+                    rows.setdefault(policy, []).append(one(jobs[policy], draw))
+                    bar.update()
+    return rows
+
+
+def _cells(columns: Sequence[Sequence[float]]) -> list[str]:
+    """Three digits of the largest value, so that a column's numbers stand below each other."""
+    largest = max(abs(value) for values in columns for value in values)
+    digits = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
+    entries = [bootstrap(values).summary() for values in columns]
+    return [interval(one, digits) if one["low"] < one["high"] else f"{one['value']:.{digits}f}" for one in entries]
