@@ -128,12 +128,6 @@ def _the_accused_is_believed() -> None:
     Auditor._convicts = convicts
 
 
-def _layers_without_a_past() -> None:
-    from firsttoken.together.borrowed import replica
-
-    replica._between = lambda layers, old, new: range(layers.stop, layers.stop)
-
-
 MUTATIONS: list[Mutation] = [
     Mutation("51", "one scale for a batch", _one_scale_for_all, "the 8-bit wire"),
     Mutation("51", "an 8-bit wire that answers nothing", _nothing_comes_back, "the 8-bit wire", quick=True),
@@ -147,5 +141,4 @@ MUTATIONS: list[Mutation] = [
     Mutation("53", "a server learns", _a_server_learns, "training through frozen servers"),
     Mutation("54", "an audit that always agrees", _whatever_is_said_agrees, "audit of answers"),
     Mutation("54", "a keeper that convicts nobody", _the_accused_is_believed, "audit of answers"),
-    Mutation("56", "layers come without a past", _layers_without_a_past, "borrowing layers"),
 ]
