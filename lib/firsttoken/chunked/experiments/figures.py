@@ -13,6 +13,7 @@ from firsttoken.chunked.experiments.simulator_error import METRICS, QUANTILES, V
 from firsttoken.chunked.experiments.simulator_error import SIMULATED as FORETOLD
 from firsttoken.chunked.policy_text import place_of
 from firsttoken.chunked.standing import BASE
+from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -49,38 +50,34 @@ def dots(ax: Axes, place: float, scheduler: str, values: Sequence[float], entry:
     ax.plot(entry["value"], place, "o", color=colour, markersize=8)
 
 
-def stalls(result: Result) -> Figure:
-    """Gaps between the tokens of the running requests while the prompt is prefilled, by scheduler; one run each."""
+def stalls(recorded: Result | None, now: Result) -> Figure:
+    """The tokens of a running request after a long prompt has come, by scheduler (Figure 1a); one run each. Where a
+    line has its mark the prompt has its first token."""
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
 
-    fig, axes = plt.subplots(1, 2, figsize=(12, 4.4))
-    titles = {LIVE: "live, this model", SIMULATED: f"simulated on {result.parameters['hardware']['costs']}"}
-    shown = {}
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
+    costs = " and ".join({one.result.parameters["hardware"]["costs"]: 0 for one in over(recorded, now)})
+    titles, shown = {LIVE: "live, this model", SIMULATED: f"simulated on {costs}"}, {}
     for ax, (run, title) in zip(axes, titles.items(), strict=True):
-        here = [row for row in result.rows if row["run"] == run and row["request"] == 0 and row["repeat"] == 1]
-        for scheduler in dict.fromkeys(row["scheduler"] for row in here):
-            mine = [row for row in here if row["scheduler"] == scheduler]
-            name, label = NAMES[scheduler.partition(" ")[0]]
-            times, gaps = ([row[column] for row in mine] for column in ("at_s", "gap_s"))
-            look = LOOKS[name]
-            (shown[label],) = ax.plot(times, np.array(gaps) * 1e3, look.marker, ls="-", ms=4, color=look.colour)
-        ax.axvline(0, color=COLOURS["mark"], linestyle=":")
-        ax.annotate(
-            "prompt arrives",
-            (0, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, -4),
-            va="top",
-            fontsize=9,
-            textcoords="offset points",
-        )
-        ax.set(yscale="log", title=title, xlabel="time since the prompt arrived, s")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
-    axes[0].set_ylabel("gap since the token before, ms")
-    fig.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=4, fontsize=9)
+        for drawn in over(recorded, now):
+            rows = [row for row in drawn.result.rows if row["run"] == run and row["repeat"] == 1]
+            for scheduler in dict.fromkeys(row["scheduler"] for row in rows):
+                mine = [row for row in rows if row["scheduler"] == scheduler]
+                times = [row["at_s"] for row in mine if row["request"] == 0]
+                first_s = next(row["ttft_s"] for row in mine if row["request"] == "prompt")
+                name, label = NAMES[scheduler.partition(" ")[0]]
+                look, width = LOOKS[name], 2.2 if drawn.own else 1.4
+                ax.step(times, range(len(times)), where="post", color=look.colour, linewidth=width, **drawn.style)
+                edge = {"markeredgecolor": "black"} if drawn.own else {}
+                at = (first_s, np.searchsorted(times, first_s, side="right") - 1)
+                ax.plot(*at, look.marker, ms=8, color=look.colour, **edge, **drawn.style)
+                shown[label] = plt.Line2D([], [], color=look.colour, marker=look.marker)
+        ax.set_title(title, fontsize="medium")
+        ax.set(xlabel="time since the long prompt came, s", xlim=(0, None), ylim=(-0.7, None))
+    fig.suptitle("Cut into chunks, a long prompt slows running requests; whole, it stops them")
+    axes[0].set_ylabel("tokens of a running request since")
+    names = fig.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=5, fontsize="small")
+    name_results(fig, over(recorded, now), legend=names)
     return fig
 
 
