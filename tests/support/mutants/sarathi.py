@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from firsttoken.chunked import capacity as library
+from firsttoken.chunked.capacity import ClientTimes, Objective
 from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.work import Work
 from mutants.running import Mutation
+
+Serve = Callable[[float], ClientTimes]
+Found = tuple[float, ClientTimes]
 
 
 def prefill_first() -> None:
@@ -41,7 +48,36 @@ def whole_chunks() -> None:
     Scheduler.chunks = chunks
 
 
-SCHEDULER = "Sarathi-Serve's scheduler"
+def only_doubled() -> None:
+    """The search ends at the first rate that broke the objective."""
+
+    def capacity(serve: Serve, objective: Objective, *, start: float, share: float = 0.02) -> Found:
+        rate, served = start, serve(start)
+        while served.within(objective):
+            rate, served = 2 * rate, serve(2 * rate)
+        return rate / 2, served
+
+    library.capacity = capacity
+
+
+def the_rate_that_broke() -> None:
+    found = library.capacity
+    library.capacity = lambda serve, objective, *, start: (1.02 * found(serve, objective, start=start)[0], None)
+
+
+def no_bound_on_the_delay() -> None:
+    ClientTimes.within = lambda self, objective: self.tbt_p99_s <= objective.tbt_s
+
+
+def no_bound_on_the_gaps() -> None:
+    ClientTimes.within = lambda self, objective: self.delay_p50_s <= objective.delay_s
+
+
+def no_capacity() -> None:
+    library.capacity = lambda serve, objective, *, start: None
+
+
+SCHEDULER, SEARCH = "Sarathi-Serve's scheduler", "the capacity search"
 MUTATIONS: list[Mutation] = [
     Mutation("40", "prefill first", prefill_first, SCHEDULER, quick=True),
     Mutation("40", "no token budget", no_budget, SCHEDULER),
@@ -50,4 +86,10 @@ MUTATIONS: list[Mutation] = [
     Mutation("40", "no answer", no_answer, SCHEDULER),
     Mutation("40", "decodes outside the budget", decodes_outside_the_budget, SCHEDULER),
     Mutation("40", "prompts are never cut", whole_chunks, SCHEDULER),
+    Mutation("41", "prefill first", prefill_first, SCHEDULER),
+    Mutation("41", "the search only doubles", only_doubled, SEARCH, quick=True),
+    Mutation("41", "the rate that broke", the_rate_that_broke, SEARCH),
+    Mutation("41", "no bound on the delay", no_bound_on_the_delay, SEARCH),
+    Mutation("41", "no bound on the gaps", no_bound_on_the_gaps, SEARCH),
+    Mutation("41", "no capacity", no_capacity, SEARCH),
 ]

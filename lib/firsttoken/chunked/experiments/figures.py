@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from firsttoken.chunked.capacity import STRICT, TIMES
 from firsttoken.chunked.experiments.generation_stalls import LIVE, SIMULATED
 from firsttoken.chunked.experiments.pipeline_bubbles import SIZE, TIME, WHOLE
 from firsttoken.chunked.experiments.simulator_error import METRICS, QUANTILES, VLLM
@@ -34,6 +35,9 @@ NAMES = {
     "shortest_first": ("short first", "short prompts first"),
     "adaptive_budget": ("measured", "adaptive budget"),
 }
+
+
+PAPER_X = 2.6  # the load of prefill first, Mistral-7B on one A100 (abstract)
 
 
 def told(scheduler: str) -> str:
@@ -96,34 +100,42 @@ def stall_rows(result: Result) -> Rows:
     ]
 
 
-def capacities(result: Result) -> Figure:
-    """Capacity by scheduler and objective: seeds as small dots, mean and interval; twice the prefill-first one's."""
+def capacities(recorded: Result | None, now: Result) -> Figure:
+    """Capacity over that of prefill first by scheduler and objective, means over draws with their intervals."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
-    rows = [row for row in result.rows if row["what"] == "capacity"]
-    objectives = list(dict.fromkeys(row["objective"] for row in rows))
-    schedulers = list(dict.fromkeys(row["scheduler"] for row in rows))
-    fig, axes = plt.subplots(
-        1,
-        len(objectives),
-        figsize=(3.5 + 5.5 * len(objectives), 0.42 * len(schedulers) + 1.6),
-        sharey=True,
-        squeeze=False,
-    )
+    drawn, found = over(recorded, now), (recorded or now).summary
+    entries = [entry for one in drawn for entry in one.result.summary.all("capacity_x", than=BASE)]
+    objectives = list(dict.fromkeys(entry["where"]["objective"] for entry in entries))
+    rows = [row for one in drawn for row in one.result.rows if row["what"] == "capacity"]
+    schedulers = [name for name in dict.fromkeys(row["scheduler"] for row in rows) if name != BASE]
+    size = (9, 0.36 * len(schedulers) + 2)
+    fig, axes = plt.subplots(1, len(objectives), figsize=size, sharey=True, squeeze=False)
     for ax, objective in zip(axes[0], objectives, strict=True):
-        for place, scheduler in enumerate(schedulers):
-            mine = [r for r in rows if r["objective"] == objective and r["scheduler"] == scheduler]
-            rates = [row["requests_per_s"] for row in mine]
-            entry = result.summary.of("capacity_requests_per_s", **place_of(scheduler), objective=objective)
-            dots(ax, place, scheduler, rates, entry)
-        base = result.summary.value("capacity_requests_per_s", scheduler=BASE, objective=objective)
-        ax.axvline(2 * base, color=COLOURS["target"], linestyle="--", linewidth=1.5)
-        ax.annotate("twice prefill first", (2 * base, -0.6), (5, 0), textcoords="offset points", fontsize=9)
-        bound_ms = 1e3 * mine[0]["tbt_s"]
-        ax.set(xlabel="capacity, requests/s", xlim=(0, None))
-        ax.set_title(f"{objective}: P99 TBT ≤ {bound_ms:.0f} ms, n = {len(rates)} draws", fontsize=11)
+        for one in drawn:
+            for place, scheduler in enumerate(schedulers):
+                entry = one.result.summary.get("capacity_x", **place_of(scheduler), objective=objective, than=BASE)
+                one.point(ax, place + one.shift, entry, NAMES[scheduler.partition(" ")[0]][0], along="x")
+        ax.axvline(1, color=COLOURS["floor"], linewidth=1, linestyle=":")
+        if objective == STRICT:
+            ax.axvline(PAPER_X, color=COLOURS["paper"], linewidth=7, alpha=0.5, zorder=1)
+            ax.text(PAPER_X, -0.7, f" paper: {PAPER_X}", color=COLOURS["mark"], fontsize="small")
+        ax.set(
+            xscale="log",
+            xlabel="capacity / that of prefill first",
+            title=f"{objective}: P99 of gaps ≤ {TIMES[objective]} decode steps",
+        )
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter("")
     axes[0][0].set_yticks(range(len(schedulers)), [told(name) for name in schedulers])
     axes[0][0].set_ylim(len(schedulers) - 0.5, -1)
+    if (
+        best := found.get("capacity_x", scheduler="sarathi", budget_tokens=512, objective=STRICT, than=BASE)
+    ) is not None:
+        fig.suptitle(f"Within the strict objective Sarathi serves {best['value']:.2f} times the load of prefill first")
+    name_results(fig, drawn, "capacity_x")
     return fig
 
 
