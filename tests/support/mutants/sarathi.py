@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from firsttoken.chunked import capacity as library
 from firsttoken.chunked.capacity import ClientTimes, Objective
+from firsttoken.engine.schedulers.adaptive_budget import AdaptiveBudget
 from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.work import Work
@@ -77,6 +78,14 @@ def no_capacity() -> None:
     library.capacity = lambda serve, objective, *, start: None
 
 
+def no_objective() -> None:
+    AdaptiveBudget.budget = lambda self, decodes: len(decodes) + self.bounds.prefill_tokens
+
+
+def learns_nothing() -> None:
+    AdaptiveBudget.completed = lambda self, prefills, contexts, seconds: None
+
+
 SCHEDULER, SEARCH = "Sarathi-Serve's scheduler", "the capacity search"
 MUTATIONS: list[Mutation] = [
     Mutation("40", "prefill first", prefill_first, SCHEDULER, quick=True),
@@ -92,4 +101,6 @@ MUTATIONS: list[Mutation] = [
     Mutation("41", "no bound on the delay", no_bound_on_the_delay, SEARCH),
     Mutation("41", "no bound on the gaps", no_bound_on_the_gaps, SEARCH),
     Mutation("41", "no capacity", no_capacity, SEARCH),
+    Mutation("44", "the objective is not looked at", no_objective, "the adaptive budget"),
+    Mutation("44", "nothing is learnt", learns_nothing, "the adaptive budget"),
 ]

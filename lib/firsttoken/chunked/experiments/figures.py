@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NAMES = {
@@ -44,14 +42,6 @@ def told(scheduler: str) -> str:
     """A scheduler as a reader knows it: "sarathi 512" is "Sarathi, 512"."""
     name, _, budget = scheduler.partition(" ")
     return NAMES[name][1] + (f", {budget}" if budget else "")
-
-
-def dots(ax: Axes, place: float, scheduler: str, values: Sequence[float], entry: Mapping[str, Any]) -> None:
-    """Draws at the height ``place`` as small dots, the mean as a large one, its interval as a line."""
-    colour = COLOURS[NAMES[scheduler.partition(" ")[0]][0]]
-    ax.plot(values, [place] * len(values), ".", color=colour, alpha=0.5, markersize=5)
-    ax.plot([entry["low"], entry["high"]], [place, place], color=colour, linewidth=2)
-    ax.plot(entry["value"], place, "o", color=colour, markersize=8)
 
 
 def stalls(recorded: Result | None, now: Result) -> Figure:
