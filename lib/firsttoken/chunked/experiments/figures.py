@@ -70,7 +70,7 @@ def stalls(recorded: Result | None, now: Result) -> Figure:
         ax.set(xlabel="time since the long prompt came, s", xlim=(0, None), ylim=(-0.7, None))
     fig.suptitle("Cut into chunks, a long prompt slows running requests; whole, it stops them")
     axes[0].set_ylabel("tokens of a running request since")
-    names = fig.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=5, fontsize="small")
+    names = fig.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=3, fontsize="small")
     name_results(fig, over(recorded, now), legend=names)
     return fig
 
