@@ -12,6 +12,7 @@ from firsttoken.study.record import Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
 
 PALE, SHIFT = 0.4, 0.16  # opacity of the record; how far its points stand from own ones, where categories are 1 apart
 
@@ -95,12 +96,20 @@ def over(recorded: Result | None, now: Result) -> list[Drawn]:
     return [Drawn(recorded, own=False), Drawn(now, own=True)]
 
 
-def name_results(figure: Figure, drawn: Sequence[Drawn], measure: str | None = None) -> None:
-    """Say below ``figure`` which points are whose: machine, profile, and how many observations ``measure`` has."""
+def name_results(
+    figure: Figure, drawn: Sequence[Drawn], measure: str | None = None, legend: Legend | None = None
+) -> None:
+    """Say below ``figure`` which points are whose: machine, profile, and how many observations ``measure`` has.
+
+    Where the figure has a ``legend`` outside its axes, which would lie over it, the sentence is the legend's title.
+    """
     said = []
     for one in drawn:
         counts = {entry["n"] for entry in one.result.summary if entry["measure"] == measure and "n" in entry}
         n = f", n = {min(counts)}" + (f" to {max(counts)}" if len(counts) > 1 else "") if counts else ""
         mark = "dark, with a black edge" if one.own else "pale"
         said.append(f"{'' if one.alone else mark + ': '}{one.who()} (profile {one.result.profile}{n})")
-    figure.supxlabel("   ".join(said), fontsize="small", color=LOOKS["mark"].colour)
+    if legend is not None:
+        legend.set_title("   ".join(said), {"size": "small"})
+    else:
+        figure.supxlabel("   ".join(said), fontsize="small", color=LOOKS["mark"].colour)

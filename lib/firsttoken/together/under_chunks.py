@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.serving import Server
 from firsttoken.engine.streams import Stream, TokenEvent
-from firsttoken.study.errors import ProfileError
+from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
@@ -109,10 +109,11 @@ def prompt_under_streams(
 ) -> Rows:
     """Rows {round, plain_tbt_s, beside_tbt_s, ttft_s, wrong} of ``streams`` that a prompt of ``prompt_tokens`` joins.
 
-    The times between two tokens are P99s of all streams from the prompt's arrival to its first token, which takes
-    ``ttft_s``: beside it, and plain, of the same tokens of the same streams where no prompt comes. (Their own contexts
-    grow meanwhile; what came before its arrival would be no measure.) ``plain_tokens`` of each stream pass before.
-    ``wrong`` counts tokens that came to a client other than the engine has made them: lost, doubled, or out of turn.
+    The times between two tokens are P99s of all streams' gaps that lie, in part at least, between the prompt's arrival
+    and its first token, which takes ``ttft_s``: beside it, and plain, of the same tokens of the same streams where no
+    prompt comes. (Their own contexts grow meanwhile; what came before its arrival would be no measure.)
+    ``plain_tokens`` of each stream pass before. ``wrong`` counts tokens that came to a client other than the engine has
+    made them: lost, doubled, or out of turn.
     """
     most = model.config.max_position_embeddings - STREAM_PROMPT
     longest = min(
@@ -128,7 +129,8 @@ def prompt_under_streams(
                 seen = [list(islice(stream.events(), plain_tokens)) for stream in running]
                 long = server.submit(_prompt(prompt_tokens, streams, model.config.vocab_size), Sampling(1))
                 (first,) = long.events()
-                for stream in running:
+                for events, stream in zip(seen, running, strict=True):
+                    events += _past(stream, first.at_s)  # a gap that the prompt made may end after its first token
                     stream.close()
                 for events, stream in zip(seen, running, strict=True):
                     events += stream.events()
@@ -155,9 +157,18 @@ def _prompt(tokens: int, number: int, vocabulary: int) -> list[int]:
     return [(7 * place + 31 * number) % (vocabulary - 1) + 1 for place in range(tokens)]
 
 
+def _past(stream: Stream, at_s: float) -> Iterator[TokenEvent]:
+    """Its next tokens up to the first that came after ``at_s``."""
+    for event in stream.events():
+        yield event
+        if event.at_s > at_s:
+            return
+
+
 def _between(events: Sequence[TokenEvent], after_s: float, until_s: float) -> range:
-    """The places of those that came between the two."""
-    places = [place for place, event in enumerate(events) if place and after_s < event.at_s <= until_s]
+    """The places of the tokens that end a gap of which a part lies between the two."""
+    pairs = enumerate(pairwise(events), start=1)
+    places = [place for place, (before, event) in pairs if after_s < event.at_s and before.at_s < until_s]
     return range(places[0], places[-1] + 1) if places else range(0)
 
 
@@ -166,6 +177,10 @@ def _p99(streams: Sequence[Sequence[TokenEvent]], places: Sequence[range]) -> fl
     gaps = [
         events[place].at_s - events[place - 1].at_s for events, at in zip(streams, places, strict=True) for place in at
     ]
+    if not gaps:
+        raise FirstTokenError(
+            "under_chunks: no stream got a token after the prompt's arrival: there is no gap to measure"
+        )
     return float(np.percentile(gaps, 99))
 
 

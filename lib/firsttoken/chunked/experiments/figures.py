@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from firsttoken.chunked.capacity import STRICT, TIMES
 from firsttoken.chunked.experiments.generation_stalls import LIVE, SIMULATED
 from firsttoken.chunked.experiments.pipeline_bubbles import SIZE, TIME, WHOLE
 from firsttoken.chunked.experiments.simulator_error import METRICS, QUANTILES, VLLM
 from firsttoken.chunked.experiments.simulator_error import SIMULATED as FORETOLD
 from firsttoken.chunked.policy_text import place_of
 from firsttoken.chunked.standing import BASE
+from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NAMES = {
@@ -35,52 +35,43 @@ NAMES = {
 }
 
 
+PAPER_X = 2.6  # the load of prefill first, Mistral-7B on one A100 (abstract)
+
+
 def told(scheduler: str) -> str:
     """A scheduler as a reader knows it: "sarathi 512" is "Sarathi, 512"."""
     name, _, budget = scheduler.partition(" ")
     return NAMES[name][1] + (f", {budget}" if budget else "")
 
 
-def dots(ax: Axes, place: float, scheduler: str, values: Sequence[float], entry: Mapping[str, Any]) -> None:
-    """Draws at the height ``place`` as small dots, the mean as a large one, its interval as a line."""
-    colour = COLOURS[NAMES[scheduler.partition(" ")[0]][0]]
-    ax.plot(values, [place] * len(values), ".", color=colour, alpha=0.5, markersize=5)
-    ax.plot([entry["low"], entry["high"]], [place, place], color=colour, linewidth=2)
-    ax.plot(entry["value"], place, "o", color=colour, markersize=8)
-
-
-def stalls(result: Result) -> Figure:
-    """Gaps between the tokens of the running requests while the prompt is prefilled, by scheduler; one run each."""
+def stalls(recorded: Result | None, now: Result) -> Figure:
+    """The tokens of a running request after a long prompt has come, by scheduler (Figure 1a); one run each. Where a
+    line has its mark the prompt has its first token."""
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
 
-    fig, axes = plt.subplots(1, 2, figsize=(12, 4.4))
-    titles = {LIVE: "live, this model", SIMULATED: f"simulated on {result.parameters['hardware']['costs']}"}
-    shown = {}
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
+    costs = " and ".join({one.result.parameters["hardware"]["costs"]: 0 for one in over(recorded, now)})
+    titles, shown = {LIVE: "live, this model", SIMULATED: f"simulated on {costs}"}, {}
     for ax, (run, title) in zip(axes, titles.items(), strict=True):
-        here = [row for row in result.rows if row["run"] == run and row["request"] == 0 and row["repeat"] == 1]
-        for scheduler in dict.fromkeys(row["scheduler"] for row in here):
-            mine = [row for row in here if row["scheduler"] == scheduler]
-            name, label = NAMES[scheduler.partition(" ")[0]]
-            times, gaps = ([row[column] for row in mine] for column in ("at_s", "gap_s"))
-            look = LOOKS[name]
-            (shown[label],) = ax.plot(times, np.array(gaps) * 1e3, look.marker, ls="-", ms=4, color=look.colour)
-        ax.axvline(0, color=COLOURS["mark"], linestyle=":")
-        ax.annotate(
-            "prompt arrives",
-            (0, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, -4),
-            va="top",
-            fontsize=9,
-            textcoords="offset points",
-        )
-        ax.set(yscale="log", title=title, xlabel="time since the prompt arrived, s")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
-    axes[0].set_ylabel("gap since the token before, ms")
-    fig.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=4, fontsize=9)
+        for drawn in over(recorded, now):
+            rows = [row for row in drawn.result.rows if row["run"] == run and row["repeat"] == 1]
+            for scheduler in dict.fromkeys(row["scheduler"] for row in rows):
+                mine = [row for row in rows if row["scheduler"] == scheduler]
+                times = [row["at_s"] for row in mine if row["request"] == 0]
+                first_s = next(row["ttft_s"] for row in mine if row["request"] == "prompt")
+                name, label = NAMES[scheduler.partition(" ")[0]]
+                look, width = LOOKS[name], 2.2 if drawn.own else 1.4
+                ax.step(times, range(len(times)), where="post", color=look.colour, linewidth=width, **drawn.style)
+                edge = {"markeredgecolor": "black"} if drawn.own else {}
+                at = (first_s, np.searchsorted(times, first_s, side="right") - 1)
+                ax.plot(*at, look.marker, ms=8, color=look.colour, **edge, **drawn.style)
+                shown[label] = plt.Line2D([], [], color=look.colour, marker=look.marker)
+        ax.set_title(title, fontsize="medium")
+        ax.set(xlabel="time since the long prompt came, s", xlim=(0, None), ylim=(-0.7, None))
+    fig.suptitle("Cut into chunks, a long prompt slows running requests; whole, it stops them")
+    axes[0].set_ylabel("tokens of a running request since")
+    names = fig.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=3, fontsize="small")
+    name_results(fig, over(recorded, now), legend=names)
     return fig
 
 
@@ -99,34 +90,42 @@ def stall_rows(result: Result) -> Rows:
     ]
 
 
-def capacities(result: Result) -> Figure:
-    """Capacity by scheduler and objective: seeds as small dots, mean and interval; twice the prefill-first one's."""
+def capacities(recorded: Result | None, now: Result) -> Figure:
+    """Capacity over that of prefill first by scheduler and objective, means over draws with their intervals."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
-    rows = [row for row in result.rows if row["what"] == "capacity"]
-    objectives = list(dict.fromkeys(row["objective"] for row in rows))
-    schedulers = list(dict.fromkeys(row["scheduler"] for row in rows))
-    fig, axes = plt.subplots(
-        1,
-        len(objectives),
-        figsize=(3.5 + 5.5 * len(objectives), 0.42 * len(schedulers) + 1.6),
-        sharey=True,
-        squeeze=False,
-    )
+    drawn, found = over(recorded, now), (recorded or now).summary
+    entries = [entry for one in drawn for entry in one.result.summary.all("capacity_x", than=BASE)]
+    objectives = list(dict.fromkeys(entry["where"]["objective"] for entry in entries))
+    rows = [row for one in drawn for row in one.result.rows if row["what"] == "capacity"]
+    schedulers = [name for name in dict.fromkeys(row["scheduler"] for row in rows) if name != BASE]
+    size = (9, 0.36 * len(schedulers) + 2)
+    fig, axes = plt.subplots(1, len(objectives), figsize=size, sharey=True, squeeze=False)
     for ax, objective in zip(axes[0], objectives, strict=True):
-        for place, scheduler in enumerate(schedulers):
-            mine = [r for r in rows if r["objective"] == objective and r["scheduler"] == scheduler]
-            rates = [row["requests_per_s"] for row in mine]
-            entry = result.summary.of("capacity_requests_per_s", **place_of(scheduler), objective=objective)
-            dots(ax, place, scheduler, rates, entry)
-        base = result.summary.value("capacity_requests_per_s", scheduler=BASE, objective=objective)
-        ax.axvline(2 * base, color=COLOURS["target"], linestyle="--", linewidth=1.5)
-        ax.annotate("twice prefill first", (2 * base, -0.6), (5, 0), textcoords="offset points", fontsize=9)
-        bound_ms = 1e3 * mine[0]["tbt_s"]
-        ax.set(xlabel="capacity, requests/s", xlim=(0, None))
-        ax.set_title(f"{objective}: P99 TBT ≤ {bound_ms:.0f} ms, n = {len(rates)} draws", fontsize=11)
+        for one in drawn:
+            for place, scheduler in enumerate(schedulers):
+                entry = one.result.summary.get("capacity_x", **place_of(scheduler), objective=objective, than=BASE)
+                one.point(ax, place + one.shift, entry, NAMES[scheduler.partition(" ")[0]][0], along="x")
+        ax.axvline(1, color=COLOURS["floor"], linewidth=1, linestyle=":")
+        if objective == STRICT:
+            ax.axvline(PAPER_X, color=COLOURS["paper"], linewidth=7, alpha=0.5, zorder=1)
+            ax.text(PAPER_X, -0.7, f" paper: {PAPER_X}", color=COLOURS["mark"], fontsize="small")
+        ax.set(
+            xscale="log",
+            xlabel="capacity / that of prefill first",
+            title=f"{objective}: P99 of gaps ≤ {TIMES[objective]} decode steps",
+        )
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter("")
     axes[0][0].set_yticks(range(len(schedulers)), [told(name) for name in schedulers])
     axes[0][0].set_ylim(len(schedulers) - 0.5, -1)
+    if (
+        best := found.get("capacity_x", scheduler="sarathi", budget_tokens=512, objective=STRICT, than=BASE)
+    ) is not None:
+        fig.suptitle(f"Within the strict objective Sarathi serves {best['value']:.2f} times the load of prefill first")
+    name_results(fig, drawn, "capacity_x")
     return fig
 
 

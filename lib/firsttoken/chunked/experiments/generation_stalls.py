@@ -22,7 +22,7 @@ from firsttoken.engine.fused import fuse
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.study.errors import ProfileError
+from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
@@ -108,7 +108,8 @@ def _stalled(
 def stalls_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The longest gap of the running requests while the prompt is prefilled, beside a plain one, and the prompt's TTFT.
 
-    A plain gap is the median of those that end before the prompt's arrival or a while after its first token.
+    A plain gap is the median of those that end before the prompt's arrival or a while after its first token. Raises
+    FirstTokenError for a run in which one of these is missing.
     """
     summary = Summary()
     for run in (LIVE, SIMULATED):
@@ -117,11 +118,15 @@ def stalls_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             worst, over, ttft = [], [], []
             for repeat in dict.fromkeys(row["repeat"] for row in here):
                 once = [row for row in here if row["repeat"] == repeat]
-                (first_s,) = [row["ttft_s"] for row in once if row["request"] == "prompt"]
+                first_s = next((row["ttft_s"] for row in once if row["request"] == "prompt"), None)
                 gaps = [row for row in once if row["request"] != "prompt"]
-                plain = float(np.median([row["gap_s"] for row in gaps if not 0 < row["at_s"] <= first_s]))
-                worst.append(max(row["gap_s"] for row in gaps if row["at_s"] > 0))
-                over.append(worst[-1] / plain)
+                plain = [row["gap_s"] for row in gaps if first_s and not 0 < row["at_s"] <= first_s]
+                stalled = [row["gap_s"] for row in gaps if row["at_s"] > 0]
+                if not (plain and stalled):
+                    missing = "the prompt has no first token" if not first_s else "a running request has no gap"
+                    raise FirstTokenError(f"stalls, {run} under {scheduler}: {missing} to measure")
+                worst.append(max(stalled))
+                over.append(worst[-1] / float(np.median(plain)))
                 ttft.append(first_s)
             where = {"source": run} | place_of(scheduler)
             summary.add("worst_gap_ms", bootstrap(worst).summary("ms", 1e3), **where)

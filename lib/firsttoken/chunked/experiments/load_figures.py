@@ -9,9 +9,10 @@ import numpy as np
 
 from firsttoken.chunked.capacity import STRICT, TIMES
 from firsttoken.chunked.experiments.changing_load import ABOVE_BEST, ADAPTIVE
-from firsttoken.chunked.experiments.figures import NAMES, dots, told
+from firsttoken.chunked.experiments.figures import NAMES, told
 from firsttoken.chunked.policy_text import place_of
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.overlay import name_results, over
+from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 
@@ -21,58 +22,72 @@ if TYPE_CHECKING:
 COURSE = ("prefill_first", "sarathi 512", "shortest_first 512", "adaptive_budget")
 
 
-def within(result: Result) -> Figure:
-    """The share of requests within each objective, by scheduler: draws as small dots, mean and interval."""
+def within(recorded: Result | None, now: Result) -> Figure:
+    """The share of requests within each objective by scheduler, coloured by its rank there; the best has a
+    frame. A panel for the record, and one for the reader's run: two tables do not lie over each other."""
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Rectangle
 
-    rows = [row for row in result.rows if row["what"] == "within"]
-    schedulers, objectives = _schedulers(result), sorted({row["objective"] for row in rows})
-    iteration_s = result.floors["decode_iteration"]["value"]
-    size = (2.5 + 2.6 * len(objectives), 0.4 * len(schedulers) + 1.5)
-    fig, axes = plt.subplots(1, len(objectives), figsize=size, sharey=True, squeeze=False)
-    for ax, times in zip(axes[0], objectives, strict=True):
-        for place, name in enumerate(schedulers):
-            shares = [100 * r["share"] for r in rows if r["scheduler"] == name and r["objective"] == times]
-            dots(ax, place, name, shares, result.summary.of("within_pct", **place_of(name), objective=times))
-        ax.set(xlabel="within, % of requests", xlim=(-4, 104))
-        ax.set_title(f"gaps ≤ {1e3 * times * iteration_s:.0f} ms", fontsize=11)
+    drawn = over(recorded, now)
+    schedulers = list(dict.fromkeys(name for one in drawn for name in _schedulers(one.result)))
+    fig, axes = plt.subplots(1, len(drawn), figsize=(9, 0.34 * len(schedulers) + 2), sharey=True, squeeze=False)
+    for ax, one in zip(axes[0], drawn, strict=True):
+        result, iteration_s = one.result, one.result.floors["decode_iteration"]["value"]
+        objectives = result.parameters["changing_load"]["objectives"]
+        entries = [
+            [result.summary.get("within_pct", **place_of(name), objective=times) for times in objectives]
+            for name in schedulers
+        ]
+        shares = np.array([[entry["value"] if entry else np.nan for entry in row] for row in entries])
+        ranks = 1 + (shares[None] > shares[:, None]).sum(1)  # the best 1, as have all that are as good
+        ax.imshow(np.where(np.isnan(shares), np.nan, ranks), cmap="Blues_r", vmin=1, vmax=14, aspect="auto")
+        for place, column in np.argwhere(~np.isnan(shares)):
+            dark = "white" if ranks[place, column] <= 5 else "black"
+            ax.text(column, place, f"{shares[place, column]:.0f}", ha="center", va="center", color=dark, fontsize=10)
+            if ranks[place, column] == 1:
+                frame = {"fill": False, "edgecolor": COLOURS["report"], "linewidth": 2.5}
+                ax.add_patch(Rectangle((column - 0.46, place - 0.44), 0.92, 0.88, **frame))
+        ax.set_xticks(range(len(objectives)), [f"{1e3 * times * iteration_s:.0f}" for times in objectives])
+        n = max(entry["n"] for row in entries for entry in row if entry)
+        ax.set_title(f"{one.who(n)}\n{result.provenance['costs']}", fontsize="medium")
+        ax.set(xlabel="gaps of at most, ms")
+        ax.grid(visible=False)
     axes[0][0].set_yticks(range(len(schedulers)), [told(name) for name in schedulers])
-    axes[0][0].set_ylim(len(schedulers) - 0.5, -0.5)
+    fig.suptitle("Every objective has another best scheduler (frame): % of requests within it")
     return fig
 
 
-def course(result: Result) -> Figure:
+def course(recorded: Result | None, now: Result) -> Figure:
     """Phase by phase, the median first token of who arrived and the P99 of the gaps; bands are the busy phases."""
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    load = result.parameters["changing_load"]
-    rows = [
-        row for row in result.rows if row["what"] == "phase" and row.get("objective", TIMES[STRICT]) == TIMES[STRICT]
-    ]
-    names = [name for name in COURSE if name in _schedulers(result)]
-    middles = (np.arange(len(load["factors"])) + 0.5) * load["phase_s"]
-    fig, axes = plt.subplots(1, 2, figsize=(11, 4))
+    drawn, load = over(recorded, now), now.parameters["changing_load"]
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.2))
     panels = (("ttft_p50_s", 1.0, "median first token, s"), ("tbt_p99_s", 1e3, "P99 between two tokens, ms"))
     for ax, (column, scale, label) in zip(axes, panels, strict=True):
-        for phase, factor in enumerate(load["factors"]):
-            if factor > 1:
-                edges = phase * load["phase_s"], (phase + 1) * load["phase_s"]
-                ax.axvspan(*edges, color=COLOURS["other"], alpha=0.35, linewidth=0)
-        for name in names:
-            look = LOOKS[NAMES[name.partition(" ")[0]][0]]
-            mine = [
-                [r[column] for r in rows if r["scheduler"] == name and r["phase"] == n] for n in range(len(middles))
-            ]
-            there = [(at, scale * np.mean(each)) for at, each in zip(middles, mine, strict=True) if each]
-            ax.plot(*zip(*there, strict=True), look.marker, ls="-", color=look.colour, label=told(name))
-        ax.set(yscale="log", xlabel="time, s", ylabel=label, xlim=(0, load["phase_s"] * len(middles)))
+        for phase in (phase for phase, factor in enumerate(load["factors"], start=1) if factor > 1):
+            ax.axvspan(phase - 0.5, phase + 0.5, color=COLOURS["other"], alpha=0.35, linewidth=0)
+        for one in drawn:
+            rows = [row for row in one.result.rows if row["what"] == "phase"]
+            rows = [row for row in rows if row.get("objective", TIMES[STRICT]) == TIMES[STRICT]]
+            for name in (name for name in COURSE if name in _schedulers(one.result)):
+                mine = [row for row in rows if row["scheduler"] == name]
+                each = {
+                    phase: [row[column] for row in mine if row["phase"] == phase]
+                    for phase in sorted({row["phase"] for row in mine})
+                }
+                means = [(phase + 1, {"value": np.mean(found)}) for phase, found in each.items() if found]
+                title = {"label": told(name)} if one.own else {}
+                one.line(ax, *zip(*means, strict=True), NAMES[name.partition(" ")[0]][0], scale=scale, **title)
+        ax.set_xticks(range(1, 1 + len(load["factors"])))
+        ax.set(yscale="log", xlabel="phase of the load (band: twice the mean rate)", ylabel=label)
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter("")
-    tbt_ms = 1e3 * TIMES[STRICT] * result.floors["decode_iteration"]["value"]
-    axes[1].axhline(tbt_ms, color=COLOURS["target"], linestyle="--", linewidth=1.5, label="the objective")
-    fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
+    fig.suptitle("Twice the mean rate: whole prompts stall who runs, chunks make who comes wait")
+    names = fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
+    name_results(fig, drawn, legend=names)
     return fig
 
 
