@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -32,8 +32,9 @@ from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import Interval, bootstrap
 
 PAPER_TPOT_MS = 36.55  # mean TPOT of CPS (4.2.2), to which the price of a decode step is set
-POLICIES = ("swap", "recompute", "cross_point", "bandwidth_only", "online", "oracle")
+COMPARED = ("swap", "recompute", "cross_point")  # in Figure 2; they run always
 CONTROLS = ("inverse", "coin", "swap_overtaking")
+OTHERS = ("bandwidth_only", "online", "oracle", *CONTROLS)
 BELOW = {  # measure -> column of the rows
     "ttft_mean_below_pct": "mean_ttft_ms",
     "tpot_mean_below_pct": "mean_tpot_ms",
@@ -51,7 +52,8 @@ FLOP_PER_TOKEN, A6000_FLOP_PER_S = 0.72e9, 155e12  # Qwen2.5-0.5B without embedd
 class ReplayedConfig:
     """``seeds`` draws of ``short`` + ``long`` conversations, all at once into ``blocks`` KV blocks of 16 tokens.
 
-    ``thresholds`` are swept; ``decode_ms`` are other prices of a decode step than the calibrated one.
+    ``thresholds`` are swept; ``decode_ms`` are other prices of a decode step than the calibrated one. CrossPoint swaps
+    up to ``threshold`` tokens, and ``policies`` run beside it, Swap and Recompute.
     """
 
     seeds: int
@@ -60,6 +62,8 @@ class ReplayedConfig:
     blocks: int
     thresholds: tuple[int, ...]
     decode_ms: tuple[float, ...]
+    threshold: float = 1024
+    policies: tuple[Literal[OTHERS], ...] = OTHERS
 
     def __post_init__(self) -> None:
         if min(self.seeds, self.short, self.long, self.blocks) < 1:
@@ -151,22 +155,22 @@ def _cases(
     """(columns, costs, policy) of every case: policies, thresholds, other decode prices, coalesced copies."""
     published = PublishedCosts(decode_s=decode_s)
     base = {"costs": "published", "decode_ms": decode_s * 1e3}
-    for name in (*POLICIES, *CONTROLS):
-        yield base | {"policy": name}, published, _maker(name)
+    for name in (*COMPARED, *config.policies):
+        yield base | {"policy": name}, published, _maker(name, config.threshold)
     for threshold in config.thresholds:
         named = base | {"policy": f"threshold_{threshold}", "threshold": threshold}
         yield named, published, lambda costs, t=threshold: make_policy("cross_point", threshold=t)
     parts = decomposed(LONG, PCIE_4_X16)
     coalesced = CopyCosts(published, PAPER_SHAPE, parts.out_us_per_copy / 1e6, PCIE_4_X16, coalesced=True)
     for name in ("swap", "cross_point", "swap_overtaking"):
-        yield base | {"costs": "coalesced", "policy": name}, coalesced, _maker(name)
+        yield base | {"costs": "coalesced", "policy": name}, coalesced, _maker(name, config.threshold)
     for other_ms in config.decode_ms:
-        for name in ("swap", "recompute", "cross_point"):
+        for name in COMPARED:
             columns = {"costs": "published", "decode_ms": other_ms, "policy": name}
-            yield columns, PublishedCosts(decode_s=other_ms / 1e3), _maker(name)
+            yield columns, PublishedCosts(decode_s=other_ms / 1e3), _maker(name, config.threshold)
 
 
-def _maker(name: str) -> Callable[[Costs], PreemptionPolicy]:
+def _maker(name: str, threshold: float) -> Callable[[Costs], PreemptionPolicy]:
     if name == "oracle":
         return lambda costs: make_policy(name, costs_at=lambda now_s: costs)
     if name == "bandwidth_only":
@@ -175,6 +179,8 @@ def _maker(name: str) -> Callable[[Costs], PreemptionPolicy]:
         return lambda costs: make_policy(name, **dict(zip(names, theory, strict=True)))
     if name in ("inverse", "coin"):
         return lambda costs: {"inverse": Inverse, "coin": Coin}[name]()
+    if name == "cross_point":
+        return lambda costs: make_policy(name, threshold=threshold)
     return lambda costs: make_policy(name.removesuffix(OVERTAKING))
 
 
@@ -199,7 +205,7 @@ def replayed_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for other in ("swap", "recompute"):
         for measure in BELOW:
             gained(measure, main, "cross_point", other)
-    for name in CONTROLS:
+    for name in (name for name in CONTROLS if column(main, name, "seed")):
         for other in ("swap", "cross_point"):
             gained("tpot_p99_below_pct", main, name, other)
     as_published = [row | {"policy": AS_PUBLISHED} for row in main if row["policy"] == "cross_point"]
