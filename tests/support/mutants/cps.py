@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from firsttoken.crosspoint.policies import CrossPoint
+from firsttoken.crosspoint.policies import CrossPoint, OnlineCrossPoint
+from firsttoken.crosspoint.policies.curve import CostCurve
 from firsttoken.engine.preemption.base import Action
 from firsttoken.engine.request import Phase
 from firsttoken.engine.schedulers.base import Scheduler
@@ -70,6 +71,20 @@ def no_transfer() -> None:
     Overlapped.into = lambda self, span, blocks: None
 
 
+def never_learns() -> None:
+    OnlineCrossPoint.observe = lambda self, seen: None
+
+
+def the_dearer_way() -> None:
+    predict = OnlineCrossPoint.predict
+    OnlineCrossPoint.predict = lambda self, action, tokens: 1 / (predict(self, action, tokens) + 1e-9)
+
+
+def never_forgets() -> None:
+    begin = CostCurve.__init__
+    CostCurve.__init__ = lambda self, memory: begin(self, 1e9)
+
+
 MUTATIONS: list[Mutation] = [
     Mutation("22", "the cross-point inverted", inverted, "cross-point policy", quick=True),
     Mutation("22", "a policy that says nothing", says_nothing, "cross-point policy"),
@@ -79,4 +94,7 @@ MUTATIONS: list[Mutation] = [
     Mutation("21", "blocks back in another order", sorted_blocks, "(coalesced|overlapped) swap"),
     Mutation("21", "keys without values", keys_only, "per_block swap"),
     Mutation("21", "a swap that returns nothing", no_transfer, "overlapped swap"),
+    Mutation("23", "a policy that never learns", never_learns, "online cross-point"),
+    Mutation("23", "the dearer way is taken", the_dearer_way, "online cross-point"),
+    Mutation("23", "nothing is forgotten", never_forgets, "online cross-point"),
 ]

@@ -44,7 +44,7 @@ def totals(recorded: Result | None, now: Result) -> Figure:
     ax.grid(axis="y", visible=False)
     ax.invert_yaxis()
     ax.legend(loc="lower right")
-    fig.suptitle("Each fixed policy is many times too dear somewhere, the learned one nowhere")
+    fig.suptitle("Each fixed policy costs more than twice the least somewhere, the learned one nowhere")
     name_results(fig, results, "recovery_x")
     return fig
 
@@ -70,7 +70,7 @@ def courses(recorded: Result | None, now: Result) -> Figure:
         ax.set_title(setting, fontsize=10.5)
         ax.set_xlabel("of the sequence, %")
     axes[0].set_ylabel("regret against the oracle so far,\nms / preemptions in all")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    axes[1].legend(loc="upper left")
     fig.suptitle("After a change the learned policy pays for a few preemptions, then no more")
     name_results(fig, results)
     return fig
