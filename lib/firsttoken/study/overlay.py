@@ -63,6 +63,23 @@ class Drawn:
         at = (place, value) if along == "y" else (value, place)
         axes.errorbar(*at, **{f"{along}err": error}, **self._look(name), label=label, linestyle="none")
 
+    def bar(
+        self, axes: Axes, place: float, entry: Mapping[str, Any] | None, name: str, *, width: float, scale: float = 1.0
+    ) -> None:
+        """Draw a value of the summary, times ``scale``, as a bar with its interval: the record's beside the own one.
+
+        ``width`` is that of the place of a category, which both share. Nothing is drawn for None.
+        """
+        if entry is None:
+            return
+        value, at = scale * entry["value"], place + self.shift / SHIFT * width / 4
+        low, high = (scale * entry.get(end, entry["value"]) for end in ("low", "high"))
+        edge = {"edgecolor": "black", "linewidth": 1.2} if self.own else {"linewidth": 0}
+        axes.bar(at, value, width if self.alone else width / 2, color=LOOKS[name].colour, **edge, **self.style)
+        if high > low:
+            error = [[max(0.0, value - low)], [max(0.0, high - value)]]
+            axes.errorbar(at, value, yerr=error, color=LOOKS["mark"].colour, linestyle="none", zorder=5)
+
     def line(
         self,
         axes: Axes,

@@ -42,7 +42,7 @@ def link_map() -> Figure:
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = LinearSegmentedColormap.from_list("ways", [POLICIES["recompute"][1], "white", POLICIES["swap"][1]])
-    fig, axes = plt.subplots(1, 2, figsize=(10.5, 3.7), sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(9, 3.9), sharey=True)
     for ax, (coalesced, path) in zip(axes, ((False, "per_block"), (True, "coalesced")), strict=True):
         found = map_of(coalesced)
         shares = np.array([[_swapped(each) for each in line] for line in found])
@@ -63,9 +63,7 @@ def link_map() -> Figure:
         ax.set_xlabel("PCIe, and its GB/s in practice")
         ax.grid(visible=False)
     axes[0].set_yticks(range(len(SHAPES)), list(SHAPES.values()))
-    fig.suptitle(
-        "up to how many tokens swap is cheaper on an RTX A6000: arithmetic on Table 2, not measured", fontsize=10
-    )
+    fig.suptitle("Which length to swap up to depends on the model more than on the link (computed)")
     return fig
 
 

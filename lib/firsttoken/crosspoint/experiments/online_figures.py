@@ -1,4 +1,4 @@
-"""The figures of notebook 23."""
+"""The figures of notebook 23: the reader's run over the record."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import numpy as np
 
 from firsttoken.crosspoint.experiments.online import POLICIES
 from firsttoken.crosspoint.experiments.styles import POLICIES as LOOKS
+from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,48 +20,59 @@ if TYPE_CHECKING:
 CHANGES = ("link slows 4 times at half", "link 8 times faster from half", "model 3 times larger from half")
 
 
-def totals(result: Result) -> Figure:
-    """What each policy paid in each setting, over what the oracle paid; dots are seeds."""
+def totals(recorded: Result | None, now: Result) -> Figure:
+    """What each policy paid in each setting, over what the oracle paid, with intervals over sequences."""
     import matplotlib.pyplot as plt
 
-    paid = _by_setting(result)
-    fig, ax = plt.subplots(figsize=(10, 0.62 * len(paid) + 1.6))
-    rng = np.random.default_rng(0)
-    for place, by_policy in enumerate(paid.values()):
-        for shift, name in enumerate(POLICIES[:-1]):
-            label, colour, marker = LOOKS[name]
-            at = place + 0.2 * (shift - 1.5)
-            over = by_policy[name] / by_policy["oracle"]
-            ax.plot(over, at + rng.uniform(-0.05, 0.05, len(over)), ".", color=colour, alpha=0.35, markersize=3)
-            ax.plot(over.mean(), at, marker, color=colour, markersize=8, label=None if place else label)
-    ax.axvline(1, color=COLOURS["floor"], linestyle=":", label="Oracle")
+    results = over(recorded, now)
+    named = list(_by_setting(results[0].result))
+    fig, ax = plt.subplots(figsize=(9, 0.75 * len(named) + 1.4))
+    for drawn in results:
+        for setting, by_policy in _by_setting(drawn.result).items():
+            for shift, name in enumerate(POLICIES[:-1]):
+                at = named.index(setting) + 0.2 * (shift - 1.5) + drawn.shift / 4
+                pairs = np.column_stack([by_policy[name], by_policy["oracle"]])
+                paid = bootstrap(pairs, lambda sample: float(np.divide(*sample.sum(0)))).summary("x")
+                label = LOOKS[name][0] if drawn.own and setting == named[0] else None
+                drawn.point(ax, at, paid, name.replace("cross_", "cross-"), along="x", label=label)
+    ax.axvline(1, color=COLOURS["floor"], linestyle=":", label="floor: the oracle")
     ax.set(xscale="log", xlabel="total recovery cost / the oracle's")
     ticks = (1, 1.25, 1.5, 2, 3, 5, 10, 20)
     ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.xaxis.set_minor_formatter("")
-    ax.set_yticks(range(len(paid)), list(paid))
+    ax.set_yticks(range(len(named)), named)
     ax.grid(axis="y", visible=False)
     ax.invert_yaxis()
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
+    ax.legend(loc="lower right")
+    fig.suptitle("Each fixed policy costs more than twice the least somewhere, the learned one nowhere")
+    name_results(fig, results, "recovery_x")
     return fig
 
 
-def courses(result: Result) -> Figure:
+def courses(recorded: Result | None, now: Result) -> Figure:
     """Regret as it grows in one sequence, where something changes at half of it."""
     import matplotlib.pyplot as plt
 
-    rows = [row for row in result.rows if row["what"] == "course"]
-    fig, axes = plt.subplots(1, len(CHANGES), figsize=(12, 3.4))
+    results = over(recorded, now)
+    fig, axes = plt.subplots(1, len(CHANGES), figsize=(9, 3.9))
     for ax, setting in zip(axes, CHANGES, strict=True):
-        for name in POLICIES[:-1]:
-            label, colour, _ = LOOKS[name]
-            mine = [row for row in rows if row["setting"] == setting and row["policy"] == name]
-            times = [row["at_s"] for row in mine]
-            ax.plot(times, [row["regret_s"] for row in mine], color=colour, label=label)
-        ax.axvline(max(times) / 2, color=COLOURS["paper"], linestyle=":")
-        ax.set(title=setting, xlabel="time, s")
-    axes[0].set_ylabel("regret against the oracle, s")
-    axes[0].legend(fontsize=9)
+        for drawn in results:
+            rows = [row for row in drawn.result.rows if row["what"] == "course" and row["setting"] == setting]
+            count, ends_s = drawn.result.parameters["online"]["preemptions"], max(row["at_s"] for row in rows)
+            for name in POLICIES[:-1]:
+                mine = [row for row in rows if row["policy"] == name]
+                regret = [{"value": 1e3 * row["regret_s"] / count} for row in mine]
+                places = [100 * row["at_s"] / ends_s for row in mine]
+                options = {"marker": "", "linewidth": 2.6 if drawn.own else 1.6}
+                label = LOOKS[name][0] if drawn.own else None
+                drawn.line(ax, places, regret, name.replace("cross_", "cross-"), label=label, **options)
+        ax.axvline(50, color=COLOURS["mark"], linestyle=":")
+        ax.set_title(setting, fontsize=10.5)
+        ax.set_xlabel("of the sequence, %")
+    axes[0].set_ylabel("regret against the oracle so far,\nms / preemptions in all")
+    axes[1].legend(loc="upper left")
+    fig.suptitle("After a change the learned policy pays for a few preemptions, then no more")
+    name_results(fig, results)
     return fig
 
 

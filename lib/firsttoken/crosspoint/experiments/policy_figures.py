@@ -1,12 +1,16 @@
-"""The figures of notebook 22, drawn from results alone."""
+"""The figures of notebook 22: the reader's run over the record, and the queue of its scene."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from firsttoken.crosspoint.experiments.policies_live import MEANS
-from firsttoken.crosspoint.experiments.policies_replayed import BOUND, PAPER_TPOT_MS, below
+from firsttoken.crosspoint.experiments.policies_replayed import BOUND, COMPARED, PAPER_TPOT_MS, below, column
 from firsttoken.crosspoint.experiments.styles import POLICIES
+from firsttoken.engine.request import Phase
+from firsttoken.study.overlay import Drawn, name_results, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 
@@ -21,46 +25,59 @@ PAPER = {
     "tpot_mean_ms": {"cross_point": PAPER_TPOT_MS},
     "tpot_p99_ms": {"cross_point": PAPER_P99_MS, "swap": PAPER_P99_MS / 0.869, "recompute": PAPER_P99_MS / 0.799},
 }
-SAID = {"ttft_mean_ms": "mean TTFT", "tpot_mean_ms": "mean TPOT", "tpot_p99_ms": "P99 TPOT"}
+SAID = {"ttft_mean_ms": "mean TTFT, s", "tpot_mean_ms": "mean TPOT, ms", "tpot_p99_ms": "P99 TPOT, ms"}
+PHASES = {Phase.RUNNING: "measured", Phase.SWAPPED: "swap", Phase.WAITING: "recompute"}
 
 
-def policy_dots(result: Result) -> Figure:
-    """Figure 2 of the paper, on its own costs: every policy beside its numbers, and paired with Swap by workload."""
+def policy_bars(recorded: Result | None, now: Result) -> Figure:
+    """Figure 2 of the paper on its own costs: three bars in three groups, and each policy's gain paired with Swap."""
     import matplotlib.pyplot as plt
 
-    there = [name for name in POLICIES if result.summary.all("tpot_p99_ms", policy=name)]
-    main = published_runs(result)
-    fig, axes = plt.subplots(2, 3, figsize=(11.5, 0.62 * len(there) + 2.6), sharey=True)
-    for (top, bottom), (measure, label) in zip(axes.T, SAID.items(), strict=True):
-        for place, name in enumerate(there):
-            entry = result.summary.of(measure, policy=name, costs="published")
-            _dot(top, place, name, *(entry[key] / 1e3 if "ttft" in measure else entry[key] for key in _KEYS))
-            gain = below(main, name, "swap", MEANS[measure][0])
-            _dot(bottom, place, name, 100 * gain.low, 100 * gain.estimate, 100 * gain.high)
-        for name, ms in PAPER[measure].items():
-            _paper(top, there.index(name), ms / 1e3 if "ttft" in measure else ms)
-            if name != "swap" and "swap" in PAPER[measure]:
-                _paper(bottom, there.index(name), 100 * (1 - ms / PAPER[measure]["swap"]))
-        top.set_xlabel(f"{label}, {'s (log)' if 'ttft' in measure else 'ms'}")
-        bottom.set_xlabel(f"{label} below Swap's, %, paired")
-        bottom.axvline(0, color=COLOURS["none"], linewidth=1)
-    first = axes[0][0]
-    least = result.summary.value("ttft_mean_ms", policy=BOUND) / 1e3
-    first.axvline(least, color=COLOURS["floor"], linestyle=":", label=f"floor: {least:.0f} s")
-    first.set(xscale="log", xlim=(1, 400))
-    first.set_xticks([1, 3, 10, 30, 100, 300], ["1", "3", "10", "30", "100", "300"])
-    first.plot([], [], "|", color=COLOURS["paper"], markersize=14, markeredgewidth=3, label="paper")
-    first.legend(loc="lower left", fontsize=8.5)
-    for ax in axes.flat:
-        ax.grid(axis="y", visible=False)
-    axes[0][0].set_yticks(range(len(there)), [POLICIES[name][0] for name in there])
-    axes[0][0].invert_yaxis()
-    count = len({row["seed"] for row in main})
-    fig.suptitle(f"means and 95 % intervals over {count} workloads of 200 requests", fontsize=10)
+    results = over(recorded, now)
+    fig = plt.figure(figsize=(9, 6.6))
+    above, under = fig.subfigures(2, 1, height_ratios=(1, 1.15))
+    axes = above.subplots(1, len(SAID))
+    for ax, (measure, label) in zip(axes, SAID.items(), strict=True):
+        scale = 1e-3 if "ttft" in measure else 1.0
+        for place, name in enumerate(COMPARED):
+            for drawn in results:
+                entry = drawn.result.summary.of(measure, policy=name, costs="published")
+                drawn.bar(ax, place, entry, _look(name), width=0.8, scale=scale)
+            if (ms := PAPER[measure].get(name)) is not None:
+                ax.hlines(scale * ms, place - 0.44, place + 0.44, color=COLOURS["target"], linewidth=2, zorder=6)
+        ax.set_title(label)
+        ax.set_xticks(range(len(COMPARED)), [POLICIES[name][0] for name in COMPARED])
+        ax.grid(axis="x", visible=False)
+    least = results[0].result.summary.value("ttft_mean_ms", policy=BOUND) / 1e3
+    axes[0].axhline(least, color=COLOURS["floor"], linestyle=":", zorder=6)
+    said = {"va": "bottom", "ha": "center", "fontsize": 9, "zorder": 7, "bbox": {"color": "white", "pad": 1}}
+    axes[0].text(1, least + 3, f"no policy is below {least:.0f} s", **said)
+    _gains(under.subplots(), results)
+    fig.suptitle("CPS has the shorter tail, and so has Swap alone if its queue may be overtaken")
+    name_results(fig, results, "tpot_p99_ms")
     return fig
 
 
-_KEYS = ("low", "value", "high")
+def _gains(ax: Axes, results: Sequence[Drawn]) -> None:
+    """P99 TPOT below Swap's on the same workloads, by policy."""
+    there = [name for name in POLICIES if name != "swap" and column(published_runs(results[0].result), name, "seed")]
+    for drawn in results:
+        runs = published_runs(drawn.result)
+        for place, name in enumerate(there):
+            if column(runs, name, "seed"):
+                gain = below(runs, name, "swap", MEANS["tpot_p99_ms"][0]).summary("%", 100)
+                drawn.point(ax, place + drawn.shift, gain, _look(name), along="x")
+    theirs = PAPER["tpot_p99_ms"]
+    for name in ("recompute", "cross_point"):
+        gain, at = 100 * (1 - theirs[name] / theirs["swap"]), there.index(name)
+        said = "the paper" if name == "cross_point" else None
+        ax.vlines(gain, at - 0.44, at + 0.44, color=COLOURS["target"], linewidth=2, label=said)
+    ax.axvline(0, color=COLOURS["floor"], linewidth=1)
+    ax.set_yticks(range(len(there)), [POLICIES[name][0] for name in there])
+    ax.set(xlabel="P99 TPOT below Swap's on the same workloads, %")
+    ax.grid(axis="y", visible=False)
+    ax.invert_yaxis()
+    ax.legend(loc="center right")
 
 
 def published_runs(result: Result) -> Rows:
@@ -69,37 +86,60 @@ def published_runs(result: Result) -> Rows:
     return [row for row in result.rows if row["costs"] == "published" and row["decode_ms"] == price]
 
 
-def _dot(ax: Axes, place: int, name: str, low: float, value: float, high: float) -> None:
-    _, colour, marker = POLICIES[name]
-    ax.plot([low, high], [place] * 2, color=colour, linewidth=2)
-    ax.plot(value, place, marker, color=colour, markersize=8)
+def _look(name: str) -> str:
+    """What ``LOOKS`` calls a policy; controls stand beside."""
+    look = name.replace("_", "-") if name == "cross_point" else name.replace("_", " ")
+    return look if look in COLOURS else "other"
 
 
-def _paper(ax: Axes, place: int, value: float) -> None:
-    ax.plot(value, place, "|", color=COLOURS["paper"], markersize=18, markeredgewidth=3)
-
-
-def threshold_curve(result: Result) -> Figure:
-    """What the threshold is worth: P99 TPOT and recovery cost for thresholds from never swap to always swap."""
+def threshold_gains(recorded: Result | None, now: Result) -> Figure:
+    """What another threshold than the paper's is worth, paired by workload: tail, and cost of the recoveries."""
     import matplotlib.pyplot as plt
 
-    summary = result.summary
-    fig, axes = plt.subplots(1, 2, figsize=(10, 3.6))
-    for ax, (measure, label) in zip(
-        axes, {"tpot_p99_ms": "P99 TPOT, ms", "recovery_s": "all recoveries of a run, s"}.items(), strict=True
-    ):
-        by_threshold = {entry["where"]["threshold_tokens"]: entry for entry in summary.all(measure, policy="threshold")}
-        for threshold, name in ((0, "recompute"), (1024, "cross_point")):
-            by_threshold[threshold] = summary.of(measure, policy=name, costs="published")
-        thresholds = sorted(by_threshold)
-        entries = [by_threshold[threshold] for threshold in thresholds]
-        places = range(len(entries))
-        ax.fill_between(places, [e["low"] for e in entries], [e["high"] for e in entries], alpha=0.25, linewidth=0)
-        ax.plot(places, [entry["value"] for entry in entries], "o-", color=COLOURS["measured"])
-        chosen = thresholds.index(1024)
-        _, colour, marker = POLICIES["cross_point"]
-        ax.plot(chosen, entries[chosen]["value"], marker, color=colour, markersize=9, label="the paper's threshold")
-        ax.set_xticks(list(places), [str(threshold) if threshold else "never\nswap" for threshold in thresholds])
-        ax.set(xlabel="swap up to this many tokens", ylabel=label)
-    axes[0].legend(fontsize=9)
+    results = over(recorded, now)
+    fig, axes = plt.subplots(1, 2, figsize=(9, 3.9))
+    said = {"p99_tpot_ms": "P99 TPOT below CrossPoint's, %", "recovery_s": "recovery cost below CrossPoint's, %"}
+    for ax, (name, label) in zip(axes, said.items(), strict=True):
+        for drawn in results:
+            runs = published_runs(drawn.result)
+            at = {row["threshold"]: row["policy"] for row in runs if "threshold" in row} | {0: "recompute"}
+            at[drawn.result.parameters["replayed"].get("threshold", 1024)] = "cross_point"
+            gains = {t: below(runs, at[t], "cross_point", name).summary("%", 100) for t in sorted(at)}
+            places = [max(t, 128) for t in gains]
+            drawn.line(ax, places, list(gains.values()), "cross-point", linestyle="-")
+        ax.axhline(0, color=COLOURS["floor"], linewidth=1)
+        ax.axvline(1024, color=COLOURS["target"], linestyle=":", label="the paper's 1,024")
+        ax.axvline(927, color=COLOURS["mark"], linestyle=":", label="Table 2 crosses at 927")
+        ax.set(xscale="log", xlabel="CrossPoint swaps up to this many tokens", ylabel=label)
+        ax.set_xticks([128, 256, 512, 1024, 2048, 4096], ["never", "256", "512", "1,024", "2,048", "always"])
+        ax.minorticks_off()
+    axes[1].legend(loc="lower left")
+    fig.suptitle("Any threshold from 256 to 1,024 serves the tail; above, the gain is gone")
+    name_results(fig, results)
+    return fig
+
+
+def queue_lanes(scenes: Mapping[str, tuple[Sequence[str], Sequence[tuple[float, float, Sequence[Phase]]]]]) -> Figure:
+    """Where requests stand over time, a lane each, by policy. A scene is the names of its requests and its steps, each
+    with when it began and ended and the phase of every request after it."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(len(scenes), 1, figsize=(9, 1.5 * len(scenes) + 0.9), sharex=True)
+    for ax, (title, (names, steps)) in zip(axes, scenes.items(), strict=True):
+        for lane in range(len(names)):
+            for phase, group in groupby(steps, key=lambda step, lane=lane: step[2][lane]):
+                (began, ended, _), *later = group
+                height = 0.8 if phase is Phase.RUNNING else 0.35
+                if phase in PHASES:
+                    width = (later[-1][1] if later else ended) - began
+                    ax.barh(lane, width, height, left=began, color=COLOURS[PHASES[phase]], linewidth=0)
+        ax.set_title(title, loc="left", fontsize=10.5)
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        ax.grid(axis="y", visible=False)
+    said = {"measured": "has blocks and runs", "swap": "swapped out, waits", "recompute": "waits to be computed again"}
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[look]) for look in said]
+    fig.legend(handles, said.values(), loc="outside lower center", ncols=3)
+    axes[-1].set_xlabel("simulated time, s")
+    fig.suptitle("The long request blocks the short ones, though there is room for them")
     return fig

@@ -13,10 +13,11 @@ POLICIES: dict[str, tuple[str, str, str]] = {  # label, colour, marker
     "oracle": ("Oracle (cheapest each time)", *LOOKS["oracle"]),  # no floor: a queue's tail is not made of recoveries
     "inverse": ("control: rule inverted", *LOOKS["other"]._replace(marker="P")),
     "coin": ("control: toss of a coin", *LOOKS["other"]._replace(marker="X")),
-    "swap_overtaking": ("control: Swap, whoever fits comes back", *LOOKS["other"]._replace(marker="h")),
+    "swap_overtaking": ("control: Swap, out-of-order resume", *LOOKS["other"]._replace(marker="h")),
 }
 PATHS: dict[str, tuple[str, str, str]] = {
     "per_block": ("a copy per block, layer, K and V", *LOOKS["swap"]),
     "coalesced": ("one coalesced copy", *LOOKS["coalesced"]),
     "overlapped": ("coalesced, beside compute", *LOOKS["overlapped"]),
 }
+LINES = {"per_block": "swap", "coalesced": "coalesced", "overlapped": "overlapped"}  # what ``LOOKS`` calls them

@@ -165,8 +165,8 @@ def gain_rows(result: Result) -> Rows:
     for name in CONTROLS:
         for other in ("swap", "cross_point"):
             what = f"P99 TPOT of {POLICIES[name][0].removeprefix('control: ')} below {POLICIES[other][0]}, %"
-            gain = summary.of("tpot_p99_below_pct", policy=name, than=other, costs="published")
-            rows.append({"what": what, "measured": interval(gain)})
+            if gain := summary.get("tpot_p99_below_pct", policy=name, than=other, costs="published"):
+                rows.append({"what": what, "measured": interval(gain)})
     cheaper = summary.of("recovery_below_pct", policy="swap", than=AS_PUBLISHED, costs="coalesced")
     gain = summary.of("tpot_p99_below_pct", policy="cross_point", than="swap", costs="coalesced")
     share = summary.of("recovery_share_pct", policy="cross_point", costs="published")
