@@ -97,10 +97,26 @@ def over(recorded: Result | None, now: Result) -> list[Drawn]:
 
 def name_results(figure: Figure, drawn: Sequence[Drawn], measure: str | None = None) -> None:
     """Say below ``figure`` which points are whose: machine, profile, and how many observations ``measure`` has."""
+    figure.supxlabel("   ".join(_whose(drawn, measure)), fontsize="small", color=LOOKS["mark"].colour)
+
+
+def legend(figure: Figure, axes: Axes, drawn: Sequence[Drawn], measure: str | None = None, *, columns: int = 3) -> None:
+    """The legend of ``axes`` below ``figure``, and under one heading with it what ``name_results`` says."""
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=9,
+        title="   ".join(_whose(drawn, measure)),
+        title_fontsize=9,
+    )
+
+
+def _whose(drawn: Sequence[Drawn], measure: str | None) -> list[str]:
     said = []
     for one in drawn:
         counts = {entry["n"] for entry in one.result.summary if entry["measure"] == measure and "n" in entry}
         n = f", n = {min(counts)}" + (f" to {max(counts)}" if len(counts) > 1 else "") if counts else ""
         mark = "dark, with a black edge" if one.own else "pale"
         said.append(f"{'' if one.alone else mark + ': '}{one.who()} (profile {one.result.profile}{n})")
-    figure.supxlabel("   ".join(said), fontsize="small", color=LOOKS["mark"].colour)
+    return said
