@@ -29,6 +29,8 @@ DRAWN_TOGETHER = (
     ("paper", "measured", "single", "mark"),  # 52
     ("S1", "S3", "measured", "single"),  # 56
     ("sarathi", "prefill first", "hybrid batches", "chunks alone", "mark", "paper", "floor", "target"),  # 40, 41
+    ("droidspeak", "paper", "target"),  # 33
+    ("droidspeak", "recompute", "full reuse", "target"),  # 36
     ("sarathi", "chunks alone", "measured", "paper", "floor"),  # 43
     ("sarathi", "prefill first", "short first", "measured", "other", "target"),  # 44, 45
 )
@@ -111,6 +113,16 @@ def test_distances_of_colours_are_those_of_their_authors() -> None:
     assert oklab("#808080", SIGHT["no green cones"]) == pytest.approx(oklab("#808080", SIGHT["all cones"]), abs=1e-3)
     assert np.linalg.norm(oklab("#FF0000", SIGHT["no red cones"]) - oklab("#00FF00", SIGHT["no red cones"])) < 0.5
     assert np.linalg.norm(oklab("#FF0000", SIGHT["all cones"]) - oklab("#00FF00", SIGHT["all cones"])) > 0.5
+
+
+def test_a_legend_shows_three_dashes_of_a_dashed_line() -> None:
+    """Behind a marker fewer look like a solid line."""
+    from matplotlib import rcParams
+
+    plot.style()
+    dash, gap = rcParams["lines.dashed_pattern"]
+    shown = rcParams["legend.handlelength"] * 9  # of the smallest letters that a legend has, points
+    assert shown >= (3 * dash + 2 * gap) * rcParams["lines.linewidth"]
 
 
 def test_figures_take_their_colours_from_the_table() -> None:

@@ -130,3 +130,10 @@ def name_results(
         legend.set_title("   ".join(said), {"size": "small"})
     else:
         figure.supxlabel("   ".join(said), fontsize="small", color=LOOKS["mark"].colour)
+
+
+def legend(figure: Figure, axes: Axes, drawn: Sequence[Drawn], measure: str | None = None, *, columns: int = 3) -> None:
+    """The legend of ``axes`` below ``figure``, and under one heading with it what ``name_results`` says."""
+    entries = axes.get_legend_handles_labels()
+    below = figure.legend(*entries, loc="outside lower center", ncols=columns, fontsize=9)
+    name_results(figure, drawn, measure, below)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,10 +11,12 @@ from firsttoken.kvreuse.experiments import tables
 from firsttoken.kvreuse.experiments.figures import RECOMPUTED, REUSED
 from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups
 from firsttoken.kvreuse.experiments.published import FIGURE_10_CRITICAL, FIGURE_10_GROUP, FIGURE_11_LAYERS, PAPER_DEPTH
-from firsttoken.kvreuse.experiments.styles import METHODS
-from firsttoken.kvreuse.profile.pareto import frontier, smallest_within
+from firsttoken.kvreuse.experiments.styles import METHODS, in_words
+from firsttoken.kvreuse.prefill import Group
+from firsttoken.kvreuse.profile.pareto import Profiled, frontier, smallest_within
+from firsttoken.study.overlay import Drawn, legend, over
 from firsttoken.study.plot import COLOURS
-from firsttoken.study.record import Result
+from firsttoken.study.record import Result, Rows
 from firsttoken.study.stats import bootstrap
 
 if TYPE_CHECKING:
@@ -22,111 +24,137 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def transitions(result: Result) -> Figure:
+def transitions(recorded: Result | None, now: Result) -> Figure:
     """Figure 10: the error by the number of contiguous runs that equally many recomputed layers lie in."""
     import matplotlib.pyplot as plt
 
-    runs = tables.by_run(result)
-    fig, axes = plt.subplots(len(runs), 3, figsize=(10.5, 3.3 * len(runs) + 0.3), squeeze=False)
+    drawn = over(recorded, now)
+    runs = tables.by_run(drawn[0].result)
+    fig, axes = plt.subplots(len(runs), 3, figsize=(9, 3 * len(runs) + 0.9), squeeze=False)
     panels = {
         "deviation": ("output moved, % of its length", 100),
         "nll_lost": ("likelihood lost, nats a token", 1),
-        "accuracy_lost": ("right tokens lost, points", 100),
+        "accuracy_lost": ("token accuracy lost, points", 100),
     }
-    for line, (run, rows) in zip(axes, runs.items(), strict=True):
-        counts = sorted({row["transitions"] for row in rows})
+    for line, (run, first) in zip(axes, runs.items(), strict=True):
+        counts = sorted({row["transitions"] for row in first})
         for ax, (column, (label, scale)) in zip(line, panels.items(), strict=True):
-            for place, count in enumerate(counts):
-                values = scale * np.array([row[column] for row in rows if row["transitions"] == count])
-                spread = np.linspace(-0.12, 0.12, len(values))
-                ax.plot(place + spread, values, "o", color=COLOURS["single"], markersize=4, alpha=0.8)
-                mean = bootstrap(values)
-                ax.plot([place] * 2, [mean.low, mean.high], color=COLOURS["measured"], linewidth=2.5)
-                ax.plot(place, mean.estimate, "_", color=COLOURS["measured"], markersize=22, markeredgewidth=2.5)
+            for one in drawn:
+                rows = tables.by_run(one.result).get(run, [])
+                for place, count in enumerate(counts):
+                    values = [scale * row[column] for row in rows if row["transitions"] == count]
+                    if values:
+                        spread = place + one.shift + np.linspace(-0.06, 0.06, len(values))
+                        ax.plot(spread, values, "o", color=COLOURS["single"], markersize=3.5, **one.style)
+                        one.point(ax, place + one.shift, bootstrap(values).summary(), "measured")
             ax.set_xticks(range(len(counts)), [str(count) for count in counts])
-            ax.set(xlabel="contiguous runs (transitions)", ylabel=label, xlim=(-0.5, len(counts) - 0.5))
-            if min(row[column] for row in rows) >= 0:
-                ax.set_ylim(0, None)
-        layers = len(rows[0]["layers"].split(","))
-        line[1].set_title(f"{run}: {layers} layers recomputed, {rows[0]['n']} items", fontsize=11)
-    axes[0][0].plot([], [], "o", color=COLOURS["single"], label="one set of layers")
-    axes[0][0].plot([], [], "_", color=COLOURS["measured"], markersize=16, markeredgewidth=2.5, label="mean, 95 %")
-    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+            ax.set(xlabel="contiguous runs of layers", ylabel=label, xlim=(-0.5, len(counts) - 0.5))
+        layers = len(first[0]["layers"].split(","))
+        line[1].set_title(f"{in_words(run)}, {layers} layers recomputed, {first[0]['n']} items", fontsize=10)
+    axes[0][0].plot([], [], "o", color=COLOURS["single"], markersize=4, label="one random set of layers")
+    axes[0][0].plot([], [], "o", color=COLOURS["measured"], label="mean of the sets, 95 %")
+    fig.suptitle("With equally many layers recomputed, one contiguous run costs the least", fontsize=12)
+    legend(fig, axes[0][0], drawn, "deviation", columns=2)
     return fig
 
 
-def contiguous_groups(result: Result) -> Figure:
+def contiguous_groups(recorded: Result | None, now: Result) -> Figure:
     """Figure 11: every contiguous group's loss by the layers it recomputes, and the Pareto frontier, in the runs that
     full reuse takes out of the bound."""
     import matplotlib.pyplot as plt
 
-    runs = tables.losing_runs(result)
-    fig, axes = plt.subplots(1, len(runs), figsize=(3.6 * max(len(runs), 2) + 0.4, 4), sharey=True, squeeze=False)
-    chosen_look, paper_layers = METHODS["DroidSpeak"], FIGURE_11_LAYERS / PAPER_DEPTH
+    drawn = over(recorded, now)
+    runs, look = tables.losing_runs(drawn[0].result), METHODS["DroidSpeak"]
+    fig, axes = plt.subplots(1, len(runs), figsize=(9, 4.9), sharey=True, squeeze=False)
     for ax, (run, rows) in zip(axes[0], runs.items(), strict=True):
-        groups = profiled_groups(rows)
-        depth, best, chosen = max(len(g.group) for g in groups), frontier(groups), smallest_within(groups, BOUND)
-        for of, style, size in ((groups, ".", 4), (best, "-", 0), ([chosen], chosen_look.marker, 9)):
-            colour = COLOURS["single"] if of is groups else chosen_look.colour
-            share = [100 * len(g.group) / depth for g in of]
-            ax.plot(share, [100 * g.relative_loss for g in of], style, color=colour, markersize=size)
+        for one in drawn:
+            if of := tables.by_run(one.result).get(run):
+                _groups_of(ax, of, one)
         ax.axhline(100 * BOUND, color=COLOURS["target"], linestyle="--", linewidth=1.4)
-        ax.plot(100 * paper_layers, 100 * BOUND, "D", color=COLOURS["paper"], markersize=9, markeredgecolor="black")
-        reuse = next(g for g in groups if not len(g.group))
-        ax.plot(0, 100 * reuse.relative_loss, METHODS["full reuse"].marker, color=REUSED, markersize=8)
+        paper = 100 * FIGURE_11_LAYERS / PAPER_DEPTH
+        ax.plot(paper, 100 * BOUND, "D", color=COLOURS["paper"], markersize=9, markeredgecolor="black", zorder=3)
         ax.plot(100, 0, METHODS["full prefill"].marker, color=METHODS["full prefill"].colour, markersize=7)
-        ax.set_title(
-            f"{run}, {rows[0]['n']} items:\n{chosen.group}, {len(chosen.group)} of {depth} layers", fontsize=11
-        )
+        chosen, depth = smallest_within(profiled_groups(rows), BOUND), sum(row["what"] == "layer" for row in rows)
+        told = f"{chosen.group}: {len(chosen.group)} of {depth} layers, n = {rows[0]['n']}"
+        ax.set_title(f"{in_words(run)}\n{told}", fontsize=9)
         ax.set_xlim(-4, 104)
     ax = axes[0][0]
     ax.plot([], [], ".", color=COLOURS["single"], label="a contiguous group")
     ax.plot([], [], "-", color=RECOMPUTED, label="Pareto frontier")
-    ax.plot([], [], chosen_look.marker, color=RECOMPUTED, markersize=9, label="fewest layers within the bound")
+    ax.plot([], [], look.marker, color=RECOMPUTED, markersize=9, label="fewest layers within the bound")
     for method in ("full reuse", "full prefill"):
         style = METHODS[method]
         ax.plot([], [], style.marker, color=style.colour, markersize=7, label=style.label)
     ax.plot([], [], color=COLOURS["target"], linestyle="--", label="bound: 5 % of its own score")
     ax.plot([], [], "D", color=COLOURS["paper"], markeredgecolor="black", label="paper: 11 of 32 layers within it")
-    fig.supxlabel("layers recomputed, % of all", fontsize=11)
+    axes[0][len(runs) // 2].set_xlabel("layers recomputed, % of all")
     ax.set_ylabel("token accuracy lost, % of its own score")
-    fig.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=9.5)
+    fig.suptitle("By token accuracy, one group of half of the layers or fewer keeps the loss within 5 %", fontsize=12)
+    legend(fig, ax, drawn)
     return fig
 
 
-def chosen_groups(result: Result) -> Figure:
-    """The chosen group of every run over the depth of the model, critical layers marked, beside the paper's."""
+def _groups_of(ax: Axes, rows: Rows, one: Drawn) -> None:
+    """Every group of a run, the frontier over them, and the one that is chosen."""
+    groups, look = profiled_groups(rows), METHODS["DroidSpeak"]
+    depth, edge = sum(row["what"] == "layer" for row in rows), {"markeredgecolor": "black"} if one.own else {}
+
+    def draw(of: Sequence[Profiled], style: str, colour: str, **more: Any) -> None:
+        share = [100 * len(g.group) / depth for g in of]
+        ax.plot(share, [100 * g.relative_loss for g in of], style, color=colour, **(one.style | more))
+
+    draw(
+        groups, "o" if one.own else ".", COLOURS["single"], markersize=4 if one.own else 7, markeredgewidth=0.5, **edge
+    )
+    draw(frontier(groups), "-", look.colour)
+    draw([smallest_within(groups, BOUND)], look.marker, look.colour, markersize=9, **edge)
+    reuse = [g for g in groups if not len(g.group)]
+    draw(reuse, METHODS["full reuse"].marker, REUSED, markersize=8, **edge)
+
+
+def chosen_groups(recorded: Result | None, now: Result) -> Figure:
+    """The group that token accuracy chooses in every run over the depth of the model, beside the paper's."""
     import matplotlib.pyplot as plt
 
-    runs = tables.by_run(result)
-    fig, ax = plt.subplots(figsize=(9, 0.46 * (len(runs) + 1) + 1.5))
-    for place, rows in enumerate(runs.values()):
-        depth = sum(row["what"] == "layer" for row in rows)
-        group = smallest_within(profiled_groups(rows), BOUND).group
-        _depth_bar(ax, place, (group.lo, group.hi), tables.critical_of(rows), depth, RECOMPUTED)
-        said = f"{group}: {len(group)} of {depth}, {100 * len(group) / depth:.0f} %" if len(group) else "none is needed"
-        ax.annotate(said, (101, place), va="center", annotation_clip=False)
+    drawn = over(recorded, now)
+    runs = tables.by_run(drawn[0].result)
+    fig, ax = plt.subplots(figsize=(9, 0.5 * (len(runs) + 1) + 1.9))
+    for place, run in enumerate(runs):
+        for one in drawn:
+            if rows := tables.by_run(one.result).get(run):
+                depth, group = (
+                    sum(row["what"] == "layer" for row in rows),
+                    smallest_within(profiled_groups(rows), BOUND),
+                )
+                _depth_bar(ax, place + one.shift, group.group, tables.critical_of(rows), depth, RECOMPUTED, one)
+                said = f"{group.group}: {len(group.group)} of {depth}" if len(group.group) else "none is needed"
+                said += "" if one.alone or not one.own else " (yours)"
+                ax.annotate(said, (101, place + one.shift), va="center", annotation_clip=False, fontsize=8.5)
     low, high = FIGURE_10_GROUP
-    _depth_bar(ax, len(runs), (low, high + 1), FIGURE_10_CRITICAL, PAPER_DEPTH, COLOURS["paper"])
+    paper, last = Group(low, high + 1), len(runs)
+    _depth_bar(ax, last, paper, FIGURE_10_CRITICAL, PAPER_DEPTH, COLOURS["paper"], Drawn(now, own=True, alone=True))
     ax.annotate(
-        f"{low}-{high}: {high + 1 - low} of {PAPER_DEPTH}, {100 * (high + 1 - low) / PAPER_DEPTH:.0f} %",
-        (101, len(runs)),
-        va="center",
-        annotation_clip=False,
+        f"{paper}: {len(paper)} of {PAPER_DEPTH}", (101, last), va="center", annotation_clip=False, fontsize=8.5
     )
-    ax.set_yticks(range(len(runs) + 1), [*runs, "paper, Figure 10"])
-    ax.set(xlim=(0, 100), ylim=(len(runs) + 0.6, -0.6), xlabel="depth, % of the layers")
+    ax.set_yticks(range(last + 1), [*map(in_words, runs), "paper, Figure 10"], fontsize=9)
+    ax.set(xlim=(0, 100), ylim=(last + 0.6, -0.6), xlabel="depth, % of the layers")
     ax.grid(axis="y", visible=False)
-    ax.barh(0, 0, color=RECOMPUTED, label="recomputed, loss within 5 %")
+    ax.barh(0, 0, color=RECOMPUTED, label="recomputed: token accuracy within 5 %")
     ax.barh(0, 0, color=COLOURS["paper"], label="recomputed in the paper")
     ax.plot([], [], "s", color=REUSED, markeredgecolor="black", markersize=6, label="critical by itself (10 % rule)")
-    fig.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    fig.suptitle("Token accuracy chooses a block in the middle for questions, nothing for copying", fontsize=12)
+    legend(fig, ax, drawn)
     return fig
 
 
-def _depth_bar(ax: Axes, place: float, ends: tuple[int, int], critical: Sequence[int], depth: int, colour: str) -> None:
-    """Layers [lo, hi) of ``depth`` as a bar, and each of the ``critical`` ones as a square in its middle."""
-    ax.barh(place, 100, color=COLOURS["other"], alpha=0.25, height=0.6)
-    ax.barh(place, 100 * (ends[1] - ends[0]) / depth, left=100 * ends[0] / depth, color=colour, height=0.6)
+def _depth_bar(
+    ax: Axes, place: float, group: Group, critical: Sequence[int], depth: int, colour: str, one: Drawn
+) -> None:
+    """A group of ``depth`` layers as a bar, and each of the ``critical`` ones as a square in its middle."""
+    height = 0.6 if one.alone else 0.28
+    ax.barh(place, 100, color=COLOURS["other"], alpha=0.25, height=height)
+    edge = "black" if one.own and not one.alone else colour
+    ax.barh(place, 100 * len(group) / depth, left=100 * group.lo / depth, color=colour, height=height, edgecolor=edge,
+            **one.style)  # fmt: skip
     middles = [100 * (layer + 0.5) / depth for layer in critical]
-    ax.plot(middles, [place] * len(middles), "s", color=REUSED, markeredgecolor="black", markersize=6)
+    ax.plot(middles, [place] * len(middles), "s", color=REUSED, markeredgecolor="black", markersize=5, zorder=5)

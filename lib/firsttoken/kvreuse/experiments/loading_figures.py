@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from firsttoken.kvreuse.experiments.loading_tables import by_rate, median_ttft
+from firsttoken.kvreuse.experiments.loading_tables import by_rate
 from firsttoken.kvreuse.experiments.published import FIGURE_13, PUBLISHED_UNITS
-from firsttoken.kvreuse.experiments.styles import METHODS, SCHEDULES
+from firsttoken.kvreuse.experiments.styles import LOOK_OF, METHODS, SCHEDULES
 from firsttoken.kvreuse.pipeline.schedule import LINK, PROCESSOR, BusySpan, ReuseRequest, Schedule, simulate
+from firsttoken.study.overlay import legend, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.stats import bootstrap
@@ -30,7 +31,7 @@ def timelines(overlap: bool = False) -> Figure:
     """Figure 13, unit by unit: what link and processor do for both requests under each schedule."""
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(3, 1, figsize=(10, 5.4), sharex=True)
+    fig, axes = plt.subplots(3, 1, figsize=(9, 5.4), sharex=True)
     jobs = {job.name: job for job in FIGURE_13}
     for ax, (schedule, paper) in zip(axes, PUBLISHED_UNITS.items(), strict=True):
         timeline = simulate(FIGURE_13, schedule, overlap=overlap)
@@ -57,53 +58,53 @@ def timelines(overlap: bool = False) -> Figure:
         last.barh(0, 0, color=colour, label=label, edgecolor="white")
     last.plot([], [], color=COLOURS["mark"], linestyle=":", label="request arrives")
     last.plot([], [], color=COLOURS["mark"], label="first token")
-    fig.legend(*last.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=9)
+    fig.legend(*last.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8.5)
+    fig.suptitle("Sent first, the E-cache lets link and processor work at the same time", fontsize=12)
     return fig
 
 
-def ttft_by_link(result: Result) -> Figure:
-    """Figure 20, live over shaped links: TTFT of the four ways and the floor; and each way over pipelined."""
+def ttft_by_link(recorded: Result | None, now: Result) -> Figure:
+    """Figure 20, live over shaped links: the TTFT of the four ways, and how many times pipelined's the others take.
+
+    Left, medians over rounds; right, the median of the ratios within a round, as the summary has it.
+    """
     import matplotlib.pyplot as plt
 
-    fig, (times, ratios) = plt.subplots(1, 2, figsize=(10.5, 4.2), width_ratios=(1.25, 1))
-    links = [(rate, rows) for rate, rows in by_rate(result.rows) if rate]
-    rates = [rate for rate, _ in links]
-    for schedule, style in SCHEDULES.items():
-        look = {"color": style.colour, "marker": style.marker}
-        each = [bootstrap([r["ttft_s"] for r in rows if r["schedule"] == schedule], "median") for _, rows in links]
-        times.plot(rates, [interval.estimate for interval in each], "-", label=style.label, **look)
-        times.fill_between(
-            rates, [i.low for i in each], [i.high for i in each], color=style.colour, alpha=0.2, linewidth=0
-        )
-        over = [median_ttft(rows, schedule) / _floor(rows) for _, rows in links]
-        ratios.plot(rates, over, "-", **look)
-    times.plot(
-        rates,
-        [_floor(rows) for _, rows in links],
-        ":",
-        color=COLOURS["mark"],
-        label="max(transfer, computation), measured apart",
-    )
-    ratios.axhline(1, linestyle=":", color=COLOURS["mark"])
-    balance = _balance(links[0][1])
+    drawn = over(recorded, now)
+    fig, (times, ratios) = plt.subplots(1, 2, figsize=(9, 4.6))
+    for one in drawn:
+        links = [(rate, rows) for rate, rows in by_rate(one.result.rows) if rate]
+        rates = [rate for rate, _ in links]
+        for schedule, look in LOOK_OF.items():
+            each = [[r["ttft_s"] for r in rows if r["schedule"] == schedule] for _, rows in links]
+            one.line(times, rates, [bootstrap(seconds, "median").summary() for seconds in each], look)
+            than = {"method": schedule, "than": Schedule.PIPELINED}
+            one.line(ratios, rates, [one.result.summary.get("ttft_x", **than, gbit_per_s=rate) for rate in rates], look)
+        times.plot(rates, [_floor(rows) for _, rows in links], ":", color=COLOURS["mark"], **one.style)
+    ratios.axhline(1, color=SCHEDULES[Schedule.PIPELINED].colour)
+    links = [(rate, rows) for rate, rows in by_rate(drawn[0].result.rows) if rate]
+    ticks, balance = [rate for rate, _ in links], _balance(links[0][1])
     for ax in (times, ratios):
         ax.set(xscale="log", yscale="log", xlabel="link, Gbit/s (shaped)")
-        ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
         ax.xaxis.set_minor_formatter("")
         low, high = ax.get_ylim()
-        ticks = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 5)]
-        ax.set_yticks([tick for tick in ticks if low <= tick <= high])
+        places = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 5)]
+        ax.set_yticks([place for place in places if low <= place <= high])
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter("")
-        if balance and rates[0] / 2 <= balance <= rates[-1] * 2:
+        if balance and ticks[0] / 2 <= balance <= ticks[-1] * 2:
             ax.axvline(balance, color=COLOURS["mark"], linestyle="--", linewidth=1.2)
-    if balance:
-        times.plot([], [], color=COLOURS["mark"], linestyle="--", linewidth=1.2, label="its transfer = its computation")
+    for style in SCHEDULES.values():
+        times.plot([], [], marker=style.marker, color=style.colour, label=style.label)
+    times.plot([], [], ":", color=COLOURS["mark"], label="max(transfer, computation)")
+    times.plot([], [], color=COLOURS["mark"], linestyle="--", linewidth=1.2, label="both equally long (record)")
     times.set_ylabel("time to first token, s")
-    ratios.set_ylabel("over max(transfer, computation), x")
+    ratios.set_ylabel("times pipelined's, of the same round")
     row = links[0][1][0]
-    fig.suptitle(f"{result.slug}: prefix of {row['tokens']} tokens, layers {row['group']} recomputed", fontsize=11)
-    fig.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9.5)
+    ratios.set_title(f"{row['tokens']} tokens, layers {row['group']} recomputed (record)", fontsize=10)
+    legend(fig, times, drawn, "ttft_x")
+    fig.suptitle("E-cache first hides the shorter of transfer and computation on every link", fontsize=12)
     return fig
 
 

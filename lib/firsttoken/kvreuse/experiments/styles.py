@@ -26,6 +26,13 @@ METHODS: dict[str, Style] = {
     "smaller model": Style("smaller model", *LOOKS["smaller model"]),
     "sender": Style("sender itself", *LOOKS["sender"]),
 }
+LOOK_OF = {
+    Schedule.RECOMPUTE: "recompute",
+    Schedule.SEND_ALL: "send all",
+    Schedule.SEND_REUSED: "send reused",
+    Schedule.PIPELINED: "droidspeak",
+}
+"""What each schedule is called in ``LOOKS``."""
 SCHEDULES: dict[Schedule, Style] = {
     Schedule.RECOMPUTE: Style("recompute all (full prefill)", *LOOKS["recompute"]),
     Schedule.SEND_ALL: Style("send all", *LOOKS["send all"]),
@@ -41,3 +48,15 @@ def style_of(method: str) -> Style:
     """
     name = next((name for name in METHODS if method.startswith(name)), method)
     return METHODS[name]
+
+
+MODELS = {"qa": "QA", "all": "all-task"}
+"""The models of a pair in words, where the name of the adapter that makes one is none."""
+TASKS = {"qa": "questions", "copy": "copying", "lead": "first sentences"}
+
+
+def in_words(run: str) -> str:
+    """A run's name, "qa <- base: qa", in words: who answers over whose cache, and what."""
+    pair, _, task = run.partition(": ")
+    receiver, sender = (MODELS.get(name, name) for name in pair.split(" <- "))
+    return f"{receiver} model, {sender}'s cache: {TASKS.get(task, task)}"
