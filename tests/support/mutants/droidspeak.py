@@ -58,7 +58,39 @@ def _no_pipeline() -> None:
     schedule.simulate = lambda jobs, way: right(jobs, schedule.Schedule.SEND_REUSED)
 
 
+def _reuse_everything() -> None:
+    """The sender's keys and values are used in the layers that the receiver should compute itself."""
+    from firsttoken.kvreuse.profile.bank import Bank
+
+    Bank.own = property(lambda self: self.sent.kv)
+
+
+def _critical_by_sign() -> None:
+    """Every layer that loses anything is called critical."""
+    from firsttoken.kvreuse.profile import pareto
+
+    pareto.critical_layers = lambda scores, own, share: [layer for layer, score in scores if score <= own]
+
+
+def _every_layer_computed() -> None:
+    """All layers are recomputed, whichever group is asked for."""
+    from firsttoken.kvreuse import prefill
+
+    right = prefill.partial_prefill
+    prefill.partial_prefill = lambda model, prefix, sent, group: right(model, prefix, sent, prefill.Group(0, 6))
+
+
+def _blend_nothing() -> None:
+    """CacheBlend that returns the sender's cache as it is."""
+    from firsttoken.kvreuse import blend
+    from firsttoken.kvreuse.forward import cache_of
+
+    blend.blended_cache = lambda model, prefix, sent, *share, **options: cache_of(sent.kv)
+
+
 MUTATIONS: list[Mutation] = [
+    Mutation("30", "everything is reused", _reuse_everything, "^MechanismError: The reuse of one layer"),
+    Mutation("30", "any loss is critical", _critical_by_sign, "^MechanismError: The rule for critical layers"),
     Mutation("31", "a group without its E-cache", _no_edge, "^MechanismError: Partial prefill"),
     Mutation("31", "an empty group", _empty_group, "^MechanismError: Partial prefill", quick=True),
     Mutation("31", "the most layers within the bound", _most_layers, "^MechanismError: .*[Tt]he choice of a group"),
@@ -66,4 +98,6 @@ MUTATIONS: list[Mutation] = [
     Mutation("32", "no E-cache is sent", _edge_never_sent, "^MechanismError: The pipeline's schedule", quick=True),
     Mutation("32", "everything is sent", _everything_sent, "^MechanismError: The pipeline's schedule"),
     Mutation("32", "load, then compute", _no_pipeline, "^MechanismError: The pipeline's schedule"),
+    Mutation("33", "every layer is computed", _every_layer_computed, "^MechanismError: Partial prefill"),
+    Mutation("33", "a blend that mends nothing", _blend_nothing, "^MechanismError: CacheBlend"),
 ]

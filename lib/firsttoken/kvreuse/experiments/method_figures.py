@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from firsttoken.kvreuse.experiments.method_summary import ABOVE_BLEND, ACCURACY, DECODED
-from firsttoken.kvreuse.experiments.methods import BLEND, CHOOSE, COMPUTE, DROIDSPEAK, JUDGE, LATENCY, OWN, where_of
-from firsttoken.kvreuse.experiments.profiling import BOUND
+from firsttoken.kvreuse.experiments.methods import (
+    BLEND,
+    CHOOSE,
+    COMPUTE,
+    DROIDSPEAK,
+    JUDGE,
+    LATENCY,
+    OWN,
+    decoded_groups,
+    where_of,
+)
+from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups
 from firsttoken.kvreuse.experiments.setting import run_of
-from firsttoken.kvreuse.experiments.styles import METHODS, style_of
+from firsttoken.kvreuse.experiments.styles import METHODS, in_words, style_of
 from firsttoken.kvreuse.experiments.tables import by_run, relative_loss
+from firsttoken.kvreuse.profile.pareto import Profiled, smallest_within
+from firsttoken.kvreuse.profile.transfer import taken
 from firsttoken.study.measures import Entry
+from firsttoken.study.overlay import Drawn, legend, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 
@@ -29,7 +44,7 @@ _BLENDS = {  # by how CacheBlend's share was found: what a legend says, and how 
 }
 
 
-def quality_by_latency(methods: Result) -> Figure:
+def quality_by_latency(recorded: Result | None, now: Result) -> Figure:
     """Figure 14: what is kept of the own score against the time to the first token, one panel a run.
 
     The line is the frontier, answered by the items that choose; marks are answered by the items that judge. Bars are
@@ -37,33 +52,44 @@ def quality_by_latency(methods: Result) -> Figure:
     """
     import matplotlib.pyplot as plt
 
-    runs = by_run(methods)
-    fig, axes = plt.subplots(1, len(runs), figsize=(1 + 3.4 * len(runs), 4.4), squeeze=False, sharey=True)
-    for ax, (run, rows) in zip(axes[0], runs.items(), strict=True):
-        _panel(ax, rows)
-        ax.set_title(f"{run}, n = {rows[0]['n']}", fontsize=10.5)
+    drawn = over(recorded, now)
+    runs = by_run(drawn[0].result)
+    fig, axes = plt.subplots(1, len(runs), figsize=(9, 5.2), squeeze=False, sharey=True)
+    for ax, run in zip(axes[0], runs, strict=True):
+        ax.axhline(100 * (1 - BOUND), color=COLOURS["paper"], linestyle="--", linewidth=1.4)
+        for one in drawn:
+            if of := by_run(one.result).get(run):
+                _panel(ax, of, one)
+        ax.set_title(in_words(run), fontsize=8.5)
         ax.set_xlabel("time to first token / full prefill's")
-    axes[0][0].set_ylabel(f"{rows[0]['metric']} kept, % of the own")
-    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8.5)
+    first = axes[0][0]
+    first.set_ylabel(f"{now.rows[0]['metric']} kept, % of the own")
+    first.plot([], [], color=COLOURS["paper"], linestyle="--", label="paper: 5 % may be lost")
+    first.plot(
+        [], [], "o-", color=METHODS[DROIDSPEAK].colour, fillstyle="none", label="partial prefill, choosing items"
+    )
+    for row, label, fill in _shown([row for row in next(iter(runs.values())) if row["items"] == JUDGE]):
+        style = style_of(row["method"])
+        first.plot([], [], style.marker, color=style.colour, linestyle="none", fillstyle=fill, label=label)
+    legend(fig, first, drawn, "score_pct")
+    fig.suptitle("A group keeps nearly all of the score in half of the time; CacheBlend does not", fontsize=12)
     return fig
 
 
-def _panel(ax: Axes, rows: Rows) -> None:
-    ax.axhline(100 * (1 - BOUND), color=COLOURS["paper"], linestyle="--", linewidth=1.4, label="paper: 5 % may be lost")
-    look = METHODS[DROIDSPEAK]
+def _panel(ax: Axes, rows: Rows, one: Drawn) -> None:
+    look, edge = METHODS[DROIDSPEAK], {"markeredgecolor": "black"} if one.own and not one.alone else {}
     line = sorted((row for row in rows if row["items"] == CHOOSE), key=lambda row: row["hi"] - row["lo"])
     points = [(_time(row), 100 - relative_loss(line[-1]["item_score"], row["item_score"]).estimate) for row in line]
-    ax.plot(*zip(*points, strict=True), f"{look.marker}-", color=look.colour, linewidth=1, alpha=0.6, fillstyle="none")
-    ax.plot([], [], "o-", color=look.colour, alpha=0.6, fillstyle="none", label="partial prefill, items that choose")
+    shade = one.style | {"alpha": 0.6 * one.style["alpha"]}
+    ax.plot(*zip(*points, strict=True), f"{look.marker}-", color=look.colour, linewidth=1, fillstyle="none", **shade)
     judged = [row for row in rows if row["items"] == JUDGE]
     own = next(row for row in judged if row["method"] == OWN)["item_score"]
-    for row, label, fill in _shown(judged):
+    for row, _, fill in _shown(judged):
         style, lost = style_of(row["method"]), relative_loss(own, row["item_score"])
-        at = _time(row)
         bars = [[lost.high - lost.estimate], [lost.estimate - lost.low]]
-        ax.errorbar(at, 100 - lost.estimate, bars, color=style.colour, linewidth=1.4, alpha=0.6, capsize=3)
         size = 9.5 if row["method"] == DROIDSPEAK else 7.5
-        ax.plot(at, 100 - lost.estimate, style.marker, color=style.colour, label=label, fillstyle=fill, markersize=size)
+        ax.errorbar(_time(row), 100 - lost.estimate, bars, marker=style.marker, color=style.colour, fillstyle=fill,
+                    markersize=size, linestyle="none", linewidth=1.2, **edge, **one.style)  # fmt: skip
     ax.set_xlim(-0.04, 1.06)
 
 
@@ -86,52 +112,97 @@ def _time(row: dict[str, Any]) -> float:
     return float(np.median(row["time_share"]))
 
 
-def gains(methods: Result) -> Figure:
-    """What the chosen group gains, what it loses on other items, and its lead over CacheBlend: by run and on average.
+def gains(recorded: Result | None, now: Result, profiled: Result | None, profiled_now: Result) -> Figure:
+    """What the chosen group gains, what it loses on items that did not choose it, and its lead over CacheBlend.
 
-    Open marks are the group that token accuracy would choose, and the lead at equal computation.
+    Both rules that choose, decoded answers and token accuracy (from the profile of the same items), are scored alike:
+    by the decoded answers of the items that were left out of the draw that chose.
     """
     import matplotlib.pyplot as plt
 
-    runs = by_run(methods)
-    names = [*runs, "mean"]
-    fig, (gain, loss, lead) = plt.subplots(1, 3, figsize=(11, 0.6 * len(names) + 2.1), sharey=True)
+    drawn = over(recorded, now)
+    runs = by_run(drawn[0].result)
+    fig, (gain, loss, lead) = plt.subplots(1, 3, figsize=(9, 0.75 * len(runs) + 2.9), sharey=True)
     for ax, span, mean in ((gain, PAPER_GAIN, PAPER_MEAN_GAIN), (lead, PAPER_LEAD, PAPER_MEAN_LEAD)):
-        ax.axvspan(*span, color=COLOURS["paper"], alpha=0.25, linewidth=0, label="paper: range and mean")
+        ax.axvspan(*span, color=COLOURS["paper"], alpha=0.25, linewidth=0)
         ax.axvline(mean, color=COLOURS["paper"], linewidth=2)
-    loss.axvspan(-100, 100 * BOUND, color=COLOURS["paper"], alpha=0.25, linewidth=0)
+    loss.axvline(100 * BOUND, color=COLOURS["target"], linestyle="--", linewidth=1.4)
     for ax, nothing in ((gain, 1), (loss, 0), (lead, 0)):
         ax.axvline(nothing, color=COLOURS["mark"], linewidth=0.8)
         ax.grid(axis="y", visible=False)
-    for at, place in enumerate([*(run_of(rows[0]) for rows in runs.values()), {"across": "mean"}]):
-        for ax, measure, filled, hollow in (
-            (gain, "speedup_x", DECODED, ACCURACY),
-            (loss, "relative_loss_pct", {"method": DROIDSPEAK}, ACCURACY),
-            (lead, "score_above_points", ABOVE_BLEND | {"case": LATENCY}, ABOVE_BLEND | {"case": COMPUTE}),
-        ):
-            _dot(ax, methods.summary.get(measure, **filled, **place), at - 0.12, "full")
-            _dot(ax, methods.summary.get(measure, **hollow, **place), at + 0.16, "none")
-    gain.set(xlabel="full prefill's time to first token\n/ DroidSpeak's", xlim=(0.9, None))
-    loss.set(xlabel="score lost by the chosen group,\n% of the own", xlim=(min(-5, _low(loss)), None))
-    lead.set_xlabel("score above CacheBlend's, points")
-    gain.set_yticks(range(len(names)), names)
-    gain.set_ylim(len(names) - 0.5, -0.5)
-    for fill, label in (
-        ("full", "decoded answers choose; equal latency"),
-        ("none", "token accuracy chooses; equal computation"),
-    ):
-        gain.plot([], [], "o", color=METHODS[DROIDSPEAK].colour, fillstyle=fill, markersize=8, label=label)
-    fig.legend(*gain.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    for one in drawn:
+        summary, profiles = one.result.summary, by_run(profiled_now if one.own or profiled is None else profiled)
+        for at, run in enumerate(runs):
+            if (rows := by_run(one.result).get(run)) is None:
+                continue
+            place = run_of(rows[0])
+            out = held_out(rows, profiled_groups(profiles[run]))
+            for ax, mark, entry in (
+                (gain, "decoded", summary.get("speedup_x", **DECODED, **place)),
+                (gain, "accuracy", summary.get("speedup_x", **ACCURACY, **place)),
+                (loss, "decoded", out["decoded"]),
+                (loss, "accuracy", out["accuracy"]),
+                (loss, "judged", summary.get("relative_loss_pct", method=DROIDSPEAK, **place)),
+                (lead, "latency", summary.get("score_above_points", **ABOVE_BLEND, case=LATENCY, **place)),
+                (lead, "compute", summary.get("score_above_points", **ABOVE_BLEND, case=COMPUTE, **place)),
+            ):
+                _dot(ax, entry, at, mark, one)
+    gain.set(xlabel="first token, times earlier", xlim=(0.9, None))
+    loss.set_xlabel("score lost, % of the own")
+    lead.set_xlabel("points above CacheBlend")
+    gain.set_yticks(range(len(runs)), [in_words(run).replace(", ", ",\n") for run in runs], fontsize=9)
+    gain.set_ylim(len(runs) - 0.5, -0.5)
+    for marker, _, label in MARKS.values():
+        gain.plot([], [], marker, color=METHODS[DROIDSPEAK].colour, markersize=7, label=label)
+    gain.plot([], [], color=COLOURS["paper"], linewidth=4, label="paper: range and mean")
+    gain.plot([], [], color=COLOURS["target"], linestyle="--", label="bound: 5 %")
+    legend(fig, gain, drawn, "score_above_points", columns=2)
+    lost = [
+        drawn[0].result.summary.value("relative_loss_pct", method=DROIDSPEAK, **run_of(of[0])) for of in runs.values()
+    ]
+    many = sum(value > 100 * BOUND for value in lost)
+    fig.suptitle(f"Of {len(lost)} groups chosen within 5 %, {many} lose more than that on other items", fontsize=12)
     return fig
 
 
-def _low(ax: Axes) -> float:
-    """The least of what is drawn as lines."""
-    return min(float(line.get_xdata()[0]) for line in ax.lines)
+def held_out(rows: Rows, profiles: Sequence[Profiled], draws: int = 200, seed: int = 0) -> dict[str, Entry]:
+    """By rule, what the decoded answers of items lose over the group that other items choose, % of the own score.
+
+    ``rows`` are a run's answers, ``profiles`` its groups by token accuracy, of the same items in the same order. The
+    items are drawn with replacement, as many as there are; those not drawn judge. Mean and 95 % of ``draws``.
+    """
+    decoded, rng = decoded_groups(rows), random.Random(seed)
+    by_group = {one.group: one for one in decoded}
+    rules = {"decoded": decoded, "accuracy": [one for one in profiles if one.group in by_group]}
+    items, lost = len(decoded[0].own), {rule: [] for rule in rules}
+    for _ in range(draws):
+        drawn = rng.choices(range(items), k=items)
+        if left := sorted(set(range(items)) - set(drawn)):
+            for rule, groups in rules.items():
+                group = smallest_within(taken(groups, drawn), BOUND).group
+                lost[rule].append(100 * taken([by_group[group]], left)[0].relative_loss)
+    return {
+        rule: {"value": float(np.mean(of)), "n": items, "unit": "% of own"}
+        | dict(zip(("low", "high"), map(float, np.percentile(of, [2.5, 97.5])), strict=True))
+        for rule, of in lost.items()
+    }
 
 
-def _dot(ax: Axes, entry: Entry | None, at: float, fill: str) -> None:
+MARKS = {  # what a mark is, and where it stands beside its run
+    "decoded": ("o", -0.24, "group that decoded answers choose (loss: other items, 200 draws)"),
+    "accuracy": ("s", -0.04, "group that token accuracy chooses (loss: other items, 200 draws)"),
+    "judged": ("*", 0.16, "group that decoded answers choose, on a second set of items"),
+    "latency": ("D", -0.14, "lead at equal latency"),
+    "compute": ("v", 0.14, "lead at equal computation"),
+}
+
+
+def _dot(ax: Axes, entry: Entry | None, at: float, mark: str, one: Drawn) -> None:
     if entry is None:
         return
-    ax.plot([entry["low"], entry["high"]], [at, at], color=METHODS[DROIDSPEAK].colour, linewidth=1.8, alpha=0.7)
-    ax.plot(entry["value"], at, "o", color=METHODS[DROIDSPEAK].colour, markersize=8, fillstyle=fill)
+    marker, shift, _ = MARKS[mark]
+    edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
+    error = [[max(0, entry["value"] - entry["low"])], [max(0, entry["high"] - entry["value"])]]
+    at += shift + 0.5 * one.shift
+    ax.errorbar(entry["value"], at, xerr=error, marker=marker, color=METHODS[DROIDSPEAK].colour, linestyle="none",
+                markersize=7, linewidth=1.4, **edge, **one.style)  # fmt: skip
