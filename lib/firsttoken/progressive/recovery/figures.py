@@ -58,7 +58,7 @@ def stage_bars(recorded: Result | None, now: Result) -> Figure:
     names = ["report: Llama-2-7B,\none run", *(f"here: {LABELS[case]}".replace(", ", ",\n") for case in CASES[1:])]
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
-    ax.set(xlabel="time from the start, in plain starts", xlim=(0, 2.2))
+    ax.set(xlabel="time from the start, in plain starts", xlim=(0, 2.6))
     ax.grid(axis="y", visible=False)
     late = 100 * (drawn[0].result.summary.value("full_time_x", case="pinned", than="whole") - 1)
     early = 100 * (1 - drawn[0].result.summary.value("ttft_x", case="pinned", than="whole"))
