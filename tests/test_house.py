@@ -31,8 +31,32 @@ README = paths.ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 NOTEBOOKS = notebook_paths()
 # notebooks about a mechanism, and those of which a figure still draws the record alone
-MECHANISMS = {*"11 12 13 15 16 21 22 23 30 31 32 33 40 41 44 50 51 52 53 54 56".split()}
-RECORD_ALONE = {*"14 35 43".split()}
+MECHANISMS = {
+    *[
+        "11",
+        "12",
+        "13",
+        "15",
+        "16",
+        "21",
+        "22",
+        "23",
+        "30",
+        "31",
+        "32",
+        "33",
+        "40",
+        "41",
+        "44",
+        "50",
+        "51",
+        "52",
+        "53",
+        "54",
+        "56",
+    ]
+}
+RECORD_ALONE = {*["14", "35", "43"]}
 RESULT = SimpleNamespace(duration_s=0.0, rows=[], path="x", summary=[])
 STAGED = SimpleNamespace(stages=())
 
