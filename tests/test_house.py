@@ -234,7 +234,8 @@ class TestNotebook:
     def test_a_figure_shows_the_readers_run(self, path):
         """A cell that draws a recorded result draws one of an experiment that this notebook runs over it."""
         cells = ["".join(cell["source"]) for cell in code_cells(path)]
-        own = {name for cell in cells for name in re.findall(r"(?m)^(\w+) = run_experiment\(", cell)} | {"now"}
+        own = {name for cell in cells for name in re.findall(r"(?m)^(\w+) = run_experiment\(", cell)}
+        own |= {name for cell in cells for name in re.findall(r"now\w*", cell)}
         loaded = {name for cell in cells for name in re.findall(r"(?m)^(\w+) = load_result\(", cell)} | {"recorded"}
         drawn = [set(re.findall(r"\w+", cell)) for cell in cells if "plot.save(" in cell]
         if path.name[:2] not in RECORD_ALONE | {"42", "45", "90"}:  # the last three run nothing

@@ -111,11 +111,8 @@ def capacities(recorded: Result | None, now: Result) -> Figure:
         if objective == STRICT:
             ax.axvline(PAPER_X, color=COLOURS["paper"], linewidth=7, alpha=0.5, zorder=1)
             ax.text(PAPER_X, -0.7, f" paper: {PAPER_X}", color=COLOURS["mark"], fontsize="small")
-        ax.set(
-            xscale="log",
-            xlabel="capacity / that of prefill first",
-            title=f"{objective}: P99 of gaps ≤ {TIMES[objective]} decode steps",
-        )
+        ax.set(xscale="log", xlabel="capacity / that of prefill first")
+        ax.set_title(f"{objective}: P99 of gaps ≤ {TIMES[objective]} decode steps", fontsize=10.5)
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_formatter("")
