@@ -31,7 +31,8 @@ def test_notebooks_run_in_order_and_a_failing_one_fails_the_run(write_notebook, 
     assert out.index("01_works") < out.index("02_breaks")
     assert "notebook 02_breaks.ipynb failed" in out and "IndexError: list index out of range" in out
     assert "\x1b[" not in out
-    assert "| claim | report | yours: " in out and "executed notebooks:" in out
+    assert "beside the reports:" in out and "executed notebooks:" in out
+    assert "| claim | report | yours: " in (paths.EXECUTED / "quick" / "claims.md").read_text(encoding="utf-8")
     assert "1 of 2 notebooks failed" in err
     (copy,) = (paths.EXECUTED / "quick").glob("*.ipynb")
     assert copy.name == "01_works.ipynb" and "profile is quick" in copy.read_text(encoding="utf-8")
