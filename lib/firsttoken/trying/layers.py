@@ -20,7 +20,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.trying.table import Tried, Values, held
 
 Choice = Callable[[Distances, int], Sequence[int]]
-PASSAGES = 2  # of each draw: to choose by, and as many others to score
+PASSAGES = 1  # of each draw: to choose by, and as many others to score
 
 
 def _fits(answer: Any, distances: Distances, size: int) -> str:
@@ -76,7 +76,7 @@ def tried_layers(path: str, profile: Profile, draws: range) -> Tried:
         return {"distance, 1 is opposite": turned(distances, layers), "loss, nats/token": sum(losses) / len(losses)}
 
     setting = (
-        f"{config.block} of {known.depth} layers of {profile.model} passed, not healed; a draw chooses by {PASSAGES} "
-        f"passages of {config.tokens} tokens and is scored on {PASSAGES} others"
+        f"{config.block} of {known.depth} layers of {profile.model} passed, not healed; a draw chooses by one "
+        f"passage of {config.tokens} tokens and is scored on another"
     )
     return Tried(setting, held((path, file.watched(), file.judged), SIBLINGS, one, draws))
