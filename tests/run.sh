@@ -33,11 +33,11 @@ source env/setup.sh
 "$FIRSTTOKEN_PYTHON" -m firsttoken fetch
 "$FIRSTTOKEN_PYTHON" -m ruff check .
 "$FIRSTTOKEN_PYTHON" -m ruff format --check .
-echo "firsttoken: unit tests, 6 to 7 minutes on two quiet cores"
+echo "firsttoken: unit tests, 18 minutes on two cores that have AVX2 alone"
 # two processes that compute on one thread each; the files go to them in the order of tests/conftest.py
 "$FIRSTTOKEN_PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 [[ "${1:-}" != --unit ]] || exit 0
-echo "firsttoken: the notebooks, 6 to 9 minutes on two quiet cores"
+echo "firsttoken: the notebooks, 19 minutes on two cores that have AVX2 alone"
 # Each kernel is a copy of one process that has imported what they need. Notebooks that start processes and wait for links
 # have all cores, one after the other, and leave half of them idle; the others run meanwhile, a core each, the longest first.
 with_processes=(13 15 17 50 52 56)

@@ -25,6 +25,7 @@ from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.notebooks import notebook_paths
 from firsttoken.study.profile import profile_names
+from firsttoken.study.record import load_result
 from firsttoken.study.verdicts import count_verdicts
 
 README = paths.ROOT / "README.md"
@@ -179,21 +180,31 @@ def is_count(cell):
     return "print(count_verdicts(" in "".join(cell["source"])
 
 
-def test_a_quick_run_that_says_otherwise_than_the_record_is_named(monkeypatch, capsys):
-    recorded = ledger.recorded()
-    sizes = next(result for result in recorded if result.experiment == "sizes")
+def test_a_run_that_says_otherwise_than_the_record_is_named(capsys):
+    sizes = next(result for result in ledger.recorded() if result.experiment == "sizes")
     claim = next(claim for claim in ledger.claims() if claim.id == "progressive.checkpoint-size")
     grown = copy.deepcopy(sizes.summary)
     grown.of(claim.measure, **claim.where)["value"] = 20.0
-    for summary, said in (
-        (grown, "here not reproduced (20 GB), recorded reproduced (13.5 GB): the checkpoint is 13.5 GB\n"),
-        (sizes.summary, "nothing that was measured here says otherwise than the record\n"),
-    ):
-        quick = [replace(sizes, profile="quick", summary=summary)]
-        monkeypatch.setattr(ledger, "all_results", lambda wanted, q=quick: q if wanted == ("quick",) else recorded)
-        monkeypatch.setattr(ledger, "machine_slug", lambda: sizes.slug)
-        ledger.otherwise("11", "quick")
-        assert capsys.readouterr().out == said
+    agree = "where both judge a claim of this experiment, they agree"
+    told = "the checkpoint is 13.5 GB: 20 GB here, 13.5 GB there (progressive.checkpoint-size)"
+    for summary, said in ((grown, f"OTHERWISE than the record: {told}"), (sizes.summary, agree)):
+        ledger.beside(replace(sizes, profile="quick", summary=summary), sizes)
+        assert capsys.readouterr().out.splitlines()[2:] == [said]
+    ledger.beside(sizes, sizes)
+    assert capsys.readouterr().out.splitlines()[1:] == ["recorded: this run is the record"]
+    ledger.beside(sizes, None)
+    assert capsys.readouterr().out.splitlines()[1:] == ["recorded: nothing yet"]
+
+
+def test_too_few_observations_disagree_by_direction_alone(capsys):
+    """Of two or three values an interval says nothing; an effect in the other direction does."""
+    recorded = load_result("crosspoint_replayed", "full", machine="any")
+    claim = next(claim for claim in ledger.claims() if claim.id == "cps.p99-below-swap")
+    for value, disagrees in ((60.0, False), (-5.0, True)):
+        summary = copy.deepcopy(recorded.summary)
+        summary.of(claim.measure, **claim.where).update(value=value, low=value, high=value, n=1)
+        ledger.beside(replace(recorded, profile="quick", summary=summary), recorded)
+        assert (f"({claim.id})" in capsys.readouterr().out) is disagrees
 
 
 def test_every_claim_names_a_notebook_that_exists():

@@ -15,7 +15,7 @@ from firsttoken.study.errors import ClaimsError
 from firsttoken.study.files import write_text
 from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.record import CHANGED, Result, all_results, known_machine, load_result, pick, result_files
+from firsttoken.study.record import CHANGED, Result, all_results, known_machine, load_result, result_files
 from firsttoken.study.run_end import run_end
 from firsttoken.study.storage import storing
 from firsttoken.study.verdicts import Judgement, Verdict, effect, judge, judge_all, judge_record
@@ -49,21 +49,6 @@ def verdicts(*ids: str) -> None:
     for judged in judge_record(asked, results, machine()):
         told = f", {judged.measured}" if judged.measured else ""
         print(f"{judged.says}: {judged.claim.says}{told} ({judged.claim.id})")
-
-
-def otherwise(notebook: str, profile: str) -> None:
-    """Print the claims of ``notebook`` on which what this machine measured under ``profile`` says otherwise than the
-    record, with what each stands on: small samples reverse verdicts."""
-    known, results = _standing(_state())
-    of, here, agree = [claim for claim in known.values() if claim.notebook == notebook], machine_slug(), True
-    mine = [result for result in all_results((profile,)) if result.slug == here]
-    for judged in judge_record(of, results, machine()):
-        now = judge(judged.claim, pick(mine, judged.claim.experiment, machine="any"))
-        if now.verdict.judged and judged.verdict.judged and now.verdict != judged.verdict:
-            agree, told = False, f"recorded {judged.says} ({judged.measured})"
-            print(f"here {now.verdict} ({now.measured}), {told}: {judged.claim.says}")
-    if agree:
-        print("nothing that was measured here says otherwise than the record")
 
 
 def beside(now: Result, recorded: Result | None) -> None:

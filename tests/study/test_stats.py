@@ -8,7 +8,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.study.stats import FEWEST, Along, Interval, bootstrap, paired_bootstrap, percentile
+from firsttoken.study.stats import FEWEST, Along, Interval, bootstrap, paired_bootstrap, percentile, wilson
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30))
@@ -95,3 +95,18 @@ def test_of_fewer_than_five_the_range_is_told() -> None:
     assert bootstrap([3.0, 1.0, 2.0], "median") == Interval(2.0, 1.0, 3.0, 3)
     ratio = bootstrap([[2.0, 1.0], [9.0, 3.0]], lambda x: x[:, 0].sum() / x[:, 1].sum())
     assert ratio == Interval(11 / 4, 2.0, 3.0, 2)
+
+
+@given(st.integers(1, 200), st.data())
+@settings(max_examples=50, deadline=None)
+def test_a_share_has_scipys_wilson_interval(n: int, data) -> None:
+    count = data.draw(st.integers(0, n))
+    mine, theirs = wilson(count, n), scipy.stats.binomtest(count, n).proportion_ci(method="wilson")
+    assert mine.estimate == count / n and mine.low < mine.high
+    assert (mine.low, mine.high) == pytest.approx((theirs.low, theirs.high), abs=1e-4)
+
+
+@pytest.mark.parametrize(("count", "n"), [(2, 1), (-1, 3), (0, 0)])
+def test_what_is_no_share_is_refused(count: int, n: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} of {n} is no share"):
+        wilson(count, n)

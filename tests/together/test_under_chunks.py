@@ -6,11 +6,18 @@ import pytest
 
 from firsttoken.assets.models import load_model
 from firsttoken.engine.config import EngineConfig
-from firsttoken.study.errors import ProfileError
-from firsttoken.together.under_chunks import UnderChunksConfig, prompt_under_streams, under_chunks_summary
+from firsttoken.engine.streams import TokenEvent
+from firsttoken.study.errors import FirstTokenError, ProfileError
+from firsttoken.together.under_chunks import (
+    UnderChunksConfig,
+    _between,
+    _p99,
+    prompt_under_streams,
+    under_chunks_summary,
+)
 
 
-@pytest.mark.parametrize("scheduler", ["sarathi", "adaptive_budget"])
+@pytest.mark.parametrize("scheduler", ["sarathi", "adaptive_budget", "prefill_first"])
 def test_a_prompt_under_streams(scheduler: str) -> None:
     model = load_model("random:tiny-2", with_tokenizer=False).model
     config = EngineConfig(scheduler=scheduler, token_budget=64, requests=8, watermark=0.0, stretch=1.3)
@@ -34,3 +41,16 @@ def test_what_measures_nothing_is_refused(bad: dict) -> None:
     UnderChunksConfig(**good)
     with pytest.raises(ProfileError, match="under_chunks: "):
         UnderChunksConfig(**(good | bad))
+
+
+def test_a_gap_that_spans_the_whole_time_is_counted() -> None:
+    """Where the prompt stops every stream, the gap begins before its arrival and ends after its first token."""
+    events = [TokenEvent(0, 0, at_s) for at_s in (0.0, 1.0, 5.0, 6.0)]
+    assert list(_between(events, 2.0, 4.0)) == [2]
+    assert list(_between(events, 0.5, 5.5)) == [1, 2, 3]
+    assert _p99([events], [range(2, 3)]) == 4.0
+
+
+def test_no_gap_at_all_is_told_in_a_line() -> None:
+    with pytest.raises(FirstTokenError, match="there is no gap to measure"):
+        _p99([[]], [range(0)])

@@ -18,8 +18,8 @@ from typing import Any
 from firsttoken.study.claims import Claim, is_number
 from firsttoken.study.measures import named
 from firsttoken.study.record import Result, pick
+from firsttoken.study.stats import FEWEST
 
-FEWEST = 5  # observations that bear a verdict
 WITHIN = 2.0  # an effect is of the report's size where neither is more than so many times the other
 
 

@@ -1,0 +1,61 @@
+"""What the cells of a notebook call: changed settings, a mechanism's source, what holds, two runs in a figure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.study import show
+from firsttoken.study.errors import MechanismError, ProfileError
+from firsttoken.study.overlay import over
+from firsttoken.study.record import pick
+
+
+def test_changed_settings_make_a_profile_of_their_own(capsys) -> None:
+    study = show.opening("quick", {"replayed.blocks": 256, "replayed.threshold": None})
+    assert study.name == "quick-changed" and study.sections["replayed"]["blocks"] == 256
+    assert "threshold" not in study.sections["replayed"], "None leaves a setting as the profile has it"
+    assert "changed   replayed.blocks = 256\n" in capsys.readouterr().out
+    assert show.opening("quick", {"replayed.blocks": None}).name == "quick"
+    with pytest.raises(ProfileError, match="no section 'replaid'"):
+        show.opening("quick", {"replaid.blocks": 1})
+
+
+def test_a_changed_run_answers_only_where_it_is_named(make_result) -> None:
+    changed = make_result(profile="quick-changed")
+    assert pick([changed], "machine", machine="any") is None
+    assert pick([changed], "machine", ["quick-changed"], "any") is changed
+
+
+def test_a_source_is_shown_without_its_docstrings() -> None:
+    code = show.source(Sarathi).data
+    assert code.startswith("class Sarathi(Scheduler):\n    name:") and '"""' not in code
+    assert "def schedule(self)" in code
+
+
+@pytest.mark.parametrize("raised", [IndexError("no\nroom"), MechanismError("no room")])
+def test_whatever_a_mechanism_raises_is_one_line_that_names_it(raised: Exception) -> None:
+    with pytest.raises(MechanismError) as told, show.attempt("the scheduler"):
+        raise raised
+    assert str(told.value).startswith("the scheduler") and "\n" not in str(told.value)
+    assert told.value.__suppress_context__
+
+
+def test_what_does_not_hold_is_named_after_all_is_said(capsys) -> None:
+    show.check("the rule", both_agree=True)
+    with pytest.raises(MechanismError, match=r"the rule does not do .*: one is less; two is less$"):
+        show.check("the rule", one_is_less=False, both_agree=True, two_is_less=0)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "DOES NOT HOLD: one is less",
+        "holds: both agree",
+        "DOES NOT HOLD: two is less",
+    ]
+
+
+def test_a_figure_draws_the_record_first_and_one_run_once(make_result) -> None:
+    now, recorded = make_result(), make_result(profile="full")
+    assert [one.own for one in over(recorded, now)] == [False, True]
+    assert [(one.own, one.alone) for one in over(None, now)] == [(True, True)]
+    assert [one.alone for one in over(replace(now), now)] == [True]
