@@ -73,7 +73,8 @@ def tags(cell):
 def test_every_path_in_the_readme_exists():
     named = set(re.findall(r"[`(]((?:notebooks|lib|env|data|figures|tests)/[\w./-]+)[`)]", TEXT))
     assert named
-    assert [path for path in named if not (paths.ROOT / path).exists()] == []
+    made = {"figures/own"}  # by a reader's run
+    assert [path for path in named - made if not (paths.ROOT / path).exists()] == []
 
 
 def test_every_command_in_the_readme_exists(capsys):

@@ -27,8 +27,9 @@ SHAPES = {  # of the models that profiles name, as their config.json has it
     "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
     "Team-ACE/ToolACE-8B": "llama-3.1-8b",
 }
-DEVICE_BYTES = {  # two small machines, an H200, and the A100 that the paper profile names
+DEVICE_BYTES = {  # small machines, an H200, and the A100 that the paper profile names
     "quick": 8 << 30,
+    "review": 8 << 30,
     "full": 8 << 30,
     "gpu": 140 << 30,
     "paper": 80 << 30,

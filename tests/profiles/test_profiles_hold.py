@@ -41,7 +41,7 @@ CASES = [
     if name not in ASKS_NOTHING
 ]
 
-AUTO = ("quick", "full")  # profiles whose dtype is the processor's: float32 is twice the bytes
+AUTO = ("quick", "review", "full")  # profiles whose dtype is the processor's: float32 is twice the bytes
 
 weighed = functools.cache(needs.weight_bytes)  # a second for 8B, and many ask
 

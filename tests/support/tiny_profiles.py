@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.progressive import examination
-from firsttoken.study import paths
-from firsttoken.study.foreign.yaml_text import read_yaml
 from firsttoken.study.profile import Profile, load_profile
 
 SHORTER, FEWER = 32, 4
@@ -116,8 +114,7 @@ def scaled(section: str, key: str, value: Any) -> Any:
 
 def tiny_profile(name: str, folder: Path) -> Profile:
     """The profile ``name`` by the rule, on a CPU, with adapters below ``folder``."""
-    content = read_yaml(paths.PROFILES / f"{name}.yaml")
-    sections = {key: value for key, value in content.items() if isinstance(value, dict)}
+    sections = {key: dict(value) for key, value in load_profile(name).sections.items()}
     sections["quality"].setdefault("max_prompt_tokens", examination.QualityConfig.max_prompt_tokens)
     overrides: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
     for section, entries in sections.items():

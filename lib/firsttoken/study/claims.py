@@ -64,7 +64,7 @@ class Claim:
     op: Literal["<=", ">="] | None = None
     tolerance: Annotated[float, at_least(0)] = 0.0
     no_effect: float | None = None
-    profiles: tuple[Literal["quick", "full", "gpu", "paper"], ...] = ()
+    profiles: tuple[Literal["quick", "review", "full", "gpu", "paper"], ...] = ()
     whose: Literal["report", "project"] = "report"
     nature: Literal[NATURES] = "measured"
     told: str = ""
@@ -99,8 +99,10 @@ class Claim:
 
     @property
     def digest(self) -> str:
-        """The sha256 of all that decides a verdict; wording, notebook and minutes may change."""
-        return digest({name: getattr(self, name) for name in _DECIDES})
+        """The sha256 of all that decides a verdict of the record; wording, notebook and minutes may change, and so may
+        whether the profile "review" answers, of whose results the record holds none."""
+        deciding = {name: getattr(self, name) for name in _DECIDES}
+        return digest(deciding | {"profiles": [name for name in self.profiles if name != "review"]})
 
 
 def digest(deciding: dict[str, Any]) -> str:

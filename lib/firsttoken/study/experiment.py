@@ -11,7 +11,7 @@ from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 
-EVERY_PROFILE = ("quick", "full", "gpu", "paper")
+EVERY_PROFILE = ("quick", "review", "full", "gpu", "paper")
 LONG = ("full", "gpu", "paper")  # training runs: half an hour and more on a CPU
 
 

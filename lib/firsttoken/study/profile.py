@@ -1,6 +1,7 @@
 """Profiles: one study at several sizes, kept in ``env/profiles/<name>.yaml``.
 
-A profile names the model and the machine settings, and holds one mapping per experiment configuration. The
+A profile names the model and the machine settings, and holds one mapping per experiment configuration. Settings and
+sections that it leaves out are those of the profile that its key ``like`` names. The
 mapping becomes a frozen dataclass only when an experiment asks for it, so ``study`` knows no experiment, and a
 key that no configuration has is an error instead of a setting that silently does nothing.
 """
@@ -115,6 +116,7 @@ def load_profile(name: str, /, **overrides: Any) -> Profile:
         content = read_yaml(path)
         if not isinstance(content, dict):
             raise Damaged("expected a mapping of settings and sections")
+        content = _completed(content)
     settings = {key: value for key, value in content.items() if not isinstance(value, dict)}
     sections = {key: dict(value) for key, value in content.items() if isinstance(value, dict)}
     for key, value in overrides.items():
@@ -124,6 +126,19 @@ def load_profile(name: str, /, **overrides: Any) -> Profile:
         (sections[section] if dot else settings)[option or section] = value
     built = build_config(Settings, settings, f"profile {name}")
     return Profile(name=name, sections=sections, **vars(built))
+
+
+def _completed(content: dict[str, Any]) -> dict[str, Any]:
+    """The ``content`` of a profile, with what it leaves out as the profile named by its key ``like`` has it."""
+    if "like" not in content:
+        return content
+    like, known = content.pop("like"), profile_names()
+    if like not in known:
+        raise Damaged(f"like: no profile {like!r}; {unknown(str(like), known)}")
+    whole = read_yaml(paths.PROFILES / f"{like}.yaml")
+    if not isinstance(whole, dict) or "like" in whole:
+        raise Damaged(f"like: {like} must hold every setting itself")
+    return whole | content
 
 
 def check_used(overrides: Iterable[str], used: Collection[str]) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas
 
 SCHEMA = 3
-PREFERENCE = ("paper", "full", "gpu", "quick")  # of several results that answer, the larger sample counts
+PREFERENCE = ("paper", "full", "gpu", "review", "quick")  # of several results that answer, the larger sample counts
 CHANGED = "-changed"  # behind the name of a profile of which a reader changed settings in a notebook
 
 _MEASURES = ("lib", "env", "data/adapters", "data/claims.yaml")  # what a result hangs on

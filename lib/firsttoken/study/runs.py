@@ -87,15 +87,15 @@ def figures_of(path: Path) -> list[Path]:
 
 
 def fingerprint(path: Path, profile: Profile) -> str:
-    """A sha256 of all that the outcome of a notebook hangs on: its cells, the library, the profile and every file of
-    data that is not this profile's own result here, the packages and the processor.
+    """A sha256 of all that the outcome of a notebook hangs on: its cells, the library, the profiles (one may be
+    like another), every file of data that is not this profile's own result here, the packages and the processor.
 
     The last notebook has no experiment of its own and reads what the others wrote, so for it those count as well.
     """
     own = paths.RESULTS / machine_slug() / profile.name
     reads_others = 'run_experiment("' not in path.read_text(encoding="utf-8").replace('\\"', '"')
     library = Path(dtypes.__file__).parents[1]
-    files = [path, paths.PROFILES / f"{profile.name}.yaml", *library.rglob("*.py"), *library.rglob("*.cpp")]
+    files = [path, *paths.PROFILES.glob("*.yaml"), *library.rglob("*.py"), *library.rglob("*.cpp")]
     data = {file for folder in (paths.DATA, paths.RESULTS) for file in folder.rglob("*")}
     counted = (file for file in data if file.is_file() and file.name != f"{RUN}.json")
     files += [file for file in counted if reads_others or own not in file.parents]

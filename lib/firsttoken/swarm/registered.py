@@ -13,7 +13,7 @@ EXPERIMENTS = (
         "50",
         f"{_SWARM}.swarm_survival:swarm_survival",
         "survival_summary",
-        ("quick", "full"),
+        ("quick", "review", "full"),
         in_turns=True,
     ),
     Experiment(
@@ -22,7 +22,7 @@ EXPERIMENTS = (
         "50",
         f"{_SWARM}.swarm_transport:swarm_transport",
         "transport_summary",
-        ("quick", "full"),
+        ("quick", "review", "full"),
         in_turns=True,
     ),
     Experiment(
@@ -60,7 +60,7 @@ EXPERIMENTS = (
         "54",
         f"{_SWARM}.swarm_validation:swarm_validation",
         "validation_summary",
-        ("quick", "full"),
+        ("quick", "review", "full"),
     ),
     Experiment(
         "swarm_privacy",
