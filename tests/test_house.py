@@ -182,7 +182,8 @@ def is_count(cell):
 
 
 def test_a_run_that_says_otherwise_than_the_record_is_named(capsys):
-    sizes = next(result for result in ledger.recorded() if result.experiment == "sizes")
+    recorded = next(result for result in ledger.recorded() if result.experiment == "sizes")
+    sizes = replace(recorded, git_revision="unknown")  # a commit that git cannot know: nothing is said of the code
     claim = next(claim for claim in ledger.claims() if claim.id == "progressive.checkpoint-size")
     grown = copy.deepcopy(sizes.summary)
     grown.of(claim.measure, **claim.where)["value"] = 20.0
@@ -191,6 +192,8 @@ def test_a_run_that_says_otherwise_than_the_record_is_named(capsys):
     for summary, said in ((grown, f"OTHERWISE than the record: {told}"), (sizes.summary, agree)):
         ledger.beside(replace(sizes, profile="quick", summary=summary), sizes)
         assert capsys.readouterr().out.splitlines()[2:] == [said]
+    ledger.beside(replace(sizes, profile="quick"), replace(sizes, code="of other files"))
+    assert capsys.readouterr().out.splitlines()[2] == "the code is another than the record's"
     ledger.beside(sizes, sizes)
     assert capsys.readouterr().out.splitlines()[1:] == ["recorded: this run is the record"]
     ledger.beside(sizes, None)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from firsttoken.registry import EXPERIMENTS, find_experiment
-from firsttoken.study import paths, progress, storage
+from firsttoken.study import code, paths, progress, storage
 from firsttoken.study.claims import digests, load_claims
 from firsttoken.study.clock import counting_kept
 from firsttoken.study.errors import ProfileError
@@ -39,6 +39,7 @@ def run_experiment(name: str, profile: Profile) -> Result:
             f"{name} under profile {profile.name} is for the record, and the code is not that of a commit "
             f"({revision}); commit it, or let FIRSTTOKEN_OUT name another folder for results"
         )
+    digest = code.digest(experiment.module)
     read = [kept_result(source, profile) or run_experiment(source, profile) for source in experiment.reads]
     profile.used.clear()
     random.seed(profile.seed)
@@ -64,6 +65,7 @@ def run_experiment(name: str, profile: Profile) -> Result:
         rows=outcome.rows,
         floors=outcome.floors,
         summary=experiment.summarise(outcome.rows, parameters),
+        code=digest,
     )
     write_result(result)
     return result

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from firsttoken.chunked import standing
 from firsttoken.registry import EXPERIMENTS
-from firsttoken.study import pages, paths, show
+from firsttoken.study import code, pages, paths, show
 from firsttoken.study.claims import Claim, is_number, load_claims
 from firsttoken.study.claims_table import Own, table_for
 from firsttoken.study.errors import ClaimsError
@@ -52,7 +52,8 @@ def verdicts(*ids: str) -> None:
 
 
 def beside(now: Result, recorded: Result | None) -> None:
-    """Print, for above a figure, where what was run now and the record come from, and on what they disagree.
+    """Print, for above a figure, where what was run now and the record come from, whether by the same code, and on what
+    they disagree.
 
     They disagree on a claim where its verdict is another, or where the intervals of what it is judged by lie apart. A
     run under changed settings is held against the reader's unchanged one, too, where there is one.
@@ -61,13 +62,26 @@ def beside(now: Result, recorded: Result | None) -> None:
     if recorded is None or (recorded.path, recorded.started) == (now.path, now.started):
         print("recorded: " + ("this run is the record" if recorded else "nothing yet"))
         return
-    print(f"recorded: {show.where(recorded)}")
+    print(f"recorded: {show.where(recorded)}{_other_code(now, recorded)}")
     said = list(_disagreements(now, recorded, "the record"))
     if now.profile.endswith(CHANGED):
         before = load_result(now.experiment, now.profile.removesuffix(CHANGED))
         said += _disagreements(now, before, "your unchanged run") if before else ()
     for line in said or ["where both judge a claim of this experiment, they agree"]:
         print(line)
+
+
+def _other_code(now: Result, recorded: Result) -> str:
+    """That the record was made by other code than runs here, and how much of it differs; nothing where that is not so,
+    or cannot be known for want of git's history."""
+    module = EXPERIMENTS[now.experiment].module
+    if recorded.code == code.digest(module):
+        return ""
+    files, whole = code.changed(module, recorded.git_revision), len(code.imported(module))
+    if files is None:
+        return "\nthe code is another than the record's" if recorded.code else ""
+    said = f"\nthe code is another than the record's: {len(files)} of the {whole} files that this experiment imports"
+    return f"{said} have changed since {recorded.git_revision[:9]}" if files else ""
 
 
 def _disagreements(now: Result, other: Result, whose: str) -> Iterable[str]:

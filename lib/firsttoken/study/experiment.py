@@ -40,8 +40,12 @@ class Experiment:
 
     def summarise(self, rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         """The summary of ``rows`` that were measured with ``parameters`` (``Result.parameters``)."""
-        module = self.target.partition(":")[0]
-        return _named(self.summary if ":" in self.summary else f"{module}:{self.summary}")(rows, parameters)
+        return _named(self.summary if ":" in self.summary else f"{self.module}:{self.summary}")(rows, parameters)
+
+    @property
+    def module(self) -> str:
+        """The module of its function, whose imports are the code that a result hangs on (``study/code.py``)."""
+        return self.target.partition(":")[0]
 
 
 def _named(target: str) -> Callable[..., Any]:
