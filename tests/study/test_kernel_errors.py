@@ -36,6 +36,24 @@ def test_other_cells_go_on(shown) -> None:
     assert [output.text for output in shown[2]] == ["1\n"]
 
 
+def test_cells_out_of_order_say_what_to_run_first() -> None:
+    notebook = nbformat.v4.new_notebook()
+    texts = ("from firsttoken.study import show", "study = show.opening('quick')", "print(now.rows)", "now = 1")
+    notebook.cells = [nbformat.v4.new_code_cell(text) for text in texts]
+    NotebookClient(notebook, allow_errors=True, kernel_name="python3").execute()
+    error, told = notebook.cells[2].outputs
+    assert error.evalue == "name 'now' is not defined"
+    assert told.text.endswith("run that first: Run > Run All Above Selected Cell.\n")
+
+
+def test_a_notebook_runs_from_another_folder(tmp_path) -> None:
+    """As a copy, started where neither the library nor the data lie."""
+    notebook = nbformat.read(next(paths.NOTEBOOKS.glob("45_*.ipynb")), as_version=4)
+    NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", ()))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_empty_cache_says_what_to_fetch(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(paths, "CACHE", tmp_path)
     show.opening("quick")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import build_config, load_profile, profile_names
 
@@ -33,6 +34,31 @@ def test_a_section_becomes_its_dataclass_and_is_recorded_with_its_defaults() -> 
 def test_an_override_leaves_the_next_load_alone() -> None:
     load_profile("quick", **{"machine.repeats": 99})
     assert load_profile("quick").section("machine", CopyConfig).repeats != 99
+
+
+def test_what_a_profile_leaves_out_is_as_in_the_one_that_it_is_like() -> None:
+    quick = load_profile("quick")
+    section = next(iter(quick.sections))
+    (paths.PROFILES / "mine.yaml").write_text(f"like: quick\nabout: mine\n{section}: {{only: 1}}\n", encoding="utf-8")
+    mine = load_profile("mine")
+    assert (mine.name, mine.about, mine.model) == ("mine", "mine", quick.model)
+    assert mine.sections == {**quick.sections, section: {"only": 1}}
+
+
+@pytest.mark.parametrize(
+    ("like", "said"),
+    [
+        ("ful", "no profile 'ful'.*did you mean 'full'"),
+        ("mine", "mine must hold every setting itself"),
+        ("[1]", "no prof"),
+    ],
+)
+def test_a_profile_is_like_one_that_holds_every_setting(like, said, tmp_path, monkeypatch) -> None:
+    (tmp_path / "full.yaml").write_text("about: all\n", encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text(f"like: {like}\nabout: some\n", encoding="utf-8")
+    monkeypatch.setattr(paths, "PROFILES", tmp_path)
+    with pytest.raises(ProfileError, match=f"mine.yaml: .*{said}"):
+        load_profile("mine")
 
 
 def test_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
