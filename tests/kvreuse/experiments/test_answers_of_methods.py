@@ -274,14 +274,14 @@ def test_suffixes_of_different_lengths(study):
     receiver, sender = setting.pair(setting.runs[1])
     items = setting.items(setting.runs[1], receiver.tokenizer)[0][:3]
     items = [type(i)(i.item, i.prefix[-70 - n :], i.suffix[: 1 + 3 * n], i.target) for n, i in enumerate(items)]
-    together = gating._batch(receiver, sender, items, [Group(0, 0), Group(2, 4)])
-    alone = [row for item in items for row in gating._batch(receiver, sender, [item], [Group(0, 0), Group(2, 4)])]
+    groups = [Group(0, 0), Group(2, 4)]
+    together = [row for _, row in gating._batch(receiver, sender, items, groups)]
+    alone = [row for item in items for _, row in gating._batch(receiver, sender, [item], groups)]
     by_item = {(row["item"], row["group"]): row for row in alone}
     assert len(by_item) == len(together) == 6
     for row in together:
         other = by_item[row["item"], row["group"]]
         assert {k: row[k] for k in gating.SIGNALS} == pytest.approx({k: other[k] for k in gating.SIGNALS}, abs=2e-3)
-        assert row["score"] == other["score"]
 
 
 def test_an_example_says_what_was_asked_and_what_came(study):

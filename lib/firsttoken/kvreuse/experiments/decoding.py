@@ -21,13 +21,14 @@ from firsttoken.kvreuse.experiments.profiling import batch_key
 from firsttoken.kvreuse.experiments.setting import Run, batches
 from firsttoken.kvreuse.forward import cache_of, layer_kv
 from firsttoken.kvreuse.pairs import PairedModel
-from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill
+from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, partial_prefill
 from firsttoken.kvreuse.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.kvreuse.tasks.items import Encoded
 from firsttoken.kvreuse.tasks.load import task_of
 from firsttoken.study import clock, paths
 from firsttoken.study.files import write_text
 
+OWN, REUSE, DROIDSPEAK = "full prefill", "full reuse", "DroidSpeak"
 _DECODING = "decoded 1"  # another name when what is kept is made in another way
 _TOGETHER_BYTES = 2**30  # of caches that are decoded as one batch
 
@@ -45,6 +46,26 @@ class Method:
     cache: Callable[[Prefix, PrefixCache], DynamicCache]
     model: PairedModel
     group: Group = NOTHING
+
+
+def own(receiver: PairedModel) -> Method:
+    """The receiver's own full prefill."""
+    group = Group(0, receiver.model.config.num_hidden_layers)
+    return Method(OWN, "own", 1.0, lambda prefix, sent: own_cache(receiver, prefix), receiver, group)
+
+
+def partial(name: str, receiver: PairedModel, group: Group) -> Method:
+    """The sender's cache with ``group`` recomputed by the receiver (partial prefill)."""
+
+    def mixed(prefix: Prefix, sent: PrefixCache) -> DynamicCache:
+        return partial_prefill(receiver.model, prefix, sent, group)
+
+    return Method(name, f"group {group}", len(group) / receiver.model.config.num_hidden_layers, mixed, receiver, group)
+
+
+def own_cache(variant: PairedModel, prefix: Prefix) -> DynamicCache:
+    """What ``variant`` itself computes for ``prefix``."""
+    return cache_of(full_prefill(variant.model, prefix).kv)
 
 
 def decoded_scores(

@@ -1,8 +1,11 @@
-"""Does a probe see a spoiled answer coming? Calibrated on one set of items, judged on another."""
+"""Does a probe see a spoiled answer coming? Calibrated on one set of items, judged on another.
+
+The answers are those that ``methods`` decodes for the same caches: what is kept of them is not decoded again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +15,7 @@ from transformers import DynamicCache
 
 from firsttoken.assets.needs import Need, check
 from firsttoken.kvreuse import gate
-from firsttoken.kvreuse.decode import greedy
+from firsttoken.kvreuse.experiments.decoding import OWN, decoded_scores, own, partial
 from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
 from firsttoken.kvreuse.experiments.setting import Setting, batches
 from firsttoken.kvreuse.forward import cache_of, layer_kv
@@ -22,7 +25,6 @@ from firsttoken.kvreuse.prefix import Prefix
 from firsttoken.kvreuse.probes import TOKENS, answer_doubt, answer_entropy, head_deviation, tail_divergence
 from firsttoken.kvreuse.profile.pareto import frontier, smallest_within
 from firsttoken.kvreuse.tasks.items import Encoded
-from firsttoken.kvreuse.tasks.load import task_of
 from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
@@ -56,30 +58,35 @@ def quality_gate(profile: Profile) -> Outcome:
     half = max((g.group for g in frontier(groups) if 2 * len(g.group) <= len(chosen)), key=len)
     caches, rows = list(dict.fromkeys([NOTHING, half, chosen])), []
     for name, items in sets.items():
-        parts = list(batches(items, setting.config.batch))
-        for part in tqdm(parts, desc=f"gate, {name}", unit="batch", disable=None):
-            found = _batch(receiver, sender, part, caches)
-            rows += [run.row() | {"set": name} | row for row in found]
+        methods = [own(receiver), *(partial(str(group), receiver, group) for group in caches)]
+        scores = decoded_scores(run, receiver, sender, methods, items, setting.config.batch)
+        found = _signals(receiver, sender, list(batches(items, setting.config.batch)), caches, name)
+        for index, row in found:
+            said = {"score": scores[row["group"]][index], "own": scores[OWN][index]}
+            rows.append(run.row() | {"set": name} | row | said)
     return Outcome(rows, provenance={"models": setting.models.provenance})
+
+
+def _signals(
+    receiver: PairedModel, sender: PairedModel, parts: Sequence[Sequence[Encoded]], groups: Sequence[Group], name: str
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """By item, counted through all ``parts``, and group: every signal of the group's cache."""
+    before = 0
+    for part in tqdm(parts, desc=f"gate, {name}", unit="batch", disable=None):
+        for index, row in _batch(receiver, sender, part, groups):
+            yield before + index, row
+        before += len(part)
 
 
 @torch.inference_mode()
 def _batch(
     receiver: PairedModel, sender: PairedModel, part: Sequence[Encoded], groups: Sequence[Group]
-) -> list[dict[str, Any]]:
-    model, task = receiver.model, task_of(part[0].item)
+) -> list[tuple[int, dict[str, Any]]]:
+    model = receiver.model
     prefix = Prefix.of([item.prefix for item in part], model.device)
     sent = full_prefill(sender.model, prefix, {g.lo for g in groups if g.needs_edge})
-    own = full_prefill(model, prefix)
-
-    def scores(cache: Any) -> list[float]:
-        suffix = [item.suffix for item in part]
-        said = greedy(model, receiver.tokenizer, prefix, suffix, cache, task.answer_tokens, task.stop)
-        return [task.score(answer, item.item.answers) for answer, item in zip(said, part, strict=True)]
-
-    reference, rows = scores(cache_of(own.kv)), []
     suffix, mask = _padded([item.suffix for item in part], model.device)
-    last = mask.sum(1) - 1
+    last, rows = mask.sum(1) - 1, []
     for group in groups:
         cache = partial_prefill(model, prefix, sent, group)
         deviation = head_deviation(model, prefix, cache, TOKENS)
@@ -90,9 +97,9 @@ def _batch(
             "head": deviation,
             "tail": tail_divergence(model, prefix, cache, suffix, logits, TOKENS, mask),
         }
-        for index, (got, best) in enumerate(zip(scores(cache), reference, strict=True)):
-            row = {"group": str(group), "item": part[index].item.id, "score": round(got, 4), "own": round(best, 4)}
-            rows.append(row | {name: round(values[index].item(), 6) for name, values in signals.items()})
+        for index, one in enumerate(part):
+            row = {"group": str(group), "item": one.item.id}
+            rows.append((index, row | {name: round(values[index].item(), 6) for name, values in signals.items()}))
     return rows
 
 

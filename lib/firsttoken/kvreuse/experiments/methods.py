@@ -16,13 +16,22 @@ from transformers import DynamicCache
 
 from firsttoken.assets.needs import LAYERS, Need
 from firsttoken.kvreuse.blend import blended_cache, tokens_per_layer
-from firsttoken.kvreuse.experiments.decoding import Method, decoded_scores
+from firsttoken.kvreuse.experiments.decoding import (
+    DROIDSPEAK,
+    OWN,
+    REUSE,
+    Method,
+    decoded_scores,
+    own,
+    own_cache,
+    partial,
+)
 from firsttoken.kvreuse.experiments.profiling import BOUND, profiled_groups, run_profile
 from firsttoken.kvreuse.experiments.setting import Run, Setting
 from firsttoken.kvreuse.experiments.speedups import TimeShares, times_here
 from firsttoken.kvreuse.forward import cache_of
 from firsttoken.kvreuse.pairs import HALF, PairedModel
-from firsttoken.kvreuse.prefill import NOTHING, Group, full_prefill, partial_prefill
+from firsttoken.kvreuse.prefill import NOTHING, Group
 from firsttoken.kvreuse.prefix import Prefix, PrefixCache
 from firsttoken.kvreuse.profile.pareto import Profiled, frontier, smallest_within
 from firsttoken.kvreuse.tasks.items import Encoded
@@ -32,7 +41,7 @@ from firsttoken.study.measures import Scalar
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 
-OWN, REUSE, DROIDSPEAK, SENDER, SMALLER = "full prefill", "full reuse", "DroidSpeak", "sender", "smaller model"
+SENDER, SMALLER = "sender", "smaller model"
 BLEND, COMPUTE, LATENCY = "CacheBlend", "equal compute", "equal latency"
 CHOOSE, JUDGE = "choose", "judge"  # what a row's items are for
 
@@ -92,11 +101,11 @@ def decoded_groups(rows: Rows) -> list[Profiled]:
 def _candidates(receiver: PairedModel, groups: Sequence[Profiled]) -> Iterator[Method]:
     """Full prefill, full reuse, and every group of the profile's frontier between them."""
     depth = receiver.model.config.num_hidden_layers
-    yield _own(receiver)
-    yield _partial(REUSE, receiver, NOTHING)
+    yield own(receiver)
+    yield partial(REUSE, receiver, NOTHING)
     for group in (one.group for one in frontier(groups)):
         if 0 < len(group) < depth:
-            yield _partial(f"{DROIDSPEAK} {group}", receiver, group)
+            yield partial(f"{DROIDSPEAK} {group}", receiver, group)
 
 
 def _methods(
@@ -109,10 +118,10 @@ def _methods(
     times: TimeShares,
 ) -> Iterator[Method]:
     model, depth = receiver.model, receiver.model.config.num_hidden_layers
-    yield _own(receiver)
+    yield own(receiver)
     yield Method(SENDER, "sender", 1.0, lambda prefix, sent: cache_of(sent.kv), sender)
-    yield _partial(REUSE, receiver, NOTHING)
-    yield _partial(DROIDSPEAK, receiver, chosen)
+    yield partial(REUSE, receiver, NOTHING)
+    yield partial(DROIDSPEAK, receiver, chosen)
     compute = len(chosen) / depth
     equal = {COMPUTE: compute, LATENCY: times.compute_of(BLEND, times.median(DROIDSPEAK, compute))}
     for text in config.blends:
@@ -128,19 +137,7 @@ def _methods(
     if config.smaller and run.row()["task"] in config.smaller.removeprefix(f"{HALF}-").split("-"):
         half = setting.models.load(config.smaller)
         recipe, compute = f"{half.weights} {half.adapter}", half.model.config.num_hidden_layers / depth
-        yield Method(SMALLER, recipe, compute, lambda prefix, sent: _own_cache(half, prefix), half)
-
-
-def _own(receiver: PairedModel) -> Method:
-    group = Group(0, receiver.model.config.num_hidden_layers)
-    return Method(OWN, "own", 1.0, lambda prefix, sent: _own_cache(receiver, prefix), receiver, group)
-
-
-def _partial(name: str, receiver: PairedModel, group: Group) -> Method:
-    def mixed(prefix: Prefix, sent: PrefixCache) -> DynamicCache:
-        return partial_prefill(receiver.model, prefix, sent, group)
-
-    return Method(name, f"group {group}", len(group) / receiver.model.config.num_hidden_layers, mixed, receiver, group)
+        yield Method(SMALLER, recipe, compute, lambda prefix, sent: own_cache(half, prefix), half)
 
 
 def _blend(text: str, equal: Mapping[str, float], depth: int) -> tuple[float, bool, int]:
@@ -156,10 +153,6 @@ def _blend(text: str, equal: Mapping[str, float], depth: int) -> tuple[float, bo
         )
     share = (depth * equal[found[1]] - whole) / (depth - whole) if found[1] in equal else float(found[1])
     return round(min(1.0, max(0.0, share)), 4), bool(found[2]), whole
-
-
-def _own_cache(variant: PairedModel, prefix: Prefix) -> DynamicCache:
-    return cache_of(full_prefill(variant.model, prefix).kv)
 
 
 def _rows(
