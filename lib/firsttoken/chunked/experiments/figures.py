@@ -81,8 +81,8 @@ def one_arrival(scenes: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
     "first" when the prompt has its first, ms. Axes are the same for every run; few letters, which take longest."""
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(7.2, 3), layout="none")
-    fig.subplots_adjust(left=0.08, right=0.98, bottom=0.17, top=0.9)
+    fig, ax = plt.subplots(figsize=(7.2, 2.8), layout="none")
+    fig.subplots_adjust(left=0.08, right=0.98, bottom=0.18, top=0.89)
     for (scheduler, seen), side in zip(scenes.items(), ("left", "right"), strict=True):
         name, label = NAMES[scheduler]
         times = [0, *seen["tokens"]]
