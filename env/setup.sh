@@ -23,7 +23,7 @@ firsttoken_installed() {
 import importlib.metadata, importlib.util, pathlib, sys
 importlib.metadata.version("firsttoken")
 here = pathlib.Path(importlib.util.find_spec("firsttoken").origin).resolve()
-needed = ("torch", "transformers", "peft", "papermill", "nbval", "ruff")
+needed = ("torch", "transformers", "peft", "ipywidgets", "papermill", "nbval", "ruff")
 sys.exit(pathlib.Path(sys.argv[1]).resolve() not in here.parents or not all(map(importlib.util.find_spec, needed)))
 PY
 }

@@ -3,7 +3,8 @@
 # profile, its outputs held against the committed ones. `tests/run.sh --unit` leaves the notebooks out.
 # `tests/run.sh --vllm` runs only what needs vLLM, in an environment of its own, which it makes (env/vllm/setup.sh);
 # `tests/run.sh --clients` asks the service with other people's clients (env/clients/setup.sh) and, where chromium-driver
-# is installed, a browser; `tests/run.sh --mutations` makes every mechanism wrong and expects its notebook to say so.
+# is installed, a browser, in which a notebook is run and changed, too;
+# `tests/run.sh --mutations` makes every mechanism wrong and expects its notebook to say so.
 set -euo pipefail
 unset CDPATH  # with it, cd may go elsewhere, and says where it went
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -24,6 +25,7 @@ case "${1:-}" in
     --clients)
         source env/setup.sh
         env/clients/setup.sh
+        "$FIRSTTOKEN_PYTHON" -m firsttoken fetch
         exec .venv-clients/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/clients
         ;;
     *) echo "usage: tests/run.sh [--unit | --mutations | --vllm | --clients]" >&2 && exit 2 ;;

@@ -1,8 +1,11 @@
 """firsttoken: five attacks on the time to the first token, on one model, one machine and one command."""
 
-import warnings
+import sys
 
-# tqdm without ipywidgets draws its bar as text, which is what the committed notebooks hold; its warning names a path.
-warnings.filterwarnings("ignore", message="IProgress not found")
+if "ipykernel.zmqshell" in sys.modules:
+    # Other packages' bars (tqdm.auto) stay text in a notebook: of a widget it would keep a reference to what is gone.
+    import tqdm.std
+
+    sys.modules.setdefault("tqdm.autonotebook", tqdm.std)
 
 __version__ = "0.1.0"

@@ -48,3 +48,14 @@ def test_a_line_counts_the_seconds_and_goes_when_it_is_over(monkeypatch) -> None
 def test_nothing_is_shown_where_nobody_looks(monkeypatch) -> None:
     told, outputs = seen(monkeypatch, **{UNSEEN: "1"})
     assert told == [] and [output.text for output in outputs] == ["over\n"]
+
+
+def test_bars_of_other_packages_are_text() -> None:
+    """A widget's state is not kept, so that a notebook would show a reference to what is gone."""
+    notebook = nbformat.v4.new_notebook()
+    bar = "import firsttoken\nfrom tqdm.auto import tqdm\nassert list(tqdm(range(3))) == [0, 1, 2]"
+    notebook.cells = [nbformat.v4.new_code_cell(bar)]
+    NotebookClient(notebook, kernel_name="python3").execute()
+    outputs = notebook.cells[0].outputs
+    assert {output.output_type for output in outputs} == {"stream"} and "widgets" not in notebook.metadata
+    assert "3/3" in "".join(output.text for output in outputs)

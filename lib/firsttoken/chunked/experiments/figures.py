@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -72,6 +73,26 @@ def stalls(recorded: Result | None, now: Result) -> Figure:
     axes[0].set_ylabel("tokens of a running request since")
     names = fig.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=3, fontsize="small")
     name_results(fig, over(recorded, now), legend=names)
+    return fig
+
+
+def one_arrival(scenes: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
+    """The same of two runs of notebook 40's scene, by scheduler: "tokens" are when a running request has its next ones,
+    "first" when the prompt has its first, ms. Axes are the same for every run; few letters, which take longest."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(7.2, 2.8), layout="none")
+    fig.subplots_adjust(left=0.08, right=0.98, bottom=0.18, top=0.89)
+    for (scheduler, seen), side in zip(scenes.items(), ("left", "right"), strict=True):
+        name, label = NAMES[scheduler]
+        times = [0, *seen["tokens"]]
+        ax.step(times, range(len(times)), where="post", color=COLOURS[name])
+        ax.text(times[-1], len(times) - 1, f"  {label}  ", color=COLOURS[name], ha=side, va="center")
+        first = np.searchsorted(times, seen["first"], side="right") - 1
+        ax.plot(seen["first"], first, LOOKS[name].marker, ms=9, color=COLOURS[name])
+    ax.set_title(title, fontsize="medium")
+    ax.set(xlim=(0, 1330), xticks=range(0, 1201, 300), ylim=(-0.5, 12.9), yticks=range(0, 13, 4))
+    ax.set(xlabel="time since the long prompt came, ms", ylabel="tokens since")
     return fig
 
 

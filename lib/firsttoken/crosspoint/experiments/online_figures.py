@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,6 +74,24 @@ def courses(recorded: Result | None, now: Result) -> Figure:
     axes[1].legend(loc="upper left")
     fig.suptitle("After a change the learned policy pays for a few preemptions, then no more")
     name_results(fig, results)
+    return fig
+
+
+def one_change(courses: Mapping[str, np.ndarray], oracle: np.ndarray, times_s: Sequence[float], title: str) -> Figure:
+    """The same of notebook 23's scene: what two policies and ``oracle`` have paid by ``times_s``, s. Axes and their few
+    letters, which take longest to draw, are the same for every change."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(7.2, 2.8), layout="none")
+    fig.subplots_adjust(left=0.1, right=0.79, bottom=0.18, top=0.89)
+    for (name, paid), side in zip(courses.items(), ("bottom", "top"), strict=True):
+        colour, regret = COLOURS[name.replace("cross_", "cross-")], 1e3 * (paid - oracle)
+        ax.step(times_s, regret, where="post", color=colour)
+        ax.text(times_s[-1], regret[-1], f"  {LOOKS[name][0]}", color=colour, va=side)
+    ax.axvline(times_s[len(times_s) // 2], color=COLOURS["mark"], linestyle=":")
+    ax.set_title(title, fontsize="medium")
+    ax.set(xlim=(0, 12), xticks=range(0, 13, 3), ylim=(-90, 900), yticks=range(0, 801, 400))
+    ax.set(xlabel="time, s; the link changes at 6 s", ylabel="regret so far, ms")
     return fig
 
 
