@@ -33,7 +33,7 @@ def table_costs(recorded: Result | None, now: Result) -> Figure:
     import matplotlib.pyplot as plt
 
     drawn = over(recorded, now)
-    fig, ax = plt.subplots(figsize=(8, 4))
+    fig, ax = plt.subplots(figsize=(7.5, 3.8))
     contexts = sorted({row["context"] for one in drawn for row in _by_table(one.result, "decode")})
     for one in drawn:
         prompts = {row["tokens"]: _each(row, "tokens") for row in _by_table(one.result, "prefill")}
@@ -64,7 +64,7 @@ def live_costs(recorded: Result | None, now: Result) -> Figure:
     import matplotlib.pyplot as plt
 
     drawn = over(recorded, now)
-    fig, (steps, pieces) = plt.subplots(1, 2, figsize=(9, 5))
+    fig, (steps, pieces) = plt.subplots(1, 2, figsize=(9, 4.6))
     configs = [one.result.parameters["batch_cost"] for one in drawn]
     contexts = sorted({context for config in configs for context in config["contexts"]})
     cases = [(0, "measured", "-"), *((c, "sarathi", d) for c, d in zip(contexts, DASHES, strict=False))]
@@ -91,14 +91,15 @@ def live_costs(recorded: Result | None, now: Result) -> Figure:
     steps.plot([], [], "|-", color=COLOURS["paper"], label="paper: Yi-34B, 2,047 to 16,383 tokens")
     steps.plot([], [], TABLE_LINE, color=COLOURS["chunks alone"], label=_tables(drawn))
     repeats = counted(drawn, "prefill_x", source="live", **PAST_TILE)
-    steps.set_title(f"median step of all repeats ({repeats}); bands: range", fontsize=10.5)
+    steps.set_title(f"median step ({repeats} repeats)", fontsize=10.5)
     steps.set(yscale="log", xlabel="tokens of the chunk", ylabel="ms a step")
     pieces.set_title("a prompt in pieces over the whole one, 95 %", fontsize=10.5)
     pieces.set(yscale="log", xlabel="tokens of a piece", ylabel="time / that of the whole prompt")
     for ax in (steps, pieces):
         ax.set_xscale("log", base=2)
         _plain(ax)
-    pieces.set_yticks([0.8, 1, 1.2, 1.5, 2, 2.5])
+    low, high = pieces.get_ylim()
+    pieces.set_yticks([tick for tick in (0.8, 1, 1.2, 1.5, 2, 2.5, 4, 6) if low < tick < high])
     ends = [(piece, _live_pieces(drawn[0].result, piece)["value"]) for piece in sorted(configs[0]["pieces"])]
     (small, slow), (large, quick) = ends[0], ends[-1]
     told = f"{large} tokens take {quick:.2f} of a whole prompt's time, pieces of {small} take {slow:.2f}"
@@ -154,8 +155,8 @@ def _steps_ms(result: Result, context: int, size: int) -> list[float]:
 
 
 def _step(ms: Sequence[float]) -> Entry | None:
-    """The median of steps, from the least to the most; None where there is none."""
-    return {"value": float(np.median(ms)), "low": min(ms), "high": max(ms)} if ms else None
+    """The median of steps; None where there is none."""
+    return {"value": float(np.median(ms))} if ms else None
 
 
 def _by_table(result: Result, of: str) -> Rows:

@@ -27,7 +27,7 @@ def areas(recorded: Result | None, now: Result) -> Figure:
     drawn = over(recorded, now)
     gated = [_gated(one.result) for one in drawn]
     tags = [tag for tag in TAGS if any(tag in groups for groups in gated)]
-    fig, axes = plt.subplots(1, len(tags), figsize=(9, 3.5), squeeze=False, sharey=True)
+    fig, axes = plt.subplots(1, len(tags), figsize=(9, 3.2), squeeze=False, sharey=True)
     for ax, tag in zip(axes[0], tags, strict=True):
         said = []
         for one, groups in zip(drawn, gated, strict=True):
