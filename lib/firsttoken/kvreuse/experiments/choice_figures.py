@@ -38,7 +38,7 @@ def choices(recorded: Result | None, now: Result) -> Figure:
         chosen = [bootstrap(_seconds(one.result, rate, "chosen"), "median").summary() for rate in rates]
         one.line(times, rates, chosen, "droidspeak", linewidth=2.4)
         for rate, entry in zip(rates, chosen, strict=True):
-            _say(times, _usual(one.result, rate), (rate, entry["value"]), (0, -14), one, ha="center")
+            _say(times, _usual(one.result, rate), (rate, entry["value"]), (3, -14), one, ha="left")
             one.point(ratios, rate * 2**one.shift, _over_best(one.result, rate), "droidspeak")
     times.set(ylabel="time to first token, s", yscale="log")
     bottom, top = times.get_ylim()
