@@ -31,7 +31,7 @@ from firsttoken.study.verdicts import count_verdicts
 README = paths.ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 NOTEBOOKS = notebook_paths()
-# notebooks about a mechanism, and those of which a figure still draws the record alone
+# notebooks about a mechanism
 MECHANISMS = {
     *[
         "11",
@@ -46,6 +46,7 @@ MECHANISMS = {
         "31",
         "32",
         "33",
+        "35",
         "40",
         "41",
         "44",
@@ -57,7 +58,6 @@ MECHANISMS = {
         "56",
     ]
 }
-RECORD_ALONE = {*["14", "35", "43"]}
 RESULT = SimpleNamespace(duration_s=0.0, rows=[], path="x", summary=[])
 STAGED = SimpleNamespace(stages=())
 
@@ -253,5 +253,5 @@ class TestNotebook:
         own |= {name for cell in cells for name in re.findall(r"now\w*", cell)}
         loaded = {name for cell in cells for name in re.findall(r"(?m)^(\w+) = load_result\(", cell)} | {"recorded"}
         drawn = [set(re.findall(r"\w+", cell)) for cell in cells if "plot.save(" in cell]
-        if path.name[:2] not in RECORD_ALONE | {"42", "45", "90"}:  # the last three run nothing
+        if path.name[:2] not in {"42", "45", "90"}:  # these run nothing
             assert [cell for cell in drawn if loaded & cell and not own & cell] == []

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import io
 import re
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from firsttoken.study import paths, plot
+from firsttoken.study.png import few_colours
 
 pytestmark = pytest.mark.usefixtures("root")
 
@@ -92,6 +95,14 @@ def test_a_figure_drawn_twice_is_the_same_file() -> None:
     assert ">measured here</text>" in svg and "<dc:date>" not in svg
     width, height = (int.from_bytes(first[".png"][at : at + 4], "big") for at in (16, 20))
     assert (width, height) == (1050, 600)
+
+
+def test_few_colours_keep_that_of_a_small_marker() -> None:
+    drawn, png = Image.linear_gradient("L").convert("RGB"), io.BytesIO()
+    drawn.paste((12, 131, 0), (100, 100, 103, 103))
+    drawn.save(png, "PNG")
+    few = Image.open(io.BytesIO(few_colours(png.getvalue()))).convert("RGB")
+    assert np.abs(np.subtract(few, drawn, dtype=int)).max() < 10
 
 
 def test_no_colour_means_two_things() -> None:

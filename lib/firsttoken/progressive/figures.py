@@ -8,7 +8,7 @@ import numpy as np
 
 from firsttoken.progressive.gates import GATES
 from firsttoken.progressive.stages import REPORT_PLAN
-from firsttoken.study.overlay import name_results, over
+from firsttoken.study.overlay import legend, name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result
 
@@ -114,13 +114,12 @@ def stage_scores(recorded: Result | None, now: Result) -> Figure:
         look = LOOKS[name]
         axes[0].plot([], [], look.marker, color=look.colour, label=label)
     axes[0].set_ylabel("points lost against the full model")
-    axes[1].legend(*axes[0].get_legend_handles_labels(), loc="upper right", fontsize="small", frameon=True)
     ours, report = (drawn[0].result.summary.value("em_drop", stage=1, recipe=kind) for kind in ("ours", "report"))
     theirs = KIISE["em_pct"][0] - KIISE["em_pct"][1]
     who = "Nobody passes" if min(ours, report, theirs) > GATES[1] else "Somebody passes"
     told = f"{ours:.0f} (ours), {report:.0f} (report's recipe), {theirs:.0f} (authors)"
     fig.suptitle(f"{who} the gate of {GATES[1]:.0f} points: stage 1 loses {told}")
-    name_results(fig, drawn, "em_drop")
+    legend(fig, axes[0], drawn, "em_drop")
     return fig
 
 

@@ -113,6 +113,13 @@ def over(recorded: Result | None, now: Result) -> list[Drawn]:
     return [Drawn(recorded, own=False), Drawn(now, own=True)]
 
 
+def counted(drawn: Sequence[Drawn], measure: str, **where: Any) -> str:
+    """How many observations this value of the summary has, by result, for a figure whose panels have different ones."""
+    entries = [(one, one.result.summary.get(measure, **where)) for one in drawn]
+    told = [f"{'yours ' if one.own and not one.alone else ''}{entry['n']}" for one, entry in entries if entry]
+    return f"n = {', '.join(told)}"
+
+
 def name_results(
     figure: Figure, drawn: Sequence[Drawn], measure: str | None = None, legend: Legend | None = None
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+
 from mutants.running import Mutation
 
 
@@ -88,6 +91,41 @@ def _blend_nothing() -> None:
     blend.blended_cache = lambda model, prefix, sent, *share, **options: cache_of(sent.kv)
 
 
+def _blind_to_the_link() -> None:
+    """A group is chosen as if the link were endless."""
+    from firsttoken.kvreuse import choose
+
+    right = choose.choose_group
+    choose.choose_group = lambda candidates, costs, now, *rest: right(
+        candidates, costs, replace(now, bytes_per_s=inf), *rest
+    )
+
+
+def _any_loss_is_allowed() -> None:
+    """The bound on the loss is not asked."""
+    from firsttoken.kvreuse import choose
+
+    right = choose._choices
+    choose._choices = lambda candidates, costs, now, bound, schedule: right(candidates, costs, now, inf, schedule)
+
+
+def _the_first_belief_stays() -> None:
+    """What a transfer took changes nothing."""
+    from firsttoken.kvreuse.choose import LinkEstimate
+
+    LinkEstimate.observe = lambda self, nbytes, seconds: None
+
+
+def _good_ones_decide() -> None:
+    """The budget is kept on the good answers instead of the spoiled ones."""
+    from firsttoken.kvreuse import gate
+
+    right = gate.calibrate
+    gate.calibrate = lambda signals, failed, *, signal, miss_budget: right(
+        signals, failed, signal=signal, false_alarm_budget=miss_budget
+    )
+
+
 MUTATIONS: list[Mutation] = [
     Mutation("30", "everything is reused", _reuse_everything, "^MechanismError: The reuse of one layer"),
     Mutation("30", "any loss is critical", _critical_by_sign, "^MechanismError: The rule for critical layers"),
@@ -100,4 +138,17 @@ MUTATIONS: list[Mutation] = [
     Mutation("32", "load, then compute", _no_pipeline, "^MechanismError: The pipeline's schedule"),
     Mutation("33", "every layer is computed", _every_layer_computed, "^MechanismError: Partial prefill"),
     Mutation("33", "a blend that mends nothing", _blend_nothing, "^MechanismError: CacheBlend"),
+    Mutation(
+        "35",
+        "blind to the link",
+        _blind_to_the_link,
+        "^MechanismError: The choice of a group for a link",
+    ),
+    Mutation("35", "any loss is allowed", _any_loss_is_allowed, "^MechanismError: The choice of a group for a link"),
+    Mutation(
+        "35", "the first belief stays", _the_first_belief_stays, "^MechanismError: The choice of a group for a link"
+    ),
+    Mutation(
+        "35", "a gate that keeps to false alarms", _good_ones_decide, "^MechanismError: The gate before an answer"
+    ),
 ]

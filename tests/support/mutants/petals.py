@@ -128,6 +128,13 @@ def _the_accused_is_believed() -> None:
     Auditor._convicts = convicts
 
 
+def _all_or_nothing_is_taken_over() -> None:
+    from firsttoken.together.borrowed.replica import BorrowingReplica
+
+    right = BorrowingReplica._take_over
+    BorrowingReplica._take_over = lambda self, come: right(self, come) if come == len(self._layers) else None
+
+
 MUTATIONS: list[Mutation] = [
     Mutation("51", "one scale for a batch", _one_scale_for_all, "the 8-bit wire"),
     Mutation("51", "an 8-bit wire that answers nothing", _nothing_comes_back, "the 8-bit wire", quick=True),
@@ -141,4 +148,6 @@ MUTATIONS: list[Mutation] = [
     Mutation("53", "a server learns", _a_server_learns, "training through frozen servers"),
     Mutation("54", "an audit that always agrees", _whatever_is_said_agrees, "audit of answers"),
     Mutation("54", "a keeper that convicts nobody", _the_accused_is_believed, "audit of answers"),
+    Mutation("56", "all layers or none are taken over", _all_or_nothing_is_taken_over, "borrowing layers"),
+    Mutation("56", "layers are taken over from zeros", _nothing_was_kept, "borrowing layers"),
 ]

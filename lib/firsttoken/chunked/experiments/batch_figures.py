@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from firsttoken.chunked.experiments.batch_cost import PAST_TILE
 from firsttoken.study.measures import Entry
+from firsttoken.study.overlay import Drawn, counted, legend, over
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -23,74 +25,86 @@ PAPER = {  # prefill in pieces over whole, by prompt and piece: artifact of the 
     16383: {512: 0.995, 1024: 0.961, 2048: 0.805},
 }
 DASHES = ("-", "--", ":")
-BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
+TABLE_LINE = f"{LOOKS['chunks alone'].marker}-"
 
 
-def table_costs(result: Result) -> Figure:
+def table_costs(recorded: Result | None, now: Result) -> Figure:
     """By the cost table, what a token costs in a prompt by itself and in a batch that decodes."""
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(7, 4.2))
-    rows = [row for row in result.rows if row["what"] == "table"]
-    prefill = [(row["tokens"], row["ms"] / row["tokens"]) for row in rows if row["of"] == "prefill"]
-    ax.plot(*zip(*prefill, strict=True), "o-", color=COLOURS["chunks alone"], label="prompt alone, by its tokens")
-    contexts = sorted({row["context"] for row in rows if row["of"] == "decode"})
+    drawn = over(recorded, now)
+    fig, ax = plt.subplots(figsize=(7.5, 3.8))
+    contexts = sorted({row["context"] for one in drawn for row in _by_table(one.result, "decode")})
+    for one in drawn:
+        prompts = {row["tokens"]: _each(row, "tokens") for row in _by_table(one.result, "prefill")}
+        one.line(ax, list(prompts), list(prompts.values()), "chunks alone")
+        for context, dashes in zip(contexts, DASHES, strict=False):
+            rows = [row for row in _by_table(one.result, "decode") if row["context"] == context]
+            places = [row["requests"] for row in rows]
+            one.line(ax, places, [_each(row, "requests") for row in rows], "measured", linestyle=dashes, marker="s")
+    ax.plot([], [], TABLE_LINE, color=COLOURS["chunks alone"], label="prompt alone, by its tokens")
     for context, dashes in zip(contexts, DASHES, strict=False):
-        mine = [
-            (r["requests"], r["ms"] / r["requests"]) for r in rows if r["of"] == "decode" and r["context"] == context
-        ]
         label = f"decodes over {context:,} tokens each, by requests"
-        ax.plot(*zip(*mine, strict=True), "s", ls=dashes, color=COLOURS["measured"], label=label)
-    ax.set(xscale="log", yscale="log", xlabel="tokens of the step", ylabel="ms a token")
+        ax.plot([], [], "s", ls=dashes, color=COLOURS["measured"], label=label)
+    ax.set(yscale="log", xlabel="tokens of the step", ylabel="ms a token")
     ax.set_xscale("log", base=2)
     _plain(ax)
-    ax.set_title(_table_of(result), fontsize=11)
-    ax.legend(fontsize=9)
+    ax.set_title(_tables(drawn), fontsize=10.5)
+    alone, least = (
+        min(_each(row, of)["value"] for row in _by_table(drawn[0].result, what) if row[of] == 1 or what == "prefill")
+        for what, of in (("decode", "requests"), ("prefill", "tokens"))
+    )
+    fig.suptitle(f"A decode alone costs {alone / least:.0f} times a token of a large prompt", fontsize=12)
+    legend(fig, ax, drawn, columns=2)
     return fig
 
 
-def live_costs(result: Result) -> Figure:
+def live_costs(recorded: Result | None, now: Result) -> Figure:
     """Live: a step by the size of its chunk, alone and beside decodes; and what pieces cost over the whole prompt."""
     import matplotlib.pyplot as plt
 
-    config = result.parameters["batch_cost"]
-    fig, (steps, pieces) = plt.subplots(1, 2, figsize=(12, 4.4))
-    cases = [(0, "measured", "-", "chunk alone")]
-    for context, dashes in zip(config["contexts"], DASHES, strict=False):
-        cases.append((context, "sarathi", dashes, f"beside {config['running']} decodes over {context:,} tokens"))
-    sizes = [*config["pieces"], config["prompt"]]
-    for context, name, dashes, label in cases:
-        each = [_steps_ms(result, context, size) for size in sizes]
-        middle = np.array([np.median(one) for one in each])
-        ends = np.abs(np.array([(one.min(), one.max()) for one in each]).T - middle)
-        style = {"color": COLOURS[name], "linestyle": dashes, "label": label, "capsize": 2}
-        steps.errorbar(sizes, middle, ends, marker=LOOKS[name].marker or "s", markersize=5, **style)
-    decode = np.median([row["ms"] for row in result.rows if row["what"] == "decode"])
-    steps.axhline(decode, color=COLOURS["floor"], linestyle=":", label="decodes alone")
-    steps.set_title("live, this model: median step, lines from the least to the most", fontsize=11)
-    steps.set(yscale="log", xlabel="tokens of the chunk", ylabel="ms a step")
-    steps.legend(fontsize=9, **BELOW)
-    for tokens, at in PAPER.items():
-        pieces.plot(list(at), list(at.values()), "|-", color=COLOURS["paper"], label=f"paper, {tokens:,} tokens")
-    for prompt in config["table_prompts"]:
-        over = [_table_pieces(result, prompt, piece) for piece in config["table_pieces"]]
-        pieces.plot(config["table_pieces"], over, "s-", color=COLOURS["chunks alone"], markersize=4)
-    found = [_live_pieces(result, piece) for piece in config["pieces"]]
-    values = np.array([(entry["value"], entry["low"], entry["high"]) for entry in found]).T
-    ends = np.abs(values[1:] - values[0])
-    live = {"color": COLOURS["measured"], "marker": "o", "capsize": 2}
-    pieces.errorbar(config["pieces"], values[0], ends, label=f"live, {config['prompt']:,} tokens", **live)
+    drawn = over(recorded, now)
+    fig, (steps, pieces) = plt.subplots(1, 2, figsize=(9, 4.6))
+    configs = [one.result.parameters["batch_cost"] for one in drawn]
+    contexts = sorted({context for config in configs for context in config["contexts"]})
+    cases = [(0, "measured", "-"), *((c, "sarathi", d) for c, d in zip(contexts, DASHES, strict=False))]
+    for one, config in zip(drawn, configs, strict=True):
+        sizes = [*config["pieces"], config["prompt"]]
+        for context, name, dashes in cases:
+            each = [_step(_steps_ms(one.result, context, size)) for size in sizes]
+            one.line(steps, sizes, each, name, linestyle=dashes, markersize=5)
+        decode = np.median([row["ms"] for row in one.result.rows if row["what"] == "decode"])
+        steps.axhline(decode, color=COLOURS["floor"], linestyle=":", **one.style)
+        for prompt in config["table_prompts"]:
+            ratios = [{"value": _table_pieces(one.result, prompt, piece)} for piece in config["table_pieces"]]
+            one.line(pieces, config["table_pieces"], ratios, "chunks alone", markersize=4)
+        live = [_live_pieces(one.result, piece) for piece in config["pieces"]]
+        one.line(pieces, config["pieces"], live, "measured")
+    for at in PAPER.values():
+        pieces.plot(list(at), list(at.values()), "|-", color=COLOURS["paper"], zorder=3)
     pieces.axhline(1, color=COLOURS["floor"], linestyle=":")
-    pieces.set_title("a prompt in pieces over the whole one", fontsize=11)
-    pieces.set(xlabel="tokens of a piece", ylabel="time / that of the whole prompt")
-    handles = {label: handle for handle, label in zip(*pieces.get_legend_handles_labels(), strict=True)}
-    told = {"paper, Yi-34B, 2,047 to 16,383 tokens": next(iter(handles.values()))}
-    told[_table_of(result)] = pieces.lines[len(PAPER)]
-    told |= {label: handle for label, handle in handles.items() if label.startswith("live")}
-    pieces.legend(list(told.values()), list(told), fontsize=9, **BELOW)
+    steps.plot([], [], "o-", color=COLOURS["measured"], label="live: a chunk alone, pieces of a prompt")
+    for context, name, dashes in cases[1:]:
+        label = f"live: beside {configs[0]['running']} decodes over {context:,} tokens"
+        steps.plot([], [], "o", ls=dashes, color=COLOURS[name], label=label)
+    steps.plot([], [], ":", color=COLOURS["floor"], label="decodes alone; the whole prompt")
+    steps.plot([], [], "|-", color=COLOURS["paper"], label="paper: Yi-34B, 2,047 to 16,383 tokens")
+    steps.plot([], [], TABLE_LINE, color=COLOURS["chunks alone"], label=_tables(drawn))
+    repeats = counted(drawn, "prefill_x", source="live", **PAST_TILE)
+    steps.set_title(f"median step ({repeats} repeats)", fontsize=10.5)
+    steps.set(yscale="log", xlabel="tokens of the chunk", ylabel="ms a step")
+    pieces.set_title("a prompt in pieces over the whole one, 95 %", fontsize=10.5)
+    pieces.set(yscale="log", xlabel="tokens of a piece", ylabel="time / that of the whole prompt")
     for ax in (steps, pieces):
         ax.set_xscale("log", base=2)
         _plain(ax)
+    low, high = pieces.get_ylim()
+    pieces.set_yticks([tick for tick in (0.8, 1, 1.2, 1.5, 2, 2.5, 4, 6) if low < tick < high])
+    ends = [(piece, _live_pieces(drawn[0].result, piece)["value"]) for piece in sorted(configs[0]["pieces"])]
+    (small, slow), (large, quick) = ends[0], ends[-1]
+    told = f"{large} tokens take {quick:.2f} of a whole prompt's time, pieces of {small} take {slow:.2f}"
+    fig.suptitle(f"Live, pieces of {told}", fontsize=12)
+    legend(fig, steps, drawn, columns=2)
     return fig
 
 
@@ -134,20 +148,35 @@ def _live_pieces(result: Result, piece: int) -> Entry:
     return result.summary.of("prefill_x", source="live", budget_tokens=piece, than="whole")
 
 
-def _steps_ms(result: Result, context: int, size: int) -> np.ndarray:
+def _steps_ms(result: Result, context: int, size: int) -> list[float]:
     """Of the steps that took a whole piece; of a prompt's last piece less may be left."""
     rows = (row for row in result.rows if row["what"] == "live" and row["context"] == context and row["new"] == size)
-    return np.array([row["ms"] for row in rows])
+    return [row["ms"] for row in rows]
+
+
+def _step(ms: Sequence[float]) -> Entry | None:
+    """The median of steps; None where there is none."""
+    return {"value": float(np.median(ms))} if ms else None
+
+
+def _by_table(result: Result, of: str) -> Rows:
+    return [row for row in result.rows if row["what"] == "table" and row["of"] == of]
+
+
+def _each(row: dict[str, Any], of: str) -> Entry:
+    """Milliseconds for each of the row's tokens, or requests."""
+    return {"value": row["ms"] / row[of]}
 
 
 def _table_pieces(result: Result, prompt: int, piece: int) -> float:
-    table = (row for row in result.rows if row["what"] == "table" and row["of"] == "pieces")
-    ms = {(row["prompt"], row["piece"]): row["ms"] for row in table}
+    ms = {(row["prompt"], row["piece"]): row["ms"] for row in _by_table(result, "pieces")}
     return ms[prompt, piece] / ms[prompt, prompt]
 
 
-def _table_of(result: Result) -> str:
-    return f"by the table of {result.parameters['hardware']['costs']}"
+def _tables(drawn: Sequence[Drawn]) -> str:
+    """The cost tables of the results, those of the record first."""
+    costs = [one.result.parameters["hardware"]["costs"] for one in drawn]
+    return f"by the table of {', yours of '.join(dict.fromkeys(costs))}"
 
 
 def _plain(ax: Axes) -> None:

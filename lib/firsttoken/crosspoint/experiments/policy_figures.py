@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from firsttoken.crosspoint.experiments.policies_live import MEANS
 from firsttoken.crosspoint.experiments.policies_replayed import BOUND, COMPARED, PAPER_TPOT_MS, below, column
 from firsttoken.crosspoint.experiments.styles import POLICIES
 from firsttoken.engine.request import Phase
-from firsttoken.study.overlay import Drawn, name_results, over
+from firsttoken.study.overlay import Drawn, legend, name_results, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 
@@ -44,7 +44,7 @@ def policy_bars(recorded: Result | None, now: Result) -> Figure:
                 entry = drawn.result.summary.of(measure, policy=name, costs="published")
                 drawn.bar(ax, place, entry, _look(name), width=0.8, scale=scale)
             if (ms := PAPER[measure].get(name)) is not None:
-                ax.hlines(scale * ms, place - 0.44, place + 0.44, color=COLOURS["target"], linewidth=2, zorder=6)
+                ax.hlines(scale * ms, place - 0.44, place + 0.44, **_paper())
         ax.set_title(label)
         ax.set_xticks(range(len(COMPARED)), [POLICIES[name][0] for name in COMPARED])
         ax.grid(axis="x", visible=False)
@@ -71,13 +71,21 @@ def _gains(ax: Axes, results: Sequence[Drawn]) -> None:
     for name in ("recompute", "cross_point"):
         gain, at = 100 * (1 - theirs[name] / theirs["swap"]), there.index(name)
         said = "the paper" if name == "cross_point" else None
-        ax.vlines(gain, at - 0.44, at + 0.44, color=COLOURS["target"], linewidth=2, label=said)
+        ax.vlines(gain, at - 0.44, at + 0.44, **_paper(), label=said)
     ax.axvline(0, color=COLOURS["floor"], linewidth=1)
     ax.set_yticks(range(len(there)), [POLICIES[name][0] for name in there])
     ax.set(xlabel="P99 TPOT below Swap's on the same workloads, %")
     ax.grid(axis="y", visible=False)
     ax.invert_yaxis()
     ax.legend(loc="center right")
+
+
+def _paper() -> dict[str, Any]:
+    """How the paper's number is drawn: grey, within white, as it may lie over a bar."""
+    from matplotlib.patheffects import withStroke
+
+    within = [withStroke(linewidth=4.5, foreground="white")]
+    return {"color": COLOURS["paper"], "linewidth": 2.5, "path_effects": within, "zorder": 6}
 
 
 def published_runs(result: Result) -> Rows:
@@ -108,14 +116,13 @@ def threshold_gains(recorded: Result | None, now: Result) -> Figure:
             places = [max(t, 128) for t in gains]
             drawn.line(ax, places, list(gains.values()), "cross-point", linestyle="-")
         ax.axhline(0, color=COLOURS["floor"], linewidth=1)
-        ax.axvline(1024, color=COLOURS["target"], linestyle=":", label="the paper's 1,024")
+        ax.axvline(1024, color=COLOURS["paper"], linewidth=2.5, label="the paper's 1,024")
         ax.axvline(927, color=COLOURS["mark"], linestyle=":", label="Table 2 crosses at 927")
         ax.set(xscale="log", xlabel="CrossPoint swaps up to this many tokens", ylabel=label)
         ax.set_xticks([128, 256, 512, 1024, 2048, 4096], ["never", "256", "512", "1,024", "2,048", "always"])
         ax.minorticks_off()
-    axes[1].legend(loc="lower left")
     fig.suptitle("Any threshold from 256 to 1,024 serves the tail; above, the gain is gone")
-    name_results(fig, results)
+    legend(fig, axes[0], results)
     return fig
 
 

@@ -8,6 +8,7 @@ from firsttoken.kvreuse import gate
 from firsttoken.kvreuse.experiments.gating import SIGNALS, behind, calibrated, spoiled
 from firsttoken.kvreuse.experiments.setting import Run
 from firsttoken.kvreuse.probes import TOKENS
+from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
@@ -19,26 +20,39 @@ if TYPE_CHECKING:
 TAGS = {"reuse": "all layers reused", "half": "half of the chosen group's size", "chosen": "the chosen group"}
 
 
-def areas(result: Result) -> Figure:
+def areas(recorded: Result | None, now: Result) -> Figure:
     """How well every signal parts spoiled from good answers: the area under its ROC with its interval, by cache."""
     import matplotlib.pyplot as plt
 
-    groups = _gated(result)
-    fig, axes = plt.subplots(1, len(groups), figsize=(3.6 * max(len(groups), 1.6), 3), squeeze=False, sharey=True)
-    for ax, (tag, group) in zip(axes[0], groups.items(), strict=True):
-        of = _of(result, group)
-        failed = spoiled(of)
-        for place, signal in enumerate(SIGNALS) if len(set(failed)) == 2 else ():
-            found = gate.auc_interval([row[signal] for row in of], failed)
-            ax.plot([found.low, found.high], [place] * 2, color=COLOURS["measured"], linewidth=2)
-            ax.plot(found.estimate, place, "o", color=COLOURS["measured"], markersize=8)
+    drawn = over(recorded, now)
+    gated = [_gated(one.result) for one in drawn]
+    tags = [tag for tag in TAGS if any(tag in groups for groups in gated)]
+    fig, axes = plt.subplots(1, len(tags), figsize=(9, 3.2), squeeze=False, sharey=True)
+    for ax, tag in zip(axes[0], tags, strict=True):
+        said = []
+        for one, groups in zip(drawn, gated, strict=True):
+            of = _of(one.result, groups[tag]) if tag in groups else []
+            failed = spoiled(of)
+            for place, signal in enumerate(SIGNALS) if len(set(failed)) == 2 else ():
+                area = gate.auc_interval([row[signal] for row in of], failed).summary()
+                one.point(ax, place + one.shift, area, "measured", along="x")
+            if of:
+                whose = "yours, " if one.own and not one.alone else ""
+                said.append(f"{whose}{groups[tag]}: {sum(failed)} of {len(failed)} spoiled")
         ax.axvline(0.5, color=COLOURS["mark"], linestyle=":", linewidth=1.5)
         ax.annotate("a coin", (0.5, len(SIGNALS) - 0.55), (4, 0), textcoords="offset points", fontsize=9)
-        ax.set_title(f"{TAGS[tag]} ({group}):\n{sum(failed)} of {len(failed)} answers spoiled", fontsize=10.5)
-        ax.set(xlim=(0, 1), ylim=(len(SIGNALS) - 0.4, -0.5))
+        ax.set_title("\n".join([TAGS[tag], *said]), fontsize=9.5)
+        ax.set(xlim=(-0.03, 1.03), ylim=(len(SIGNALS) - 0.4, -0.5))
         ax.grid(axis="y", visible=False)
     axes[0][0].set_yticks(range(len(SIGNALS)), SIGNALS)
-    fig.supxlabel("how often a spoiled answer has the larger signal than a good one (95 %)", fontsize=11)
+    axes[0][len(tags) // 2].set_xlabel("how often a spoiled answer has the larger signal than a good one (95 %)")
+    chosen = {s: drawn[0].result.summary.get("auc", case="chosen", signal=s) for s in SIGNALS}
+    known = {signal: entry["value"] for signal, entry in chosen.items() if entry}
+    if known:
+        best = max(known, key=known.__getitem__)
+        told = f"{best} tells spoiled answers from good ones best, in {100 * known[best]:.0f} % of pairs"
+        fig.suptitle(f"Over the chosen group {told}", fontsize=12)
+    name_results(fig, drawn, "spoiled_pct")
     return fig
 
 

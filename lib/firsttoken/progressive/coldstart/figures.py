@@ -10,9 +10,10 @@ import numpy as np
 
 from firsttoken.progressive.coldstart.harness import BUCKET, KERNEL, files_were, link_key
 from firsttoken.progressive.coldstart.summary import PROCESS, values
+from firsttoken.progressive.coldstart.tables import most_deferred
 from firsttoken.progressive.coldstart.variants import VARIANTS
 from firsttoken.study.measures import Entry
-from firsttoken.study.overlay import Drawn, name_results, over
+from firsttoken.study.overlay import Drawn, counted, legend, name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.system import NOT_HERE
@@ -183,54 +184,59 @@ def _by_rate(result: Result, variant: str) -> list[tuple[float, Entry, float]]:
     return points
 
 
-def trade_off(result: Result) -> Figure:
-    """By the number of deferred layers: TTFT with its floor, F1 and perplexity by the way in which they were chosen."""
+def trade_off(recorded: Result | None, now: Result) -> Figure:
+    """By the number of deferred layers: TTFT, F1 and perplexity by the way in which they were chosen."""
     import matplotlib.pyplot as plt
 
-    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 4))
-    timed = [row for row in result.rows if "ttft_request_s" in row]
-    sizes = sorted({row["deferred_layers"] for row in timed})
-    times = [[row["ttft_request_s"] for row in timed if row["deferred_layers"] == size] for size in sizes]
-    left.plot(sizes, [np.median(t) for t in times], "o-", color=COLOURS["measured"], label="measured, median")
-    for size, spread in zip(sizes, times, strict=True):
-        left.plot([size] * len(spread), spread, ".", color=COLOURS["measured"], alpha=0.35, markersize=5)
-    moved = [next(row["bytes"] for row in timed if row["deferred_layers"] == size) for size in sizes]
-    rate = 1e9 / 8 * float(timed[0]["gbit_per_s"])
-    left.plot(sizes, np.array(moved) / rate, ":", color=COLOURS["mark"], label="bytes / nominal rate")
-    left.set(ylabel="TTFT from arrival, s", ylim=(0, None), title=f"{timed[0]['link']}, {len(times[0])} starts each")
-    for ax, score, label in ((middle, "f1_pct", "F1, %"), (right, "perplexity", "perplexity")):
-        whole = result.summary.of(score, variant="none", layers=0)
-        for selection, look in _SELECTIONS.items():
-            points = [
-                (size, entry)
-                for size in range(max(sizes) + 1)
-                if (entry := result.summary.get(score, variant=selection, layers=size))
-            ]
-            if points:
-                _line(ax, points, whole, **look)
-        ax.set(ylabel=label, title=f"n = {whole['n']}, 95 %")
-    right.set(yscale="log")
-    ticks = (20, 50, 100, 200, 500, 1000, 2000)
-    right.yaxis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
-    right.yaxis.set_ticks([], minor=True)
-    for ax in (left, middle, right):
-        ax.set(xlabel="layers deferred", xticks=sizes[:: max(1, len(sizes) // 6)])
-    left.legend(loc="lower left")
-    fig.legend(*middle.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    drawn = over(recorded, now)
+    fig, axes = plt.subplots(1, 3, figsize=(9, 4.2))
+    for one in drawn:
+        timed = {row["deferred_layers"]: row for row in one.result.rows if "ttft_request_s" in row}
+        sizes, found = sorted(timed), one.result.summary
+        one.line(axes[0], sizes, [found.of("ttft_p50_s", layers=size) for size in sizes], "measured")
+        moved = [8e-9 * timed[size]["bytes"] / timed[size]["gbit_per_s"] for size in sizes]
+        axes[0].plot(sizes, moved, ":", color=COLOURS["mark"], **one.style)
+        for ax, score in zip(axes[1:], SCORES, strict=True):
+            for selection, (name, _) in SELECTIONS.items():
+                scored = {size: found.get(score, variant=selection, layers=size) for size in sizes}
+                if sum(entry is not None for entry in scored.values()) == 1 and selection == "healed":
+                    one.point(ax, *next((size + one.shift, entry) for size, entry in scored.items() if entry), name)
+                elif any(scored.values()):
+                    scored[0] = found.of(score, variant="none", layers=0)
+                    one.line(ax, sizes, list(scored.values()), name)
+    whole = {"variant": "none", "layers": 0}
+    axes[0].set_title(f"TTFT, s ({counted(drawn, 'ttft_p50_s', layers=0)})")
+    axes[0].set_ylim(0, None)
+    for ax, (score, label) in zip(axes[1:], SCORES.items(), strict=True):
+        ax.set_title(f"{label} ({counted(drawn, score, **whole)})")
+    axes[2].set_yscale("log")
+    ticks = (10, 20, 50, 100, 200, 500, 1000, 2000)
+    axes[2].yaxis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes[2].yaxis.set_ticks([], minor=True)
+    shown = range(0, max(most_deferred(one.result) for one in drawn) + 1, 2)
+    for ax in axes:
+        ax.set(xlabel="layers deferred", xticks=shown)
+        ax.title.set_fontsize(10.5)
+    axes[0].plot([], [], "o-", color=COLOURS["measured"], label=f"measured, over {_link(now)}")
+    axes[0].plot([], [], ":", color=COLOURS["mark"], label="bytes / nominal rate")
+    for name, label in SELECTIONS.values():
+        axes[0].plot([], [], f"{LOOKS[name].marker}-", color=COLOURS[name], label=label)
+    value, most = drawn[0].result.summary.value, most_deferred(drawn[0].result)
+    saved = 1 - value("ttft_p50_s", layers=most) / value("ttft_p50_s", layers=0)
+    lost = 1 - value("f1_pct", variant="distance", layers=most) / value("f1_pct", **whole)
+    told = f"{100 * saved:.0f} % of the TTFT and cost {100 * lost:.0f} % of the F1"
+    fig.suptitle(f"Quality goes faster than time: {most} deferred layers save {told}", fontsize=12)
+    legend(fig, axes[0], drawn)
     return fig
 
 
-_SELECTIONS: dict[str, dict[str, Any]] = {
-    "distance": {"color": COLOURS["none"], "marker": "o", "label": "chosen by angular distance, not healed"},
-    "perplexity": {"color": COLOURS["by perplexity"], "marker": "s", "label": "chosen by perplexity, not healed"},
-    "healed": {"color": COLOURS["ours"], "marker": "D", "label": "by distance, healed (ours)"},
+def _link(result: Result) -> str:
+    return next(row["link"] for row in result.rows if "link" in row)
+
+
+SCORES = {"f1_pct": "F1, %", "perplexity": "perplexity"}
+SELECTIONS = {  # the way in which deferred layers were chosen: its look, and what the legend says
+    "distance": ("none", "chosen by angular distance, not healed"),
+    "perplexity": ("by perplexity", "chosen by perplexity, not healed"),
+    "healed": ("ours", "by distance, healed (ours)"),
 }
-
-
-def _line(ax: Axes, points: Sequence[tuple[int, dict[str, Any]]], whole: dict[str, Any], **look: Any) -> None:
-    entries = [(0, whole), *points] if len(points) > 1 else list(points)
-    x = [size for size, _ in entries]
-    y = np.array([entry["value"] for _, entry in entries])
-    low, high = (np.array([entry.get(bound, entry["value"]) for _, entry in entries]) for bound in ("low", "high"))
-    line = "-" if len(points) > 1 else ""
-    ax.errorbar(x, y, yerr=[np.maximum(0, y - low), np.maximum(0, high - y)], capsize=3, linestyle=line, **look)

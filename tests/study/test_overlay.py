@@ -1,0 +1,43 @@
+"""A figure shows the reader's run, dark, over the record, pale; where there is one of them it is not pale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import matplotlib
+import pytest
+
+from firsttoken.chunked.experiments import batch_figures
+from firsttoken.kvreuse.experiments import choice_figures, gate_figures
+from firsttoken.progressive.coldstart import figures
+from firsttoken.study.overlay import PALE, counted, over
+from firsttoken.study.record import load_result
+
+DRAWN = {
+    "deferral_sweep": figures.trade_off,
+    "adaptive_group": choice_figures.choices,
+    "quality_gate": gate_figures.areas,
+    "batch_cost": batch_figures.live_costs,
+}
+
+
+def alphas(figure) -> set[float]:
+    return {line.get_alpha() for ax in figure.axes for line in ax.lines} - {None}
+
+
+@pytest.mark.parametrize("experiment", DRAWN)
+def test_own_observations_stand_over_the_record(experiment: str) -> None:
+    matplotlib.use("Agg")
+    recorded = load_result(experiment, "full", machine="any")
+    now = replace(recorded, profile="quick", started="later")
+    both, alone = DRAWN[experiment](recorded, now), DRAWN[experiment](None, now)
+    assert alphas(both) == {PALE, 1.0} and alphas(alone) == {1.0}
+    assert both.get_suptitle() == alone.get_suptitle()
+
+
+def test_a_count_is_told_by_result() -> None:
+    recorded = load_result("deferral_sweep", "full", machine="any")
+    place = {"variant": "none", "layers": 0}
+    now = replace(recorded, profile="quick", started="later")
+    assert counted(over(recorded, now), "f1_pct", **place) == "n = 36, yours 36"
+    assert counted(over(None, now), "f1_pct", **place) == "n = 36"
