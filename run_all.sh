@@ -8,7 +8,7 @@ usage() {
     cat <<'TEXT'
 usage: ./run_all.sh [--profile NAME] [--only NN ...] [--again] [--list]
 
-  --profile NAME   quick (default; minutes on 2 CPU cores), review (one or two hours: enough to judge most claims),
+  --profile NAME   quick (default; minutes on 2 CPU cores), review (one to three hours, to judge most claims),
                    full, gpu or paper
   --only NN ...    only the notebooks with these numbers, e.g. --only 10 12
   --again          run those too of which nothing has changed since they ran

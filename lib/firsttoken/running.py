@@ -76,7 +76,7 @@ def _announce(notebooks: Sequence[Path], profile: Profile, expected: runs.Expect
     print(f"{machine_slug()}, profile {profile.name}, {profile.dtype_name}")
     whole = expected.of(notebooks)
     if whole is None:
-        print("no record of how long these notebooks take; quick takes minutes, review one or two hours, full many\n")
+        print("no record of how long these notebooks take; quick takes minutes, review one to three hours, full many\n")
         return
     print(f"expected, if all must run: {_minutes(whole)}, by {expected.source}")
     if expected.slower >= runs.SLOWER:

@@ -23,6 +23,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "room" / "second.py").write_text("import os\n", encoding="utf-8")
     for name in ("third", "apart"):
         (package / f"{name}.py").write_text(f'"""{name}"""\n', encoding="utf-8")
+    (package / "room" / "loop.cpp").write_text("// native\n", encoding="utf-8")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "add", "."], check=True)
@@ -42,8 +43,16 @@ def head(clone: Path) -> str:
 
 
 def test_what_is_imported_anywhere_counts_and_nothing_else(clone):
-    names = ["__init__", "room/__init__", "room/first", "room/second", "runs", "third"]
-    assert code.imported("firsttoken.runs") == tuple(f"firsttoken/{name}.py" for name in names)
+    names = [
+        "__init__.py",
+        "room/__init__.py",
+        "room/first.py",
+        "room/loop.cpp",
+        "room/second.py",
+        "runs.py",
+        "third.py",
+    ]
+    assert code.imported("firsttoken.runs") == tuple(f"firsttoken/{name}" for name in names)
 
 
 def test_a_changed_file_changes_the_digest_and_is_named(clone):

@@ -1,4 +1,7 @@
-"""The code that a result hangs on: the files of this library that an experiment imports, directly or through others."""
+"""The code that a result hangs on: the files of this library that an experiment imports, directly or through others.
+
+C++ that lies beside an imported file is compiled by it, and counts as well.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ def imported(module: str) -> tuple[str, ...]:
         left += [name.rpartition(".")[0]] * ("." in name)
         for source, names, plain in _IMPORTS.findall(path.read_text(encoding="utf-8")):
             left += [source or plain, *(f"{source}.{part}" for part in re.findall(r"\w+", names) if source)]
-    return tuple(sorted(path.relative_to(_LIBRARY).as_posix() for path in found.values()))
+    native = {file for path in found.values() for file in path.parent.glob("*.cpp")}
+    return tuple(sorted(path.relative_to(_LIBRARY).as_posix() for path in {*found.values(), *native}))
 
 
 def _file(module: str) -> Path | None:
