@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.data_server import DataServer, asked_range
-from firsttoken.link import Link, LinkConfig
+from firsttoken.link.data_server import DataServer, asked_range
+from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.study.errors import LinkError
 
 CONTENT = random.Random(0).randbytes(700_001)
@@ -89,7 +89,7 @@ def test_nothing_outside_the_folder_and_no_folder(connection: http.client.HTTPCo
 
 
 def test_all_connections_together_are_held_to_the_rate(folder: Path) -> None:
-    command = [sys.executable, "-m", "firsttoken.data_server", str(folder), "--gbit-per-s", "0.02"]
+    command = [sys.executable, "-m", "firsttoken.link.data_server", str(folder), "--gbit-per-s", "0.02"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         host, _, port = server.stdout.readline().strip().removeprefix("http://").partition(":")
         fetched: list[bytes] = []

@@ -15,11 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from firsttoken import __main__ as main_module
-from firsttoken import ledger
 from firsttoken.__main__ import main
 from firsttoken.options import parser
-from firsttoken.progressive.served import ServedConfig
-from firsttoken.registry import EXPERIMENTS
+from firsttoken.progressiveserve.served import ServedConfig
 from firsttoken.study import paths
 from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import ClaimsError
@@ -27,6 +25,9 @@ from firsttoken.study.notebooks import notebook_paths
 from firsttoken.study.profile import profile_names
 from firsttoken.study.record import load_result
 from firsttoken.study.verdicts import count_verdicts
+from firsttoken_studies import commands as studies
+from firsttoken_studies import ledger
+from firsttoken_studies.registry import EXPERIMENTS
 
 README = paths.ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -121,11 +122,12 @@ def test_the_commands_of_the_pages_run_as_they_stand(monkeypatch):
     found = [words for words in commands(*pages) if "EXPERIMENT" not in words]
     assert {"stage", "serve", "measure", "claims", "fetch", "doctor"} <= {words[0] for words in found}
     asked = []
-    ran = "firsttoken.experiments.run_experiment"
+    ran = "firsttoken_studies.experiments.run_experiment"
     monkeypatch.setattr(ran, lambda name, profile: asked.append((name, profile)) or RESULT)
-    monkeypatch.setattr(main_module, "check_used", lambda settings, used: None)
+    for module in (main_module, studies):
+        monkeypatch.setattr(module, "check_used", lambda settings, used: None)
     monkeypatch.setattr(main_module, "_measured_plan", lambda *a: "bits")  # a minute of measuring
-    monkeypatch.setattr("firsttoken.progressive.staging.stage_model", lambda *a: asked.append((a[0], a)) or STAGED)
+    monkeypatch.setattr("firsttoken.progressiveserve.staging.stage_model", lambda *a: asked.append((a[0], a)) or STAGED)
     for words in found:
         options = parser(main_module.COMMANDS).parse_args(words)
         if words[0] in ("measure", "stage"):

@@ -12,17 +12,16 @@ from pathlib import Path
 import pytest
 
 LIB = Path(__file__).parents[1] / "lib"
-FLOORS = (  # who lives on one may use all below it, and none beside it: a system never imports another
-    {"study"},
-    {"assets", "link", "link_kernel", "scoring"},
-    {"data_server", "lean"},
-    {"engine"},
-    {"progressive", "crosspoint", "chunked", "kvreuse", "swarm"},
-    {"service"},
-    {"together"},
-    {"trying"},
-)
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+REPORTS = {"progressiveserve", "cps", "sarathi", "droidspeak", "petals"}
+FLOORS = {  # who lives on one may use all below it, and none beside it: a system never imports another
+    "firsttoken": ({"study"}, {"assets", "link", "scoring"}, {"lean"}, {"engine"}, REPORTS, {"service"}),
+    "firsttoken_extras": ({"layer_borrowing", "vllm_cross_point"},),
+    "firsttoken_studies": ({"engine"}, REPORTS, {"combined"}, {"trying"}),
+}
+PACKAGES = tuple(FLOORS)  # each may import those before it
+FLOOR = {
+    (package, room): floor for package, floors in FLOORS.items() for floor, rooms in enumerate(floors) for room in rooms
+}
 
 
 def module_of(path: Path) -> str:
@@ -74,7 +73,7 @@ def test_a_circle_is_found(sources: dict[str, str]) -> None:
 
 def sources() -> dict[str, str]:
     """The text of every module by its name."""
-    return {module_of(path): path.read_text(encoding="utf-8") for path in (LIB / "firsttoken").rglob("*.py")}
+    return {module_of(path): path.read_text(encoding="utf-8") for path in LIB.rglob("*.py")}
 
 
 def named(source: str) -> set[str]:
@@ -88,13 +87,17 @@ def named(source: str) -> set[str]:
 
 
 def against_the_arrows(sources: dict[str, str]) -> list[str]:
-    """What imports the room of another on its own floor, or one above it; the top of the house may import all."""
-    wrong = []
+    """What imports a package above its own, or within its package the room of another on its own floor or above it;
+    the top of a package may import all of its rooms."""
+    wrong, top = [], len(FLOORS["firsttoken"])
     for module, source in sources.items():
-        mine = module.split(".")[1:2]
-        for other in named(source):
-            theirs = other.split(".")[1:2] if other.startswith("firsttoken.") else mine
-            if mine and mine != theirs and FLOOR.get(theirs[0], len(FLOORS)) >= FLOOR.get(mine[0], len(FLOORS) + 1):
+        package, *mine = module.split(".")
+        for other in (name for name in named(source) if name.split(".")[0] in PACKAGES):
+            its, *theirs = other.split(".")
+            climbs = PACKAGES.index(its) > PACKAGES.index(package)
+            if package == its and mine and theirs[:1] != mine[:1]:
+                climbs = FLOOR.get((its, *theirs[:1]), top) >= FLOOR.get((package, mine[0]), top + 1)
+            if climbs:
                 wrong.append(f"{module} -> {other}")
     return wrong
 
@@ -103,24 +106,30 @@ def test_arrows_point_one_way() -> None:
     """A folder that nobody has given a floor is at the top, which no room may import, so it is asked for one."""
     there = sources()
     assert against_the_arrows(there) == []
-    assert {path.name for path in (LIB / "firsttoken").iterdir() if path.is_dir() and path.name[0] != "_"} <= set(FLOOR)
+    rooms = (path for package in PACKAGES for path in (LIB / package).iterdir() if path.is_dir())
+    assert {(path.parent.name, path.name) for path in rooms if path.name[0] != "_"} <= set(FLOOR)
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("firsttoken.kvreuse.store", "def f():\n    from firsttoken.progressive.stages import x"),
+        ("firsttoken.droidspeak.store", "def f():\n    from firsttoken.progressiveserve.stages import x"),
         (
             "firsttoken.engine.engine",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import firsttoken.chunked.a",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import firsttoken.sarathi.a",
         ),
-        ("firsttoken.study.runs", "from firsttoken import registry"),
-        ("firsttoken.assets.models", "from firsttoken.link import Link"),
+        ("firsttoken.study.runs", "from firsttoken import options"),
+        ("firsttoken.options", "def f():\n    import firsttoken_studies.registry"),
+        ("firsttoken.engine.engine", "from firsttoken_extras import layer_borrowing"),
+        ("firsttoken_extras.layer_borrowing.loan", "from firsttoken_studies.combined import arrival"),
+        ("firsttoken_studies.cps.tables", "from firsttoken_studies.sarathi import figures"),
+        ("firsttoken.assets.models", "from firsttoken.link.shaped import Link"),
     ],
 )
 def test_an_arrow_the_wrong_way_is_found(module: str, source: str) -> None:
     assert len(against_the_arrows({module: source})) == 1
-    assert against_the_arrows({"firsttoken.running": source, module: "from firsttoken.study import paths"}) == []
+    assert against_the_arrows({"firsttoken_studies.running": source}) == []
+    assert against_the_arrows({module: "from firsttoken.study import paths"}) == []
 
 
 def twice(sources: dict[str, str]) -> dict[str, list[str]]:

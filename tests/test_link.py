@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from firsttoken.link import BURST_S, Link, LinkConfig, TokenBucket, validate
+from firsttoken.link.shaped import BURST_S, Link, LinkConfig, TokenBucket, validate
 from firsttoken.study.errors import LinkError
 
 SIZE = 1_500_000
@@ -129,7 +129,7 @@ def test_the_measured_rate_is_the_rate(weights: Path) -> None:
 
 def test_each_file_waits_for_its_first_byte(handle: int, monkeypatch: pytest.MonkeyPatch) -> None:
     link, buffer, waits = Link(LinkConfig(latency_ms=200)), memoryview(bytearray(1000)), []
-    monkeypatch.setattr("firsttoken.link.time.sleep", waits.append)
+    monkeypatch.setattr("firsttoken.link.shaped.time.sleep", waits.append)
     link.read_into(handle, buffer, 4096)
     assert waits == []
     link.read_into(handle, buffer, 0)
@@ -197,5 +197,6 @@ def test_names() -> None:
 
 
 def test_a_worker_reads_before_it_imports_torch() -> None:
-    code = "import sys, firsttoken.link, firsttoken.link_kernel; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, firsttoken.link.shaped, firsttoken.link.kernel"
+    code += "; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken import link_kernel
-from firsttoken.link_kernel import KernelLimit, available, disk_of
+from firsttoken.link import kernel as link_kernel
+from firsttoken.link.kernel import KernelLimit, available, disk_of
 from firsttoken.study.errors import LinkError
 from firsttoken.study.system import kernel_files
 from firsttoken.study.system.pagecache import evict, resident_fraction

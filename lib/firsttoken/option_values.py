@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.study.foreign.yaml_text import parse_yaml
+from firsttoken.study.profile import profile_names
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -70,3 +71,21 @@ def host(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("name an address; 0.0.0.0 is all that this machine has")
     return text
+
+
+def add_profile(parser: argparse.ArgumentParser, default: str = "quick") -> None:
+    """Add the option that says how large a study is."""
+    names = ", ".join(profile_names())
+    parser.add_argument("--profile", default=default, help=f"size of the study: {names} (default: {default})")
+
+
+def add_setting(parser: argparse.ArgumentParser) -> None:
+    """Add the option that changes single settings of the profile."""
+    parser.add_argument(
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a setting of the profile, as in seed=1 or machine.repeats=3; may be repeated",
+    )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from firsttoken import __version__, option_values, swarm_options
-from firsttoken.progressive.planes.layouts import SPLITS
-from firsttoken.progressive.planes.mixture import SPELLED
-from firsttoken.registry import EXPERIMENTS
-from firsttoken.study.profile import profile_names
-from firsttoken.trying import KINDS
+from firsttoken.progressiveserve.planes.layouts import SPLITS
+from firsttoken.progressiveserve.planes.mixture import SPELLED
 
 Command = Callable[[argparse.Namespace], int]
+
+_MEASURING = "firsttoken_studies"  # a package of its own: the library serves without it, and imports nothing of it
+EXTENSIONS = (
+    (importlib.import_module(f"{_MEASURING}.commands"),) if importlib.util.find_spec(_MEASURING) is not None else ()
+)
 
 
 def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
@@ -28,75 +32,8 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         added.set_defaults(command=known[name])
         return added
 
-    def profile_option(added: argparse.ArgumentParser, default: str = "quick") -> None:
-        names = ", ".join(profile_names())
-        added.add_argument("--profile", default=default, help=f"size of the study: {names} (default: {default})")
-
-    def setting_option(added: argparse.ArgumentParser) -> None:
-        added.add_argument(
-            "--set",
-            type=option_values.setting,
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="change a setting of the profile, as in seed=1 or machine.repeats=3; may be repeated",
-        )
-
-    added = command("run", "Run the notebooks in order and end with the claims table.")
-    profile_option(added)
-    added.add_argument("--only", nargs="+", metavar="NN", help="numbers of the notebooks to run (default: all)")
-    added.add_argument("--again", action="store_true", help="run those too of which nothing has changed since they ran")
-    added.add_argument("--publish", action="store_true", help="put what they show into notebooks/, to be committed")
-    added.add_argument("--list", action="store_true", help="list the notebooks and stop")
-
-    added = command("measure", "Run experiments without notebooks, as on a GPU machine.")
-    added.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
-    profile_option(added)
-    setting_option(added)
-
-    added = command("capacity", "Find how many requests a second a scheduler serves within the strict objective.")
-    added.add_argument(
-        "--scheduler",
-        required=True,
-        metavar="NAME",
-        help="one of the engine's, or a path to yours: 'mine.py', with its token budget behind it 'mine.py 1024'",
-    )
-    profile_option(added, default="full")
-    setting_option(added)
-    added.add_argument("--seeds", type=int, metavar="N", help="draws of the requests (default: the profile's)")
-    added.add_argument(
-        "--arrivals",
-        type=Path,
-        metavar="FILE",
-        help="replay arrivals and lengths of a trace at the searched rates: Azure's or BurstGPT's CSV, Alibaba "
-        "Bailian's or Mooncake's JSON lines (default: Poisson arrivals with the lengths of the profile)",
-    )
-    added.add_argument(
-        "--arrivals-unit", choices=("s", "ms"), help="unit of its times, where its format leaves a doubt"
-    )
-    added.add_argument("--trace", type=Path, metavar="JSON", help="write the run at capacity for Perfetto's viewer")
-    added.add_argument("--rows", type=Path, metavar="CSV", help="write it as a table: iterations, then requests")
-
-    added = command("try", "Run a policy of your own beside its siblings on the same draws, and print one table.")
-    added.add_argument("kind", choices=KINDS, help="what it decides: see CONTRIBUTING.md, 'Add a policy'")
-    added.add_argument(
-        "file",
-        metavar="FILE",
-        help="a Python file anywhere: a subclass of Scheduler (with its token budget behind it 'mine.py 1024'), "
-        "PreemptionPolicy, Transition or Rebalancing; for victim and layers a function",
-    )
-    added.add_argument(
-        "--draws", type=option_values.whole(1, 1000), default=5, metavar="N", help="of the workload (default: 5)"
-    )
-    profile_option(added)
-    setting_option(added)
-
-    added = command("claims", "Print what the papers say beside what was measured.")
-    added.add_argument("--check", action="store_true", help="exit 1 unless the pages show the record")
-    added.add_argument(
-        "--update", action="store_true", help="write README.md, the pages of data and findings from data/templates"
-    )
-    added.add_argument("--machine", metavar="NAME", help="whose results (default: the record, and this machine)")
+    for extension in EXTENSIONS:
+        extension.add_options(command)
 
     added = command("fetch", "Bring the pinned model and texts into the cache.")
     added.add_argument("names", nargs="*", metavar="ASSET", help="which assets (default: all)")
@@ -111,8 +48,8 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
 
     added = command("stage", "Write a model in stages: served from the first one, whole after the last.")
     added.add_argument("folder", type=option_values.folder, help="the folder to write")
-    profile_option(added)
-    setting_option(added)
+    option_values.add_profile(added)
+    option_values.add_setting(added)
     added.add_argument("--adapters", default="", help="ours, report or none (default: the profile's best)")
     added.add_argument(
         "--planes",
@@ -226,6 +163,4 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
 
     swarm_options.add_options(command("swarm", "Run a model over servers of its blocks (needs firsttoken[swarm])."))
 
-    added = command("doctor", "Print this machine, its versions, its assets and its free disk.")
-    added.add_argument("--missing", action="store_true", help="list the experiments without a result on this machine")
     return parser

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, INDEX, SINGLE, combined_sha256, model_files, stored_dtype
 from firsttoken.assets.models import load_model
-from firsttoken.progressive.checkpoint.plan import by_layers
-from firsttoken.progressive.checkpoint.sources import FolderSource
-from firsttoken.progressive.checkpoint.writer import write_staged
+from firsttoken.petals.blocks import load_ends, model_sha256
+from firsttoken.petals.rest8 import write_8_bits
+from firsttoken.progressiveserve.checkpoint.plan import by_layers
+from firsttoken.progressiveserve.checkpoint.sources import FolderSource
+from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.study.errors import ModelError
-from firsttoken.swarm.blocks import load_ends, model_sha256
-from firsttoken.swarm.rest8 import write_8_bits
 
 DRAWN = draw(seed=4, number=12)
 CHOSEN = [

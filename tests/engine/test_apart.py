@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from firsttoken.crosspoint.policies import make_policy
+from firsttoken.cps.policies import make_policy
 from firsttoken.engine.apart.config import WorkerConfig
 from firsttoken.engine.apart.executor import ApartExecutor
 from firsttoken.engine.live import LiveExecutor

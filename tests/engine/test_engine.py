@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, MistralConfig, Qwen2Config
 
-from firsttoken.crosspoint.policies import make_policy
+from firsttoken.cps.policies import make_policy
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.engine import Engine

@@ -9,7 +9,7 @@ import torch
 from plain_tokens import check_greedy, generated
 
 from firsttoken.assets.models import load_model
-from firsttoken.crosspoint.policies import make_policy
+from firsttoken.cps.policies import make_policy
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.fused import fuse

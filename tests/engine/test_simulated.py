@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.crosspoint.policies import make_policy
+from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
 from firsttoken.engine.request import Sampling

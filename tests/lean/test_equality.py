@@ -21,8 +21,8 @@ from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import Sampling
 from firsttoken.lean.build import lean_on_meta
 from firsttoken.lean.model import LeanModel
-from firsttoken.progressive.loading.peers import load_with
-from firsttoken.progressive.loading.placement import finish
+from firsttoken.progressiveserve.loading.peers import load_with
+from firsttoken.progressiveserve.loading.placement import finish
 from firsttoken.study.errors import ModelError
 
 IDS = torch.randint(97, (1, 29), generator=torch.Generator().manual_seed(1))

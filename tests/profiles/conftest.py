@@ -9,7 +9,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from firsttoken.assets.needs import TEXT
 from firsttoken.assets.shapes import shape_config
-from firsttoken.progressive.training import PROMPTS
+from firsttoken.progressiveserve.training import PROMPTS
 
 LLAMA_70B = {
     "num_hidden_layers": 80,

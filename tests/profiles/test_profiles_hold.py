@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from firsttoken.assets import models, needs
-from firsttoken.crosspoint.experiments import online, policies_replayed
-from firsttoken.kvreuse.experiments import methods, setting
-from firsttoken.kvreuse.experiments.setting import HELD_OUT, ReuseConfig, Run
-from firsttoken.progressive.coldstart import experiments as coldstart
-from firsttoken.progressive.recovery import timeline
-from firsttoken.registry import EXPERIMENTS
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Result
+from firsttoken_studies.cps import online, policies_replayed
+from firsttoken_studies.droidspeak import methods, setting
+from firsttoken_studies.droidspeak.setting import HELD_OUT, ReuseConfig, Run
+from firsttoken_studies.progressiveserve import timeline
+from firsttoken_studies.progressiveserve.coldstart import experiments as coldstart
+from firsttoken_studies.registry import EXPERIMENTS
 
 ASKS_NOTHING = {
     "machine",

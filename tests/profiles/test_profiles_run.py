@@ -37,30 +37,29 @@ from tiny_profiles import FEWER, SHORTER, shorter, tiny_profile
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets import corpora, models, needs, shapes
-from firsttoken.chunked import bench
-from firsttoken.chunked.experiments import changing_load, live_peer, pipeline_bubbles, simulator_error
-from firsttoken.chunked.hardware import Hardware
-from firsttoken.crosspoint.experiments import online
 from firsttoken.engine.costs.batches import BatchCosts
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.workload import sharegpt
-from firsttoken.kvreuse.experiments import gating, methods, profiling, setting, transfer
-from firsttoken.kvreuse.experiments import training as reuse_training
-from firsttoken.kvreuse.experiments.speedups import TimeShares
-from firsttoken.progressive import examination, training
-from firsttoken.progressive.coldstart import deferral, harness, materials, precision
-from firsttoken.progressive.coldstart import experiments as coldstart
-from firsttoken.progressive.planes import frontier
-from firsttoken.progressive.planes.native import merger
-from firsttoken.progressive.recipe import RECIPES
-from firsttoken.registry import EXPERIMENTS
+from firsttoken.progressiveserve import examination, training
+from firsttoken.progressiveserve.planes.native import merger
+from firsttoken.progressiveserve.recipe import RECIPES
+from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study import paths, stats
 from firsttoken.study.claims import load_claims
 from firsttoken.study.experiment import EVERY_PROFILE
 from firsttoken.study.measures import Summary
 from firsttoken.study.record import Result
-from firsttoken.together.borrowed import experiment as borrowed
-from firsttoken.together.fetchers import trial as fetch_trial
+from firsttoken_studies.combined.borrowed import experiment as borrowed
+from firsttoken_studies.combined.fetchers import trial as fetch_trial
+from firsttoken_studies.cps import online
+from firsttoken_studies.droidspeak import gating, methods, profiling, setting, transfer
+from firsttoken_studies.droidspeak import training as reuse_training
+from firsttoken_studies.droidspeak.speedups import TimeShares
+from firsttoken_studies.progressiveserve import frontier
+from firsttoken_studies.progressiveserve.coldstart import deferral, harness, materials, precision
+from firsttoken_studies.progressiveserve.coldstart import experiments as coldstart
+from firsttoken_studies.registry import EXPERIMENTS
+from firsttoken_studies.sarathi import bench, changing_load, live_peer, pipeline_bubbles, simulator_error
 
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
 

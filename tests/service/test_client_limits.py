@@ -22,7 +22,7 @@ from services import CHATS, COMPLETIONS, GREEDY, byte_level, events, serving
 from firsttoken.__main__ import COMMANDS
 from firsttoken.assets.chat_template import ChatTemplate
 from firsttoken.options import parser
-from firsttoken.progressive.recovery.limits import POOL_TOKENS
+from firsttoken.progressiveserve.recovery.limits import POOL_TOKENS
 from firsttoken.service.answer import Answers
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.schema import ChatRequest

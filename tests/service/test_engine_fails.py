@@ -17,7 +17,7 @@ from firsttoken.engine.engine import Engine
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.work import Work
-from firsttoken.progressive.recovery.limits import GrowthConfig
+from firsttoken.progressiveserve.recovery.limits import GrowthConfig
 from firsttoken.service.app import build_replica
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.ready import ReadyServer

@@ -16,9 +16,9 @@ pytest.importorskip("starlette")
 
 from services import COMPLETIONS, ENDLESS, LIMITS
 
-from firsttoken.link import Link
-from firsttoken.progressive.recovery.limits import GrowthConfig
-from firsttoken.progressive.recovery.server import GrowingServer
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.recovery.limits import GrowthConfig
+from firsttoken.progressiveserve.recovery.server import GrowingServer
 from firsttoken.service.app import Replica, build_app
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.text import read_vocabulary

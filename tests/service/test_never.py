@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from services import free_port
 
 from firsttoken.__main__ import main
-from firsttoken.link import Link
-from firsttoken.progressive.recovery.limits import GrowthConfig
-from firsttoken.progressive.recovery.server import GrowingServer
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.recovery.limits import GrowthConfig
+from firsttoken.progressiveserve.recovery.server import GrowingServer
 
 Change = Callable[[Path], None]
 

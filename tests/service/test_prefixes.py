@@ -12,10 +12,10 @@ from services import PATIENCE, serving, until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
-from firsttoken.kvreuse.identity import ModelIdentity, identify
-from firsttoken.kvreuse.prefill import full_prefill
-from firsttoken.kvreuse.prefix import LayerKV, Prefix, PrefixCache
-from firsttoken.kvreuse.store import KVStore
+from firsttoken.droidspeak.identity import ModelIdentity, identify
+from firsttoken.droidspeak.prefill import full_prefill
+from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
+from firsttoken.droidspeak.store import KVStore
 
 CONTEXT = list(range(10, 74))
 PROMPT = [*CONTEXT, 5, 6, 7]

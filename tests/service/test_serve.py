@@ -28,9 +28,9 @@ from replica_clients import LONG_ANSWER, TOKENS, Clients, Story, open_sessions, 
 from services import PATIENCE, until
 from transformers import AutoModelForCausalLM
 
-from firsttoken.progressive.checkpoint.manifest import read_manifest
-from firsttoken.progressive.loading.blobs import part_blobs
-from firsttoken.progressive.passlayer import pass_layers
+from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
+from firsttoken.progressiveserve.loading.blobs import part_blobs
+from firsttoken.progressiveserve.passlayer import pass_layers
 
 if importlib.util.find_spec("ray") is None:  # importorskip would import it, and that is the service's affair
     pytest.skip("ray is not installed", allow_module_level=True)
@@ -53,7 +53,7 @@ class Gated(ServiceConfig):
         return gated, (asdict(self), Path(sys.argv[4]), [int(mark) for mark in sys.argv[5:]])
 
 def gated(settings, gates, marks):
-    from firsttoken.link import Link
+    from firsttoken.link.shaped import Link
     read = Link.read_into
 
     def read_into(link, *what):

@@ -12,7 +12,7 @@ from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.progressive.recovery.limits import STALL_FREE
+from firsttoken.progressiveserve.recovery.limits import STALL_FREE
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.model import serve_model
 

@@ -20,7 +20,7 @@ import pytest
 from plain_tokens import generated
 from services import PATIENCE, byte_level, free_port, tiny_model, until
 
-from firsttoken.progressive.passlayer import pass_layers
+from firsttoken.progressiveserve.passlayer import pass_layers
 
 pytestmark = pytest.mark.long(seconds=25)
 KEY = "a-key"

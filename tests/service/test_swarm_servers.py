@@ -20,7 +20,7 @@ from services import PATIENCE
 from swarms import asking, varied
 
 from firsttoken.__main__ import main
-from firsttoken.swarm.remote import RemoteModel
+from firsttoken.petals.remote import RemoteModel
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from firsttoken import running
 from firsttoken.study import paths, warm
 from firsttoken.study.profile import load_profile
 from firsttoken.study.system.alone import alone
+from firsttoken_studies import running
 
 LIB = Path(__file__).parents[2] / "lib"
 HOLD = """

@@ -5,11 +5,11 @@ import re
 import pytest
 from entries import entry as measured
 
-from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import paths
 from firsttoken.study.claims import Claim, digests, load_claims
 from firsttoken.study.claims_table import Own, table_for
 from firsttoken.study.errors import ClaimsError
+from firsttoken_studies.registry import EXPERIMENTS
 
 ENTRY = """\
 - id: {id}

@@ -13,12 +13,12 @@ from entries import entry
 
 from firsttoken.__main__ import main
 from firsttoken.option_values import setting
-from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import paths
 from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.notebooks import notebook_paths
 from firsttoken.study.record import write_result
+from firsttoken_studies.registry import EXPERIMENTS
 
 pytestmark = pytest.mark.usefixtures("root")
 
@@ -113,7 +113,7 @@ def test_processes_that_compute_in_turns_wait_briefly(monkeypatch, experiment: s
         told.append("GOMP_SPINCOUNT" in os.environ)
         return SimpleNamespace(duration_s=0.0, rows=[], path="", summary=[])
 
-    monkeypatch.setattr("firsttoken.experiments.run_experiment", run_experiment)
+    monkeypatch.setattr("firsttoken_studies.experiments.run_experiment", run_experiment)
     assert main(["measure", experiment]) == 0 and told == [briefly]
 
 

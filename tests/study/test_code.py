@@ -1,4 +1,4 @@
-"""Which files a result hangs on, and which of them are others than at a commit."""
+"""Which functions a result hangs on, and how many of them are others than at a commit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import code, paths
+from firsttoken_studies.registry import EXPERIMENTS
 
 
 @pytest.fixture
@@ -30,11 +30,15 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     subprocess.run([*git, "commit", "-qm", "one"], check=True)
     monkeypatch.setattr(code, "_LIBRARY", tmp_path / "lib")
     monkeypatch.setattr(paths, "ROOT", tmp_path)
-    code.imported.cache_clear()
-    code._tree.cache_clear()
+    monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
+    forget()
     yield tmp_path
-    code.imported.cache_clear()
-    code._tree.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    for kept in (code.imported, code.functions, code._library_at):
+        kept.cache_clear()
 
 
 def head(clone: Path) -> str:
@@ -55,14 +59,53 @@ def test_what_is_imported_anywhere_counts_and_nothing_else(clone):
     assert code.imported("firsttoken.runs") == tuple(f"firsttoken/{name}" for name in names)
 
 
-def test_a_changed_file_changes_the_digest_and_is_named(clone):
-    before = code.digest("firsttoken.runs")
-    assert code.changed("firsttoken.runs", head(clone)) == []
-    (clone / "lib" / "firsttoken" / "apart.py").write_text("1\n", encoding="utf-8")
-    assert code.digest("firsttoken.runs") == before
-    (clone / "lib" / "firsttoken" / "third.py").write_text("1\n", encoding="utf-8")
-    assert code.digest("firsttoken.runs") != before
-    assert code.changed("firsttoken.runs", head(clone) + "-dirty") == ["firsttoken/third.py"]
+THIRD = '''"""third"""
+ROOM = 3
+
+
+class Third:
+    """A class."""
+
+    size = 1
+
+    def told(self):
+        """Of it."""
+        # a comment
+        return 1
+
+    def other(self):
+        return 2
+'''
+
+
+def test_a_changed_function_changes_the_digest_and_is_counted(clone):
+    third = clone / "lib" / "firsttoken" / "third.py"
+    third.write_text(THIRD, encoding="utf-8")
+    git = ["git", "-C", str(clone), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "commit", "-qam", "two"], check=True)
+    before, then = code.digest("firsttoken.runs"), head(clone)
+    assert code.changed("firsttoken.runs", then) == 0
+
+    def now(text: str, **others: str) -> int:
+        third.write_text(text, encoding="utf-8")
+        for name, content in others.items():
+            (clone / "lib" / "firsttoken" / f"{name}.py").write_text(content, encoding="utf-8")
+        forget()
+        changed = code.changed("firsttoken.runs", f"{then}-dirty")
+        assert (code.digest("firsttoken.runs") == before) is (changed == 0)
+        return changed
+
+    assert now(THIRD, apart="1\n") == 0  # nobody imports it
+    assert now(THIRD.replace("return 1", "return 3")) == 1
+    assert now(THIRD.replace("ROOM = 3", "ROOM = 4").replace("size = 1", "size = 2")) == 2
+    assert now(THIRD.replace("Of it.", "What it says.").replace("# a comment", "# another")) == 0
+    methods = THIRD[THIRD.index("class Third") :]
+    assert now("ROOM = 3\nfrom firsttoken.moved import Third\n", moved=f"import os\n{methods}") == 0
+
+
+def test_native_code_counts_as_one_function(clone):
+    (clone / "lib" / "firsttoken" / "room" / "loop.cpp").write_text("// another\n", encoding="utf-8")
+    assert code.changed("firsttoken.runs", head(clone)) == 1
 
 
 def test_a_commit_that_is_not_here_says_nothing(clone):

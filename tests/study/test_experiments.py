@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from entries import entry
 
-from firsttoken.experiments import run_experiment
-from firsttoken.registry import EXPERIMENTS
 from firsttoken.study import clock, paths
 from firsttoken.study.claims import digests, load_claims
 from firsttoken.study.errors import ProfileError
@@ -22,6 +20,8 @@ from firsttoken.study.machine import machine_slug
 from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Outcome, Result, Rows, git_revision, is_clean, read_result
+from firsttoken_studies.experiments import run_experiment
+from firsttoken_studies.registry import EXPERIMENTS
 
 
 def measured(profile: Profile) -> Outcome:

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from firsttoken.experiments import run_experiment
 from firsttoken.study import machine, paths
 from firsttoken.study.ceilings import MachineConfig, measure_ceilings
 from firsttoken.study.clock import Stopwatch, timed
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import read_result
+from firsttoken_studies.experiments import run_experiment
 
 SMALL = {"machine.copy_mib": 1, "machine.disk_mib": 1, "machine.matmul_n": 16, "machine.repeats": 2}
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import matplotlib
 import pytest
 
-from firsttoken.chunked.experiments import batch_figures
-from firsttoken.kvreuse.experiments import choice_figures, gate_figures
-from firsttoken.progressive.coldstart import figures
 from firsttoken.study.overlay import PALE, counted, over
 from firsttoken.study.record import load_result
+from firsttoken_studies.droidspeak import choice_figures, gate_figures
+from firsttoken_studies.progressiveserve.coldstart import figures
+from firsttoken_studies.sarathi import batch_figures
 
 DRAWN = {
     "deferral_sweep": figures.trade_off,

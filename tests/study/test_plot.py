@@ -139,7 +139,7 @@ def test_a_legend_shows_three_dashes_of_a_dashed_line() -> None:
 def test_figures_take_their_colours_from_the_table() -> None:
     """No module but the table writes a colour of its own, by code or by name; black and white mean nothing."""
     own = re.compile(r'"#[0-9A-Fa-f]{3,8}"|(?:color|colors|edgecolor|facecolor)="(?!black"|white"|none")\w+"')
-    library = Path(plot.__file__).parents[1]
+    library = Path(plot.__file__).parents[2]
     found = {path.name: own.findall(path.read_text(encoding="utf-8")) for path in library.rglob("*.py")}
     assert {name for name, colours in found.items() if colours} == {"plot.py"}
 

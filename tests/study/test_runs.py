@@ -41,7 +41,7 @@ def ran(write_notebook, monkeypatch) -> list[str]:
             file.write_text("{}", encoding="utf-8")
         return 60.0
 
-    monkeypatch.setattr("firsttoken.running.run_notebook", run)
+    monkeypatch.setattr("firsttoken_studies.running.run_notebook", run)
     monkeypatch.setattr("firsttoken.study.warm.possible", lambda: False)
     monkeypatch.setattr(dtypes, "cpu_rates", lambda: ProductRates(False, 50.0, 1.0))
     return names

@@ -13,12 +13,12 @@ import pytest
 from safetensors import SafetensorError
 
 from firsttoken.__main__ import main
-from firsttoken.experiments import run_experiment
 from firsttoken.study import ceilings, notebooks, paths, storage
 from firsttoken.study.errors import StorageError
 from firsttoken.study.plot import save
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import load_result, write_result
+from firsttoken_studies.experiments import run_experiment
 
 SMALL = {"machine.copy_mib": 1, "machine.disk_mib": 1, "machine.matmul_n": 16, "machine.repeats": 1}
 

@@ -6,10 +6,10 @@ import asyncio
 
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.request import Request
-from firsttoken.swarm.background import wait_for
-from firsttoken.swarm.patience import Patience
-from firsttoken.swarm.server import Running
-from firsttoken.together.borrowed.replica import BorrowingReplica
+from firsttoken.petals.background import wait_for
+from firsttoken.petals.patience import Patience
+from firsttoken.petals.server import Running
+from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
 SHORT = Patience(step_s=0.5, token_s=0.001)  # of who waits for a neighbour that falls silent
 PATIENCE = Patience(step_s=60.0)  # else a pause of the machine is a neighbour lost, and whoever counts on it hangs

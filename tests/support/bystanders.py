@@ -17,13 +17,13 @@ import torch
 from swarms import DEPTH, Asked, Here, asking, varied
 
 from firsttoken.engine.request import Sampling
-from firsttoken.swarm.background import begin, wait_for
-from firsttoken.swarm.patience import Patience
-from firsttoken.swarm.remote import RemoteModel
-from firsttoken.swarm.server import Running
-from firsttoken.swarm.service import SESSION
-from firsttoken.swarm.session import HEADERS
-from firsttoken.swarm.wire import VERSION, Stretch, encode
+from firsttoken.petals.background import begin, wait_for
+from firsttoken.petals.patience import Patience
+from firsttoken.petals.remote import RemoteModel
+from firsttoken.petals.server import Running
+from firsttoken.petals.service import SESSION
+from firsttoken.petals.session import HEADERS
+from firsttoken.petals.wire import VERSION, Stretch, encode
 
 WIDTH, HALF = 32, DEPTH // 2
 SPANS = ((0, HALF), (HALF, DEPTH))

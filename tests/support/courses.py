@@ -9,9 +9,9 @@ import torch
 from layered import Layered
 from torch import Tensor
 
+from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.prefix import PrefixCache
 from firsttoken.engine.request import Phase, Request
-from firsttoken.kvreuse.prefill import Group
-from firsttoken.kvreuse.prefix import PrefixCache
 
 
 @dataclass(frozen=True)

@@ -31,19 +31,19 @@ from firsttoken.assets.servable import check_servable
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live import LiveExecutor
 from firsttoken.engine.request import Sampling
-from firsttoken.link import Link
-from firsttoken.progressive.checkpoint.manifest import read_manifest
-from firsttoken.progressive.checkpoint.plan import staged
-from firsttoken.progressive.checkpoint.sources import FolderSource
-from firsttoken.progressive.checkpoint.writer import write_staged
-from firsttoken.progressive.loading.loader import StageLoad
-from firsttoken.progressive.loading.placement import build_lean
-from firsttoken.progressive.loading.skeleton import Skeleton
-from firsttoken.progressive.recovery.plain import Whole
-from firsttoken.progressive.stages import StagePlan
+from firsttoken.link.shaped import Link
+from firsttoken.petals.blocks import load_ends, load_span, model_sha256
+from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
+from firsttoken.progressiveserve.checkpoint.plan import staged
+from firsttoken.progressiveserve.checkpoint.sources import FolderSource
+from firsttoken.progressiveserve.checkpoint.writer import write_staged
+from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.placement import build_lean
+from firsttoken.progressiveserve.loading.skeleton import Skeleton
+from firsttoken.progressiveserve.recovery.plain import Whole
+from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.service.text import read_vocabulary
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.swarm.blocks import load_ends, load_span, model_sha256
 
 VOCABULARY, LAYERS, ANSWER = 300, 3, 8
 SMALL = {

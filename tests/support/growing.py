@@ -11,8 +11,8 @@ from plain_tokens import Plain, check_greedy, generated, judged
 from transformers import AutoModelForCausalLM
 
 from firsttoken.engine.streams import Stream, TokenEvent
-from firsttoken.progressive.loading.blobs import adapter_blobs, part_blobs
-from firsttoken.progressive.served import at_stage
+from firsttoken.progressiveserve.loading.blobs import adapter_blobs, part_blobs
+from firsttoken.progressiveserve.served import at_stage
 
 PROMPT = [20, 31, 42, 53, 64]
 MOVING = [PROMPT, PROMPT[:1], [7, 8, 9]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from firsttoken.progressive.passlayer import PassLayer
+from firsttoken.progressiveserve.passlayer import PassLayer
 
 
 class Layered:

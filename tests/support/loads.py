@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from firsttoken.link import Link
-from firsttoken.progressive.checkpoint.manifest import Manifest, PartFile, read_manifest, write_manifest
-from firsttoken.progressive.loading.loader import StageLoad
-from firsttoken.progressive.loading.skeleton import Skeleton
-from firsttoken.progressive.loading.views import StageView
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, read_manifest, write_manifest
+from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.skeleton import Skeleton
+from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.study.errors import ModelError
 
 ALL = (1, 2, 3)

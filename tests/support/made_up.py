@@ -20,21 +20,21 @@ from tokenizers import models as kinds
 from transformers import PreTrainedTokenizerFast
 
 from firsttoken.assets.qa_files import QAItem
-from firsttoken.chunked.aiperf import PeerLoad
-from firsttoken.chunked.experiments import live_peer
-from firsttoken.chunked.peers import PeerModel
+from firsttoken.droidspeak.items import TaskItem
+from firsttoken.droidspeak.profile.pareto import Profiled
 from firsttoken.engine.workload.conversations import Conversations
-from firsttoken.kvreuse.experiments import profiling
-from firsttoken.kvreuse.profile.pareto import Profiled
-from firsttoken.kvreuse.tasks.items import TaskItem
-from firsttoken.progressive.coldstart import trial
-from firsttoken.progressive.recovery import timeline_trial
 from firsttoken.study.record import Result
-from firsttoken.together.borrowed import experiment as borrowed
-from firsttoken.together.borrowed import trial as borrowed_trial
-from firsttoken.together.borrowed.lender import Lender
-from firsttoken.together.fetchers import experiment as parallel
-from firsttoken.together.fetchers import trial as fetch_trial
+from firsttoken_extras.layer_borrowing.lender import Lender
+from firsttoken_studies.combined.borrowed import experiment as borrowed
+from firsttoken_studies.combined.borrowed import trial as borrowed_trial
+from firsttoken_studies.combined.fetchers import experiment as parallel
+from firsttoken_studies.combined.fetchers import trial as fetch_trial
+from firsttoken_studies.droidspeak import profiling
+from firsttoken_studies.progressiveserve import timeline_trial
+from firsttoken_studies.progressiveserve.coldstart import trial
+from firsttoken_studies.sarathi import live_peer
+from firsttoken_studies.sarathi.aiperf import PeerLoad
+from firsttoken_studies.sarathi.peers import PeerModel
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:

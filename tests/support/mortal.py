@@ -22,16 +22,16 @@ from services import COMPLETIONS, tiny_model, write_endless
 from starlette.testclient import TestClient
 
 from firsttoken.engine.request import Sampling
+from firsttoken.petals import server as server_module
+from firsttoken.petals.background import wait_for
+from firsttoken.petals.blocks import model_sha256
+from firsttoken.petals.limits import ServerLimits
+from firsttoken.petals.patience import Patience
+from firsttoken.petals.remote import RemoteModel
+from firsttoken.petals.server import Running, ServerConfig, serving
 from firsttoken.service.app import build_replica
 from firsttoken.service.config import ServiceConfig
 from firsttoken.study.errors import SwarmError
-from firsttoken.swarm import server as server_module
-from firsttoken.swarm.background import wait_for
-from firsttoken.swarm.blocks import model_sha256
-from firsttoken.swarm.limits import ServerLimits
-from firsttoken.swarm.patience import Patience
-from firsttoken.swarm.remote import RemoteModel
-from firsttoken.swarm.server import Running, ServerConfig, serving
 
 DEPTH, ANSWER = 6, 4
 SHORT = Patience(

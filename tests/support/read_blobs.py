@@ -7,7 +7,7 @@ import random
 import threading
 from pathlib import Path
 
-from firsttoken.progressive.loading.reader import Blob, BlobReader
+from firsttoken.progressiveserve.loading.reader import Blob, BlobReader
 from firsttoken.study.errors import FirstTokenError
 
 CHUNK = 1000

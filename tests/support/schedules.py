@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from firsttoken.crosspoint.policies import make_policy
+from firsttoken.cps.policies import make_policy
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.schedulers import SCHEDULERS

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from firsttoken.assets.shapes import shape_config
-from firsttoken.progressive.checkpoint.plan import staged
-from firsttoken.progressive.checkpoint.sources import ModelSource, Origin
-from firsttoken.progressive.checkpoint.writer import write_staged
-from firsttoken.progressive.stages import StagePlan
+from firsttoken.progressiveserve.checkpoint.plan import staged
+from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
+from firsttoken.progressiveserve.checkpoint.writer import write_staged
+from firsttoken.progressiveserve.stages import StagePlan
 
 MERGES = [("t", "h"), ("th", "e"), ("i", "n")]
 MERGED = ["".join(pair) for pair in MERGES]

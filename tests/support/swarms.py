@@ -22,15 +22,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import firsttoken.options  # noqa: F401  (servers are copies of this process, and need it)
 from firsttoken.assets.shapes import shape_config
+from firsttoken.petals.actions import run  # noqa: F401  (as above)
+from firsttoken.petals.background import wait_for
+from firsttoken.petals.blocks import model_sha256
+from firsttoken.petals.limits import ServerLimits
+from firsttoken.petals.remote import RemoteModel
+from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.stack import BlockStack
 from firsttoken.study import warm
-from firsttoken.swarm.actions import run  # noqa: F401  (as above)
-from firsttoken.swarm.background import wait_for
-from firsttoken.swarm.blocks import model_sha256
-from firsttoken.swarm.limits import ServerLimits
-from firsttoken.swarm.member import ServerProcess, SwarmMember
-from firsttoken.swarm.remote import RemoteModel
-from firsttoken.swarm.server import Running, ServerConfig, serving
-from firsttoken.swarm.stack import BlockStack
+from firsttoken_studies.petals.member import ServerProcess, SwarmMember
 
 DEPTH = 6
 

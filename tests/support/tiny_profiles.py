@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from firsttoken.progressive import examination
+from firsttoken.progressiveserve import examination
 from firsttoken.study.profile import Profile, load_profile
 
 SHORTER, FEWER = 32, 4

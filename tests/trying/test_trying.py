@@ -11,18 +11,18 @@ import pytest
 
 from firsttoken.__main__ import main
 from firsttoken.assets.lock import load_lock
-from firsttoken.chunked.policy import SCHEDULER
 from firsttoken.engine.preemption import PREEMPTION
 from firsttoken.engine.victims import VICTIM, VICTIMS
+from firsttoken.petals.routing import Reachable
+from firsttoken.sarathi.policy import SCHEDULER
 from firsttoken.study import decisions, paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
-from firsttoken.swarm.routing import Reachable
-from firsttoken.trying import KINDS, transition
-from firsttoken.trying.layers import LAYERS, turned
-from firsttoken.trying.placement import PLACEMENT
-from firsttoken.trying.table import Tried
-from firsttoken.trying.transition import TRANSITION
+from firsttoken_studies.trying import KINDS, transition
+from firsttoken_studies.trying.layers import LAYERS, turned
+from firsttoken_studies.trying.placement import PLACEMENT
+from firsttoken_studies.trying.table import Tried
+from firsttoken_studies.trying.transition import TRANSITION
 
 PAGE = (paths.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"`firsttoken try (\w+) mine\.py`[^#]*?```python\n(.*?)```", PAGE, re.DOTALL))
@@ -45,13 +45,13 @@ ASKED: dict[str, tuple[PolicyKind, str, Callable]] = {  # a file with a body to 
     "victim": (VICTIM, "def mine(*asked):\n    {}", lambda mine: mine([object()])),
     "transition": (
         TRANSITION,
-        "from firsttoken.progressive.recovery.transitions import Transition\n"
+        "from firsttoken.progressiveserve.recovery.transitions import Transition\n"
         "class Mine(Transition):\n    def redo(self, *asked):\n        {}",
         lambda mine: mine().redo(VIEW, VIEW),
     ),
     "placement": (
         PLACEMENT,
-        "from firsttoken.swarm.placement import Rebalancing\n"
+        "from firsttoken.petals.placement import Rebalancing\n"
         "class Mine(Rebalancing):\n    def move(self, *asked):\n        {}",
         lambda mine: mine().move("a", [SERVER], 4),
     ),
@@ -168,7 +168,7 @@ def test_what_a_policy_may_not_do(write, monkeypatch: pytest.MonkeyPatch, kind: 
 
 def test_what_the_engine_refuses_names_the_file(write, capsys) -> None:
     """A layer whose input was never kept, and a victim that is always the same."""
-    head = "from firsttoken.progressive.recovery.transitions import Transition\n"
+    head = "from firsttoken.progressiveserve.recovery.transitions import Transition\n"
     redo = "class Mine(Transition):\n    def redo(self, old, new):\n        return range(6, 8)\n"
     assert run("transition", write(head + redo)) == 2
     (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("firsttoken: ")]

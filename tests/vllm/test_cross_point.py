@@ -33,10 +33,10 @@ from transformers import (  # noqa: E402
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: E402
 
-from firsttoken.crosspoint.on_vllm.host import HostPool  # noqa: E402
-from firsttoken.crosspoint.on_vllm.settings import supported_cache  # noqa: E402
 from firsttoken.engine.swap.spans import Span  # noqa: E402
 from firsttoken.study.errors import ProfileError  # noqa: E402
+from firsttoken_extras.vllm_cross_point.host import HostPool  # noqa: E402
+from firsttoken_extras.vllm_cross_point.settings import supported_cache  # noqa: E402
 
 BLOCK_TOKENS = 32
 CONTEXT = 256
@@ -46,7 +46,7 @@ HOST_BYTES = 64 << 20
 SHUFFLED = random.Random(0)
 PROMPTS = [[SHUFFLED.randrange(512) for _ in range(SHUFFLED.randrange(10, 150))] for _ in range(10)]
 
-SCHEDULER = "firsttoken.crosspoint.on_vllm.scheduler.CrossPointScheduler"
+SCHEDULER = "firsttoken_extras.vllm_cross_point.scheduler.CrossPointScheduler"
 SIZES = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -69,7 +69,7 @@ ENGINE = {
 def connector(**extra: Any) -> dict[str, Any]:
     return {
         "kv_connector": "CrossPointConnector",
-        "kv_connector_module_path": "firsttoken.crosspoint.on_vllm.connector",
+        "kv_connector_module_path": "firsttoken_extras.vllm_cross_point.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
@@ -291,7 +291,7 @@ def measured(model: Path, prompts: list[list[int]], folder: Path) -> subprocess.
     file = folder / "prompts.json"
     file.write_text(json.dumps(prompts), encoding="utf-8")
     options = f"--model {model} --prompts {file} --new-tokens {NEW_TOKENS} --dtype float32".split()
-    command = [sys.executable, "-m", "firsttoken.engine.experiments.vllm_throughput", *options]
+    command = [sys.executable, "-m", "firsttoken_studies.engine.vllm_throughput", *options]
     return subprocess.run(command, input="\n\n", capture_output=True, text=True, check=False)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from firsttoken.crosspoint.on_vllm.host import HostPool
-from firsttoken.crosspoint.on_vllm.settings import CrossPointSettings
 from firsttoken.engine.swap.spans import Span
 from firsttoken.study.errors import ProfileError
+from firsttoken_extras.vllm_cross_point.host import HostPool
+from firsttoken_extras.vllm_cross_point.settings import CrossPointSettings
 
 
 def test_blocks_come_back_as_they_went() -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from firsttoken.engine.request import Sampling
-from firsttoken.progressive.recovery.server import GrowingServer
+from firsttoken.progressiveserve.recovery.server import GrowingServer
 from firsttoken.service.choice import AnswerChoice, Piece
 from firsttoken.service.inbox import Inbox
 from firsttoken.service.metrics import Metrics

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from firsttoken.progressive.recovery.server import GrowingServer
+from firsttoken.progressiveserve.recovery.server import GrowingServer
 from firsttoken.service import replies
 from firsttoken.service.answer import Answers
 from firsttoken.service.config import ServiceConfig

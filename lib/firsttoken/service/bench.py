@@ -70,8 +70,8 @@ def alone(folder: Path, tokens: int, scheduler: str) -> None:
     from firsttoken.engine.fused import fuse
     from firsttoken.engine.live import LiveExecutor
     from firsttoken.engine.request import Sampling
-    from firsttoken.progressive.checkpoint.manifest import read_manifest
-    from firsttoken.progressive.loading.placement import torch_dtype
+    from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
+    from firsttoken.progressiveserve.loading.placement import torch_dtype
     from firsttoken.study import dtypes
 
     stored = torch_dtype(read_manifest(folder).dtype)

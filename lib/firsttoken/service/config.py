@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, POOL_TOKENS
+from firsttoken.progressiveserve.recovery.limits import BLOCK_TOKENS, POOL_TOKENS
 from firsttoken.study.errors import StageError
 from firsttoken.study.foreign.faults import blaming, read_bytes
 

@@ -13,7 +13,7 @@ from typing import Any
 from firsttoken.assets.chat_template import read_template
 from firsttoken.assets.positions import shortened
 from firsttoken.assets.servable import check_servable
-from firsttoken.progressive.checkpoint.manifest import check_files, read_manifest
+from firsttoken.progressiveserve.checkpoint.manifest import check_files, read_manifest
 from firsttoken.service.cluster import replicas
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.model import is_staged

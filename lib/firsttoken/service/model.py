@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from firsttoken.crosspoint.policies import make_policy
-from firsttoken.link import Link, LinkConfig
-from firsttoken.progressive.checkpoint.manifest import MANIFEST
-from firsttoken.progressive.recovery.growth import Growth
-from firsttoken.progressive.recovery.limits import STALL_FREE, GrowthConfig
-from firsttoken.progressive.recovery.plain import PlainGrowth
-from firsttoken.progressive.recovery.server import GrowingServer
+from firsttoken.cps.policies import make_policy
+from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST
+from firsttoken.progressiveserve.recovery.growth import Growth
+from firsttoken.progressiveserve.recovery.limits import STALL_FREE, GrowthConfig
+from firsttoken.progressiveserve.recovery.plain import PlainGrowth
+from firsttoken.progressiveserve.recovery.server import GrowingServer
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.prefixes import open_prefixes
 from firsttoken.study.dtypes import AUTO

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from firsttoken.progressive.recovery.limits import GrowthConfig
+from firsttoken.petals.access import Access, check_installed
+from firsttoken.petals.background import wait_for
+from firsttoken.petals.cover import unserved
+from firsttoken.petals.keys import public_hex, server_key
+from firsttoken.petals.overview import overview
+from firsttoken.petals.patience import Patience
+from firsttoken.petals.remote import UNAUDITED, RemoteModel
+from firsttoken.petals.trust.auditor import Audits
+from firsttoken.petals.trust.court import TOLERANCE
+from firsttoken.progressiveserve.recovery.limits import GrowthConfig
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.ready import ReadyServer
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.swarm.access import Access, check_installed
-from firsttoken.swarm.background import wait_for
-from firsttoken.swarm.cover import unserved
-from firsttoken.swarm.keys import public_hex, server_key
-from firsttoken.swarm.overview import overview
-from firsttoken.swarm.patience import Patience
-from firsttoken.swarm.remote import UNAUDITED, RemoteModel
-from firsttoken.swarm.trust.auditor import Audits
-from firsttoken.swarm.trust.court import TOLERANCE
 
 _TOLD = 50  # servers that were replaced lately
 

@@ -11,8 +11,8 @@ from firsttoken.assets.held import seen
 from firsttoken.engine.apart.config import WorkerConfig
 from firsttoken.engine.apart.executor import ApartExecutor
 from firsttoken.engine.engine import Engine
-from firsttoken.progressive.loading.placement import torch_dtype
-from firsttoken.progressive.recovery.limits import BLOCK_TOKENS, GrowthConfig
+from firsttoken.progressiveserve.loading.placement import torch_dtype
+from firsttoken.progressiveserve.recovery.limits import BLOCK_TOKENS, GrowthConfig
 from firsttoken.service.config import ServiceConfig
 from firsttoken.service.ready import ReadyServer
 from firsttoken.study import dtypes

@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from firsttoken.link import Link
+from firsttoken.link.shaped import Link
 from firsttoken.service.config import ServiceConfig
 from firsttoken.study.errors import FirstTokenError, StageError
 
 if TYPE_CHECKING:
     import torch
 
-    from firsttoken.kvreuse.source import StoredPrefix
+    from firsttoken.droidspeak.source import StoredPrefix
 
 
 def check_prefixes(config: ServiceConfig, staged: bool) -> None:
@@ -41,10 +41,10 @@ def open_prefixes(
 
     from firsttoken.assets.checkpoint import combined_sha256, weight_files
     from firsttoken.assets.empty_model import build_on_meta
-    from firsttoken.kvreuse.identity import identify
-    from firsttoken.kvreuse.prefill import Group
-    from firsttoken.kvreuse.source import StoredPrefix
-    from firsttoken.kvreuse.store import KVStore
+    from firsttoken.droidspeak.identity import identify
+    from firsttoken.droidspeak.prefill import Group
+    from firsttoken.droidspeak.source import StoredPrefix
+    from firsttoken.droidspeak.store import KVStore
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     identity = identify(build_on_meta(folder, dtype), tokenizer, combined_sha256(weight_files(folder)))

@@ -9,7 +9,7 @@ from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.serving import Server, Standing
 from firsttoken.engine.streams import Stream, TokenSink
-from firsttoken.progressive.recovery.limits import GrowthConfig
+from firsttoken.progressiveserve.recovery.limits import GrowthConfig
 from firsttoken.study.errors import ClosedError
 
 

@@ -83,7 +83,7 @@ class Result:
     rows: Rows
     floors: dict[str, dict[str, Any]]
     summary: Annotated[list[Annotated[Entry, _measured]], misplaced]
-    code: str = ""  # digest of the files that the experiment imports (``code.digest``); older results have none
+    code: str = ""  # digest of the functions that the experiment imports (``code.digest``); older results have none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "summary", Summary(self.summary))

@@ -94,8 +94,10 @@ def fingerprint(path: Path, profile: Profile) -> str:
     """
     own = paths.RESULTS / machine_slug() / profile.name
     reads_others = 'run_experiment("' not in path.read_text(encoding="utf-8").replace('\\"', '"')
-    library = Path(dtypes.__file__).parents[1]
-    files = [path, *paths.PROFILES.glob("*.yaml"), *library.rglob("*.py"), *library.rglob("*.cpp")]
+    library = Path(dtypes.__file__).parents[2]
+    packages = [package for package in library.glob("firsttoken*") if package.is_dir()]
+    files = [path, *paths.PROFILES.glob("*.yaml")]
+    files += [file for package in packages for kind in ("*.py", "*.cpp") for file in package.rglob(kind)]
     data = {file for folder in (paths.DATA, paths.RESULTS) for file in folder.rglob("*")}
     counted = (file for file in data if file.is_file() and file.name != f"{RUN}.json")
     files += [file for file in counted if reads_others or own not in file.parents]

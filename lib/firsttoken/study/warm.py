@@ -43,8 +43,8 @@ MODULES = (
     "datasets",
     "papermill.cli",
     "ipykernel.kernelapp",
-    "firsttoken.experiments",
-    "firsttoken.ledger:verdicts",  # reads ledger and record, which takes 0.8 s, for every notebook
+    "firsttoken_studies.experiments",
+    "firsttoken_studies.ledger:verdicts",  # reads ledger and record, which takes 0.8 s, for every notebook
 )
 _LOOK_S = 0.05
 _ENVIRONMENT = {

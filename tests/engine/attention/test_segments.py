@@ -19,6 +19,9 @@ from chunked import Chunked
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
+from firsttoken.droidspeak.forward import layer_kv
+from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.engine.edges import Edges
 from firsttoken.engine.fused import FusedLayer, fuse_layer
 from firsttoken.engine.live import LiveExecutor
@@ -29,9 +32,6 @@ from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.segments import LocalSegment
 from firsttoken.engine.work import Redo, Work
-from firsttoken.kvreuse.forward import layer_kv
-from firsttoken.kvreuse.prefill import Group, full_prefill, partial_prefill, suffix_logits
-from firsttoken.kvreuse.prefix import LayerKV, Prefix
 from firsttoken.study.errors import ModelError, RequestError
 
 TOLERANCE = 1e-4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken.engine.costs.timed import DecodeCosts, TimedCosts
-from firsttoken.engine.experiments.reuse_throughput import (
+from firsttoken.study.errors import ProfileError
+from firsttoken_studies.engine.reuse_throughput import (
     FULL,
     PARTIAL,
     REUSE,
@@ -15,7 +15,7 @@ from firsttoken.engine.experiments.reuse_throughput import (
     most_qps,
     reuse_throughput_summary,
 )
-from firsttoken.study.errors import ProfileError
+from firsttoken_studies.engine.timed import DecodeCosts, TimedCosts
 
 CONFIG = ServingConfig(2, 40, 8, 1, (0.2, 0.8, 1.4), 1.0, (1,), 1)
 DECODE = DecodeCosts(1e-3, 0.0, 0.0)

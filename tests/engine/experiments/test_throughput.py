@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.engine.experiments import throughput
-from firsttoken.engine.experiments.throughput import ThroughputConfig, _Case, _Vllm
 from firsttoken.engine.fused import fuse
 from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError, ProfileError
+from firsttoken_studies.engine import throughput
+from firsttoken_studies.engine.throughput import ThroughputConfig, _Case, _Vllm
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8] * 12]
 CONFIG = {"systems": ("engine",), "cases": ("float32 3",), "prompt_tokens": (2, 12), "new_tokens": 4, "repeats": 1}

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.chunked.policy import SCHEDULER
 from firsttoken.engine.workload.sharegpt_file import first_pairs
-from firsttoken.kvreuse.tasks.longbench import read
+from firsttoken.sarathi.policy import SCHEDULER
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.foreign.json_text import json_lines, parse_json
 from firsttoken.study.foreign.yaml_text import parse_yaml
 from firsttoken.study.policy_file import PolicyFile
+from firsttoken_studies.droidspeak.tasks.longbench import read
 
 MARK = b"\xef\xbb\xbf"
 ROW = {"input": "q?", "context": "c", "answers": ["a"], "dataset": "hotpotqa", "_id": "x"}

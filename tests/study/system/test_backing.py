@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from firsttoken.progressive.loading.reader import host_memory
+from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken.study.system import backing
 from firsttoken.study.system.backing import back
 from firsttoken.study.system.footprint import MemoryGrowth

@@ -12,25 +12,25 @@ import torch
 from safetensors.torch import save_file
 from services import CHAT, byte_level
 
-from firsttoken.kvreuse.identity import ModelIdentity
-from firsttoken.kvreuse.prefix import LayerKV, PrefixCache
-from firsttoken.kvreuse.store import KVStore
-from firsttoken.link import Link
-from firsttoken.progressive.adapters import check_fit
-from firsttoken.progressive.checkpoint.layout import CONFIG
-from firsttoken.progressive.checkpoint.manifest import MANIFEST, read_manifest
-from firsttoken.progressive.checkpoint.plan import by_layers, whole
-from firsttoken.progressive.checkpoint.sources import FolderSource, Origin, RandomSource
-from firsttoken.progressive.checkpoint.writer import write_staged
-from firsttoken.progressive.coldstart.materials import write_stock
-from firsttoken.progressive.loading.loader import StageLoad
-from firsttoken.progressive.loading.lora import WEIGHTS, parse_adapter
-from firsttoken.progressive.loading.skeleton import Skeleton
+from firsttoken.droidspeak.identity import ModelIdentity
+from firsttoken.droidspeak.prefix import LayerKV, PrefixCache
+from firsttoken.droidspeak.store import KVStore
+from firsttoken.link.shaped import Link
+from firsttoken.petals.blocks import load_span
+from firsttoken.petals.rest8 import write_8_bits
+from firsttoken.progressiveserve.adapters import check_fit
+from firsttoken.progressiveserve.checkpoint.layout import CONFIG
+from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, read_manifest
+from firsttoken.progressiveserve.checkpoint.plan import by_layers, whole
+from firsttoken.progressiveserve.checkpoint.sources import FolderSource, Origin, RandomSource
+from firsttoken.progressiveserve.checkpoint.writer import write_staged
+from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.lora import WEIGHTS, parse_adapter
+from firsttoken.progressiveserve.loading.skeleton import Skeleton
 from firsttoken.service.text import read_vocabulary
 from firsttoken.study.content import sha256_of
 from firsttoken.study.errors import CacheError, RequestError
-from firsttoken.swarm.blocks import load_span
-from firsttoken.swarm.rest8 import write_8_bits
+from firsttoken_studies.progressiveserve.coldstart.materials import write_stock
 from fuzzing import mutators
 from fuzzing.property import Format, from_json
 
@@ -148,9 +148,9 @@ def fetched(folder: Path) -> list[bytes | None]:
 @functools.cache
 def kv_file() -> str:
     """The name of the first context's file."""
-    from firsttoken.kvreuse.entry import Entry
-    from firsttoken.kvreuse.kvfile import file_name
-    from firsttoken.kvreuse.matching import token_bytes
+    from firsttoken.droidspeak.entry import Entry
+    from firsttoken.droidspeak.kvfile import file_name
+    from firsttoken.droidspeak.matching import token_bytes
 
     return f"kv/{file_name(Entry(MODEL, token_bytes(CONTEXTS[0]), (1,)).key)}"
 

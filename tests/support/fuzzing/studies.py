@@ -16,8 +16,8 @@ from typing import Any
 from firsttoken.assets import gguf, rows
 from firsttoken.assets.fetch import _extract, _from_folder
 from firsttoken.assets.lock import asset_path, load_lock
-from firsttoken.progressive.examination import QualityConfig
-from firsttoken.progressive.served import ServedConfig
+from firsttoken.progressiveserve.examination import QualityConfig
+from firsttoken.progressiveserve.served import ServedConfig
 from firsttoken.study import paths
 from firsttoken.study.ceilings import MachineConfig
 from firsttoken.study.claims import Claim, load_claims

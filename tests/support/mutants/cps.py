@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from firsttoken.crosspoint.policies import CrossPoint, OnlineCrossPoint
-from firsttoken.crosspoint.policies.curve import CostCurve
+from firsttoken.cps.policies import CrossPoint, OnlineCrossPoint
+from firsttoken.cps.policies.curve import CostCurve
 from firsttoken.engine.preemption.base import Action
 from firsttoken.engine.request import Phase
 from firsttoken.engine.schedulers.base import Scheduler

@@ -10,14 +10,14 @@ from mutants.running import Mutation
 
 def _no_edge() -> None:
     """A group starts from the receiver's embeddings, wherever it lies."""
-    from firsttoken.kvreuse import prefill
+    from firsttoken.droidspeak import prefill
 
     prefill.start_of = lambda forward, sent, group: forward.embed()
 
 
 def _empty_group() -> None:
     """Nothing is recomputed, whatever is asked for."""
-    from firsttoken.kvreuse import prefill
+    from firsttoken.droidspeak import prefill
 
     right = prefill.partial_prefill
     prefill.partial_prefill = lambda model, prefix, sent, group: right(model, prefix, sent, prefill.NOTHING)
@@ -25,7 +25,7 @@ def _empty_group() -> None:
 
 def _most_layers() -> None:
     """The largest group within the bound is chosen."""
-    from firsttoken.kvreuse.profile import pareto
+    from firsttoken.droidspeak.profile import pareto
 
     pareto.smallest_within = lambda groups, bound: max(
         (one for one in groups if one.relative_loss <= bound), key=lambda one: len(one.group)
@@ -34,28 +34,28 @@ def _most_layers() -> None:
 
 def _no_frontier() -> None:
     """A frontier from which nothing was left out."""
-    from firsttoken.kvreuse.profile import pareto
+    from firsttoken.droidspeak.profile import pareto
 
     pareto.frontier = lambda groups: sorted(groups, key=lambda one: len(one.group))
 
 
 def _edge_never_sent() -> None:
     """The E-cache is not sent: a group starts from nothing that came."""
-    from firsttoken.kvreuse.pipeline.schedule import Schedule
+    from firsttoken.droidspeak.pipeline.schedule import Schedule
 
     Schedule.sends_edge = lambda self, group: False
 
 
 def _everything_sent() -> None:
     """The keys and values of the recomputed layers are sent, too."""
-    from firsttoken.kvreuse.pipeline.schedule import Schedule
+    from firsttoken.droidspeak.pipeline.schedule import Schedule
 
     Schedule.layers = lambda self, group, depth: list(range(depth))
 
 
 def _no_pipeline() -> None:
     """The computation waits for everything, whatever the schedule."""
-    from firsttoken.kvreuse.pipeline import schedule
+    from firsttoken.droidspeak.pipeline import schedule
 
     right = schedule.simulate
     schedule.simulate = lambda jobs, way: right(jobs, schedule.Schedule.SEND_REUSED)
@@ -63,21 +63,21 @@ def _no_pipeline() -> None:
 
 def _reuse_everything() -> None:
     """The sender's keys and values are used in the layers that the receiver should compute itself."""
-    from firsttoken.kvreuse.profile.bank import Bank
+    from firsttoken.droidspeak.profile.bank import Bank
 
     Bank.own = property(lambda self: self.sent.kv)
 
 
 def _critical_by_sign() -> None:
     """Every layer that loses anything is called critical."""
-    from firsttoken.kvreuse.profile import pareto
+    from firsttoken.droidspeak.profile import pareto
 
     pareto.critical_layers = lambda scores, own, share: [layer for layer, score in scores if score <= own]
 
 
 def _every_layer_computed() -> None:
     """All layers are recomputed, whichever group is asked for."""
-    from firsttoken.kvreuse import prefill
+    from firsttoken.droidspeak import prefill
 
     right = prefill.partial_prefill
     prefill.partial_prefill = lambda model, prefix, sent, group: right(model, prefix, sent, prefill.Group(0, 6))
@@ -85,15 +85,15 @@ def _every_layer_computed() -> None:
 
 def _blend_nothing() -> None:
     """CacheBlend that returns the sender's cache as it is."""
-    from firsttoken.kvreuse import blend
-    from firsttoken.kvreuse.forward import cache_of
+    from firsttoken.droidspeak import blend
+    from firsttoken.droidspeak.forward import cache_of
 
     blend.blended_cache = lambda model, prefix, sent, *share, **options: cache_of(sent.kv)
 
 
 def _blind_to_the_link() -> None:
     """A group is chosen as if the link were endless."""
-    from firsttoken.kvreuse import choose
+    from firsttoken.droidspeak import choose
 
     right = choose.choose_group
     choose.choose_group = lambda candidates, costs, now, *rest: right(
@@ -103,7 +103,7 @@ def _blind_to_the_link() -> None:
 
 def _any_loss_is_allowed() -> None:
     """The bound on the loss is not asked."""
-    from firsttoken.kvreuse import choose
+    from firsttoken.droidspeak import choose
 
     right = choose._choices
     choose._choices = lambda candidates, costs, now, bound, schedule: right(candidates, costs, now, inf, schedule)
@@ -111,14 +111,14 @@ def _any_loss_is_allowed() -> None:
 
 def _the_first_belief_stays() -> None:
     """What a transfer took changes nothing."""
-    from firsttoken.kvreuse.choose import LinkEstimate
+    from firsttoken.droidspeak.choose import LinkEstimate
 
     LinkEstimate.observe = lambda self, nbytes, seconds: None
 
 
 def _good_ones_decide() -> None:
     """The budget is kept on the good answers instead of the spoiled ones."""
-    from firsttoken.kvreuse import gate
+    from firsttoken.droidspeak import gate
 
     right = gate.calibrate
     gate.calibrate = lambda signals, failed, *, signal, miss_budget: right(

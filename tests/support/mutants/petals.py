@@ -11,7 +11,7 @@ from mutants.running import Mutation
 
 
 def _one_scale_for_all() -> None:
-    from firsttoken.swarm import wire8
+    from firsttoken.petals import wire8
 
     def pack(hidden: Tensor, block: int = wire8.BLOCK) -> dict[str, Tensor]:
         rows = wire8._in_blocks(hidden.float(), block)
@@ -23,7 +23,7 @@ def _one_scale_for_all() -> None:
 
 
 def _nothing_comes_back() -> None:
-    from firsttoken.swarm import wire8
+    from firsttoken.petals import wire8
 
     wire8.unpack = lambda tensors, dtype: None
 
@@ -41,20 +41,20 @@ def _outliers_in_the_integers() -> None:
 
 
 def _where_most_is() -> None:
-    from firsttoken.swarm import placement
+    from firsttoken.petals import placement
 
     usual = placement._neediest
     placement._neediest = lambda rates, count: usual(-rates, count)
 
 
 def _no_place() -> None:
-    from firsttoken.swarm import placement
+    from firsttoken.petals import placement
 
     placement.interval_to_join = lambda servers, depth, count: range(0)
 
 
 def _blind_to_round_trips() -> None:
-    from firsttoken.swarm import routing
+    from firsttoken.petals import routing
 
     usual = routing.best_chain
 
@@ -67,7 +67,7 @@ def _blind_to_round_trips() -> None:
 
 
 def _no_successor() -> None:
-    from firsttoken.swarm.chain import Chain
+    from firsttoken.petals.chain import Chain
 
     usual = Chain._extend
 
@@ -90,7 +90,7 @@ def _nothing_was_kept() -> None:
 
 
 def _the_gradient_passes_through() -> None:
-    from firsttoken.swarm.tuning.frozen import FrozenBlocks
+    from firsttoken.petals.tuning.frozen import FrozenBlocks
 
     usual = FrozenBlocks._backward
     FrozenBlocks._backward = lambda self, layers, hidden, gradient, one: (
@@ -100,7 +100,7 @@ def _the_gradient_passes_through() -> None:
 
 
 def _a_server_learns() -> None:
-    from firsttoken.swarm.tuning.frozen import FrozenBlocks
+    from firsttoken.petals.tuning.frozen import FrozenBlocks
 
     usual = FrozenBlocks._forward
 
@@ -114,13 +114,13 @@ def _a_server_learns() -> None:
 
 
 def _whatever_is_said_agrees() -> None:
-    from firsttoken.swarm.trust import auditor
+    from firsttoken.petals.trust import auditor
 
     auditor.difference = lambda said, there: 0.0
 
 
 def _the_accused_is_believed() -> None:
-    from firsttoken.swarm.trust.auditor import Auditor
+    from firsttoken.petals.trust.auditor import Auditor
 
     async def convicts(self: Auditor, evidence) -> bool:
         return False
@@ -129,7 +129,7 @@ def _the_accused_is_believed() -> None:
 
 
 def _all_or_nothing_is_taken_over() -> None:
-    from firsttoken.together.borrowed.replica import BorrowingReplica
+    from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
     right = BorrowingReplica._take_over
     BorrowingReplica._take_over = lambda self, come: right(self, come) if come == len(self._layers) else None

@@ -6,7 +6,7 @@ from mutants.running import Mutation
 
 
 def _deepest_block() -> None:
-    from firsttoken.progressive import distance
+    from firsttoken.progressiveserve import distance
 
     def choose_block(distances: distance.Distances, size: int, tokens: str = "last") -> list[int]:
         return list(range(distances.depth - size, distances.depth))
@@ -15,7 +15,7 @@ def _deepest_block() -> None:
 
 
 def _most_turning_block() -> None:
-    from firsttoken.progressive import distance
+    from firsttoken.progressiveserve import distance
 
     def choose_block(distances: distance.Distances, size: int, tokens: str = "last") -> list[int]:
         start = int(distances.block(size, tokens).mean(0).argmax())
@@ -25,62 +25,62 @@ def _most_turning_block() -> None:
 
 
 def _one_layer_too_many() -> None:
-    from firsttoken.progressive.distance import Distances
+    from firsttoken.progressiveserve.distance import Distances
 
     right = Distances.block
     Distances.block = lambda self, size, tokens="last": right(self, size + 1, tokens)
 
 
 def _c_before_b() -> None:
-    from firsttoken.progressive.checkpoint import plan
+    from firsttoken.progressiveserve.checkpoint import plan
 
     plan.staged = lambda names, stages: plan.by_layers(names, [stages.a, stages.c, stages.b])
 
 
 def _everything_first() -> None:
-    from firsttoken.progressive.checkpoint import plan
+    from firsttoken.progressiveserve.checkpoint import plan
 
     plan.staged = lambda names, stages: plan.whole(names, stages.depth)
 
 
 def _passes_zeros() -> None:
-    from firsttoken.progressive.passlayer import PassLayer
+    from firsttoken.progressiveserve.passlayer import PassLayer
 
     PassLayer.forward = lambda self, hidden_states, *args, **kwargs: 0 * hidden_states
 
 
 def _passes_nothing() -> None:
-    from firsttoken.progressive.passlayer import PassLayer
+    from firsttoken.progressiveserve.passlayer import PassLayer
 
     PassLayer.forward = lambda self, hidden_states, *args, **kwargs: None
 
 
 def _layers_stay_away() -> None:
-    from firsttoken.progressive import passlayer
+    from firsttoken.progressiveserve import passlayer
 
     passlayer.restore_layers = lambda model, removed: None
 
 
 def _moves_without_a_prefill() -> None:
-    from firsttoken.progressive.recovery.transitions import PrefillAgain
+    from firsttoken.progressiveserve.recovery.transitions import PrefillAgain
 
     PrefillAgain.redo = lambda self, old, new: range(0)
 
 
 def _boundary_moves() -> None:
-    from firsttoken.progressive.recovery.transitions import RequestBoundary
+    from firsttoken.progressiveserve.recovery.transitions import RequestBoundary
 
     RequestBoundary.redo = lambda self, old, new: range(len(new.layers))
 
 
 def _no_boundary_state() -> None:
-    from firsttoken.progressive.recovery.transitions import FromBoundary
+    from firsttoken.progressiveserve.recovery.transitions import FromBoundary
 
     FromBoundary.keep = lambda self, view: ()
 
 
 def _boundary_a_layer_too_high() -> None:
-    from firsttoken.progressive.recovery.transitions import FromBoundary
+    from firsttoken.progressiveserve.recovery.transitions import FromBoundary
 
     right = FromBoundary.redo
 
@@ -92,7 +92,7 @@ def _boundary_a_layer_too_high() -> None:
 
 
 def _transition_raises() -> None:
-    from firsttoken.progressive.recovery.transitions import ChangedLayers
+    from firsttoken.progressiveserve.recovery.transitions import ChangedLayers
 
     def redo(self: ChangedLayers, old: object, new: object) -> range:
         raise IndexError("list index out of range")
@@ -101,7 +101,7 @@ def _transition_raises() -> None:
 
 
 def _prompt_counts() -> None:
-    from firsttoken.progressive import healing
+    from firsttoken.progressiveserve import healing
 
     right = healing._targets
 
@@ -113,7 +113,7 @@ def _prompt_counts() -> None:
 
 
 def _no_teacher() -> None:
-    from firsttoken.progressive import healing
+    from firsttoken.progressiveserve import healing
 
     right = healing._losses
 

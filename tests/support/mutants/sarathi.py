@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from firsttoken.chunked import capacity as library
-from firsttoken.chunked.capacity import ClientTimes, Objective
 from firsttoken.engine.schedulers.adaptive_budget import AdaptiveBudget
 from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.work import Work
+from firsttoken.sarathi import capacity as library
+from firsttoken.sarathi.capacity import ClientTimes, Objective
 from mutants.running import Mutation
 
 Serve = Callable[[float], ClientTimes]

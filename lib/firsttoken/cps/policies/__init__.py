@@ -1,0 +1,21 @@
+"""When to swap and when to recompute: the policies by name, the engine's two static ones among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from firsttoken.cps.policies.bandwidth_only import BandwidthOnly
+from firsttoken.cps.policies.cross_point import CrossPoint
+from firsttoken.cps.policies.online import OnlineCrossPoint
+from firsttoken.cps.policies.oracle import Oracle
+from firsttoken.engine.preemption import POLICIES as STATIC
+from firsttoken.engine.preemption import PreemptionPolicy, policy_of
+
+POLICIES: dict[str, type[PreemptionPolicy]] = STATIC | {
+    policy.name: policy for policy in (CrossPoint, BandwidthOnly, OnlineCrossPoint, Oracle)
+}
+
+
+def make_policy(name: str, **parameters: Any) -> PreemptionPolicy:
+    """The policy ``name``. Raises ProfileError for an unknown name, and for an unknown or missing parameter."""
+    return policy_of(POLICIES, name, parameters)

@@ -1,0 +1,157 @@
+"""A quality gate: trust the reused cache for this request, or fall back to full prefill.
+
+The signal comes from ``probes``; larger is worse. The threshold is set on one set of requests and its errors are
+counted on another. A request has failed where the reused cache gave a worse answer than full prefill.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from firsttoken.droidspeak.forward import cache_of, layer_kv
+from firsttoken.droidspeak.prefill import full_prefill
+from firsttoken.droidspeak.prefix import LayerKV, Prefix
+from firsttoken.study.errors import RequestError
+from firsttoken.study.stats import Interval
+
+_ROUNDING = 1e-12  # 1 - 7 / 10 is a little more than 0.3, and keeps to a budget of 0.3
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Accepts a request whose ``signal`` (a name, for the record) is at most ``threshold``."""
+
+    signal: str
+    threshold: float
+
+    def accepts(self, value: float) -> bool:
+        """Whether the reused cache may be used; never for a signal that is not a number."""
+        return value <= self.threshold
+
+
+@dataclass(frozen=True)
+class GateRates:
+    """What a gate does to ``n`` requests, as shares of 0 to 1.
+
+    ``miss``: of the failed ones, those accepted; ``false_alarm``: of the good ones, those that fell back. None where
+    there is no such request.
+    """
+
+    miss: float | None
+    false_alarm: float | None
+    fallback_share: float
+    failed: int
+    n: int
+
+
+@dataclass(frozen=True)
+class RocPoint:
+    """What a gate at ``threshold`` sends back: the ``caught`` share of failed requests, the ``false_alarm`` of good."""
+
+    threshold: float
+    false_alarm: float
+    caught: float
+
+
+def calibrate(
+    signals: Sequence[float],
+    failed: Sequence[bool],
+    *,
+    signal: str,
+    miss_budget: float | None = None,
+    false_alarm_budget: float | None = None,
+) -> Gate:
+    """The gate for ``signal`` that keeps to one budget (a share, 0 to 1) on these requests.
+
+    With ``miss_budget``, the one that falls back least; with ``false_alarm_budget``, the one that catches most. Its
+    threshold is one of ``signals``, or just below all of them (accepts none). Raises RequestError unless exactly one
+    budget is given, and as ``roc``.
+    """
+    budgets = [budget for budget in (miss_budget, false_alarm_budget) if budget is not None]
+    if len(budgets) != 1 or not 0 <= budgets[0] <= 1:
+        raise RequestError("give either miss_budget or false_alarm_budget, a share from 0 to 1")
+    points, budget = roc(signals, failed), budgets[0] + _ROUNDING
+    if miss_budget is not None:
+        return Gate(signal, next(point.threshold for point in points if 1 - point.caught <= budget))
+    return Gate(signal, next(point.threshold for point in reversed(points) if point.false_alarm <= budget))
+
+
+def rates(gate: Gate, signals: Sequence[float], failed: Sequence[bool]) -> GateRates:
+    """How often ``gate`` is wrong on these requests. Raises RequestError for none, or for lengths that differ."""
+    values, bad = _arrays(signals, failed)
+    fallen = ~(values <= gate.threshold)
+    miss = float((~fallen[bad]).mean()) if bad.any() else None
+    false_alarm = float(fallen[~bad].mean()) if (~bad).any() else None
+    return GateRates(miss, false_alarm, float(fallen.mean()), int(bad.sum()), len(bad))
+
+
+def roc(signals: Sequence[float], failed: Sequence[bool]) -> list[RocPoint]:
+    """Every gate that these requests tell apart, from the one that accepts all to the one that accepts none.
+
+    Raises RequestError unless both failed and good requests are there, with finite signals.
+    """
+    values, bad = _arrays(signals, failed)
+    if not np.isfinite(values).all():
+        raise RequestError("a signal is nan or infinite; the probe did not work there")
+    if bad.all() or not bad.any():
+        raise RequestError(f"all {len(bad)} requests {'failed' if bad.all() else 'are good'}; a gate needs both kinds")
+    thresholds = np.unique(values)[::-1]
+    thresholds = np.append(thresholds, np.nextafter(thresholds[-1], -np.inf))  # finite, because JSON knows no infinity
+    kinds = [np.sort(values[bad]), np.sort(values[~bad])]
+    caught, alarms = (1 - np.searchsorted(kind, thresholds, side="right") / len(kind) for kind in kinds)
+    return [RocPoint(*map(float, point)) for point in zip(thresholds, alarms, caught, strict=True)]
+
+
+def auc(points: Sequence[RocPoint]) -> float:
+    """Area under ``roc``: how often a failed request has a larger signal than a good one, ties counting half."""
+    return math.fsum(
+        (after.false_alarm - before.false_alarm) * (after.caught + before.caught) / 2
+        for before, after in pairwise(points)
+    )
+
+
+def auc_interval(signals: Sequence[float], failed: Sequence[bool], resamples: int = 2000, seed: int = 0) -> Interval:
+    """``auc`` of these requests with its 95 % bootstrap interval: failed and good ones are drawn again each among
+    themselves, so that few failures stay as few. Raises as ``roc``."""
+    values, bad = _arrays(signals, failed)
+    area, rng = auc(roc(signals, failed)), np.random.default_rng(seed)
+    wins = (values[bad][:, None] > values[~bad]) + 0.5 * (values[bad][:, None] == values[~bad])
+    drawn = [wins[np.ix_(*(rng.integers(0, n, n) for n in wins.shape))].mean() for _ in range(resamples)]
+    return Interval(area, *map(float, np.percentile(drawn, [2.5, 97.5])), len(values))
+
+
+@torch.inference_mode()
+def gated_cache(model: PreTrainedModel, prefix: Prefix, cache: DynamicCache, accepted: Sequence[bool]) -> DynamicCache:
+    """``cache`` with the rows that are not ``accepted`` replaced by the receiver's full prefill of them.
+
+    Raises RequestError unless there is one verdict a row, and the cache holds the prefix and no more.
+    """
+    if len(accepted) != len(prefix.ids):
+        raise RequestError(f"{len(accepted)} verdicts for {len(prefix.ids)} rows; give one each")
+    if cache.get_seq_length() != prefix.tokens:
+        raise RequestError(f"the cache holds {cache.get_seq_length()} tokens, the prefix {prefix.tokens}")
+    rows = [row for row, good in enumerate(accepted) if not good]
+    if not rows:
+        return cache
+    own = full_prefill(model, Prefix(prefix.ids[rows], None if prefix.mask is None else prefix.mask[rows])).kv
+    index = torch.tensor(rows, device=prefix.ids.device)
+
+    def mended(mixed: Tensor, mine: Tensor) -> Tensor:
+        return mixed.index_copy(0, index, mine)
+
+    return cache_of(LayerKV(*map(mended, layer_kv(cache, layer), mine)) for layer, mine in enumerate(own))
+
+
+def _arrays(signals: Sequence[float], failed: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
+    values, bad = np.asarray(signals, dtype=float), np.asarray(failed, dtype=bool)
+    if not len(values) or values.shape != bad.shape or values.ndim != 1:
+        raise RequestError(f"{values.size} signals for {bad.size} requests; give one each, and at least one")
+    return values, bad

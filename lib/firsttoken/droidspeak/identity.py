@@ -1,0 +1,130 @@
+"""Whose KV cache is this, and may another model use it?
+
+DroidSpeak shares caches between fine-tunes of one base model (4.1): weights differ, everything that gives keys and
+values their shape and their angles must not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from firsttoken.assets.layers import layers_of
+from firsttoken.droidspeak.tensors import bytes_of
+from firsttoken.study.errors import CacheError
+
+_MUST_AGREE = {
+    "architecture": "architecture",
+    "layers": "number of layers",
+    "kv_heads": "number of KV heads",
+    "head_dim": "head size",
+    "hidden": "hidden size",
+    "dtype": "dtype",
+    "rope": "rope scaling",
+    "tokenizer": "tokenizer",
+}
+_NOT_OF_THE_TOKENS = ("padding", "truncation")  # what the last call to the tokenizer asked for, not what it is
+_SYNONYMS = ("type",)  # of "rope_type", in configurations from before transformers 5
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What a KV cache depends on beside its tokens; ``key`` stands for all of it.
+
+    ``weights``, ``adapters`` ("" without) and ``tokenizer`` ("" without) are hex sha256 sums, ``dtype`` is torch's name
+    ("bfloat16"), ``rope`` the rotary parameters as sorted JSON, ``hidden`` and ``head_dim`` count numbers a token.
+    """
+
+    weights: str
+    adapters: str
+    dtype: str
+    architecture: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    rope: str
+    tokenizer: str
+
+    @cached_property
+    def key(self) -> str:
+        """16 hex digits."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return f"{self.architecture} {self.key}"
+
+
+def identify(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, weights: str, adapters: str = ""
+) -> ModelIdentity:
+    """The identity of ``model`` with weights of sha256 ``weights`` (``Provenance.sha256``, or ``weights_sha256``).
+
+    Raises ModelError for an architecture without ``model.layers``.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config
+    heads = config.num_attention_heads
+    return ModelIdentity(
+        weights=weights,
+        adapters=adapters,
+        dtype=str(base.dtype).removeprefix("torch."),
+        architecture=type(base).__name__,
+        layers=len(layers_of(base)),
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden=config.hidden_size,
+        rope=json.dumps(_plain(getattr(config, "rope_parameters", None) or {}), sort_keys=True),
+        tokenizer=_tokenizer_sha256(tokenizer) if tokenizer is not None else "",
+    )
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """One hex sha256 of all parameters in name order, for weights that no file holds (merged adapters)."""
+    total = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        total.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
+        total.update(bytes_of(parameter))
+    return total.hexdigest()
+
+
+def difference(stored: ModelIdentity, asked: ModelIdentity) -> str:
+    """The first reason why ``asked`` cannot use what ``stored`` computed, empty where it can; weights may differ."""
+    for field, words in _MUST_AGREE.items():
+        theirs, ours = getattr(stored, field), getattr(asked, field)
+        if theirs != ours:
+            if field == "tokenizer":
+                theirs, ours = (sum_[:12] or "none" for sum_ in (theirs, ours))
+            return f"another {words} ({theirs}, not {ours})"
+    return ""
+
+
+def check_compatible(sender: ModelIdentity, receiver: ModelIdentity) -> None:
+    """Raise CacheError, with the first reason, when ``receiver`` cannot use the KV cache of ``sender``."""
+    if reason := difference(sender, receiver):
+        raise CacheError(f"the cache of {sender} does not fit {receiver}: {reason}; prefill without it")
+
+
+def _plain(value: Any) -> Any:
+    """One form for each meaning: 10000 and 1e4 are one base, and a parameter that is None is not there."""
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items() if v is not None and k not in _SYNONYMS}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        content: dict[str, Any] = {"vocabulary": tokenizer.get_vocab(), "special": tokenizer.special_tokens_map}
+    else:
+        content = {k: v for k, v in json.loads(backend.to_str()).items() if k not in _NOT_OF_THE_TOKENS}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,143 @@
+"""Partial prefill: recompute one contiguous group of layers, reuse the sender's KV in the others (DroidSpeak, 4.1).
+
+The group starts from the E-cache, the hidden states that entered its lowest layer in the sender; what leaves its
+highest layer is thrown away, because the layer above uses the sender's keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from firsttoken.droidspeak.forward import Forward, cache_of, layer_kv
+from firsttoken.droidspeak.prefix import Prefix, PrefixCache
+from firsttoken.study.errors import CacheError, RequestError
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    """Layers [lo, hi), 0-based, that the receiver recomputes; lo = hi recomputes none."""
+
+    lo: int
+    hi: int
+
+    def __len__(self) -> int:
+        return self.hi - self.lo
+
+    def __contains__(self, layer: int) -> bool:
+        return self.lo <= layer < self.hi
+
+    def __str__(self) -> str:
+        return f"{self.lo}-{self.hi - 1}" if len(self) else "none"
+
+    @property
+    def layers(self) -> range:
+        """The layers of the group."""
+        return range(self.lo, self.hi)
+
+    @property
+    def needs_edge(self) -> bool:
+        """Whether the sender's hidden states are needed: layer 0 starts from the token ids."""
+        return len(self) > 0 and self.lo > 0
+
+    def check(self, depth: int) -> Group:
+        """Return this group. Raises RequestError unless it fits a model of ``depth`` layers."""
+        if not 0 <= self.lo <= self.hi <= depth:
+            raise RequestError(f"group [{self.lo}, {self.hi}) does not fit {depth} layers; 0 <= lo <= hi <= {depth}")
+        return self
+
+
+NOTHING = Group(0, 0)
+
+
+@torch.inference_mode()
+def full_prefill(model: PreTrainedModel, prefix: Prefix, edges: Iterable[int] = ()) -> PrefixCache:
+    """What ``model`` computes for ``prefix``, with the E-cache at each of ``edges`` (layers, 0-based).
+
+    Raises RequestError for an edge that the model does not have.
+    """
+    forward, kept = Forward(model, prefix), {}
+    wanted = set(edges)
+    if wanted and not 0 <= min(wanted) <= max(wanted) < forward.depth:
+        raise RequestError(f"edges {sorted(wanted)} do not fit a model of {forward.depth} layers")
+
+    def keep(layer: int, hidden: Tensor) -> None:
+        if layer in wanted:
+            kept[layer] = hidden
+
+    cache = cache_of([None] * forward.depth)
+    forward.run(forward.embed(), range(forward.depth), cache, keep)
+    return PrefixCache(tuple(layer_kv(cache, i) for i in range(forward.depth)), kept)
+
+
+@torch.inference_mode()
+def partial_prefill(model: PreTrainedModel, prefix: Prefix, sent: PrefixCache, group: Group) -> DynamicCache:
+    """The receiver's cache for ``prefix``: its own keys and values in ``group``, the sender's in the other layers.
+
+    Raises RequestError when the group does not fit the model, or when ``sent`` lacks the E-cache at its lower edge, and
+    CacheError when what is used of ``sent`` is not of this model's shape and dtype, or of other tokens.
+    """
+    forward = Forward(model, prefix)
+    _check_fit(sent, forward, group.check(forward.depth))
+    cache = cache_of(None if layer in group else kv for layer, kv in enumerate(sent.kv))
+    if len(group):
+        forward.run(start_of(forward, sent, group), group.layers, cache)
+    return cache
+
+
+def start_of(forward: Forward, sent: PrefixCache, group: Group) -> Tensor:
+    """What enters the lowest layer of ``group``: the sender's E-cache, or at layer 0 the receiver's own embedding."""
+    if not group.needs_edge:
+        return forward.embed()
+    if group.lo not in sent.edges:
+        held = ", ".join(map(str, sorted(sent.edges))) or "none"
+        raise RequestError(f"no E-cache at layer {group.lo} was stored (there: {held}); store that edge too")
+    return sent.edges[group.lo]
+
+
+def _check_fit(sent: PrefixCache, forward: Forward, group: Group) -> None:
+    """Raise CacheError for the first part of ``sent``, of what ``group`` leaves in use, that ``forward`` cannot use."""
+    if len(sent.kv) != forward.depth:
+        raise CacheError(f"the cache has {len(sent.kv)} layers, the model {forward.depth}; it belongs to another model")
+    config, (batch, tokens) = forward.model.config, forward.prefix.ids.shape
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv, hidden = (batch, heads, tokens, head_dim), (batch, tokens, config.hidden_size)
+    used = [(f"layer {i}", part, kv) for i, layer in enumerate(sent.kv) if i not in group for part in layer]
+    if group.needs_edge and group.lo in sent.edges:
+        used.append((f"the E-cache at layer {group.lo}", sent.edges[group.lo], hidden))
+    for name, part, wanted in used:
+        if tuple(part.shape) != wanted or part.dtype != forward.model.dtype:
+            raise CacheError(
+                f"{name} of the cache is {list(part.shape)} of {part.dtype}, the model computes {list(wanted)} of "
+                f"{forward.model.dtype} for this prefix; it belongs to another model or prefix"
+            )
+
+
+def spans(layers: Iterable[int]) -> list[Group]:
+    """The contiguous groups that a scattered set of ``layers`` falls into, in order; each begins with a transition."""
+    found: list[Group] = []
+    for layer in sorted(set(layers)):
+        if found and found[-1].hi == layer:
+            found[-1] = Group(found[-1].lo, layer + 1)
+        else:
+            found.append(Group(layer, layer + 1))
+    return found
+
+
+@torch.inference_mode()
+def suffix_logits(
+    model: PreTrainedModel, prefix: Prefix, ids: Tensor, cache: DynamicCache, mask: Tensor | None = None, keep: int = 0
+) -> Tensor:
+    """Next-token logits [batch, keep or suffix, vocabulary] behind the last ``keep`` (0: all) tokens of ``ids``.
+
+    ``ids`` [batch, suffix] follow ``prefix``, whose layers ``cache`` holds; their own keys and values join it.
+    ``mask`` is 0 where ``ids`` is padded on the right.
+    """
+    forward = Forward(model, prefix.followed_by(ids, mask), new=ids.shape[1])
+    hidden = forward.run(forward.embed(), range(forward.depth), cache)
+    return forward.logits(hidden[:, -keep:])

@@ -1,0 +1,120 @@
+"""Does a choice hold beyond the items that made it: on other items, and on another task (DroidSpeak, 5.4, Figure 17)?
+
+A choice looks better on its own items than it is, so a task's own choice is judged as a foreign one is: half of the
+items choose, the other half judges.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.profile.pareto import Profiled
+from firsttoken.study.errors import RequestError
+
+Chooser = Callable[[Sequence[Profiled]], Profiled]
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """What choices cost the items that judged them.
+
+    ``item_loss``: by item, the loss of score (absolute, in 0..1) against the receiver's own cache, the mean over the
+    choices that it judged. ``layers``: how many layers were recomputed, mean. ``groups``: every choice that was made.
+    """
+
+    item_loss: tuple[float, ...]
+    layers: float
+    groups: tuple[Group, ...]
+
+    @property
+    def usual(self) -> Group:
+        """The group that was chosen most often."""
+        return max(sorted(set(self.groups)), key=self.groups.count)
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """A choice made on items drawn with replacement, and what it loses on those that were not drawn.
+
+    ``relative_loss`` is a share of the receiver's own score on them.
+    """
+
+    group: Group
+    relative_loss: float
+
+
+def transfer(
+    choosing: Sequence[Profiled],
+    judging: Sequence[Profiled],
+    choose: Chooser,
+    *,
+    draws: int,
+    seed: int = 0,
+    seen: bool = False,
+) -> Transferred:
+    """Choose on half of the items of ``choosing``, judge on half of those of ``judging``, for ``draws`` random splits.
+
+    Both are profiles of one pair. Each split serves both ways, so every item judges ``draws`` choices. Where both are
+    one task, the judging half did not choose, unless ``seen``: then the choice is made on the very items that judge it.
+    Raises RequestError for fewer than two items, or a group that only ``choosing`` has.
+    """
+    there = {profiled.group: profiled for profiled in judging}
+    if missing := [str(p.group) for p in choosing if p.group not in there]:
+        raise RequestError(f"group {missing[0]} was profiled on one task only; profile both with the same edges")
+    sizes = [len(profiles[0].own) for profiles in (choosing, judging)]
+    loss, groups = [0.0] * sizes[1], []
+    for draw in range(draws):
+        choosers, judges = (halves(size, seed + draw) for size in sizes)
+        for side in (0, 1):
+            judged = judges[1 - side]
+            chosen = choose(taken(judging, judged) if seen else taken(choosing, choosers[side]))
+            groups.append(chosen.group)
+            whole = there[chosen.group]
+            for item in judged:
+                loss[item] += (whole.own[item] - whole.mixed[item]) / draws
+    return Transferred(tuple(loss), sum(map(len, groups)) / len(groups), tuple(groups))
+
+
+def resampled(
+    profiles: Sequence[Profiled], items: int, choose: Chooser, *, draws: int, seed: int = 0
+) -> list[Resampled]:
+    """The choices that ``draws`` samples of ``items`` items would have made.
+
+    Drawn with replacement, so that as many items as were profiled can be drawn and some are still left to judge; a draw
+    that leaves none is drawn again. Raises RequestError unless ``items`` is 1 to all of at least two items.
+    """
+    there, rng, found = len(profiles[0].own), random.Random(seed), []
+    if not 1 <= items <= there or there < 2:
+        raise RequestError(f"cannot draw {items} of {there} items and judge on others; draw 1 to all, of two or more")
+    while len(found) < draws:
+        drawn = rng.choices(range(there), k=items)
+        if left := sorted(set(range(there)) - set(drawn)):
+            group = choose(taken(profiles, drawn)).group
+            (judged,) = taken([p for p in profiles if p.group == group], left)
+            found.append(Resampled(group, judged.relative_loss))
+    return found
+
+
+def best_of_size(layers: int) -> Chooser:
+    """Chooses the group of exactly ``layers`` layers with the least loss; of equals the lowest."""
+
+    def choose(profiles: Sequence[Profiled]) -> Profiled:
+        return min((p for p in profiles if len(p.group) == layers), key=lambda p: (p.relative_loss, p.group.lo))
+
+    return choose
+
+
+def taken(profiles: Sequence[Profiled], items: Sequence[int]) -> list[Profiled]:
+    """The profiles as if only ``items`` (indices, one may come twice) had been asked."""
+    return [Profiled(p.group, tuple(p.own[i] for i in items), tuple(p.mixed[i] for i in items)) for p in profiles]
+
+
+def halves(items: int, seed: int) -> tuple[list[int], list[int]]:
+    """The indices of ``items`` items in two random halves, rising. Raises RequestError for fewer than two."""
+    if items < 2:
+        raise RequestError(f"{items} items cannot be halved; profile at least two")
+    order = random.Random(seed).sample(range(items), items)
+    return sorted(order[: items // 2]), sorted(order[items // 2 :])

@@ -1,0 +1,94 @@
+"""What a store holds of a prompt's beginning, as the engine takes it: from memory or disk, or over a link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from firsttoken.droidspeak.entry import edge_name, layer_name
+from firsttoken.droidspeak.identity import ModelIdentity, check_compatible
+from firsttoken.droidspeak.pipeline.live import pieces_of, sent_pieces
+from firsttoken.droidspeak.pipeline.schedule import Schedule
+from firsttoken.droidspeak.pipeline.transfer import Buffers, Transfer
+from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.store import KVStore
+from firsttoken.link.shaped import Link
+
+
+class StoredPrefix:
+    """The longest prefix of ``context`` that ``store`` has of ``sender``; ``group`` is computed again by ``receiver``.
+
+    It is all there at once; with a ``link`` it comes over that, E-cache first. The last token of ``context`` is never
+    taken, as somebody has to say the next one. Raises CacheError when the models do not fit or nothing is stored, and
+    RequestError for a group that does not fit.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        context: Sequence[int],
+        *,
+        sender: ModelIdentity,
+        receiver: ModelIdentity,
+        group: Group,
+        link: Link | None = None,
+        device: str = "cpu",
+    ) -> None:
+        check_compatible(sender, receiver)
+        self._group, self._depth = group.check(sender.layers), sender.layers
+        self._edge = group.lo if group.needs_edge else None
+        self._store, self._context, self._sender = store, context[:-1], sender
+        self._left = [layer for layer in range(self._depth) if layer not in group]
+        self.redo = group.layers
+        self._transfer: Transfer | None = None
+        self._begun = ExitStack()
+        if link is None:
+            self.tokens = min(
+                store.match(self._context, sender), store.match(self._context, sender, self._edge or None)
+            )
+            if not self.tokens:
+                store.fetch(self._context, sender, 0)  # which says why there is none
+            return
+        located = store.locate(self._context, sender, self._edge)
+        self.tokens = located.tokens
+        sent = sent_pieces(pieces_of(located), group, self._depth, Schedule.PIPELINED)
+        self._transfer = Transfer(sent, link, Buffers(sent, device))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every reused layer was handed over."""
+        return not self._left
+
+    def begin(self) -> None:
+        """Let it come."""
+        if self._transfer is not None:
+            self._begun.enter_context(self._transfer)
+
+    def edge(self) -> Tensor | None:
+        """The E-cache [1, tokens or more, hidden] at the group's lower edge, or None yet. Raises as ``arrived``."""
+        if self._transfer is None:
+            return self._store.fetch_edge(self._context, self._sender, self._edge)
+        return self._transfer.ready(edge_name(self._edge))
+
+    def arrived(self) -> list[tuple[int, Tensor]]:
+        """(layer, keys and values [2, 1, kv_heads, tokens or more, head_dim]) that have come since this was asked last.
+
+        Raises LinkError when the link died, and CacheError when the file is torn or gone.
+        """
+        came: list[tuple[int, Tensor]] = []
+        while self._left:
+            if self._transfer is None:
+                kv = torch.stack(self._store.fetch(self._context, self._sender, self._left[0]))
+            else:
+                kv = self._transfer.ready(layer_name(self._left[0]))
+            if kv is None:
+                break
+            came.append((self._left.pop(0), kv))
+        return came
+
+    def close(self) -> None:
+        """End the transfer."""
+        self._begun.close()

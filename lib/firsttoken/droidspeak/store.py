@@ -1,0 +1,150 @@
+"""A store of KV- and E-caches, layer by layer, under DroidSpeak's names: store, fetch, partial_prefill (4.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from firsttoken.droidspeak import prefill
+from firsttoken.droidspeak.entry import Entry, edge_name, layer_name
+from firsttoken.droidspeak.forward import Forward
+from firsttoken.droidspeak.identity import ModelIdentity, check_compatible
+from firsttoken.droidspeak.kvfile import StoredPiece
+from firsttoken.droidspeak.matching import token_bytes
+from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
+from firsttoken.droidspeak.shelf import Reading, Shelf
+from firsttoken.study.errors import RequestError
+
+_RECOMPUTED = LayerKV(torch.empty(0), torch.empty(0))  # stands where the receiver computes its own
+
+
+@dataclass(frozen=True)
+class Located:
+    """The file with the longest stored prefix of a context: the first ``tokens`` tokens of its pieces are wanted.
+
+    ``spans`` are by name: "layer.3" [2, 1, kv_heads, all tokens, head_dim], "edge.3" [1, all tokens, hidden]. Whoever
+    reads them compares each with its sha256, as ``fetch`` does.
+    """
+
+    path: Path
+    spans: Mapping[str, StoredPiece]
+    tokens: int
+
+
+class KVStore:
+    """At most ``memory_bytes`` of tensors and ``disk_bytes`` of files in ``folder``; least recently used goes first.
+
+    With a folder, what it holds already is found, every entry lies there, and the memory is a cache; without one the
+    memory is all. Prefixes are matched by blocks of ``block_tokens`` tokens, a last block that is not full only where
+    the context ends there too. Safe for threads; a folder has one store at a time. Raises RequestError for a negative
+    size and CacheError for a folder that cannot be had.
+    """
+
+    def __init__(self, folder: Path | None, *, memory_bytes: int, disk_bytes: int = 0, block_tokens: int = 16) -> None:
+        self._shelf = Shelf(folder, memory_bytes, disk_bytes, block_tokens)
+
+    def __len__(self) -> int:
+        """How many prefixes are kept."""
+        return len(self._shelf)
+
+    @property
+    def used(self) -> tuple[int, int]:
+        """Bytes of tensors in memory and of files on disk."""
+        return self._shelf.used
+
+    def store(self, context: Sequence[int], model: ModelIdentity, cache: PrefixCache) -> None:
+        """Keep what ``model`` computed for the token ids ``context``: KV [1, kv_heads, tokens, head_dim] and its edges.
+
+        An earlier storing of the same is replaced. Raises CacheError when the cache is not of this model and as many
+        tokens, when it is larger than the store, or when the disk does not take it.
+        """
+        entry = Entry(model, _tokens(context), tuple(sorted(cache.edges)))
+        self._shelf.put(entry, entry.pieces(cache))
+
+    def match(self, context: Sequence[int], model: ModelIdentity, edge: int | None = None) -> int:
+        """How many of the first tokens of ``context`` are stored for ``model`` (with the E-cache at layer ``edge``)."""
+        return self._shelf.longest(_tokens(context), model, edge)
+
+    def fetch(self, context: Sequence[int], model: ModelIdentity, layer: int) -> LayerKV:
+        """KV of one layer [1, kv_heads, match, head_dim], on the CPU; of a file no other layer is read.
+
+        The tensors are the store's own: do not write to them. Raises CacheError, with the reason, when nothing of the
+        context is stored for ``model`` or when the file is torn, and RequestError for a layer that it does not have.
+        """
+        _check_layer(layer, model)
+        with self._shelf.open(_tokens(context), model) as reading:
+            return _kv(reading, layer)
+
+    def fetch_edge(self, context: Sequence[int], model: ModelIdentity, layer: int) -> Tensor:
+        """The E-cache at ``layer`` [1, ``match(context, model, layer)``, hidden]; all else as ``fetch``."""
+        _check_layer(layer, model)
+        with self._shelf.open(_tokens(context), model, layer) as reading:
+            return _edge(reading, layer)
+
+    def locate(self, context: Sequence[int], model: ModelIdentity, edge: int | None = None) -> Located:
+        """Where a link finds the bytes of the longest stored prefix (with the E-cache at layer ``edge``).
+
+        The file is the most recently used now, and stays until it no longer is: open it soon. Raises CacheError when
+        there is none, or when the store has no folder.
+        """
+        file, tokens = self._shelf.locate(_tokens(context), model, edge)
+        return Located(file.path, file.spans, tokens)
+
+    def partial_prefill(
+        self,
+        recompute: Group,
+        context: Sequence[int],
+        *,
+        receiver_model: PreTrainedModel,
+        receiver: ModelIdentity,
+        sender: ModelIdentity,
+    ) -> DynamicCache:
+        """The receiver's cache for all of ``context``: its own in the layers ``recompute``, the sender's in the others.
+
+        Only those others and the E-cache at the lower edge are read. Tokens behind the longest stored prefix are
+        computed by the receiver in every layer. Raises CacheError when receiver and sender do not fit or as ``fetch``
+        does, and RequestError when the group does not fit the model.
+        """
+        check_compatible(sender, receiver)
+        recompute.check(sender.layers)
+        edge, device = recompute.lo if recompute.needs_edge else None, receiver_model.device
+        with self._shelf.open(_tokens(context), sender, edge) as reading:
+            kv = tuple(
+                _RECOMPUTED if layer in recompute else LayerKV(*(part.to(device) for part in _kv(reading, layer)))
+                for layer in range(sender.layers)
+            )
+            edges = {} if edge is None else {edge: _edge(reading, edge).to(device)}
+            stored = reading.tokens
+        cache = prefill.partial_prefill(
+            receiver_model, Prefix.of([context[:stored]], device), PrefixCache(kv, edges), recompute
+        )
+        if stored < len(context):
+            with torch.inference_mode():
+                forward = Forward(receiver_model, Prefix.of([context], device), new=len(context) - stored)
+                forward.run(forward.embed(), range(forward.depth), cache)
+        return cache
+
+
+def _kv(reading: Reading, layer: int) -> LayerKV:
+    return LayerKV(*reading.piece(layer_name(layer))[..., : reading.tokens, :])
+
+
+def _edge(reading: Reading, layer: int) -> Tensor:
+    return reading.piece(edge_name(layer))[:, : reading.tokens]
+
+
+def _tokens(context: Sequence[int]) -> bytes:
+    if not len(context):
+        raise RequestError("an empty context has no KV cache; give at least one token")
+    return token_bytes(context)
+
+
+def _check_layer(layer: int, model: ModelIdentity) -> None:
+    if not 0 <= layer < model.layers:
+        raise RequestError(f"{model} has layers 0 to {model.layers - 1}, no layer {layer}")

@@ -1,0 +1,124 @@
+"""Who may reach a server: this machine alone, or, with TLS and a token, whoever has both."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from firsttoken.petals.addresses import is_loopback
+from firsttoken.petals.wire import most_bytes
+from firsttoken.study.errors import SwarmError
+
+if TYPE_CHECKING:
+    import grpc
+
+_LONGEST = 1 << 16  # bytes of a file that is read here
+_KEEPALIVE = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000))
+
+
+@dataclass(frozen=True)
+class Access:
+    """``token`` is told to every server and asked of every client; ``authority`` is the PEM certificate that servers
+    are known by, ``certificate`` and ``key`` a server's own. Nothing of it is needed on loopback."""
+
+    token: str = ""
+    authority: bytes = b""
+    certificate: bytes = b""
+    key: bytes = b""
+
+    @classmethod
+    def read(cls, token: Path | None, authority: Path | None, certificate: Path | None, key: Path | None) -> Access:
+        """From files. Raises SwarmError for one that cannot be read."""
+        said = [_read(path) for path in (token, authority, certificate, key)]
+        return cls(said[0].decode("ascii", "replace").strip(), *said[1:])
+
+    @property
+    def secure(self) -> bool:
+        """Whether other machines are connected to: there is a certificate to know them by."""
+        return bool(self.authority or self.certificate)
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """What a client says with every call."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+    def admits(self, headers: dict[str, str]) -> bool:
+        """Whether a call with these headers has the token."""
+        said = headers.get("authorization", "")
+        return not self.token or hmac.compare_digest(said.encode(), f"Bearer {self.token}".encode())
+
+    def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
+        """Bind ``server``; the port. Raises SwarmError for an address beyond this machine without TLS and a token, and
+        one that cannot be had."""
+        import grpc
+
+        secure = bool(self.certificate and self.key)
+        if not is_loopback(host) and not (secure and self.token):
+            raise SwarmError(
+                f"{host} can be reached from other machines: give --tls-cert, --tls-key and --token-file, or stay on "
+                "127.0.0.1"
+            )
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if not secure:
+                return server.add_insecure_port(where)
+            return server.add_secure_port(where, grpc.ssl_server_credentials([(self.key, self.certificate)]))
+        except RuntimeError as error:
+            raise SwarmError(f"cannot listen on {where}: choose another --port") from error
+
+    def channel(self, address: str, width: int, trained: int = 0) -> grpc.aio.Channel:
+        """A connection to the server at ``address``, for messages of at most ``most_bytes`` of hidden states.
+
+        Raises SwarmError for an address beyond this machine without a certificate to know it by.
+        """
+        import grpc
+
+        limit = most_bytes(width, trained)
+        options = [
+            ("grpc.max_receive_message_length", limit),
+            ("grpc.max_send_message_length", limit),
+            ("grpc.use_local_subchannel_pool", 1),  # a channel that is closed takes its connection with it
+            ("grpc.initial_reconnect_backoff_ms", 50),
+            ("grpc.max_reconnect_backoff_ms", 500),  # a server that is back is used within this
+            ("grpc.enable_http_proxy", 0),
+            *_KEEPALIVE,
+        ]
+        if self.secure:
+            known_by = self.authority or self.certificate  # which is its own authority where all servers share it
+            return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(known_by), options)
+        if not is_loopback(address.rpartition(":")[0].strip("[]")):
+            raise SwarmError(f"{address} is on another machine: give --tls-ca, the certificate that it is known by")
+        return grpc.aio.insecure_channel(address, options)
+
+
+def check_installed() -> None:
+    """Raises SwarmError where a swarm's packages are not installed."""
+    if missing := [name for name in ("grpc", "cryptography") if find_spec(name) is None]:
+        raise SwarmError(f"{missing[0]} is not installed: pip install 'firsttoken[swarm]'")
+
+
+def server_options(width: int, trained: int = 0) -> list[tuple[str, int]]:
+    """Of a server: larger messages than ``most_bytes`` of hidden states are refused unread, ports are its own."""
+    limit = most_bytes(width, trained)
+    return [
+        ("grpc.max_receive_message_length", limit),
+        ("grpc.max_send_message_length", limit),
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        *_KEEPALIVE,
+    ]
+
+
+def _read(path: Path | None) -> bytes:
+    if path is None:
+        return b""
+    try:
+        said = path.read_bytes()[: _LONGEST + 1]
+    except OSError as error:
+        raise SwarmError(f"{path} cannot be read: {error.strerror}") from error
+    if not said.strip() or len(said) > _LONGEST:
+        raise SwarmError(f"{path} is empty, or no file of a token, certificate or key")
+    return said

@@ -1,0 +1,165 @@
+"""What ``firsttoken swarm`` does."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from firsttoken.assets.ends import chat_ends
+from firsttoken.assets.tokenizer_files import read_tokenizer_files
+from firsttoken.lean.tokenizer import read_tokenizer
+from firsttoken.petals.access import Access, check_installed
+from firsttoken.petals.blocks import depth_of, model_sha256, parse_blocks
+from firsttoken.petals.fewest_moves import FewestMoves
+from firsttoken.petals.keys import public_hex, server_key
+from firsttoken.petals.limits import ServerLimits
+from firsttoken.petals.patience import Patience
+from firsttoken.petals.placement import Rebalancing, interval_to_join
+from firsttoken.petals.records import Record
+from firsttoken.petals.rest8 import write_8_bits
+from firsttoken.petals.server import ServerConfig, serving
+from firsttoken.petals.swarm import Swarm
+from firsttoken.study import dtypes
+
+_RULES = {"paper": Rebalancing(), "fewest-moves": FewestMoves()}
+
+
+def run(options: argparse.Namespace) -> None:
+    """The action that was chosen. Raises SwarmError, ModelError and RequestError."""
+    check_installed()
+    {"serve": _serve, "int8": _rest, "generate": _generate, "list": _list}[options.action](options)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    access = Access.read(options.token_file, options.tls_ca, options.tls_cert, options.tls_key)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    model = model_sha256(options.model)
+    asyncio.run(_until_told(config_of(options, access, chosen_blocks(options, access, model), options.host), model))
+
+
+def config_of(options: argparse.Namespace, access: Access, blocks: range, host: str) -> ServerConfig:
+    """A server of ``blocks`` on ``host``, as the options of ``swarm serve`` say. Raises as these are refused."""
+    limits = ServerLimits(kv_tokens=options.kv_tokens, expiry_s=options.expiry_s, rebalance_s=options.rebalance_s)
+    return ServerConfig(
+        options.model,
+        blocks,
+        dtypes.resolve(options.dtype, "cpu"),
+        host,
+        options.port,
+        options.address,
+        options.registry,
+        options.key,
+        access,
+        limits,
+        options.train,
+        _RULES[options.rebalance_by] if options.blocks == "auto" else None,
+    )
+
+
+def chosen_blocks(options: argparse.Namespace, access: Access, model: str) -> range:
+    """The blocks that are named, or those that the swarm needs most."""
+    depth = depth_of(options.model)
+    if options.blocks != "auto":
+        return parse_blocks(options.blocks, depth)
+    count = options.count or depth
+    if not options.registry:
+        return interval_to_join([], depth, count)
+
+    async def needed() -> range:
+        swarm = Swarm(model, options.registry, 1, access, Patience())
+        await swarm.look()
+        servers = [one.reachable(0.0, one.counted()) for one in swarm.servers()]
+        await swarm.close()
+        return interval_to_join(servers, depth, count)
+
+    return asyncio.run(needed())
+
+
+def line_of(config: ServerConfig, record: Record, port: int) -> str:
+    """What a user is told of a server of this process, which listens on ``port``."""
+    here = f", on port {port} here" if config.address else ""
+    return (
+        f"blocks [{record.span.start}, {record.span.stop}) of {config.folder.resolve().name} are served at "
+        f"{record.address} by process {os.getpid()}{here}; Ctrl-C ends it"
+    )
+
+
+async def _until_told(config: ServerConfig, model: str) -> None:
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+
+    def say(record: Record, port: int) -> None:
+        print(line_of(config, record, port), flush=True)
+
+    async with serving(config, model, told=say) as running:
+        told = asyncio.create_task(ended.wait())
+        await asyncio.wait([told, running.failed], return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if running.failed.done():
+            running.failed.result()
+
+
+def _rest(options: argparse.Namespace) -> None:
+    written = write_8_bits(options.model, options.out)
+    print(f"{options.out}: {written / 1e6:,.1f} MB, blocks in 8 bits; servers and clients take it as their --model")
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from firsttoken.petals.remote import UNAUDITED, RemoteModel
+    from firsttoken.petals.trust.auditor import Audits
+    from firsttoken.petals.trust.court import TOLERANCE
+
+    folder = Path(options.model)
+    tokenizer, files = read_tokenizer(folder), read_tokenizer_files(folder)
+    files.complete(tokenizer)
+    ids = torch.tensor([tokenizer.encode(options.prompt).ids])
+    ends = chat_ends(folder, tokenizer, files)
+    audits = None
+    if options.audit_rate is not None:
+        accuser, shares = public_hex(server_key(None)), (options.audit_undecided, options.audit_unwitnessed)
+        audits = Audits(options.audit_rate, options.registry[0], accuser, TOLERANCE, *shares)
+    with RemoteModel(
+        options.model,
+        options.registry,
+        dtype=dtypes.resolve(options.dtype, "cpu"),
+        coding=options.coding,
+        patience=Patience(step_s=options.step_s),
+        access=Access.read(options.token_file, options.tls_ca, None, None),
+        audits=audits,
+    ) as model:
+        said = model.generate(ids, options.max_tokens, eos_token_id=ends)
+        print(tokenizer.decode(said[0].tolist(), skip_special_tokens=True))
+        for server, why in model.chain.faults:
+            print(f"replaced {server[:8]}: {why}", file=sys.stderr)
+        if model.chain.auditor is None:
+            print(UNAUDITED, file=sys.stderr)
+        else:
+            ends = ", ".join(f"{count} {end}" for end, count in model.chain.auditor.ends.items())
+            print(f"audits: {ends or 'none'}", file=sys.stderr)
+            if why := model.chain.auditor.why:
+                print(f"the last audit that showed nothing: {why}", file=sys.stderr)
+
+
+def _list(options: argparse.Namespace) -> None:
+    access = Access.read(options.token_file, options.tls_ca, None, None)
+    swarm = Swarm(model_sha256(options.model), options.registry, 1, access, Patience())
+
+    async def look() -> None:
+        await swarm.meet()
+        servers = sorted(swarm.servers(), key=lambda one: one.blocks)
+        for one in servers:
+            rate = f"{one.throughput:,.0f} tokens/s through a block"
+            print(f"blocks [{one.blocks[0]}, {one.blocks[1]}) at {one.address}, key {one.server[:8]}: {rate}")
+        if not servers or swarm.contacts.faults or swarm.contacts.held_against():
+            print(f"{len(servers)} servers have blocks of the model; seen beside: {swarm.unseen()}", file=sys.stderr)
+        await swarm.close()
+
+    asyncio.run(look())

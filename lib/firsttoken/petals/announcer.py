@@ -1,0 +1,183 @@
+"""A server tells the others what it serves, and hears what they do: three times within a record's life.
+
+Every exchange goes both ways, with all members that are known and the addresses that the server was given, so any of
+them can be asked for all. Two servers with one key would overwrite each other's record: the later one ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from firsttoken.petals.addresses import check_name
+from firsttoken.petals.contacts import PROVE_S, Contacts
+from firsttoken.petals.messages import ANSWER_S, Exchanged, page_of, proof_of, tell
+from firsttoken.petals.records import Record
+from firsttoken.petals.registry import TwinError
+from firsttoken.study.errors import SwarmError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+PEERS = 8  # that one round asks beside the addresses given
+_SELF_S = 5.0  # within which a server reaches itself at the address that it gives others
+_NAMED_S = 0.5  # until a server is met of which others have told
+_TOLD_S = 1.0
+_TICK_S = 1e-6  # that a record is newer than the one before it
+_SOON_S = 0.1  # until the next round when nobody did
+
+
+class Announcer:
+    """Keeps ``record`` alive among ``peers`` (HOST:PORT) and in the registry of ``contacts``; ``expiry_s`` is a
+    record's life. Where all whom it asks refuse the record, it says so on standard error."""
+
+    def __init__(
+        self, record: Record, key: Ed25519PrivateKey, contacts: Contacts, peers: Sequence[str], expiry_s: float
+    ) -> None:
+        self._record, self._key, self._contacts, self._peers = record, key, contacts, list(peers)
+        self._registry, self._expiry_s = contacts.registry, expiry_s
+        self._twins: dict[str, TwinError] = {}  # who refused this round's record for another's
+        self._refused_s: float | None = None  # since when somebody has, each round
+        self._said = ""
+        self.announced = asyncio.Event()  # a first round is over
+        contacts.is_at(record.address)
+
+    @property
+    def record(self) -> Record:
+        """What the server says of itself now."""
+        return self._record
+
+    def say(self, **said: Any) -> Record:
+        """The record with these fields: whoever exchanges with this server from now on hears it."""
+        self._renew(replace(self._record, **said))
+        return self._record
+
+    def answer(self, told: Exchanged, refused: str) -> bytes:
+        """What this member says to one that has ``told`` it something, and whose record it ``refused`` for that."""
+        own = self._record
+        page, after = page_of(self._registry.live(time.time()), own, told.after)
+        proof = proof_of(self._key, own.server, told.nonce) if told.nonce else None
+        others = [] if told.after else self._contacts.refused()
+        return tell(page, own.server, after=after, proof=proof, refused=refused, others=others)
+
+    async def tell_all(self) -> set[str]:
+        """Exchange with every member that is known, and those of which they tell; the subkeys of who answered."""
+        asked, answered = {self._record.address}, set()
+        while True:
+            known = {*self._peers, *(one.address for one in self._registry.live(time.time()) if one.counted())}
+            new = (known | set(self._contacts.due(set(asked)))) - asked
+            if not new:
+                return {one for one, _ in answered if one}
+            asked |= new
+            answered.update(one for one in await asyncio.gather(*map(self._meet, new)) if one is not None)
+
+    async def run(self) -> None:
+        """Announce until cancelled. Raises SwarmError when a server that started earlier has the same key."""
+        round_s, soon_s = self._expiry_s / 3, _SOON_S
+        self._renew(self._record)
+        await self._reach_itself()
+        while True:
+            heard = await self.announce()
+            self.announced.set()
+            until = time.monotonic() + (round_s * random.uniform(0.8, 1.0) if heard else min(soon_s, round_s))
+            while (left_s := until - time.monotonic()) > 0:
+                await asyncio.sleep(min(left_s, _NAMED_S))
+                await asyncio.gather(*map(self._meet, self._contacts.due({self._record.address})))
+            soon_s = _SOON_S if heard else 2 * soon_s  # whom it was told of may not be up yet
+
+    async def soon_announced(self) -> None:
+        """Wait until the others have been told for the first time, or for a second where they do not answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_TOLD_S):
+                await self.announced.wait()
+
+    async def announce(self) -> bool:
+        """One round; False when everybody who was asked is silent, or refuses the record. Raises as ``run``."""
+        self._renew(self._record)
+        asked = self._whom()
+        answers = dict(zip(asked, await asyncio.gather(*map(self._meet, asked)), strict=True))
+        await asyncio.gather(*map(self._meet, self._contacts.due(set(asked))))  # of whom these have told
+        self._check_twins()
+        refused = {address: self._why(address, answers[address]) for address in asked}
+        if taken := not refused or not all(refused.values()):
+            self._said = ""
+        else:
+            whys = "; ".join(f"{address}: {why}" for address, why in refused.items())
+            self._warn(f"this server is not known to others; {whys}")
+        return taken
+
+    async def leave(self) -> None:
+        """Tell the others that this server goes: nobody asks it any more."""
+        self.say(blocks=(0, 0), target=(0, 0), wishes=0.0)
+        await asyncio.gather(*map(self._meet, self._whom()))
+
+    def _whom(self) -> list[str]:
+        known = [one.address for one in self._registry.live(time.time())]
+        asked = dict.fromkeys([*self._peers, *random.sample(known, min(PEERS, len(known)))])
+        return [address for address in asked if address != self._record.address]
+
+    def _renew(self, record: Record) -> None:
+        now = time.time()
+        issued = max(now, self._record.issued + _TICK_S)  # the clock may stand, or have been set
+        self._record = replace(record, issued=issued, expires=issued + self._expiry_s).signed(self._key)
+        try:
+            self._registry.take(self._record, now)
+        except TwinError as error:
+            self._twins[self._record.address] = error
+
+    async def _meet(self, address: str) -> tuple[str | None, str] | None:
+        """Exchange with one; its subkey and why it refuses the record of this server, None where it does not answer."""
+        contacts = self._contacts
+        try:
+            if address not in self._peers and self._registry.at(address, time.time()) is None:
+                await check_name(address)
+            async with contacts.access.channel(address, contacts.width) as channel:
+                told, _ = await contacts.ask(channel, address, ANSWER_S + PROVE_S, self._record)
+        except TwinError as error:
+            self._twins[address] = error
+            return None, str(error)
+        except SwarmError as error:
+            contacts.fault(address, str(error))
+            return None
+        return told.server, told.refused
+
+    def _why(self, address: str, answer: tuple[str | None, str] | None) -> str:
+        return self._contacts.faults.get(address, "it does not answer") if answer is None else answer[1]
+
+    async def _reach_itself(self) -> None:
+        """Wait until this server answers at its address, where the others will call it back."""
+        contacts, own, wait_s, why = self._contacts, self._record, _SOON_S, ""
+        until = time.monotonic() + _SELF_S
+        while time.monotonic() < until:
+            try:
+                async with contacts.access.channel(own.address, contacts.width) as channel:
+                    told, _ = await contacts.ask(channel, own.address, PROVE_S)
+                if told.server == own.server:
+                    return
+                why = f"who answers there is {(told.server or 'nobody')[:8]}"
+            except SwarmError as error:
+                why = str(error)
+            await asyncio.sleep(wait_s)
+            wait_s *= 2
+        self._warn(f"this server does not reach itself at {own.address}, the address that it gives others: {why}")
+
+    def _warn(self, said: str) -> None:
+        """Say it on the terminal, once for each reason: seconds and such may have changed."""
+        if (kind := re.sub(r"\d+(\.\d+)? s", "", said)) != self._said:
+            self._said = kind
+            print(said, file=sys.stderr, flush=True)
+
+    def _check_twins(self) -> None:
+        """What is left of an earlier life of this server expires; a twin is there again and again."""
+        now = time.monotonic()
+        self._refused_s = (self._refused_s or now) if self._twins else None
+        if self._refused_s is not None and now - self._refused_s > self._expiry_s:
+            raise next(iter(self._twins.values()))
+        self._twins.clear()

@@ -1,0 +1,135 @@
+"""Steps of several sessions as one: what waits while a batch is computed is the next batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from firsttoken.engine.work import Work
+from firsttoken.petals.fairness import HERE, Client, Turns
+from firsttoken.petals.room import Room
+from firsttoken.petals.stack import BlockStack
+from firsttoken.study.errors import SwarmError
+
+Answer = TypeVar("Answer")
+_ENDS = "this server ends: ask another"
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A step of a session of ``client``: ``works`` and their ``hidden`` [tokens, hidden], end to end, through
+    ``layers``."""
+
+    client: Client
+    layers: range
+    works: Sequence[Work]
+    hidden: Tensor
+    answer: asyncio.Future[Tensor]
+
+
+class Batcher:
+    """Computes on the one ``thread``, at most ``tokens`` at once, of each client in the order in which its steps came.
+
+    Between clients the turns are fair in tokens times layers: however many steps one has waiting, the next batch begins
+    with whoever had least. A step has its blocks in ``room`` from when it is handed over until it has run, even when
+    nobody waits for it any more, or until it was taken out because its session ended before its turn.
+    """
+
+    def __init__(self, stack: BlockStack, room: Room, tokens: int, thread: ThreadPoolExecutor) -> None:
+        self.stack = stack
+        self.room = room
+        self.tokens = tokens
+        self.batches = 0
+        self.steps = 0  # of sessions; more than ``batches`` where some were computed together
+        self._waiting: list[Waiting] = []
+        self._came = asyncio.Event()
+        self._turns = Turns()
+        self._thread = thread
+        self._ended = False
+
+    async def run(self, layers: range, works: Sequence[Work], hidden: Tensor, client: Client = HERE) -> Tensor:
+        """``hidden`` [tokens, hidden] after ``layers``; raises what computing raises, SwarmError where the server
+        ends before."""
+        if self._ended:
+            raise SwarmError(_ENDS)
+        self.room.lease(works)
+        one = Waiting(client, layers, works, hidden, asyncio.get_running_loop().create_future())
+        self._waiting.append(one)
+        self._came.set()
+        try:
+            return await one.answer
+        finally:
+            if one in self._waiting:  # its session ended before its turn
+                self._waiting.remove(one)
+                self.room.release(works)
+
+    async def serve(self) -> None:
+        """Compute batch after batch, until it is cancelled; who waits then hears that the server ends."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._came.wait()
+                self._came.clear()
+                while self._waiting:
+                    batch = self._next()
+                    job = loop.run_in_executor(self._thread, self._compute, batch)
+                    job.add_done_callback(partial(self._ran, batch))  # also where this is cancelled meanwhile
+                    await asyncio.wait([job])
+        finally:
+            self._ended = True
+            for one in self._waiting:
+                if not one.answer.done():
+                    one.answer.set_exception(SwarmError(_ENDS))
+
+    async def aside(self, what: Callable[[], Answer]) -> Answer:
+        """What ``what`` returns or raises, on the thread that computes: behind its batch, and before the next."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, what)
+
+    def close(self) -> None:
+        """End the thread when its batch is done."""
+        self._thread.shutdown(wait=False)
+
+    def _next(self) -> list[Waiting]:
+        """The first step of the client whose turn it is, and those that fit with it: of the same layers, as far as the
+        tokens go."""
+        client = self._turns.next(dict.fromkeys(one.client for one in self._waiting))
+        one = next(one for one in self._waiting if one.client == client)
+        layers, batch, room = one.layers, [], self.tokens
+        while one is not None:
+            batch.append(one)
+            self._waiting.remove(one)
+            self._turns.charge(one.client, len(one.hidden) * len(layers))
+            room -= len(one.hidden)
+            heads: dict[Client, Waiting] = {}
+            for other in self._waiting:
+                if other.layers == layers and len(other.hidden) <= room:
+                    heads.setdefault(other.client, other)
+            one = heads[min(heads, key=self._turns.tag)] if heads else None
+        return batch
+
+    def _ran(self, batch: Sequence[Waiting], job: asyncio.Future[list[Tensor | Exception]]) -> None:
+        self.batches += 1
+        self.steps += len(batch)
+        error = job.exception()
+        for one, said in zip(batch, [error] * len(batch) if error else job.result(), strict=True):
+            self.room.release(one.works)
+            if one.answer.done():  # its session has ended
+                continue
+            one.answer.set_exception(said) if isinstance(said, BaseException) else one.answer.set_result(said)
+
+    def _compute(self, batch: Sequence[Waiting]) -> list[Tensor | Exception]:
+        """What is said to each step, or why not: one that cannot be computed fails no other of its batch."""
+        try:
+            works = [work for one in batch for work in one.works]
+            rows = [rows for one in batch for rows in one.hidden.split([work.tokens for work in one.works])]
+            out = iter(self.stack.run(batch[0].layers, works, rows))
+            return [torch.cat([next(out) for _ in one.works]) for one in batch]
+        except Exception as error:  # out of memory: these sessions learn it, the next may run
+            return [error] if len(batch) == 1 else [said for one in batch for said in self._compute([one])]

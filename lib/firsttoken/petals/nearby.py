@@ -1,0 +1,70 @@
+"""A swarm to look at: a tiny random model, and servers of its blocks in this process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from firsttoken.petals.background import wait_for
+from firsttoken.petals.blocks import model_sha256
+from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.stack import BlockStack
+
+
+class Nearby:
+    """Six layers with random weights in float32, and the servers of this process that hold some of them.
+
+    Its ``model`` is in this process, ``folder`` the same one on disk; both go with the block.
+    """
+
+    def __enter__(self) -> Self:
+        from transformers import AutoModelForCausalLM
+
+        from firsttoken.assets.quiet import quiet_transformers
+        from firsttoken.assets.shapes import shape_config
+
+        config = shape_config("tiny-6")
+        # with the usual weights it would repeat one token for ever
+        config.update(
+            {"initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        self._made = ExitStack()
+        self.folder = Path(self._made.enter_context(tempfile.TemporaryDirectory(prefix="nearby-")))
+        with quiet_transformers():
+            self.model.save_pretrained(self.folder)
+        self.sha256 = model_sha256(self.folder)
+        self._ends: dict[str, AsyncExitStack] = {}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for address in list(self._ends):
+            self.end(address)
+        self._made.close()
+
+    def serve(
+        self, *spans: range, peers: Sequence[str] = (), stack_of: Any = BlockStack, **options: Any
+    ) -> list[Running]:
+        """One server of each of ``spans``, told of those before it; ``options`` are those of ServerConfig."""
+        ups: list[Running] = []
+        for span in spans:
+            known = (*peers, *(one.record.address for one in ups[:1]))
+            config = ServerConfig(self.folder, span, torch.float32, peers=known, **options)
+            until = AsyncExitStack()
+            ups.append(wait_for(until.enter_async_context(serving(config, self.sha256, stack_of))))
+            self._ends[ups[-1].record.address] = until
+        return ups
+
+    def end(self, address: str) -> None:
+        """The server at ``address`` is gone."""
+        wait_for(self._ends.pop(address).aclose())

@@ -1,0 +1,127 @@
+"""The fastest chain of servers through the layers, and large batches split over several (PETALS, section 3.2).
+
+A client talks to each server of its chain itself, so that a chain takes the sum of its round trips and of its blocks'
+times. The paper searches it by beam; an exact shortest path costs no more, as blocks come in one order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from firsttoken.petals.cover import check_cover, unserved
+from firsttoken.study.errors import SwarmError
+
+
+@dataclass(frozen=True)
+class Reachable:
+    """A server as a client sees it: the ``blocks`` that it holds, a round trip to it in ``ping_s`` seconds, and its
+    ``throughput``, tokens a second through one block; one that is ``fixed`` never takes other blocks. Raises SwarmError
+    for what no server can have."""
+
+    name: str
+    blocks: range
+    ping_s: float
+    throughput: float
+    fixed: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.blocks) < 1 or self.blocks.step != 1 or self.blocks.start < 0:
+            raise SwarmError(f"server {self.name}: blocks must be a range of layers, not {self.blocks}")
+        if not 0 <= self.ping_s < math.inf or not 0 < self.throughput < math.inf:
+            raise SwarmError(
+                f"server {self.name}: ping {self.ping_s} s and {self.throughput} tokens/s are not what a server has"
+            )
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second through all its blocks."""
+        return self.throughput / len(self.blocks)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """``blocks`` of one ``server``, which may hold more."""
+
+    server: Reachable
+    blocks: range
+
+    @property
+    def row_s(self) -> float:
+        """Seconds of a token in these blocks, without the way there and back."""
+        return len(self.blocks) / self.server.throughput
+
+
+def chain_s(chain: Sequence[Hop], tokens: int = 1) -> float:
+    """Seconds of ``tokens`` at once through ``chain``, one server after the other."""
+    return sum(hop.server.ping_s + tokens * hop.row_s for hop in chain)
+
+
+def best_chain(servers: Collection[Reachable], layers: range, without: Collection[str] = ()) -> list[Hop]:
+    """The hops that bring one token through ``layers`` soonest, each block once, in order; of equals the fewest hops.
+
+    ``without`` are names of servers that are not to be asked. Raises SwarmError that names the blocks nobody serves.
+    """
+    if len(layers) < 1 or layers.step != 1:
+        raise SwarmError(f"a chain leads through a range of layers, not {layers}")
+    usable = sorted((one for one in servers if one.name not in without), key=lambda one: one.name)
+    best: dict[int, tuple[float, int]] = {layers.stop: (0.0, 0)}
+    step: dict[int, Hop] = {}
+    for first in reversed(layers):
+        for server in usable:
+            if first not in server.blocks:
+                continue
+            for end in range(first + 1, min(server.blocks.stop, layers.stop) + 1):
+                if end not in best:
+                    continue
+                hop = Hop(server, range(first, end))
+                cost = (server.ping_s + hop.row_s + best[end][0], 1 + best[end][1])
+                if first not in best or cost < best[first]:
+                    best[first], step[first] = cost, hop
+    if layers.start not in best:
+        gaps = [block for block in layers if not any(block in server.blocks for server in usable)]
+        raise SwarmError(unserved(gaps))
+    chain: list[Hop] = []
+    at = layers.start
+    while at != layers.stop:
+        hop = step[at]
+        at = hop.blocks.stop
+        if chain and chain[-1].server == hop.server:  # no way between them, and a sum that was rounded down
+            hop = Hop(hop.server, range(chain.pop().blocks.start, at))
+        chain.append(hop)
+    check_cover([hop.blocks for hop in chain], layers)
+    return chain
+
+
+def parallel_chains(servers: Collection[Reachable], layers: range) -> list[list[Hop]]:
+    """Chains through ``layers`` that share no server, the fastest first: what a large batch is split over.
+
+    Raises SwarmError where not even one exists.
+    """
+    chains = [best_chain(servers, layers)]
+    taken = {hop.server.name for hop in chains[0]}
+    while True:
+        try:
+            chains.append(best_chain(servers, layers, without=taken))
+        except SwarmError:
+            return chains
+        taken |= {hop.server.name for hop in chains[-1]}
+
+
+def split_rows(rows: int, chains: Sequence[Sequence[Hop]]) -> list[int]:
+    """How many of ``rows`` equal ones each chain takes so that the last is back soonest.
+
+    Each row goes where it is done first: no other share ends earlier. Raises SwarmError for no chain or rows below 0.
+    """
+    if not chains or rows < 0:
+        raise SwarmError(f"{rows} rows cannot be split over {len(chains)} chains")
+    shares = [0] * len(chains)
+    ends = [(chain_s(chain), index) for index, chain in enumerate(chains)]
+    heapq.heapify(ends)
+    for _ in range(rows):
+        _, index = ends[0]
+        shares[index] += 1
+        heapq.heapreplace(ends, (chain_s(chains[index], shares[index] + 1), index))
+    return shares

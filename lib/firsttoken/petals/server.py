@@ -1,0 +1,161 @@
+"""A server of a swarm: its blocks loaded, served and announced, for the time of a block or until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from firsttoken.petals.access import Access
+from firsttoken.petals.announcer import Announcer
+from firsttoken.petals.batcher import Batcher
+from firsttoken.petals.contacts import Contacts
+from firsttoken.petals.keys import public_hex, server_key
+from firsttoken.petals.limits import ServerLimits
+from firsttoken.petals.placement import Rebalancing
+from firsttoken.petals.rebalancer import Rebalancer
+from firsttoken.petals.records import Record
+from firsttoken.petals.registry import Registry
+from firsttoken.petals.room import Room
+from firsttoken.petals.service import BlockService
+from firsttoken.petals.session import Sessions
+from firsttoken.petals.stack import BlockStack
+from firsttoken.petals.trust.commitments import Committer
+from firsttoken.petals.trust.court import Court
+from firsttoken.petals.trust.ledger import Ledger
+from firsttoken.petals.trust.places import Places
+from firsttoken.petals.tuning.frozen import FrozenBlocks
+from firsttoken.study.errors import SwarmError
+from firsttoken.study.system.openmp import loops_elsewhere
+
+_GRACE_S = 0.5  # for the steps that are under way when a server is told to end
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """``blocks`` of the model in ``folder``, computed in ``dtype``, served on ``host`` and ``port`` (0: a free one).
+
+    ``address`` is what others are told (HOST:PORT; by default where it listens), ``peers`` are members to begin with,
+    ``key`` the file of its key (None: a new one). One that ``trains`` answers passes of training, too; with a rule of
+    ``rebalancing`` it takes other blocks where the swarm gains by it.
+    """
+
+    folder: Path
+    blocks: range
+    dtype: torch.dtype
+    host: str = "127.0.0.1"
+    port: int = 0
+    address: str = ""
+    peers: Sequence[str] = ()
+    key: Path | None = None
+    access: Access = field(default_factory=Access)
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    trains: bool = False
+    rebalancing: Rebalancing | None = None
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that is up: who speaks for it, the ``port`` that it listens on, its ``sessions``, what it knows of
+    others, the ``ledger`` that it keeps, its ``frozen`` blocks where it trains, and who moves it if it may; ``failed``
+    is done when it cannot go on."""
+
+    announcer: Announcer
+    port: int
+    sessions: Sessions
+    registry: Registry
+    ledger: Ledger
+    failed: asyncio.Future
+    frozen: FrozenBlocks | None = None
+    rebalancer: Rebalancer | None = None
+
+    @property
+    def record(self) -> Record:
+        """What it says of itself now."""
+        return self.announcer.record
+
+
+@asynccontextmanager
+async def serving(
+    config: ServerConfig,
+    model: str,
+    stack_of: Callable[..., BlockStack] = BlockStack,
+    told: Callable[[Record, int], None] = lambda *_: None,
+) -> AsyncIterator[Running]:
+    """The server of blocks of ``model`` (its sha256), up and announced for the time of the block.
+
+    ``stack_of`` makes its blocks: those that compute wrongly have a class of their own. ``told`` is given its record
+    and the port that it listens on when it serves, and again whenever it has moved.
+
+    Raises ModelError for blocks that cannot be loaded, SwarmError for an address that cannot be had or may not.
+    """
+    computing = ThreadPoolExecutor(1, thread_name_prefix="firsttoken-blocks")
+    make = partial(stack_of, config.folder, config.blocks, config.dtype, config.limits.kv_tokens)
+    stack = await asyncio.get_running_loop().run_in_executor(computing, make)
+    key, registry = server_key(config.key), Registry()
+    limits, pool = config.limits, stack.pool
+    room = Room(pool.blocks, pool.shape.block_tokens, limits.sequences, stack.context, limits.spare_s)
+    batcher = Batcher(stack, room, limits.batch_tokens, computing)
+    ledger = Ledger(public_hex(key))
+    places = Places(config.limits.sessions, config.limits.waiting, ledger)
+    sessions = Sessions(batcher, model, config.limits, Committer(key, model), places)
+    court = Court(config.folder, model, ledger, registry)
+    frozen = None
+    if config.trains:
+        frozen = await batcher.aside(partial(FrozenBlocks, config.folder, config.blocks, config.dtype))
+    contacts = Contacts(registry, config.access, stack.width)
+    service = BlockService(sessions, contacts, court, config.access, frozen)
+    throughput = await batcher.aside(stack.measured_throughput)
+    server, port = await service.start(config.host, config.port)
+    now = time.time()
+    record = Record(
+        public_hex(key),
+        config.address or (f"[{config.host}]:{port}" if ":" in config.host else f"{config.host}:{port}"),
+        (config.blocks.start, config.blocks.stop),
+        model,
+        throughput,
+        started=now,
+        issued=now,
+        expires=now + config.limits.expiry_s,
+        moves=config.rebalancing is not None,
+    )
+    announcer = Announcer(record, key, contacts, config.peers, config.limits.expiry_s)
+    service.announcer = announcer
+    rebalancer = None
+    if config.rebalancing is not None:
+        rule = config.rebalancing
+        rebalancer = Rebalancer(
+            rule, announcer, registry, sessions, frozen, config.limits, lambda record: told(record, port)
+        )
+    tasks = [asyncio.create_task(batcher.serve()), asyncio.create_task(announcer.run())]
+    tasks += [asyncio.create_task(rebalancer.run())] if rebalancer is not None else []
+    failed = asyncio.gather(*tasks)
+    try:
+        await announcer.soon_announced()
+        told(record, port)
+        with (
+            loops_elsewhere()
+        ):  # on the batcher's thread, which has loaded, too: threads of this one would be in its way
+            yield Running(announcer, port, sessions, registry, ledger, failed, frozen, rebalancer)
+        for task in tasks[1:]:
+            task.cancel()
+        with suppress(SwarmError):
+            await announcer.leave()
+    finally:
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*tasks[1:], return_exceptions=True)
+        await server.stop(_GRACE_S)
+        tasks[0].cancel()  # the batcher, when steps have had their time
+        await asyncio.gather(tasks[0], failed, return_exceptions=True)
+        batcher.close()
+        court.close()
+        if frozen is not None:
+            frozen.close()

@@ -1,0 +1,227 @@
+"""One client's stream to a server: steps come in, each is answered before the next is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from firsttoken.petals.batcher import Batcher
+from firsttoken.petals.blocks import parse_blocks
+from firsttoken.petals.ending import Ending
+from firsttoken.petals.fairness import Client, client_of, who_yields
+from firsttoken.petals.limits import ServerLimits
+from firsttoken.petals.room import LostError, Sequences
+from firsttoken.petals.states import check_states
+from firsttoken.petals.trust.commitments import Committer
+from firsttoken.petals.trust.places import OFFER, Places
+from firsttoken.petals.wire import CODINGS, VERSION, decode, encode
+from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
+from firsttoken.study.foreign.faults import shown
+
+if TYPE_CHECKING:
+    import grpc
+
+HEADERS = ("swarm-version", "swarm-model", "swarm-blocks", "swarm-coding")
+"""What a session is opened with, in this order: version of the messages, sha256 of the model, a:b, coding."""
+
+_MOVES = "this server moves to other blocks: ask another"
+_LOOK_S = 0.02  # between two looks whether a session is still open
+_MOST_SILENT = 1024  # messages without a step in a row; a client has as many sequences to end at most
+
+
+class IdleError(SwarmError):
+    """Nothing was heard of a client, or it did not read its answer, for too long."""
+
+
+@dataclass(eq=False)
+class Session(Ending):
+    """One stream of ``client``, for ``layers`` in ``coding``, and its sequences. ``used`` is when it was opened or
+    something was computed for it last; ``busy`` while its client waits for a step, ``silent`` messages came since."""
+
+    client: Client
+    layers: range
+    coding: str
+    used: float
+    sequences: Sequences = field(default_factory=dict)
+    computed: bool = False
+    busy: bool = False
+    silent: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+class Sessions:
+    """The sessions of a server of ``model``, in its ``places``; ``committer`` signs what it computes.
+
+    Where no place is free, a session of a client that has more than its share makes way for another's, one without a
+    computed token first, and else one of which nothing was computed for a while.
+    """
+
+    def __init__(
+        self, batcher: Batcher, model: str, limits: ServerLimits, committer: Committer, places: Places
+    ) -> None:
+        self.batcher = batcher
+        self.model = model
+        self.limits = limits
+        self.committer = committer
+        self.places = places
+        self.room = batcher.room
+        self.ends: Counter[str] = Counter()  # how often a session ended for which reason
+        self.moving = False  # to other blocks: no session is opened
+        self._open: list[Session] = []
+        self._refused = 0  # and still listened to
+        self._ended = False  # those that are open end
+        self._awaited: set[asyncio.Timeout] = set()  # what clients are waited for
+
+    @property
+    def open(self) -> int:
+        """How many there are."""
+        return self.places.taken
+
+    async def serve(self, context: grpc.aio.ServicerContext, headers: dict[str, str]) -> None:
+        """Answer a client until it goes. Raises SwarmError for a session of another model, version or blocks, and what
+        its steps raise; its sequences are gone then."""
+        try:
+            session = Session(client_of(context.peer()), *self.opened(headers), asyncio.get_running_loop().time())
+            self.make_way(session.client)
+            has = sum(one.client == session.client for one in self._open)
+            await self.places.take(headers.get(OFFER, ""), session.client, has, self.spare())
+        except FirstTokenError:
+            if self._refused < self.limits.sessions:  # how many are listened to at once: each may send a message
+                self._refused += 1
+                try:
+                    with suppress(IdleError):  # a client that is still sending would not hear why
+                        await self.within(context.read(), "said nothing")
+                finally:
+                    self._refused -= 1
+            raise
+        session.used = asyncio.get_running_loop().time()
+        self._open.append(session)
+        try:
+            with session:
+                while await self._step(context, session):
+                    pass
+            self.ends["left"] += 1
+        except BaseException as error:
+            self.ends[type(error).__name__] += 1
+            raise
+        finally:
+            self._close(session)
+
+    def make_way(self, client: Client) -> None:
+        """Where no place is free, end the session that makes way for one of ``client``, if there is one."""
+        if self.places.taken < self.places.most or (one := self._making_way(client)) is None:
+            return
+        one.end(LostError("another client lacks a place here: open a session again"))
+        self._close(one)  # its place is free now; what it has under way ends by itself
+
+    def spare(self) -> list[float]:
+        """Seconds until each session has been idle for so long that it makes way for any other."""
+        now = asyncio.get_running_loop().time()
+        return [self.limits.spare_s + (0.0 if one.busy else one.used - now) for one in self._open]
+
+    def _making_way(self, client: Client) -> Session | None:
+        held, now = Counter(one.client for one in self._open), asyncio.get_running_loop().time()
+        longest = sorted(self._open, key=lambda one: (one.busy, one.used))
+        unused = [one for one in longest if not one.busy and not one.computed]
+        idle = [one for one in longest if not one.busy and one.used + self.limits.spare_s <= now]
+        for some, wanted in ((unused, 0), (longest, 1)):  # of two that have as much, who uses nothing has too much
+            yields = who_yields(held, client, wanted, [one.client for one in some])
+            if yields is not None:
+                return next(one for one in some if one.client == yields)
+        return idle[0] if idle else None
+
+    def _close(self, session: Session) -> None:
+        """A session is over; its sequences and its place are free, if they have not been before."""
+        if session in self._open:
+            self._open.remove(session)
+            self.room.leave(session.sequences, list(session.sequences))
+            self.places.give()
+
+    async def _step(self, context: grpc.aio.ServicerContext, session: Session) -> bool:
+        """Read a message and answer it; False when the client has gone."""
+        import grpc
+
+        data = await self.within(context.read(), "said nothing", session.used)
+        if data is grpc.aio.EOF:
+            return False
+        stack, layers, mine = self.batcher.stack, session.layers, session.sequences
+        try:
+            message = decode(data, session.coding, stack.width, stack.dtype)
+        except SwarmError as error:  # no server would take it
+            raise RequestError(str(error)) from error
+        self.room.leave(mine, message.over)
+        if message.hidden is None:
+            session.silent += 1
+            if session.silent > _MOST_SILENT:
+                raise RequestError(f"{session.silent} messages came without a step")
+            return True
+        if message.first and message.first not in layers:
+            raise RequestError(f"layer {message.first} is not among the session's [{layers.start}, {layers.stop})")
+        layers = range(message.first or layers.start, layers.stop)
+        session.busy, session.silent = True, 0
+        works = await self.room.placed(mine, message.stretches, layers.start, session.client)
+        trails = [mine[one.number].trail for one in message.stretches]  # a sequence may make room meanwhile
+        out = await self.batcher.run(layers, works, message.hidden, session.client)
+        check_states(out, "the hidden states that come out of these blocks hold")
+        self.room.computed(mine, message.stretches)
+        session.busy, session.computed, session.used = False, True, asyncio.get_running_loop().time()
+        commitment = ""
+        if stack.dtype is CODINGS[session.coding] is torch.float32:  # what is rounded on the way was not computed
+            commitment = self.committer.commit(layers, trails, message.stretches, message.hidden, out)
+        said = encode(out, session.coding, commitment=commitment)
+        await self.within(context.write(said), "did not read its answer")
+        return True
+
+    async def drain(self, seconds: float) -> None:
+        """Open no more sessions until ``moving`` is undone, and end those that are open after so many ``seconds``."""
+        self.moving, loop = True, asyncio.get_running_loop()
+        self.places.dismiss(BusyError(_MOVES))
+        until = loop.time() + seconds
+        while self.open:
+            if loop.time() > until:
+                self._ended = True
+                for limit in self._awaited:
+                    if not limit.expired():
+                        limit.reschedule(loop.time())
+            await asyncio.sleep(_LOOK_S)
+        self._ended = False
+
+    async def within(self, awaited, what: str, since: float | None = None):
+        """What is awaited of a client. Raises IdleError, with ``what`` it did, when ``idle_s`` seconds have passed
+        ``since`` then (by the loop's clock; None: now), SwarmError when the server moves and has waited enough."""
+        begun = asyncio.get_running_loop().time() if since is None else since
+        limit = asyncio.timeout_at(0 if self._ended else begun + self.limits.idle_s)
+        self._awaited.add(limit)
+        try:
+            async with limit:
+                return await awaited
+        except TimeoutError:
+            if self._ended:
+                raise SwarmError(_MOVES) from None
+            raise IdleError(f"the client {what} for {self.limits.idle_s:g} s; open a session again") from None
+        finally:
+            self._awaited.discard(limit)
+
+    def opened(self, headers: dict[str, str]) -> tuple[range, str]:
+        """Blocks and coding that a call asks for. Raises SwarmError and RequestError for what is not here."""
+        version, model, blocks, coding = (headers.get(name, "") for name in HEADERS)
+        held = self.batcher.stack.blocks
+        if self.moving:
+            raise SwarmError(_MOVES)
+        if version != VERSION:
+            raise SwarmError(f"this server speaks version {VERSION} of the swarm's messages, not {shown(version)}")
+        if model != self.model:
+            raise SwarmError(f"this server has blocks of the model {self.model[:12]}, not of {shown(model, 16)}")
+        layers = parse_blocks(blocks, held.stop)
+        if layers.start < held.start:
+            raise SwarmError(f"this server has blocks [{held.start}, {held.stop}), not [{layers.start}, {layers.stop})")
+        if coding not in CODINGS:
+            raise RequestError(f"no coding is called {shown(coding)}; known: {', '.join(CODINGS)}")
+        return layers, coding

@@ -1,0 +1,233 @@
+"""A swarm as a client knows it: who serves which blocks, how far away each is, and whom not to ask for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from firsttoken.petals.access import Access
+from firsttoken.petals.addresses import check_name, is_loopback
+from firsttoken.petals.conduct import TIMES, Conduct
+from firsttoken.petals.contacts import Contacts
+from firsttoken.petals.line import Line
+from firsttoken.petals.patience import Patience
+from firsttoken.petals.records import Record
+from firsttoken.petals.registry import Registry
+from firsttoken.petals.routing import Hop, best_chain, chain_s
+from firsttoken.petals.trust.places import Bid
+from firsttoken.study.errors import SwarmError
+
+if TYPE_CHECKING:
+    import grpc
+
+_SEEN = 8  # things that are said of what was seen
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5  # between two looks for somebody who serves what nobody does
+
+
+class Swarm:
+    """The servers of ``model`` (sha256) that the members at ``peers`` (HOST:PORT) tell of. Lives in one event loop.
+
+    Its hidden states are ``width`` wide, and ``trained`` layers are trained through at most. ``bid`` is offered for a
+    place at a server that has none; ``served`` are tokens x blocks by subkey.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        peers: Sequence[str],
+        width: int,
+        access: Access,
+        patience: Patience,
+        trained: int = 0,
+        bid: Bid | None = None,
+    ) -> None:
+        if not peers:
+            raise SwarmError("a swarm is found by one of its servers: name HOST:PORT")
+        self.model = model
+        self.peers = list(peers)
+        self.registry = Registry()
+        self.contacts = Contacts(self.registry, access, width)
+        self.contacts.near = any(is_loopback(peer.rpartition(":")[0].strip("[]")) for peer in peers)
+        self.patience = patience
+        self.access = access
+        self.bid = bid
+        self.served: Counter[str] = Counter()
+        self._width, self._trained = width, trained
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._pings: dict[str, float] = {}  # by address, of those that answered when they were asked last
+        self.conduct = Conduct(patience)
+        self.convicted: set[str] = set()  # subkeys of who was shown to have lied: they are not asked any more
+
+    async def keep_looking(self) -> None:
+        """Look the swarm over again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(self.patience.refresh_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Ask all members that are known for the others, and how far away they are; new ones in the same look."""
+        asked, first = set(), {*self.peers, *(one.address for one in self._records())}
+        while new := first - asked:
+            asked |= new
+            await asyncio.gather(*map(self._ask, new))
+            first = {*(one.address for one in self._records()), *self.contacts.due(asked)}
+        for address in self._channels.keys() - asked:
+            await self.reconnect(address)
+
+    async def meet(self) -> None:
+        """Look for the first time. Raises SwarmError when nobody answers at the addresses given, and why."""
+        await self.look()
+        if not any(address in self._pings for address in self.peers):
+            await self.close()
+            whys = "; ".join(f"{at}: {self.contacts.faults.get(at, 'it does not answer')}" for at in self.peers)
+            raise SwarmError(
+                f"nobody of a swarm answers at {', '.join(self.peers)}: name HOST:PORT of one of its servers ({whys})"
+            )
+
+    def servers(self) -> list[Record]:
+        """Who serves blocks of the model, has proven its address, answered when asked last, and was not convicted."""
+        return [one for one in self._records() if one.address in self._pings and one.server not in self.convicted]
+
+    def state(self, record: Record) -> tuple[str, float | None]:
+        """How it stands with a server, and how far away it is in seconds, None for one that does not answer. It
+        "serves" or else it is of "another version", "convicted", "shunned" as it failed lately, or "silent"."""
+        ping_s = self._pings.get(record.address)
+        wrong = {
+            "another version": record.model != self.model,
+            "convicted": record.server in self.convicted,
+            "shunned": record.server in self.conduct.shunned(),
+            "silent": ping_s is None,
+        }
+        return next((state for state, holds in wrong.items() if holds), "serves"), ping_s
+
+    async def check(self, layers: range) -> None:
+        """Raises SwarmError when nobody answers at the addresses given, or one of ``layers`` is served by nobody.
+
+        Servers that have just begun may not be known yet: the swarm is looked over for ``answer_s`` seconds.
+        """
+        await self.meet()
+        until = time.monotonic() + self.patience.answer_s
+        while not self._covers(layers, set()) and time.monotonic() < until:
+            await asyncio.sleep(_PAUSE_S)
+            await self.look()
+        self._best(layers, set())
+
+    async def route(
+        self, layers: range, why: str = "", until: float | None = None, without: Collection[str] = ()
+    ) -> list[tuple[Hop, Record]]:
+        """The fastest chain through ``layers``, at once where one is known.
+
+        Else the swarm is looked over until there is one: of servers that failed lately and answer again, if need be.
+        Raises SwarmError after ``find_s`` seconds, or at ``until`` (monotonic clock), with the ``why`` of the last
+        failure. Who is in ``without``, as it has refused just this, is not asked; where nobody else has the blocks,
+        that is said at once.
+        """
+        find_s, pause_s, looked = self.patience.find_s, _PAUSE_S, False
+        until, without = time.monotonic() + find_s if until is None else until, set(without)
+        while True:
+            for shunned in [self.conduct.shunned(), self.conduct.resting()][: 1 + looked]:
+                with suppress(SwarmError):
+                    return self._best(layers, shunned | without)
+            if looked and without and not self._covers(layers, without):
+                raise SwarmError(f"{why} (and nobody else that answers has blocks {layers.start} to {layers.stop - 1})")
+            if time.monotonic() > until:
+                break
+            if looked:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S, find_s / 8)
+            await self.look()
+            looked = True
+        try:
+            self._best(layers, without)
+        except SwarmError as error:
+            raise SwarmError(f"{error} (waited {find_s:g} s{'; ' + why if why else ''})") from None
+        why = why or f"whoever has blocks {layers.start} to {layers.stop - 1} failed lately"
+        raise SwarmError(f"{why} (and who took over failed, too, for {find_s:g} s)")
+
+    def faster(self, record: Record, layers: range) -> bool:
+        """Whether others would bring a token through ``layers`` several times as fast as the server of ``record``,
+        which is late again and again."""
+        if not (late_s := self.conduct.late_s(record.server)):
+            return False
+        try:
+            others = self._best(layers, self.conduct.shunned() | {record.server})
+        except SwarmError:
+            return False
+        return TIMES * chain_s([hop for hop, _ in others]) < self.announced_s(record, layers, 1) + late_s
+
+    def announced_s(self, record: Record, layers: range, tokens: int) -> float:
+        """Seconds of ``tokens`` through ``layers`` by what the server of ``record`` says and how far away it is."""
+        server = record.reachable(self._pings.get(record.address, 0.0))
+        return chain_s([Hop(server, layers)], tokens)
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The connection to ``address``, made when it is first asked for."""
+        if address not in self._channels:
+            self._channels[address] = self.access.channel(address, self._width, self._trained)
+        return self._channels[address]
+
+    def line(self, record: Record, layers: range, coding: str) -> Line:
+        """A session with the server of ``record``, for ``layers`` among its blocks."""
+        channel, headers = self.channel(record.address), self.access.headers
+        headers += self.bid.headers(record.server) if self.bid is not None else ()
+        return Line(record.name, channel, layers, self.model, coding, self.patience, headers)
+
+    async def reconnect(self, address: str) -> None:
+        """Give the connection to ``address`` up: another is made when it is asked for."""
+        if (channel := self._channels.pop(address, None)) is not None:
+            await channel.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for address in list(self._channels):
+            await self.reconnect(address)
+
+    def unseen(self) -> str:
+        """What was seen of the swarm that serves nothing here, and why: other models, refused records, silence."""
+        now, faults = time.time(), self.contacts.faults
+        others = [one for one in self.registry.live(now) if one.span and one.model != self.model]
+        silent = {one.address for one in self._records() if one.address not in self._pings}
+        seen = [f"{len(others)} of another model, as at {others[0].address}"] if others else []
+        seen += [f"{at}: {why}" for at, why in faults.items()]
+        seen += [f"{at} does not answer" for at in silent - faults.keys()]
+        seen += self.contacts.held_against()
+        seen += [f"{who[:8]} was convicted" for who in self.convicted]
+        seen += [f"{who[:8]} failed lately and is not asked for a while" for who in self.conduct.shunned()]
+        more = [f"{len(seen) - _SEEN} more"] if len(seen) > _SEEN else []
+        return "; ".join([*seen[:_SEEN], *more]) or "no other server"
+
+    def _records(self) -> list[Record]:
+        return self.registry.serving(self.model, time.time())
+
+    def _covers(self, layers: range, without: set[str]) -> bool:
+        with suppress(SwarmError):
+            return bool(self._best(layers, without))
+        return False
+
+    def _best(self, layers: range, without: set[str]) -> list[tuple[Hop, Record]]:
+        """Who is late is farther away than its ping says."""
+        known = {one.server: one for one in self.servers()}
+        late_s = self.conduct.late_s
+        reachable = [one.reachable(self._pings[one.address] + late_s(one.server)) for one in known.values()]
+        try:
+            return [(hop, known[hop.server.name]) for hop in best_chain(reachable, layers, without)]
+        except SwarmError as error:
+            raise SwarmError(f"{error}; seen: {self.unseen()}") from None
+
+    async def _ask(self, address: str) -> None:
+        try:
+            if address not in self.peers and self.registry.at(address, time.time()) is None:
+                await check_name(address)
+            _, ping_s = await self.contacts.ask(self.channel(address), address, self.patience.answer_s)
+        except SwarmError as error:
+            self._pings.pop(address, None)
+            self.contacts.fault(address, str(error))
+            return
+        returned = address not in self._pings
+        self._pings[address] = ping_s
+        for server in {one.server for one in self._records() if returned and one.address == address}:
+            self.conduct.back(server)

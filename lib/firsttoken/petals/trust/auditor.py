@@ -1,0 +1,218 @@
+"""A client's spot checks: a share of the answers is computed again elsewhere, and who signed something else is charged.
+
+Whoever lies in a share p of its answers is found in a step with the rate's share of p; it cannot tell which are looked
+at, as every answer is signed and the draw is made when it is here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from firsttoken.petals.line import Line, ServerFault
+from firsttoken.petals.records import Record
+from firsttoken.petals.routing import Hop, Reachable, best_chain
+from firsttoken.petals.service import ACCUSE
+from firsttoken.petals.swarm import Swarm
+from firsttoken.petals.trust.commitments import committed, read_commitment
+from firsttoken.petals.trust.court import TOLERANCE, Sentence, difference
+from firsttoken.petals.trust.evidence import Charge, Evidence
+from firsttoken.petals.wire import MOST_TOKENS, Stretch
+from firsttoken.study.errors import FirstTokenError, SwarmError
+from firsttoken.study.foreign.faults import Damaged
+from firsttoken.study.foreign.json_text import parse_json
+from firsttoken.study.foreign.schema import shaped
+
+UNDECIDED, UNWITNESSED = 0.5, 1.0
+"""The shares of a server's audits that may be inconclusive, as nobody is convicted or as nobody else has its blocks."""
+
+_ENOUGH = 4  # audits of a server, before that is asked
+_ALIKE = 1e12  # tokens a second: whom to ask is drawn, and not who is fastest
+_CHAINS = 3  # of witnesses that are tried for one audit: some may be silent
+
+AGREED, CONVICTED, WITNESS, INCONCLUSIVE = "agreed", "convicted", "its witness convicted", "inconclusive"
+"""How an audit ends; the last where nobody else has the blocks, answers, or can judge."""
+
+
+class _UnwitnessedError(SwarmError):
+    """Nobody else has the blocks, or answers."""
+
+
+class DoubtFault(ServerFault):
+    """This server is not to be believed: what it has answered so far may be wrong, too."""
+
+
+@dataclass(frozen=True)
+class Audits:
+    """A share ``rate`` of the answers is computed again by other servers. What differs by more than ``tolerance`` of a
+    row's norm is brought before ``keeper`` (HOST:PORT), which gives the deposit of who lied to ``accuser`` (a subkey).
+    A server is left, and where nobody else has its blocks the answer ends, when of its audits more than the share
+    ``undecided`` found a difference of which the keeper convicts nobody, or more than the share ``unwitnessed`` found
+    no other server that has the blocks and answers. ``seed`` None draws what nobody can foretell. Raises SwarmError for
+    what is no rate, share or tolerance."""
+
+    rate: float
+    keeper: str
+    accuser: str
+    tolerance: float = TOLERANCE
+    undecided: float = UNDECIDED
+    unwitnessed: float = UNWITNESSED
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if (
+            not all(0 <= share <= 1 for share in (self.rate, self.undecided, self.unwitnessed))
+            or not self.tolerance > 0
+        ):
+            raise SwarmError(
+                f"a rate of audits lies between 0 and 1, as do shares of them, and a tolerance above 0, not {self}"
+            )
+
+
+@dataclass
+class Auditor:
+    """Looks at what servers of ``swarm`` answer, as ``audits`` say; ``ends`` counts how audits ended, ``differences``
+    are those found, ``recomputed`` tokens x blocks of all of them, ``why`` the last one was inconclusive."""
+
+    swarm: Swarm
+    audits: Audits
+    ends: Counter[str] = field(default_factory=Counter)
+    differences: list[float] = field(default_factory=list)
+    recomputed: int = 0
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        self._draw = random.Random(self.audits.seed)
+        self._looked: Counter[str] = Counter()  # audits of each server, by subkey
+        self._found: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])  # those undecided, and unwitnessed
+        self._left: set[str] = set()
+
+    async def look(
+        self, line: Line, record: Record, message: Sequence[Stretch], inputs: Sequence[Tensor], said: Tensor
+    ) -> None:
+        """Perhaps check what the server of ``record`` has ``said`` [tokens, hidden] to ``message`` through ``line``.
+
+        ``inputs`` [end, hidden] is all that entered of each sequence of the message. Raises DoubtFault for a server
+        that did not sign its answer, or lied, or of whose audits too many are inconclusive, and SwarmError where that
+        is so and nobody else has its blocks.
+        """
+        if self._draw.random() >= self.audits.rate:
+            return
+        at = self._draw.randrange(len(message))
+        outputs = said.split([one.end - one.start for one in message])[at]
+        evidence = self._signed(line, record, at, inputs[at], outputs)
+        try:
+            end = await self._audited(evidence, record)
+        except (FirstTokenError, Damaged) as error:  # whoever it was that failed here: nothing is proven
+            end, self.why = INCONCLUSIVE, str(error)
+            self._found[record.server][type(error) is _UnwitnessedError] += 1
+        self.ends[end] += 1
+        if end == CONVICTED:
+            raise DoubtFault(f"{record.name} has signed what it did not compute: it was convicted")
+        self._looked[record.server] += 1
+        shares = self.audits.undecided, self.audits.unwitnessed
+        audits = self._looked[record.server]
+        for inconclusive, share in zip(self._found[record.server], shares, strict=True):
+            if audits >= _ENOUGH and inconclusive > share * audits:
+                self._leave(record, line.layers, f"{inconclusive} of {audits} audits")
+
+    def _leave(self, record: Record, layers: range, undecided: str) -> None:
+        self._left.add(record.server)
+        why = f"{undecided} of {record.name} showed nothing (the last: {self.why})"
+        try:
+            self._witnesses(layers, self._left)
+        except SwarmError as error:
+            raise SwarmError(f"{why}, and nobody else has its blocks") from error
+        raise DoubtFault(why)
+
+    def _signed(self, line: Line, record: Record, at: int, inputs: Tensor, outputs: Tensor) -> Evidence:
+        try:
+            commitment = read_commitment(line.commitment)
+            said = commitment.server, commitment.model, commitment.layers
+            if said != (record.server, self.swarm.model, (line.layers.start, line.layers.stop)):
+                raise SwarmError("its commitment is another's, or of other blocks")
+            charge = Charge(commitment, at, self.audits.accuser)
+            if not committed(charge.committed, line.layers.start, inputs, outputs):
+                raise SwarmError("its commitment is of other inputs or outputs")
+        except SwarmError as error:
+            raise DoubtFault(f"{record.name} does not vouch for its answer: {error}") from error
+        return Evidence(charge, inputs, outputs)
+
+    async def _audited(self, evidence: Evidence, record: Record) -> str:
+        """How the audit ends. Raises FirstTokenError where the others do not have the blocks, answer or can judge."""
+        witnesses = await self._recomputed(evidence, record)
+        apart = difference(evidence.outputs, witnesses[-1].outputs[-len(evidence.outputs) :])
+        self.differences.append(apart)
+        if apart <= self.audits.tolerance:
+            return AGREED
+        if await self._convicts(evidence):
+            return CONVICTED
+        for one in witnesses:
+            committed_to = one.charge.committed
+            said = Evidence(one.charge, one.inputs, one.outputs[committed_to.start : committed_to.end])
+            if await self._convicts(said):
+                return WITNESS
+        raise SwarmError("the answers differ, and the keeper finds nobody guilty")
+
+    async def _recomputed(self, evidence: Evidence, record: Record) -> list[Evidence]:
+        """What others make of the inputs, through one server or a chain of several: all rows, and the charge of the
+        last message of each. Raises SwarmError where none have the blocks and answer."""
+        without, blocks, why = {record.server}, range(*evidence.charge.commitment.layers), ""
+        for _ in range(_CHAINS):
+            rows, found = evidence.inputs, []
+            try:
+                chain = self._witnesses(blocks, without)
+            except SwarmError as error:
+                raise _UnwitnessedError(f"others cannot compute it again: {why or error}") from error
+            for hop, witness in chain:
+                try:
+                    found.append(await self._through(witness, hop.blocks, rows))
+                except FirstTokenError as error:
+                    why = str(error)
+                    without.add(witness.server)
+                    break
+                rows = found[-1].outputs
+            else:
+                return found
+        raise _UnwitnessedError(f"others do not answer: {why}")
+
+    def _witnesses(self, blocks: range, without: set[str]) -> list[tuple[Hop, Record]]:
+        """A chain through ``blocks`` that nobody can foretell, of few servers. Raises SwarmError for none."""
+        known = {one.server: one for one in self.swarm.servers() if one.server not in without}
+        drawn = [Reachable(one.server, one.span, 1 + self._draw.random(), _ALIKE) for one in known.values()]
+        return [(hop, known[hop.server.name]) for hop in best_chain(drawn, blocks)]
+
+    async def _through(self, witness: Record, blocks: range, inputs: Tensor) -> Evidence:
+        line = self.swarm.line(witness, blocks, "float32")
+        try:
+            parts = []
+            for first in range(0, len(inputs), MOST_TOKENS):
+                rows = inputs[first : first + MOST_TOKENS]
+                parts.append(await line.run([Stretch(0, first, first + len(rows))], rows))
+        finally:
+            line.close()
+        self.recomputed += (work := len(inputs) * len(blocks))
+        self.swarm.served[witness.server] += work
+        return Evidence(Charge(read_commitment(line.commitment), 0, self.audits.accuser), inputs, torch.cat(parts))
+
+    async def _convicts(self, evidence: Evidence) -> bool:
+        """Whether the keeper finds that the server lied. Raises SwarmError where it does not judge."""
+        import grpc
+
+        call = self.swarm.channel(self.audits.keeper).stream_unary(ACCUSE)
+        swarm = self.swarm
+        try:
+            data = await call(
+                iter(list(evidence.messages())), timeout=swarm.patience.find_s, metadata=swarm.access.headers
+            )
+        except grpc.aio.AioRpcError as error:
+            raise SwarmError(error.details() or error.code().name) from error
+        convicted = shaped(Sentence, parse_json(data)).convicted
+        if convicted:
+            swarm.convicted.add(evidence.charge.commitment.server)
+        return convicted

@@ -1,0 +1,35 @@
+"""A client's receipts for what servers have done for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from firsttoken.petals.keys import public_hex
+from firsttoken.petals.service import ACCOUNT
+from firsttoken.petals.swarm import Swarm
+from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip, tell_slip
+from firsttoken.study.errors import SwarmError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+
+async def give_receipts(swarm: Swarm, key: Ed25519PrivateKey, keeper: str) -> None:
+    """Tell the ledger at ``keeper`` (HOST:PORT) what each server of ``swarm`` has served so far, signed with ``key``.
+
+    Totals are those of this ``swarm``, which needs a key of its own: an older total of the same key is taken for a
+    replay. Raises SwarmError where the keeper does not answer or refuses one.
+    """
+    for server, total in swarm.served.items():
+        await tell_keeper(swarm, keeper, signed_slip(Receipt(public_hex(key), server, total), key))
+
+
+async def tell_keeper(swarm: Swarm, keeper: str, slip: Receipt | Order) -> None:
+    """Hand the ledger at ``keeper`` (HOST:PORT) a receipt or an order. Raises SwarmError as ``give_receipts``."""
+    import grpc
+
+    call, patience = swarm.channel(keeper).unary_unary(ACCOUNT), swarm.patience
+    try:
+        await call(tell_slip(slip), timeout=patience.answer_s, metadata=swarm.access.headers)
+    except grpc.aio.AioRpcError as error:
+        raise SwarmError(error.details() or error.code().name) from error

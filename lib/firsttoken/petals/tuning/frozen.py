@@ -1,0 +1,208 @@
+"""A server's side of training: its blocks, frozen, forward and backward, with the LoRA that each pass brings.
+
+Nothing is kept between two passes: backward computes forward again, so clients cannot disturb each other, and another
+server can take over at any pass. Within one no more than ``MOST_KEPT`` is: many tokens go back a few layers at a time.
+The blocks are stock ones, beside the fused ones that generate and have no gradients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from firsttoken.assets.positions import context_of
+from firsttoken.petals.blocks import load_span
+from firsttoken.petals.ending import Ending
+from firsttoken.petals.fairness import HERE, Client, Turns, who_yields
+from firsttoken.petals.tuning.passes import Adapters, Pass, decode_pass, encode_pass
+from firsttoken.study.errors import BusyError, RequestError, SwarmError
+
+MOST_WAITING = 16  # passes; a client whose pass is refused asks another server, or again
+MOST_KEPT = 4096  # tokens times layers whose values stay for backward
+
+
+@dataclass(eq=False)
+class _WaitingPass(Ending):
+    """A client's pass through ``layers`` of a model of ``width``; ``data`` when it has been said."""
+
+    client: Client
+    layers: range
+    width: int
+    answer: asyncio.Future[bytes]
+    data: bytes | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+class FrozenBlocks:
+    """``blocks`` of the model in ``folder`` in ``dtype``, loaded when the first pass comes; one pass at a time, while
+    ``waiting`` others do. Between clients the turns are fair in the bytes of their passes."""
+
+    def __init__(self, folder: Path, blocks: range, dtype: torch.dtype) -> None:
+        self.blocks = blocks
+        self._folder, self._dtype = folder, dtype
+        self._model: Any = None
+        self.busy = False  # a pass runs
+        self._waiting: list[_WaitingPass] = []
+        self._turns = Turns()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="firsttoken-passes")
+
+    @property
+    def waiting(self) -> int:
+        """Passes that wait for their turn, or for their message."""
+        return len(self._waiting)
+
+    async def answer(
+        self, said: Callable[[], Awaitable[bytes]], layers: range, width: int, client: Client = HERE
+    ) -> bytes:
+        """The message of the answer to the pass of ``client`` that is ``said``. Raises RequestError for one that no
+        server takes, BusyError, and does not listen, where too many wait and no other client has more than its share
+        of them."""
+        self._make_way(client)
+        one = _WaitingPass(client, layers, width, asyncio.get_running_loop().create_future())
+        self._waiting.append(one)
+        try:
+            with one:
+                one.data = await said()
+                self._begin()
+                return await one.answer
+        finally:
+            if one in self._waiting:  # its client has gone before its turn
+                self._waiting.remove(one)
+
+    def _make_way(self, client: Client) -> None:
+        if len(self._waiting) < MOST_WAITING:
+            return
+        full = BusyError(f"{len(self._waiting)} passes wait here, and no more are taken")
+        if (yields := who_yields(Counter(one.client for one in self._waiting), client, 1)) is None:
+            raise full
+        last = next(one for one in reversed(self._waiting) if one.client == yields)
+        self._waiting.remove(last)
+        last.end(full)
+
+    def _begin(self) -> None:
+        """Run the pass whose turn it is, unless one runs. One that runs cannot be stopped: the next has to wait for it
+        even when its client has gone, or messages of clients that went would pile up in the queue of the thread."""
+        said = [one for one in self._waiting if one.data is not None]
+        if self.busy or not said:
+            return
+        client = self._turns.next(dict.fromkeys(one.client for one in said))
+        one = next(one for one in said if one.client == client)
+        self._waiting.remove(one)
+        self._turns.charge(client, len(one.data))
+        self.busy = True
+        job = asyncio.get_running_loop().run_in_executor(self._thread, self._answer, one.data, one.layers, one.width)
+        job.add_done_callback(partial(self._over, one))
+
+    def _over(self, one: _WaitingPass, job: asyncio.Future[bytes]) -> None:
+        self.busy, error = False, job.exception()
+        if not one.answer.done():  # its client is there
+            one.answer.set_result(job.result()) if error is None else one.answer.set_exception(error)
+        self._begin()
+
+    async def move(self, blocks: range) -> None:
+        """These ``blocks`` from now on; a pass that runs ends first."""
+
+        def move() -> None:
+            self.blocks, self._model = blocks, None
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, move)
+
+    def close(self) -> None:
+        """End the thread when its pass is done; those that wait hear that the server ends."""
+        for one in self._waiting:
+            one.end(SwarmError("this server ends: ask another"))
+        self._waiting.clear()
+        self._thread.shutdown(wait=False)
+
+    def _answer(self, data: bytes, layers: range, width: int) -> bytes:
+        try:
+            one = decode_pass(data, width)
+        except SwarmError as error:
+            raise RequestError(str(error)) from error
+        return encode_pass(self.run(layers, one))
+
+    def run(self, layers: range, one: Pass) -> Pass:
+        """``hidden`` after ``layers``; backward, its gradient and those of the adapters. Raises RequestError for
+        adapters that do not fit and for more tokens than the context, SwarmError where the blocks have gone while it
+        waited."""
+        if layers.start not in self.blocks or layers.stop > self.blocks.stop:
+            raise SwarmError(f"this server has blocks [{self.blocks.start}, {self.blocks.stop}) by now")
+        if self._model is None:
+            self._model = load_span(self._folder, self.blocks, self._dtype)
+        if (tokens := one.hidden.shape[1]) > (most := context_of(self._model.config)):
+            raise RequestError(f"a pass of {tokens} tokens exceeds the context of {most}")
+        for (layer, name), (a, b) in one.adapters.items():
+            if layer not in layers:
+                raise RequestError(f"LoRA of layer {layer} came to blocks [{layers.start}, {layers.stop})")
+            linear = self._linear(layer, name)
+            if (a.shape[1], b.shape[0]) != (linear.in_features, linear.out_features):
+                raise RequestError(f"LoRA of {name} in layer {layer} does not fit its module")
+        hidden = one.hidden.to(self._dtype)
+        with torch.no_grad():
+            if one.gradient is None:
+                return Pass(self._forward(layers, hidden, one.adapters, one.scaling), {})
+            several = max(1, MOST_KEPT // (hidden.shape[0] * hidden.shape[1]))
+            stretches = [layers[at : at + several] for at in range(0, len(layers), several)]
+            entered = [hidden]
+            for stretch in stretches[:-1]:
+                entered.append(self._forward(stretch, entered[-1], one.adapters, one.scaling))
+        gradient, halves = one.gradient.to(self._dtype), {}
+        for stretch in reversed(stretches):
+            gradient, more = self._backward(stretch, entered.pop(), gradient, one)
+            halves |= more
+        return Pass(gradient, halves)
+
+    def _backward(self, layers: range, hidden: Tensor, gradient: Tensor, one: Pass) -> tuple[Tensor, Adapters]:
+        """The gradients of what entered ``layers``, and of their adapters."""
+        hidden = hidden.detach().requires_grad_()
+        adapters = {
+            where: tuple(half.detach().requires_grad_() for half in halves)
+            for where, halves in one.adapters.items()
+            if where[0] in layers
+        }
+        out = self._forward(layers, hidden, adapters, one.scaling)
+        inputs = [hidden, *(half for halves in adapters.values() for half in halves)]
+        first, *halves = torch.autograd.grad(out, inputs, gradient)
+        return first, dict(zip(adapters, zip(halves[::2], halves[1::2], strict=True), strict=True))
+
+    def _forward(self, layers: range, hidden: Tensor, adapters: Adapters, scaling: float) -> Tensor:
+        decoder = self._model.model
+        positions = torch.arange(hidden.shape[1])[None]
+        rotary = decoder.rotary_emb(hidden, positions)
+        with ExitStack() as hooked:
+            for (layer, name), (a, b) in adapters.items():
+                if layer in layers:
+                    hooked.enter_context(_added(self._linear(layer, name), a, b, scaling))
+            for layer in decoder.layers[layers.start - self.blocks.start : layers.stop - self.blocks.start]:
+                hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+        return hidden
+
+    def _linear(self, layer: int, name: str) -> nn.Linear:
+        try:
+            found = self._model.model.layers[layer - self.blocks.start].get_submodule(name)
+        except AttributeError:
+            found = None
+        if not isinstance(found, nn.Linear):
+            raise RequestError(f"layer {layer} has no linear module {name!r} for LoRA")
+        return found
+
+
+def _added(linear: nn.Linear, a: Tensor, b: Tensor, scaling: float) -> Any:
+    """LoRA beside ``linear`` until the handle is left."""
+
+    def add(_: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
+        return out + ((args[0].to(a.dtype) @ a.t()) @ b.t()).to(out.dtype) * scaling
+
+    return linear.register_forward_hook(add)

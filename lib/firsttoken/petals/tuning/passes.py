@@ -1,0 +1,101 @@
+"""One pass of a batch through a server's blocks as a message: hidden states, the client's LoRA, and what comes back.
+
+As in ``wire``: safetensors, whose header is held against itself and the pass before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from firsttoken.petals.states import check_states
+from firsttoken.petals.wire import MOST_TOKENS
+from firsttoken.study.errors import SwarmError
+from firsttoken.study.foreign.faults import Damaged
+from firsttoken.study.foreign.json_text import parse_json
+from firsttoken.study.foreign.schema import between, shaped
+from firsttoken.study.foreign.tensors import header_of
+
+HIDDEN, GRADIENT = "hidden", "gradient"
+_HALF = re.compile(r"(\d{1,6})/([a-z0-9_.]{1,100})/([AB])")
+Adapters = dict[tuple[int, str], tuple[Tensor, Tensor]]
+"""LoRA's halves A [rank, in] and B [out, rank], by layer and the linear module's name within it."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """``hidden`` [rows, tokens, hidden] through blocks with ``adapters`` of strength ``scaling``; with a ``gradient``
+    of what comes out, of the same shape, backward."""
+
+    hidden: Tensor
+    adapters: Adapters
+    scaling: float = 1.0
+    gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _ToldPass:
+    shape: tuple[Annotated[int, between(1, MOST_TOKENS)], Annotated[int, between(1, MOST_TOKENS)]]
+    scaling: Annotated[float, between(-1e6, 1e6)] = 1.0
+
+
+def encode_pass(one: Pass) -> bytes:
+    """The bytes of a pass, and of its answer: hidden states or their gradient, and the gradients of the adapters."""
+    tensors = {HIDDEN: one.hidden.flatten(0, 1)}
+    if one.gradient is not None:
+        tensors[GRADIENT] = one.gradient.flatten(0, 1)
+    for (layer, module), halves in one.adapters.items():
+        tensors |= {f"{layer}/{module}/{half}": tensor for half, tensor in zip("AB", halves, strict=True)}
+    told = json.dumps({"shape": list(one.hidden.shape[:2]), "scaling": one.scaling})
+    return save({name: one.detach().float().contiguous() for name, one in tensors.items()}, {"pass": told})
+
+
+def decode_pass(data: bytes, width: int) -> Pass:
+    """The pass of these bytes, in float32. Raises SwarmError for what is none, or is not of this ``width``, and for
+    numbers that ``check_states`` refuses."""
+    try:
+        header = header_of(data)
+        told = shaped(_ToldPass, parse_json(header.metadata.get("pass", "{}")))
+    except ValueError as error:
+        fault = str(error) if isinstance(error, Damaged) else type(error).__name__
+        raise SwarmError(f"a message is no safetensors of a pass: {fault}") from error
+    rows, tokens = told.shape
+    if rows * tokens > MOST_TOKENS:
+        raise SwarmError(f"a pass of {rows * tokens} tokens; at most {MOST_TOKENS} are taken at once")
+    for name, entry in header.tensors.items():
+        if entry.dtype != "F32":
+            raise SwarmError(f"{name[:40]} of a pass is in {entry.dtype}, not F32")
+        whole = (rows * tokens, width)
+        if name in (HIDDEN, GRADIENT) and entry.shape != whole:
+            raise SwarmError(f"{name} of {list(entry.shape)} does not fit: the pass has {list(whole)}")
+        if name not in (HIDDEN, GRADIENT) and not (_HALF.fullmatch(name) and len(entry.shape) == 2):
+            raise SwarmError(f"a pass holds {name[:40]!r}, which is neither hidden states nor a half of LoRA")
+    if HIDDEN not in header.tensors:
+        raise SwarmError("a pass holds no hidden states")
+    tensors = load(data)
+    for name, one in tensors.items():
+        check_states(one, f"{name} of a pass holds")
+    gradient = tensors.get(GRADIENT)
+    return Pass(
+        tensors[HIDDEN].unflatten(0, (rows, tokens)),
+        _adapters(tensors),
+        told.scaling,
+        None if gradient is None else gradient.unflatten(0, (rows, tokens)),
+    )
+
+
+def _adapters(tensors: Mapping[str, Tensor]) -> Adapters:
+    halves: dict[tuple[int, str], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if found := _HALF.fullmatch(name):
+            halves.setdefault((int(found[1]), found[2]), {})[found[3]] = tensor
+    for (layer, module), both in halves.items():
+        if set(both) != {"A", "B"} or both["A"].shape[0] != both["B"].shape[1]:
+            raise SwarmError(f"LoRA of {module} in layer {layer} is not two halves of one rank")
+    return {where: (both["A"], both["B"]) for where, both in halves.items()}

@@ -1,0 +1,144 @@
+"""Hidden states as messages: safetensors bytes, never pickle, whose header is held against itself, against the step
+that they belong to and against a limit before memory is taken for what it names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, NamedTuple
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from firsttoken.petals.states import check_states
+from firsttoken.petals.wire8 import pack, unpack
+from firsttoken.study.errors import SwarmError
+from firsttoken.study.foreign.faults import Damaged
+from firsttoken.study.foreign.json_text import parse_json
+from firsttoken.study.foreign.schema import between, shaped
+from firsttoken.study.foreign.tensors import header_of
+
+VERSION = "1"
+MOST_TOKENS = 512  # of a message; a client cuts what is longer
+CODINGS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+"""What hidden states travel in, by the name that a session is opened with."""
+
+_ROOM = 1 << 16  # bytes of a message beside its numbers
+_MOST_HEADER = 1 << 18  # bytes: it is read before anything is known; what vouches for 512 sequences has half of it
+_SHORT = 1024  # characters of a step that is remembered
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_Count = Annotated[int, between(0, 1 << 31)]
+
+
+class Stretch(NamedTuple):
+    """Tokens [start, end) of the sequence that a client calls ``number``."""
+
+    number: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """``hidden`` [tokens, hidden] of ``stretches``, end to end (None: it has none); sequences that are ``over``.
+
+    ``first`` is the layer that the states enter, 0 for the first of the session's; ``commitment`` what the server that
+    answers vouches for, as JSON, "" where it does not.
+    """
+
+    stretches: tuple[Stretch, ...]
+    hidden: Tensor | None
+    over: tuple[int, ...] = ()
+    first: int = 0
+    commitment: str = ""
+
+
+@dataclass(frozen=True)
+class _ToldStep:
+    stretches: tuple[tuple[_Count, _Count, _Count], ...] = ()
+    over: tuple[_Count, ...] = ()
+    first: _Count = 0
+
+
+def most_bytes(width: int, trained: int = 0) -> int:
+    """Of a message of hidden states that are ``width`` wide: more is refused before it is received.
+
+    Where layers are ``trained`` through, of a pass: the states and their gradient, and for each layer 1,024 bytes of
+    LoRA for each value of a state, which is rank 8 beside all linear modules, or some 60 beside two.
+    """
+    if trained:
+        return 2 * MOST_TOKENS * width * 4 + trained * width * 1024 + _ROOM
+    return MOST_TOKENS * width * 5 + _ROOM  # int8 with a scale for each number is as large as it gets
+
+
+def encode(
+    hidden: Tensor | None,
+    coding: str,
+    stretches: Sequence[Stretch] = (),
+    over: Collection[int] = (),
+    first: int = 0,
+    commitment: str = "",
+) -> bytes:
+    """The bytes of a message; an answer has neither ``stretches`` nor ``over``, and a ``commitment`` where it has
+    one. Raises SwarmError as ``pack``."""
+    told = {"stretches": list(stretches), "over": list(over)} | ({"first": first} if first else {})
+    tensors = {} if hidden is None else _coded(hidden, coding)
+    return save(tensors, {"step": json.dumps(told)} | ({"commitment": commitment} if commitment else {}))
+
+
+def _coded(hidden: Tensor, coding: str) -> dict[str, Tensor]:
+    return pack(hidden) if coding == "int8" else {"hidden": hidden.to(CODINGS[coding]).contiguous()}
+
+
+def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int | None = None) -> Message:
+    """The message of these bytes, its hidden states in ``dtype``.
+
+    ``tokens``: an answer to so many of them. Raises SwarmError for what is no message, or is not of this ``coding``,
+    ``width`` or count, and for numbers that ``check_states`` refuses.
+    """
+    if (said := int.from_bytes(data[:8], "little")) > _MOST_HEADER:
+        raise SwarmError(f"a message is no safetensors of a step: its header of {said} bytes is beyond {_MOST_HEADER}")
+    try:
+        header = header_of(data)
+        told = _told(header.metadata.get("step", "{}"))
+    except ValueError as error:
+        fault = str(error) if isinstance(error, Damaged) else type(error).__name__
+        raise SwarmError(f"a message is no safetensors of a step: {fault}") from error
+    stretches = tuple(Stretch(*one) for one in told.stretches)
+    rows = _rows(stretches) if tokens is None else tokens
+    if not header.tensors and not rows:
+        return Message(stretches, None, told.over, told.first)
+    main = header.tensors.get("codes" if coding == "int8" else "hidden")
+    if main is None or (coding != "int8" and len(header.tensors) > 1):
+        raise SwarmError(f"a message holds {', '.join(sorted(header.tensors)) or 'nothing'}, no hidden states {coding}")
+    if main.shape != (rows, width):
+        raise SwarmError(f"hidden states of {list(main.shape)} do not fit: the step has {[rows, width]}")
+    if coding != "int8" and main.dtype != _NAMES[CODINGS[coding]]:
+        raise SwarmError(f"hidden states in {main.dtype} came where the session was opened for {coding}")
+    tensors = load(data)
+    hidden = unpack(tensors, dtype) if coding == "int8" else tensors["hidden"].to(dtype)
+    check_states(hidden)
+    return Message(stretches, hidden, told.over, told.first, header.metadata.get("commitment", ""))
+
+
+def _told(text: str) -> _ToldStep:
+    return _known_step(text) if len(text) <= _SHORT else shaped(_ToldStep, parse_json(text))
+
+
+@lru_cache(256)
+def _known_step(text: str) -> _ToldStep:
+    """Answers say nothing of a step, and always the same."""
+    return shaped(_ToldStep, parse_json(text))
+
+
+def _rows(stretches: Sequence[Stretch]) -> int:
+    if odd := next((one for one in stretches if not one.start < one.end), None):
+        raise SwarmError(f"sequence {odd.number} has no tokens [{odd.start}, {odd.end})")
+    if len({one.number for one in stretches}) < len(stretches):
+        raise SwarmError("a sequence is in one step twice")
+    if (rows := sum(one.end - one.start for one in stretches)) > MOST_TOKENS:
+        raise SwarmError(f"a message of {rows} tokens; at most {MOST_TOKENS} are taken at once")
+    return rows

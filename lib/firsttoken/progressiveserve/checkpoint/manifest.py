@@ -1,0 +1,242 @@
+"""What a staged checkpoint holds: every file, its size and hash, and where each tensor lies in it.
+
+A worker reads this, and starts to move bytes, before it has spent the seconds of ``import torch``: nothing but the
+standard library is imported. What follows from the tensors (depth, dtype, tied embeddings) is not written down, so
+that it cannot say otherwise; ``completeness`` holds it against the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from firsttoken.progressiveserve.checkpoint.layout import ADAPTER_WEIGHTS, check_layout
+from firsttoken.progressiveserve.checkpoint.names import COARSE, DTYPES, EMBEDDING, HEAD
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage
+from firsttoken.progressiveserve.planes.entries import CutTensor
+from firsttoken.progressiveserve.planes.layouts import stream_name
+from firsttoken.study.content import sha256_of
+from firsttoken.study.errors import ModelError
+from firsttoken.study.foreign.faults import Damaged, blaming, regular_size
+from firsttoken.study.foreign.json_text import read_json
+from firsttoken.study.foreign.schema import at_least, digits, shaped
+from firsttoken.study.foreign.tensors import TensorEntry
+
+MANIFEST = "manifest.json"
+FORMAT = "firsttoken-staged-2"
+MEND = "stage it again"
+
+Bytes = Annotated[int, at_least(0)]
+Sha256 = Annotated[str, digits(64)]
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """One safetensors file, read as a whole. A "refine" part overwrites tensors that an "add" part has brought.
+
+    Of the tensors ``cut`` it brings ``plane`` (0-based) by ``split``, whose streams are among the file's ``tensors``.
+
+    ``name`` is "embedding", "layer 07" or "head", ``layer`` the 0-based index where it is a layer; ``file`` is
+    relative to the folder (``layout``).
+    """
+
+    name: str
+    file: str
+    bytes: Bytes
+    sha256: Sha256
+    action: Literal["add", "refine"]
+    layer: int | None
+    tensors: dict[str, TensorEntry]
+    split: str = ""
+    plane: Annotated[int, at_least(0)] = 0
+    cut: dict[str, CutTensor] = field(default_factory=dict)
+
+    @property
+    def brought(self) -> dict[str, TensorEntry | CutTensor]:
+        """The model's tensors that it brings, whole or one plane of them, with the dtype and shape that they have."""
+        streams = {stream for name, tensor in self.cut.items() for stream in self.streams(name)}
+        return {name: entry for name, entry in self.tensors.items() if name not in streams} | self.cut
+
+    def streams(self, name: str) -> list[str]:
+        """The file's names of the streams of its plane of a cut tensor."""
+        return [stream_name(name, self.plane, index) for index in range(len(self.cut[name].codecs))]
+
+    @property
+    def data_start(self) -> int:
+        """Bytes of the header, which ends where the data begin."""
+        return min(entry.start for entry in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and hash of a file that is copied as it is."""
+
+    bytes: Bytes
+    sha256: Sha256
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """A PEFT folder, relative to the checkpoint's; ``files`` are the names in it."""
+
+    folder: str
+    files: dict[str, FileEntry]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights; the rest is a few kB of JSON."""
+        return self.files[ADAPTER_WEIGHTS].bytes
+
+
+@dataclass(frozen=True)
+class StageFiles:
+    """What one stage brings, in reading order; the adapter belongs to the model as of this stage."""
+
+    name: str
+    parts: tuple[PartFile, ...]
+    adapter: AdapterFiles | None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that must move for this stage: its parts and its adapter's weights."""
+        return sum(part.bytes for part in self.parts) + (self.adapter.bytes if self.adapter else 0)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A staged checkpoint of a model.
+
+    ``source_sha256`` is None for random weights; ``plan_sha256`` stands for plan, source and adapters together, and is
+    the same for the same staging. ``side`` are the files beside the weights: config.json, the tokenizer's.
+    """
+
+    source: str
+    source_sha256: str | None
+    kind: Literal["real", "random"]
+    plan_sha256: Sha256
+    side: dict[str, FileEntry]
+    stages: tuple[StageFiles, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all "add" parts and planes: the model once, without what overwrites it and adapters."""
+        parts = (part for stage in self.stages for part in stage.parts)
+        return sum(part.bytes for part in parts if part.action == "add" or part.split)
+
+    @property
+    def in_planes(self) -> bool:
+        """Whether a file holds planes of tensors instead of tensors: stock transformers cannot read it."""
+        return any(part.cut for stage in self.stages for part in stage.parts)
+
+    @cached_property
+    def plan(self) -> LoadPlan:
+        """What is brought when, without the files."""
+        return LoadPlan(tuple(Stage(stage.name, tuple(map(_planned, stage.parts))) for stage in self.stages))
+
+    @cached_property
+    def depth(self) -> int:
+        """How many layers are brought."""
+        return len(self.plan.layers(len(self.stages)))
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether the head is the embedding: no file holds it."""
+        return not any(HEAD in part.brought for stage in self.stages for part in stage.parts)
+
+    @cached_property
+    def dtype(self) -> str:
+        """Torch's name of the dtype that the embedding has in the end ("bfloat16")."""
+        last = [part for stage in self.stages for part in stage.parts if EMBEDDING in part.brought]
+        if not last:
+            raise ModelError(f"a staged checkpoint without {EMBEDDING} is of no Llama-like model; {MEND}")
+        return DTYPES[last[-1].brought[EMBEDDING].dtype][0]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a staged checkpoint.
+
+    Raises ModelError when it is missing, no JSON, of another format, was edited, has an unknown or missing key or a
+    value of the wrong type, names a file otherwise than staging does, or when a tensor's byte range does not fit its
+    shape or its file. Whether the tensors are those of a model, its config.json knows (``completeness``).
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise ModelError(f"no staged checkpoint in {folder}: it has no {MANIFEST}; {MEND}")
+    with blaming(path, ModelError, MEND):
+        content = read_json(path)
+        found = content.pop("format", None) if isinstance(content, dict) else None
+        if found != FORMAT:
+            raise Damaged(f"it is of the format {found!r}, not {FORMAT!r}")
+        if content.pop("sha256", None) != sha256_of(content):
+            raise Damaged("it does not fit its own sha256, so it was altered")
+        manifest = shaped(Manifest, content)
+        check_layout(manifest)
+        return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest`` to ``folder``, atomically."""
+    from firsttoken.study.files import write_text  # a worker only reads
+
+    content = asdict(manifest)
+    sealed = {"format": FORMAT, "sha256": sha256_of(content)} | content
+    write_text(folder / MANIFEST, json.dumps(sealed, indent=1) + "\n")
+
+
+def check_files(folder: Path, manifest: Manifest, stages: Collection[int] | None = None) -> None:
+    """Look at the sizes of the files of ``stages`` (1-based; all by default) and beside them, and of nothing inside.
+
+    Raises ModelError for a file that is missing or truncated.
+    """
+    for file, what, entry in _files(manifest, stages):
+        path = folder / file
+        if not path.is_file():
+            raise ModelError(f"{file} ({what}) is missing in {folder}; {MEND}")
+        if (size := path.stat().st_size) != entry.bytes:
+            raise ModelError(f"{path} ({what}) is truncated or altered ({size:,} of {entry.bytes:,} bytes); {MEND}")
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Read everything and compare the sha256 sums. Raises ModelError for the first file that is not as it was."""
+    check_files(folder, manifest)
+    for file, what, entry in _files(manifest, None):
+        _check_hash(folder / file, what, entry)
+
+
+def check_side(folder: Path, manifest: Manifest, *names: str) -> None:
+    """Compare ``names`` of what lies beside the weights (all by default) with their hashes. Raises ModelError."""
+    for name in names or manifest.side:
+        _check_hash(folder / name, "beside the weights", manifest.side[name])
+
+
+def _check_hash(path: Path, what: str, entry: PartFile | FileEntry) -> None:
+    with blaming(path, ModelError, MEND):
+        if regular_size(path) != entry.bytes or _sha256(path) != entry.sha256:
+            raise ModelError(f"{path} ({what}) is altered: wrong sha256; delete it and {MEND}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _planned(part: PartFile) -> Part:
+    coarse = next((entry.dtype for entry in part.tensors.values() if entry.dtype in COARSE), None)
+    whole = tuple(name for name in part.brought if name not in part.cut) if part.split else ()
+    names, split = tuple(part.brought), part.split or None
+    return Part(part.name, names, part.layer, part.action, coarse, split, part.plane, whole)
+
+
+def _files(manifest: Manifest, stages: Collection[int] | None) -> Iterator[tuple[str, str, PartFile | FileEntry]]:
+    """Relative path, what it is, and the entry with its size and hash."""
+    yield from ((name, "beside the weights", entry) for name, entry in manifest.side.items())
+    for number, stage in enumerate(manifest.stages, start=1):
+        if stages is None or number in stages:
+            yield from ((part.file, part.name, part) for part in stage.parts)
+            for name, entry in stage.adapter.files.items() if stage.adapter else ():
+                yield f"{stage.adapter.folder}/{name}", f"adapter of stage {stage.name}", entry

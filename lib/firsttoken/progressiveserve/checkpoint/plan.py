@@ -1,0 +1,178 @@
+"""In which order the tensors of a model are brought: stages of parts, one part a file.
+
+Generalises the three stages of ProgressiveServe (2.5.3) to any grouping of layers, and to parts that bring a tensor
+coarsely first and exactly later. Indices are 0-based; stages count from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from firsttoken.progressiveserve.checkpoint.names import DTYPES, EMBEDDING, HEAD, NORM, layer_of
+from firsttoken.progressiveserve.planes.layouts import SPLITS, planes_of
+from firsttoken.progressiveserve.stages import StagePlan
+from firsttoken.study.errors import StageError
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors that travel in one file.
+
+    ``action`` "add" brings tensors for the first time, "refine" overwrites in place ones that are there. ``dtype``, in
+    safetensors' words ("F8_E5M2"), rounds them on the way; None keeps what the source has. With a ``split``
+    (``planes.layouts``) it is ``plane`` (0-based) of each tensor that comes, but for those of ``whole``.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    layer: int | None = None
+    action: str = "add"
+    dtype: str | None = None
+    split: str | None = None
+    plane: int = 0
+    whole: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Parts in the order in which they are read."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Stages in the order in which they are served."""
+
+    stages: tuple[Stage, ...]
+
+    def layers(self, stage: int) -> tuple[int, ...]:
+        """The layers that compute as of ``stage`` (1-based), sorted."""
+        parts = (part for brought in self.stages[:stage] for part in brought.parts)
+        return tuple(sorted({part.layer for part in parts if part.layer is not None}))
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise StageError unless the plan brings every one of ``names``, each once, and exactly in the end.
+
+        A layer must come within one stage, and what is of no layer with the first: a stage computes with them.
+        """
+        wanted = set(names)
+        if not self.stages:
+            raise StageError("the plan has no stages: give it one group of layers or more")
+        brought: dict[str, tuple[str, Part]] = {}
+        since: dict[int | None, int] = {None: 1}
+        for number, stage in enumerate(self.stages, start=1):
+            if not stage.parts or not all(part.tensors for part in stage.parts):
+                raise StageError(f"stage {stage.name} or a part of it is empty: leave it out, or give it layers")
+            for part in stage.parts:
+                if part.action not in ("add", "refine") or part.dtype not in (None, *DTYPES):
+                    raise StageError(
+                        f"part {part.name} of stage {stage.name} has the action {part.action!r} and the dtype "
+                        f"{part.dtype!r}: choose add or refine, and one of {', '.join(DTYPES)}"
+                    )
+                for tensor in part.tensors:
+                    if tensor not in wanted:
+                        raise StageError(f"stage {stage.name} brings {tensor}, which the model does not have")
+                    if layer_of(tensor) != part.layer:
+                        raise StageError(f"part {part.name} of stage {stage.name} brings {tensor}: not of its layer")
+                    if part.action == "add" and tensor in brought:
+                        raise StageError(
+                            f"overlap: {_what(tensor)} is brought in stage {brought[tensor][0]} and again in stage "
+                            f"{stage.name}; name it once"
+                        )
+                    if part.action == "add" and since.setdefault(part.layer, number) != number:
+                        raise StageError(
+                            f"{_what(tensor)} comes in stage {stage.name}, and is needed as of stage "
+                            f"{self.stages[since[part.layer] - 1].name}; bring them together"
+                        )
+                    if part.action == "refine" and tensor not in brought:
+                        raise StageError(
+                            f"stage {stage.name} refines {_what(tensor)} before a stage has brought it; add it first"
+                        )
+                    if fault := _plane_fault(part, tensor, brought[tensor][1] if tensor in brought else None):
+                        raise StageError(f"stage {stage.name}: {fault}")
+                    if part.action == "refine" and not (part.split or brought[tensor][1].dtype):
+                        raise StageError(
+                            f"stage {stage.name} brings {_what(tensor)} again, which is exact; leave it out"
+                        )
+                    brought[tensor] = (stage.name, part)
+        if hole := next((name for name in names if name not in brought), None):
+            raise StageError(f"hole: {_what(hole)} is in no stage; name it in one")
+        if coarse := next((name for name, (_, part) in brought.items() if part.dtype), None):
+            raise StageError(f"{_what(coarse)} stays {brought[coarse][1].dtype}: add a part that refines it")
+        for name, (_, part) in brought.items():
+            if name not in part.whole and (lacking := planes_of(part.split) - 1 - part.plane):
+                raise StageError(f"{_what(name)} lacks {lacking} of its planes: name them in a later stage")
+
+
+def _plane_fault(part: Part, tensor: str, before: Part | None) -> str:
+    """What is wrong with the plane of ``tensor`` that ``part`` brings after ``before``; "" if nothing."""
+    if part.split not in (None, *SPLITS):
+        return f"no split of weights is called {part.split!r}; choose one of {', '.join(SPLITS)}"
+    if not part.split or tensor in part.whole:
+        cut = before is not None and before.split is not None and tensor not in before.whole
+        return f"{_what(tensor)} came in planes and comes again whole; bring its other planes" if cut else ""
+    if part.dtype:
+        return f"{_what(tensor)} is rounded and cut in planes; choose one"
+    follows = before is not None and before.split == part.split and tensor not in before.whole
+    due = before.plane + 1 if follows else 0
+    if part.plane != due or (part.action == "add") != (due == 0) or due >= planes_of(part.split):
+        return f"plane {part.plane} of {_what(tensor)} comes where plane {due} is due; bring each once and in order"
+    return ""
+
+
+def by_layers(names: Sequence[str], groups: Sequence[Sequence[int]]) -> LoadPlan:
+    """Stage k brings the layers of group k; the first also the embedding, and the final norm and the head at its end.
+
+    ``names`` are the tensors of a Llama-like model, with or without lm_head.weight. Stages are called A, B, C, ...
+    Raises StageError when groups overlap, leave a hole, are empty, or name a layer that the model does not have.
+    """
+    layers: dict[int, list[str]] = {}
+    for name in names:
+        if (layer := layer_of(name)) is not None:
+            layers.setdefault(layer, []).append(name)
+        elif name not in (EMBEDDING, NORM, HEAD):
+            raise StageError(f"{name} is no tensor of a Llama-like model: use one (Llama, Qwen2, ...)")
+    digits = max(2, len(str(max(layers, default=0))))
+    stages = []
+    for k, group in enumerate(groups):
+        stage = chr(ord("A") + k % 26) * (k // 26 + 1)
+        if not group:
+            raise StageError(f"stage {stage} has no layers: leave it out, or remove a larger block")
+        if odd := sorted(set(group) - layers.keys()):
+            raise StageError(f"stage {stage} names layer {odd[0]}: the model has {len(layers)}, from 0")
+        parts = [Part(f"layer {i:0{digits}}", tuple(layers[i]), i) for i in sorted(group)]
+        if k == 0:
+            head = tuple(name for name in (NORM, HEAD) if name in names)
+            parts = [Part("embedding", (EMBEDDING,)), *parts, Part("head", head)]
+        stages.append(Stage(stage, tuple(parts)))
+    plan = LoadPlan(tuple(stages))
+    plan.check(names)
+    return plan
+
+
+def staged(names: Sequence[str], plan: StagePlan) -> LoadPlan:
+    """The report's stages: A with what is not a layer, then B, then C. Raises StageError as :func:`by_layers` does."""
+    return by_layers(names, [plan.a, plan.b, plan.c])
+
+
+def whole(names: Sequence[str], depth: int) -> LoadPlan:
+    """Everything in one stage: what a start without stages reads."""
+    return by_layers(names, [range(depth)])
+
+
+def coarse_first(names: Sequence[str], depth: int, dtype: str = "F8_E5M2") -> LoadPlan:
+    """Stage 1 brings every tensor rounded to ``dtype``, stage 2 overwrites each with the exact one."""
+    (stage,) = whole(names, depth).stages
+    coarse = tuple(replace(part, dtype=dtype) for part in stage.parts)
+    exact = tuple(replace(part, action="refine") for part in stage.parts)
+    plan = LoadPlan((Stage("coarse", coarse), Stage("exact", exact)))
+    plan.check(names)
+    return plan
+
+
+def _what(tensor: str) -> str:
+    layer = layer_of(tensor)
+    return tensor if layer is None else f"layer {layer} ({tensor})"

@@ -1,0 +1,205 @@
+"""Write a staged checkpoint: one safetensors file a part, a manifest, and the index that stock transformers reads.
+
+Staging a large model takes minutes, so an interruption costs one shard at most: everything is built in
+``<folder>.partial``, and the folder takes its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from firsttoken.assets.lock import file_sha256, first_line
+from firsttoken.progressiveserve.adapters import check_fit
+from firsttoken.progressiveserve.checkpoint.completeness import check_complete
+from firsttoken.progressiveserve.checkpoint.layout import adapter_folder, check_layout, part_file
+from firsttoken.progressiveserve.checkpoint.manifest import (
+    MANIFEST,
+    AdapterFiles,
+    FileEntry,
+    Manifest,
+    PartFile,
+    StageFiles,
+    write_manifest,
+)
+from firsttoken.progressiveserve.checkpoint.names import DTYPES
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part
+from firsttoken.progressiveserve.checkpoint.sources import TensorSource
+from firsttoken.progressiveserve.checkpoint.unfinished import INDEX, LOG, already_there, log_line, resume
+from firsttoken.progressiveserve.planes.files import most_bytes, write_planes
+from firsttoken.study.errors import StageError
+from firsttoken.study.files import replacing, write_text
+from firsttoken.study.foreign.tensors import read_header
+
+
+def write_staged(
+    source: TensorSource,
+    plan: LoadPlan,
+    folder: Path,
+    adapters: Mapping[int, Path] | None = None,
+    base_sha256: str | None = None,
+) -> Manifest:
+    """Write the tensors of ``source`` to ``folder`` in the order of ``plan``; progress goes to stderr.
+
+    ``adapters`` maps a stage (1-based) to the PEFT folder that belongs to the model as of that stage, and
+    ``base_sha256`` is the base they must have been trained on (default: that of the source). A folder that holds
+    this staging already is returned as it is, or mended where a file is missing or truncated; a ``<folder>.partial``
+    of the same staging is continued. Raises StageError when the plan does not fit the model or an adapter its stage,
+    when ``folder`` holds something else, and when it cannot be written, above all on a full disk.
+    """
+    plan.check(source.names)
+    if not folder.absolute().name:
+        raise StageError(f"{folder} cannot be a staged checkpoint: name a folder to write")
+    folder = folder.absolute()
+    adapters = adapters or {}
+    for number, adapter in adapters.items():
+        if not 1 <= number <= len(plan.stages):
+            raise StageError(f"adapter {adapter.name} is for stage {number} of {len(plan.stages)}: choose one of these")
+        check_fit(adapter, plan.layers(number), base_sha256 or source.provenance.sha256)
+    partial = folder.with_name(f"{folder.name}.partial")
+    parts = {
+        part_file(number, stage.name, index, part.name): part
+        for number, stage in enumerate(plan.stages, start=1)
+        for index, part in enumerate(stage.parts)
+    }
+    sizes = {file: _payload(part, source) for file, part in parts.items()}
+    missing = sum(sizes.values()) + sum(f.stat().st_size for adapter in adapters.values() for f in _files_of(adapter))
+    try:
+        identity = _identity(source, plan, adapters)
+        if (manifest := already_there(folder, partial, identity)) is not None:
+            return manifest
+        finished = resume(partial, identity)
+        missing -= sum(sizes[file] for file in finished)
+        if shutil.disk_usage(partial).free < missing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        label = {"desc": f"staging {folder.name}", "unit": "B", "unit_scale": True, "disable": None}
+        with tqdm(total=sum(sizes.values()), **label) as bar, (partial / LOG).open("a", encoding="utf-8") as log:
+            for file, part in parts.items():
+                if file not in finished:
+                    finished[file] = _write_part(source, part, partial, file)
+                    print(log_line(finished[file]), end="", file=log, flush=True)
+                    missing -= sizes[file]
+                bar.update(sizes[file])
+        manifest = _complete(source, plan, adapters, partial, (finished[file] for file in parts), identity)
+        partial.rename(folder)
+        (folder / LOG).unlink()
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(error, folder, missing) from error
+    return manifest
+
+
+def _identity(source: TensorSource, plan: LoadPlan, adapters: Mapping[int, Path]) -> str:
+    """A sha256 that is the same when the same tensors would be written to the same files."""
+    content = [
+        _described(plan),
+        source.provenance.sha256 or source.provenance.source,
+        [str(source.dtype(name)) for name in source.names],
+        {number: [[f.name, file_sha256(f)] for f in _files_of(adapters[number])] for number in sorted(adapters)},
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _described(plan: LoadPlan) -> dict[str, Any]:
+    """``plan`` for its hash; a plan without planes keeps the one that it has always had."""
+    content = asdict(plan)
+    for part in (part for stage in content["stages"] for part in stage["parts"]):
+        if part["split"] is None:
+            del part["split"], part["plane"], part["whole"]
+    return content
+
+
+def _write_part(source: TensorSource, part: Part, folder: Path, file: str) -> PartFile:
+    if part.split:
+        return write_planes(source, part, folder, file)
+    stored = getattr(torch, DTYPES[part.dtype][0]) if part.dtype else None
+    path = folder / file
+    with replacing(path) as temporary:
+        tensors = {name: source.get(name).to("cpu", stored).contiguous() for name in part.tensors}
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    written = read_header(path).tensors
+    entries = {name: written[name] for name in part.tensors}
+    return PartFile(part.name, file, path.stat().st_size, file_sha256(path), part.action, part.layer, entries)
+
+
+def _complete(
+    source: TensorSource,
+    plan: LoadPlan,
+    adapters: Mapping[int, Path],
+    folder: Path,
+    files: Iterator[PartFile],
+    identity: str,
+) -> Manifest:
+    """Everything beside the shards: side files, adapters, the manifest, and the index of each tensor's last file."""
+    source.write_side_files(folder)
+    side = {file.name: _entry(file) for file in _files_of(folder) if file.name not in (LOG, MANIFEST)}
+    stages = []
+    for number, stage in enumerate(plan.stages, start=1):
+        adapter = _copy_adapter(adapters[number], folder, stage.name) if number in adapters else None
+        stages.append(StageFiles(stage.name, tuple(islice(files, len(stage.parts))), adapter))
+    manifest = Manifest(
+        source=source.provenance.source,
+        source_sha256=source.provenance.sha256,
+        kind=source.provenance.kind,
+        plan_sha256=identity,
+        side=side,
+        stages=tuple(stages),
+    )
+    if not manifest.in_planes:  # else no file has a tensor that stock transformers could read (planes.assemble)
+        index = {
+            "metadata": {"total_size": _payload(Part("all", tuple(source.names)), source)},
+            "weight_map": {name: part.file for stage in stages for part in stage.parts for name in part.tensors},
+        }
+        write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    check_layout(manifest)
+    check_complete(folder, manifest, source.shapes)
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def _copy_adapter(adapter: Path, folder: Path, stage: str) -> AdapterFiles:
+    target = adapter_folder(stage)
+    (folder / target).mkdir(parents=True, exist_ok=True)
+    files = {}
+    for file in _files_of(adapter):
+        shutil.copyfile(file, folder / target / file.name)
+        files[file.name] = _entry(file)
+    return AdapterFiles(target, files)
+
+
+def _entry(file: Path) -> FileEntry:
+    return FileEntry(file.stat().st_size, file_sha256(file))
+
+
+def _files_of(adapter: Path) -> list[Path]:
+    return sorted(path for path in adapter.iterdir() if path.is_file())
+
+
+def _payload(part: Part, source: TensorSource) -> int:
+    """Bytes of the tensors of a part, as it stores them, or at most where it codes them."""
+    if part.split:
+        return most_bytes(source, part)
+    rounded = DTYPES[part.dtype][1] if part.dtype else None
+    return sum((rounded or source.dtype(name).itemsize) * math.prod(source.shapes[name]) for name in part.tensors)
+
+
+def _unwritten(error: Exception, folder: Path, missing: int) -> StageError:
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        return StageError(
+            f"the disk of {folder} is full: {missing:,} bytes are still needed; free some and stage again, what is "
+            "finished is kept"
+        )
+    return StageError(f"cannot stage to {folder}: {first_line(error)}; mend that and stage again")

@@ -1,0 +1,169 @@
+"""Healing: LoRA adapters that stand in for the layers that have not arrived (ProgressiveServe, 3.3.3).
+
+Adapter A is trained with B and C passed, adapter AB with C passed. Both are stock PEFT folders: plain
+``PeftModel.from_pretrained`` loads them on the staged model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, get_scheduler
+
+from firsttoken.progressiveserve.recipe import Recipe
+from firsttoken.progressiveserve.samples import Sample, padded
+from firsttoken.study.dtypes import autocast
+from firsttoken.study.errors import CorpusError
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a healing run went through: one row a step, and how long it took."""
+
+    rows: list[dict[str, float]]
+    duration_s: float
+
+
+class Teacher:
+    """The full model's final hidden states, remembered by sample, so that each sequence is run once."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._seen: dict[tuple[int, ...], Tensor] = {}
+
+    @torch.no_grad()
+    def hidden(self, samples: Sequence[Sample], width: int) -> Tensor:
+        """Hidden states after the final norm, [samples, width, hidden], zero beyond each sample's end."""
+        new = [s for s in samples if s.tokens not in self._seen]
+        if new:
+            states = self._model.get_decoder()(padded(new).to(self._model.device), use_cache=False).last_hidden_state
+            self._seen |= {s.tokens: row[: len(s.tokens)].clone() for s, row in zip(new, states, strict=True)}
+        rows = [self._seen[s.tokens] for s in samples]
+        return torch.stack([F.pad(r, (0, 0, 0, width - len(r))) for r in rows])
+
+
+def attach(model: PreTrainedModel, recipe: Recipe, layers: Sequence[int]) -> PeftModel:
+    """Fresh LoRA weights on the named projections of ``layers`` (0-based), and nowhere else."""
+    config = LoraConfig(
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,
+        lora_dropout=recipe.dropout,
+        target_modules=list(recipe.targets),
+        layers_to_transform=list(layers),
+        layers_pattern="layers",
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)
+
+
+def train(
+    peft: PeftModel,
+    recipe: Recipe,
+    questions: Sequence[Sample],
+    text: Sequence[Sample] = (),
+    teacher: Teacher | None = None,
+    watch: Callable[[int], dict[str, float]] | None = None,
+    watch_every: int = 0,
+) -> Curve:
+    """Train the adapter of ``peft`` in place by ``recipe``.
+
+    ``watch`` is called with the step number every ``watch_every`` steps and at the end; what it returns, validation
+    scores, joins that step's row. The base stays in its own dtype, the adapter is fp32; bf16
+    autocast where that is fast.
+    """
+    torch.manual_seed(recipe.seed)
+    steps = recipe.total_steps(len(questions))
+    weights = [p for p in peft.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.0)
+    schedule = get_scheduler(recipe.schedule, optimizer, recipe.warmup_steps, steps)
+    draw = torch.Generator().manual_seed(recipe.seed)
+    batches = zip(_endless(questions, recipe.batch, draw), _endless(text, recipe.text_batch, draw), strict=False)
+    rows, start = [], time.perf_counter()
+    peft.train()
+    for step in tqdm(range(1, steps + 1), desc=f"healing ({recipe.name})", unit="step", disable=None):
+        losses: dict[str, float] = {}
+        for _ in range(recipe.accumulate):
+            asked, read = next(batches)
+            parts = _losses(peft, recipe, asked, read, teacher, draw)
+            (sum(parts.values()) / recipe.accumulate).backward()
+            for name, loss in parts.items():
+                losses[name] = losses.get(name, 0.0) + loss.item() / recipe.accumulate
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        row = {"step": step, **{name: round(loss, 5) for name, loss in losses.items()}}
+        if watch and (step == steps or (watch_every and step % watch_every == 0)):
+            peft.eval()
+            row |= watch(step)
+            peft.train()
+        rows.append(row)
+    peft.eval()
+    return Curve(rows, time.perf_counter() - start)
+
+
+def _endless(samples: Sequence[Sample], size: int, draw: torch.Generator) -> Iterator[list[Sample]]:
+    """Batches of ``size`` without end, every sample once before any comes again; empty ones where size is 0."""
+    if size and not samples:
+        raise CorpusError("no samples to learn from: the train split is empty, use a larger file")
+    order: list[int] = []
+    while True:
+        while len(order) < size:
+            order += torch.randperm(len(samples), generator=draw).tolist()
+        yield [samples[i] for i in order[:size]]
+        del order[:size]
+
+
+def _losses(
+    peft: PeftModel,
+    recipe: Recipe,
+    asked: list[Sample],
+    read: list[Sample],
+    teacher: Teacher | None,
+    draw: torch.Generator,
+) -> dict[str, Tensor]:
+    """The weighted losses of one micro-batch. Logits, a third of the work, are made at the positions needed only."""
+    model = peft.get_base_model()
+    ids = padded([*asked, *read])
+    answer, running, distilled = _targets(asked, read, ids.shape[1], recipe, draw)
+    needed = answer | (running & (recipe.text_weight > 0)) | (distilled & (recipe.distill_weight > 0))
+    head, device = model.get_output_embeddings(), model.device
+    with autocast(peft):
+        hidden = model.get_decoder()(ids.to(device), use_cache=False).last_hidden_state
+        logits = head(hidden[needed.to(device)]).float()
+    token_loss = F.cross_entropy(logits, ids.roll(-1, 1)[needed].to(device), reduction="none")
+    parts = {}
+    if recipe.answer_weight and answer.any():
+        parts["answer_loss"] = recipe.answer_weight * token_loss[answer[needed].to(device)].mean()
+    if recipe.text_weight and running.any():
+        parts["text_loss"] = recipe.text_weight * token_loss[running[needed].to(device)].mean()
+    if recipe.distill_weight and teacher is not None:
+        target = teacher.hidden([*asked, *read], ids.shape[1])[distilled.to(device)]
+        with torch.no_grad():
+            wanted = F.log_softmax(head(target.to(head.weight.dtype)).float(), -1)
+        got = F.log_softmax(logits[distilled[needed].to(device)], -1)
+        parts["distill_loss"] = recipe.distill_weight * F.kl_div(got, wanted, log_target=True, reduction="batchmean")
+    return parts
+
+
+def _targets(
+    asked: list[Sample], read: list[Sample], width: int, recipe: Recipe, draw: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which positions [samples, width] predict an answer token, predict running text, and are distilled."""
+    samples = [*asked, *read]
+    next_token = torch.arange(1, width + 1).expand(len(samples), width)
+    start = torch.tensor([[s.answer_start] for s in samples])
+    end = torch.tensor([[len(s.tokens)] for s in samples])
+    answer = (next_token >= start) & (next_token < end)
+    running = (next_token < end) & (torch.arange(len(samples))[:, None] >= len(asked))
+    sampled = (next_token <= end) & (torch.rand(answer.shape, generator=draw) < recipe.distill_share)
+    # After an open "Answer:" no label follows, yet what the teacher would say there is the best target there is.
+    opening = (next_token == end) & (start == end)
+    return answer, running, answer | sampled | opening

@@ -1,0 +1,232 @@
+"""Reading files in parallel, in the order in which they will be needed (standard library only).
+
+A worker starts reading before it imports torch, so nothing here may import it. The files of a list share their
+readers chunk by chunk: the first file is whole long before the last one, which is what lets the forward pass begin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Protocol
+
+from firsttoken.link.shaped import Link
+from firsttoken.study.errors import LinkError, ModelError
+from firsttoken.study.system.reading import is_cached, open_uncached, read_no_further
+
+PAGE = 4096  # direct reads want offsets, lengths and addresses in multiples of the disk's block; none is larger
+
+
+class Opened(Protocol):
+    """A file that several readers take chunks of."""
+
+    def read_into(self, link: Link, place: memoryview, offset: int) -> None:
+        """Fill ``place`` from ``offset``. Raises LinkError, and ModelError for a file that is not the right one."""
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+
+
+class Elsewhere(Protocol):
+    """A file on another machine (loading.remote)."""
+
+    name: str
+
+    def open(self, size: int) -> Opened:
+        """The file, which must have ``size`` bytes."""
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A file to read: where it lies, how long it must be, and its sha256."""
+
+    path: Path | Elsewhere
+    what: str  # "layer 07", for messages
+    bytes: int
+    sha256: str
+
+
+Allocate = Callable[[int], memoryview]
+
+
+def host_memory(size: int) -> memoryview:
+    """``size`` bytes of fresh memory of this process alone, page-aligned."""
+    return memoryview(mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+class BlobReader:
+    """Reads ``blobs`` with ``threads`` readers for each of ``links``.
+
+    With several links each takes a contiguous group of about equal bytes, as ParaServe's workers do. ``verify``
+    compares sha256 sums, in the reader that brought the last chunk, while the others go on.
+
+    All files are opened before the first reader runs: whoever waits keeps the interpreter busy (tokenizer, empty
+    model), and each system call of a reader may then cost it one turn of 5 ms. Opened by the readers, 269 MB in 32
+    files took 0.52 s instead of 0.45 s (medians of 20, two busy cores).
+    """
+
+    def __init__(
+        self,
+        blobs: Sequence[Blob],
+        links: Sequence[Link],
+        *,
+        threads: int = 8,
+        chunk_bytes: int = 8 << 20,
+        verify: bool = True,
+        allocate: Allocate = host_memory,
+    ) -> None:
+        self.blobs = list(blobs)
+        self._verify, self._allocate = verify, allocate
+        self._lock = threading.Lock()  # of what is counted; never held while a reader waits for memory
+        self._buffers: dict[int, memoryview] = {}
+        self._left = [max(1, -(-blob.bytes // chunk_bytes)) for blob in self.blobs]
+        self._done = [threading.Event() for _ in self.blobs]
+        self._files: list[Opened] = []
+        self._error: Exception | None = None
+        self._stop = False
+        self._threads = []
+        groups = even_groups([blob.bytes for blob in self.blobs], len(links))
+        for link, group in zip(links, groups, strict=True):
+            turn = link, self._chunks(group, chunk_bytes), threading.Lock()
+            self._threads += [
+                threading.Thread(target=self._work, args=turn, name=f"reader-{i}", daemon=True) for i in range(threads)
+            ]
+
+    def start(self) -> None:
+        """Begin to read."""
+        for blob in self.blobs:
+            try:
+                self._files.append(_opened(blob))
+            except Exception as error:
+                self._fail(error, blob)
+                return
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, index: int) -> memoryview:
+        """The bytes of blob ``index``, in memory of its own.
+
+        Raises LinkError when the transfer broke off and ModelError for a file that is missing, of another length, or
+        (with ``verify``) of another sha256.
+        """
+        self._done[index].wait()
+        if index not in self._buffers or self._left[index]:
+            raise self._error or LinkError(f"reading of {self.blobs[index].what} was stopped")
+        return self._buffers.pop(index)[: self.blobs[index].bytes]
+
+    def close(self) -> None:
+        """Stop reading and wait for the readers to end."""
+        self._stop = True
+        for thread in self._threads:
+            if thread.ident:
+                thread.join()
+        while self._files:
+            self._files.pop().close()
+        self._release()
+
+    def _chunks(self, group: range, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """(blob, offset, bytes), first to last."""
+        for index in group:
+            size = self.blobs[index].bytes
+            for offset in range(0, max(1, size), chunk_bytes):
+                yield index, offset, min(chunk_bytes, size - offset)
+
+    def _work(self, link: Link, chunks: Iterator[tuple[int, int, int]], turn: threading.Lock) -> None:
+        try:
+            while not self._stop:
+                with turn:
+                    chunk = next(chunks, None)
+                    if chunk is None:
+                        return
+                    index, offset, size = chunk
+                    if index not in self._buffers:
+                        self._buffers[index] = self._allocate(self.blobs[index].bytes)
+                    place = self._buffers[index][offset : offset + size]
+                self._files[index].read_into(link, place, offset)
+                self._finished(index)
+        except Exception as error:
+            self._fail(error, self.blobs[index])
+
+    def _finished(self, index: int) -> None:
+        with self._lock:
+            last = self._left[index] == 1
+            self._left[index] -= 0 if last else 1
+        if not last:
+            return
+        blob = self.blobs[index]
+        if self._verify:
+            whole = self._buffers[index][: blob.bytes]
+            if hashlib.sha256(whole).hexdigest() != blob.sha256:
+                raise ModelError(f"{blob.what}: {blob.path.name} has a wrong sha256; copy it again")
+        self._left[index] = 0
+        self._done[index].set()
+
+    def _fail(self, error: Exception, blob: Blob) -> None:
+        if not isinstance(error, ModelError):
+            reason = error.strerror if isinstance(error, OSError) else error
+            error = LinkError(f"{blob.what}: {blob.path.name} cannot be read: {reason}")
+        self._error = self._error or error
+        self._stop = True
+        self._release()
+
+    def _release(self) -> None:
+        for event in self._done:
+            event.set()
+
+
+def even_groups(sizes: Sequence[int], count: int) -> list[range]:
+    """``count`` contiguous groups of about equal sums: each cut is the one nearest to where it should be."""
+    before = [0, *accumulate(sizes)]
+    cuts = [min(range(len(before)), key=lambda i: abs(before[i] - before[-1] * k / count)) for k in range(1, count)]
+    return [range(low, high) for low, high in pairwise([0, *cuts, len(sizes)])]
+
+
+class _OpenFile:
+    """An open file: read from the page cache where it lies there, else past it.
+
+    A direct read spares the kernel's copy, which on two cores is computing time that the tokenizer and the empty model
+    want at that moment: 0.13 instead of 0.20 CPU seconds for 269 MB.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._buffered = os.open(path, os.O_RDONLY)
+        # where the system does not tell, the page cache may hold it: a direct read would bring it from the disk again
+        self._direct = open_uncached(path) if is_cached(self._buffered) is False else None
+        if self._direct is not None:
+            read_no_further(self._buffered)  # what is left for it is the end of the file
+
+    def read_into(self, link: Link, place: memoryview, offset: int) -> None:
+        """Fill ``place`` from ``offset``, which is a multiple of a page. Raises LinkError."""
+        aligned = ctypes.addressof(ctypes.c_char.from_buffer(place)) % PAGE == 0 if place else False
+        whole = len(place) // PAGE * PAGE if aligned and self._direct is not None else 0
+        if whole:
+            try:
+                link.read_into(self._direct, place[:whole], offset)
+            except LinkError:  # a disk that takes no such length, after all; what is truly wrong comes again below
+                whole = 0
+        if whole < len(place):
+            link.read_into(self._buffered, place[whole:], offset + whole)
+
+    def close(self) -> None:
+        for handle in (self._buffered, self._direct):
+            if handle is not None:
+                os.close(handle)
+
+
+def _opened(blob: Blob) -> Opened:
+    if not isinstance(blob.path, Path):
+        return blob.path.open(blob.bytes)
+    try:
+        size = blob.path.stat().st_size
+    except OSError:
+        raise ModelError(f"{blob.what}: {blob.path.name} is missing in {blob.path.parent}; copy it there") from None
+    if size != blob.bytes:
+        raise ModelError(f"{blob.what}: {blob.path.name} has {size:,} of {blob.bytes:,} bytes; copy it again")
+    return _OpenFile(blob.path)

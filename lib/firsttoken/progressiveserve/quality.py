@@ -1,0 +1,175 @@
+"""What a stage is worth: extractive and closed-book answers, four choices, running text.
+
+One prefill of the prompt serves all three question scores: the choices are scored on copies of its KV cache, the
+greedy answer is decoded on the cache itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from firsttoken.assets.corpora import QAItem
+from firsttoken.engine.sampling import likeliest
+from firsttoken.progressiveserve.gap_cache import GapCache
+from firsttoken.progressiveserve.samples import STOP, answer_tokens, qa_prompt, shortened
+from firsttoken.scoring import exact_match, token_f1
+
+
+@dataclass(frozen=True)
+class AnswerConfig:
+    """How answers are taken: the report decodes 10 tokens greedily, zero-shot (3.5.2)."""
+
+    max_new_tokens: int = 10
+    max_prompt_tokens: int = 384
+    batch: int = 16
+
+
+@torch.inference_mode()
+def answer_scores(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[QAItem], config: AnswerConfig
+) -> list[dict[str, Any]]:
+    """One row an item: ``em``, ``f1`` in 0..1, ``answer_nll`` in nats a token, ``choice_correct`` where it has choices.
+
+    Items of like length share a batch; rows come back in the order of ``items``. Where the prompt did not fit, the row
+    has ``cut_tokens``.
+    """
+    whole = [tokenizer.encode(qa_prompt(item.passage, item.question)) for item in items]
+    prompts = [shortened(ids, tokenizer, config.max_prompt_tokens) for ids in whole]
+    order = sorted(range(len(items)), key=lambda i: (len(prompts[i]), i))
+    rows: dict[int, dict[str, Any]] = {}
+    for at in range(0, len(order), config.batch):
+        chosen = order[at : at + config.batch]
+        scored = _score_batch(model, tokenizer, [items[i] for i in chosen], [prompts[i] for i in chosen], config)
+        rows |= dict(zip(chosen, scored, strict=True))
+    for i, (ids, prompt) in enumerate(zip(whole, prompts, strict=True)):
+        if len(ids) > len(prompt):
+            rows[i]["cut_tokens"] = len(ids) - len(prompt)
+    return [rows[i] for i in range(len(items))]
+
+
+def _score_batch(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    items: Sequence[QAItem],
+    prompts: Sequence[list[int]],
+    config: AnswerConfig,
+) -> list[dict[str, Any]]:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    cache = GapCache()
+    first = model(
+        ids, attention_mask=mask, position_ids=_positions(mask), past_key_values=cache, use_cache=True, logits_to_keep=1
+    ).logits[:, -1]
+    asked = [qa_prompt(item.passage, item.question) for item in items]
+    nll = _option_nll(model, tokenizer, asked, [_options(i) for i in items], first, cache, mask)
+    texts = _decode(model, tokenizer, first, cache, mask, config.max_new_tokens)
+    rows = []
+    for item, text, losses in zip(items, texts, nll, strict=True):
+        row = {
+            "item": item.id,
+            "prediction": text,
+            "em": exact_match(text, item.answers),
+            "f1": token_f1(text, item.answers),
+            "answer_nll": losses[max(item.answer_index, 0)],
+        }
+        if item.choices:
+            row["choice_correct"] = float(min(range(len(losses)), key=losses.__getitem__) == item.answer_index)
+        rows.append(row)
+    return rows
+
+
+def _options(item: QAItem) -> tuple[str, ...]:
+    return item.choices or item.answers[:1]
+
+
+def _option_nll(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    options: Sequence[tuple[str, ...]],
+    first: Tensor,
+    cache: GapCache,
+    mask: Tensor,
+) -> list[list[float]]:
+    """Mean negative log-likelihood a token of each option after its prompt in ``texts``, the stop included."""
+    each = max(map(len, options))
+    padded = [list(o) + [o[0]] * (each - len(o)) for o in options]
+    encoded = [answer_tokens(tokenizer, text, o) for text, row in zip(texts, padded, strict=True) for o in row]
+    width = max(map(len, encoded))
+    ids = torch.tensor([e + [0] * (width - len(e)) for e in encoded], device=model.device)
+    real = torch.tensor([[1] * len(e) + [0] * (width - len(e)) for e in encoded], device=model.device)
+    full = torch.cat([mask.repeat_interleave(each, 0), real], 1)
+    copied = copy.deepcopy(cache)
+    copied.batch_repeat_interleave(each)
+    later = model(
+        ids, attention_mask=full, position_ids=_positions(full)[:, -width:], past_key_values=copied, use_cache=True
+    ).logits
+    logits = torch.cat([first.repeat_interleave(each, 0)[:, None], later[:, :-1]], 1).float()
+    losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
+    means = ((losses * real).sum(1) / real.sum(1)).view(len(options), each).tolist()
+    return [row[: len(o)] for row, o in zip(means, options, strict=True)]
+
+
+def _decode(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    first: Tensor,
+    cache: GapCache,
+    mask: Tensor,
+    max_new_tokens: int,
+) -> list[str]:
+    """Greedy answers: up to ``max_new_tokens`` tokens, cut at the end of the line. Raises OutputError for logits that
+    are no finite numbers."""
+    token, taken = likeliest(first), []
+    while True:
+        taken.append(token)
+        rows = [_until(row, tokenizer.eos_token_id) for row in torch.stack(taken, 1).tolist()]
+        texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
+        ended = (STOP in t.lstrip() or len(row) < len(taken) for t, row in zip(texts, rows, strict=True))
+        if len(taken) == max_new_tokens or all(ended):
+            return [t.strip().split(STOP)[0].strip() for t in texts]
+        mask = F.pad(mask, (0, 1), value=1)
+        out = model(
+            token[:, None],
+            attention_mask=mask,
+            position_ids=_positions(mask)[:, -1:],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        token = likeliest(out.logits[:, -1])
+
+
+def _until(tokens: list[int], end: int | None) -> list[int]:
+    """The tokens before the first ``end``."""
+    return tokens[: tokens.index(end)] if end in tokens else tokens
+
+
+def _positions(mask: Tensor) -> Tensor:
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@torch.inference_mode()
+def text_scores(model: PreTrainedModel, windows: Tensor, batch: int = 4) -> list[dict[str, Any]]:
+    """One row a window of ``windows`` [count, length]: ``text_nll``, mean nats a token, of which perplexity is exp."""
+    rows: list[dict[str, Any]] = []
+    for part in windows.split(batch):
+        ids = part.to(model.device)
+        logits = model(ids, use_cache=False).logits[:, :-1].float()
+        losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
+        rows += [{"item": f"window-{len(rows) + i}", "text_nll": v} for i, v in enumerate(losses.mean(1).tolist())]
+    return rows
+
+
+def perplexity(rows: Iterable[dict[str, Any]]) -> float:
+    """exp of the mean ``text_nll``."""
+    losses = torch.tensor([r["text_nll"] for r in rows], dtype=torch.float64)
+    return losses.mean().exp().item()

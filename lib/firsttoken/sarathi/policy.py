@@ -1,0 +1,67 @@
+"""A scheduler as a profile or a reader names it (``policy_text``): of the engine, or of a file of one's own,
+"mine.py 512"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.schedulers.base import Scheduler
+from firsttoken.sarathi.capacity import Objective
+from firsttoken.sarathi.policy_text import place_of
+from firsttoken.sarathi.watched import watched
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.policy_file import PolicyFile, PolicyKind
+
+TTFT_S = 2.0  # of schedulers that have an objective for it: the delay that the paper allows
+SCHEDULER = PolicyKind(
+    "scheduler", Scheduler, "write a subclass of firsttoken.engine.schedulers.base.Scheduler with one"
+)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """``told`` is the text; ``kind`` a name of the registry, or a class of ``file`` whose decisions are watched."""
+
+    told: str
+    kind: str | type[Scheduler]
+    budget: int | None
+    file: PolicyFile | None = None
+
+    @classmethod
+    def named(cls, text: str) -> Policy:
+        """Raises ProfileError for a budget that is no number, and for a file that holds no scheduler."""
+        place = place_of(text)
+        name, budget = place["scheduler"], place.get("budget_tokens")
+        if name.endswith(".py"):
+            brought = PolicyFile.read(Path(name), SCHEDULER)
+            return cls(text, watched(brought.found, brought.file, brought.decisions), budget, brought)
+        if " " in name:
+            raise ProfileError(f"scheduler {text!r}: write the name and, where it has one, the token budget")
+        return cls(text, name, budget)
+
+    def config(self, objective: Objective, requests: int) -> EngineConfig:
+        """The engine's, for ``objective``, with up to ``requests`` at once; watermark as in vLLM.
+
+        Raises ProfileError for an unknown scheduler, and for a budget that it cannot keep.
+        """
+        chosen = {} if self.budget is None else {"token_budget": self.budget}
+        return EngineConfig(scheduler=self.kind, requests=requests, tbt_s=objective.tbt_s, ttft_s=TTFT_S, **chosen)
+
+    @contextmanager
+    def judged(self) -> Iterator[None]:
+        """Around all that runs it: raises ProfileError, one line that names the file, for what a file of one's own does
+        wrong, and where it never ends."""
+        if self.file is None:
+            yield
+            return
+        with self.file.judged():
+            yield
+
+
+def engine_config(text: str, objective: Objective, requests: int) -> EngineConfig:
+    """The engine of the scheduler that ``text`` names. Raises as ``Policy.named`` and ``Policy.config``."""
+    return Policy.named(text).config(objective, requests)

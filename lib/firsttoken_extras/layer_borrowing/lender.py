@@ -1,0 +1,77 @@
+"""Who lends layers, and the session with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from firsttoken.petals.access import Access
+from firsttoken.petals.cover import check_cover, named
+from firsttoken.petals.line import Line, ServerFault
+from firsttoken.petals.patience import Patience
+from firsttoken.petals.wire import Stretch
+from firsttoken.study.errors import SwarmError
+
+if TYPE_CHECKING:
+    import grpc
+
+
+class Lender(NamedTuple):
+    """A server at ``address`` (HOST:PORT), which lends these ``layers``."""
+
+    address: str
+    layers: range
+
+
+def check_lenders(lenders: Sequence[Lender], depth: int) -> None:
+    """Raise SwarmError unless ``lenders`` have, in this order, all layers from the first one's first to the last of
+    ``depth``, each once."""
+    spans = [one.layers for one in lenders]
+    try:
+        check_cover(spans, range(spans[0].start if spans else 0, depth))
+    except SwarmError:
+        raise SwarmError(
+            f"layers {named(spans)} are lent: name them in order to the end of [0, {depth}), each once"
+        ) from None
+
+
+class LentSpan:
+    """The layers of ``lender``, for as long as it goes on: one session after another, as it may lose one without fault.
+
+    To be made and used where gRPC's event loop runs. Raises SwarmError for an address that may not be asked.
+    """
+
+    def __init__(self, lender: Lender, model: str, width: int, access: Access, patience: Patience) -> None:
+        self.address, self.layers = lender
+        self.lines: list[Line] = []  # the last one is open
+        self._model, self._access, self._patience = model, access, patience
+        self._channel: grpc.aio.Channel = access.channel(self.address, width)
+        self._open()
+
+    def known(self, request: int) -> int:
+        """Tokens of the request that it has seen."""
+        return self.lines[-1].known.get(request, 0)
+
+    async def run(self, stretches: Sequence[Stretch], hidden: Tensor, first: int) -> Tensor:
+        """As ``Line.run`` through those of its layers from ``first`` on. Where it has only lost its sequences, the
+        ServerFault is not lasting, and a session is open that knows of none."""
+        try:
+            return await self.lines[-1].run(stretches, hidden, max(first, self.layers.start))
+        except ServerFault as fault:
+            if not fault.lasting:
+                self.lines[-1].close()
+                self._open()
+            raise
+
+    async def close(self) -> None:
+        """End the session."""
+        self.lines[-1].close()
+        await self._channel.close()
+
+    def _open(self) -> None:
+        coding = str(torch.float32).removeprefix("torch.")
+        line = Line(self.address, self._channel, self.layers, self._model, coding, self._patience, self._access.headers)
+        self.lines.append(line)

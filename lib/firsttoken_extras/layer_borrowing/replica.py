@@ -1,0 +1,123 @@
+"""A replica that answers from its ends on: the layers that have not come are run by others that have them.
+
+Between two steps it takes over what has come. The keys and values of these layers are computed again from the hidden
+states that entered the first of them, which were kept, in pieces under the budget of the steps; those of the layers
+above stay with their lenders. Every token is the whole model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.decoder import Decoder
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.request import GREEDY, Request, Sampling
+from firsttoken.engine.segments import LocalSegment
+from firsttoken.engine.views import View
+from firsttoken.study.errors import SwarmError
+from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
+from firsttoken_extras.layer_borrowing.loan import Loan, NeighbourGone
+from firsttoken_extras.layer_borrowing.view import BorrowingView
+
+CONFIG = EngineConfig(scheduler="sarathi")
+
+
+class BorrowingReplica:
+    """``layers`` of the model of ``executor``, whose weights come as ``arrivals`` says, and ``loan`` until then.
+
+    Layers that nobody lends are waited for before anything is computed, and where a lender refuses or is gone, all are:
+    a start without borrowing. ``taken`` are (seconds on the executor's clock, own layers from then on). Raises
+    SwarmError for shared prefixes.
+    """
+
+    def __init__(
+        self,
+        executor: LiveExecutor,
+        layers: Sequence[nn.Module],
+        arrivals: LayerArrivals,
+        loan: Loan,
+        config: EngineConfig = CONFIG,
+    ) -> None:
+        if config.share_prefixes:
+            raise SwarmError("requests of a replica that borrows share no prefixes: their keys and values are not here")
+        self.loan = loan
+        self.taken: list[tuple[float, int]] = []
+        self.engine = Engine(executor, config)
+        self._executor, self._layers, self._arrivals = executor, list(layers), arrivals
+        self._open: list[Request] = []
+        self._here = loan.first
+        executor.view = self._view()
+
+    @property
+    def here(self) -> int:
+        """Own layers that steps run through now."""
+        return self._here
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Request:
+        """A request that goes with the layers as they come. Raises RequestError as ``Engine.submit``."""
+        request = self.engine.submit(prompt, sampling, moves=True)
+        self._open.append(request)
+        return request
+
+    def step(self) -> list[tuple[Request, int]]:
+        """Take over what has come, and process one batch; the tokens it produced, as ``Engine.step``.
+
+        Waits for the ends and the layers that nobody lends, for all of them when a lender is gone. Raises what ended
+        the load.
+        """
+        if self._here < len(self._layers):
+            self._arrivals.wait(len(self._layers) if self.loan.gone else self.loan.first)
+            self._take_over(self._arrivals.layers)
+        try:
+            return self.engine.step()
+        except NeighbourGone:  # the step has left nothing behind, and is taken again without it
+            return []
+
+    def run(self) -> None:
+        """Step until no request is open."""
+        while self.engine.busy:
+            self.step()
+
+    def settle(self) -> None:
+        """Wait for all layers, take them over and let the lenders go. Raises what ended the load."""
+        self._arrivals.wait(len(self._layers))
+        while self._here < len(self._layers) or any(request.redo for request in self._open):
+            self._take_over(len(self._layers))
+            if self.engine.busy:
+                self.step()
+
+    def close(self) -> None:
+        """End what is open, and the sessions with the lenders."""
+        for request in self._open:
+            self.engine.cancel(request)
+        self.loan.close("the replica was closed")
+        self._executor.close()
+
+    def _take_over(self, come: int) -> None:
+        """Compute with the first ``come`` layers from here on, once nobody is about earlier ones."""
+        self._open = [request for request in self._open if not request.finished]
+        whole = come == len(self._layers)
+        if come == self._here or (any(request.redo for request in self._open) and not (whole and self.loan.gone)):
+            return
+        before, self._here = self._here, come
+        lost = self.engine.publish(self._view(), partial(_between, range(before, come)))
+        self.taken.append((self._executor.now(), come))
+        if whole:
+            self.loan.close()
+        if lost:
+            raise lost[0][1]
+
+    def _view(self) -> View:
+        model, layers = self._executor.model, self._layers
+        if self._here == len(layers):
+            return View(Decoder(model, [LocalSegment(layers)]))
+        return BorrowingView(model, layers, self._here, self.loan, self._arrivals.over)
+
+
+def _between(layers: range, old: View, new: View) -> range:
+    return layers

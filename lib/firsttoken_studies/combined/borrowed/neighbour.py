@@ -1,0 +1,91 @@
+"""A warm neighbour: a server of all layers in a process of its own, what leads to it, and its own running request."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from firsttoken.study.errors import SwarmError
+from firsttoken.study.system.cores import stay_on
+
+
+@contextmanager
+def warm_neighbour(folder: Path, depth: int, cores: Collection[int], threads: int) -> Iterator[str]:
+    """The address of a server of all ``depth`` layers in ``folder``, in float32. Raises SwarmError."""
+    command = ["firsttoken", "swarm", "serve", "--model", str(folder), "--blocks", f"0:{depth}", "--dtype", "float32"]
+    with process_of(command, cores, threads) as server:
+        line = server.stdout.readline()
+        if not (found := re.search(r" are served at (\S+) by ", line)):
+            raise SwarmError(f"the neighbour did not start: {server.stderr.read().strip() or line}")
+        yield found[1]
+
+
+@contextmanager
+def shaped(address: str, rtt_ms: float, gbit_per_s: float) -> Iterator[str]:
+    """The address of a relay that leads to ``address``. Raises SwarmError."""
+    port = address.rpartition(":")[2]
+    command = [
+        "firsttoken_studies.combined.borrowed.relay",
+        port,
+        "--rtt-ms",
+        f"{rtt_ms:g}",
+        "--gbit-per-s",
+        f"{gbit_per_s:g}",
+    ]
+    with process_of(command) as relay:
+        if not (said := relay.stdout.readline().strip()):
+            raise SwarmError(f"the relay did not start: {relay.stderr.read().strip()}")
+        yield said
+
+
+class OwnRequest:
+    """A request that a client of ``address`` has running, in a process of its own, until it is asked when its tokens
+    came."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        if process.stdout.readline().strip() != "running":
+            raise SwarmError(f"the neighbour's own request did not start: {process.stderr.read().strip()}")
+
+    def times_s(self) -> list[float]:
+        """End it; the times of its tokens on ``time.monotonic``."""
+        said, _ = self._process.communicate("\n")
+        return json.loads(said)
+
+
+@contextmanager
+def own_request(folder: Path, address: str, cores: Collection[int], threads: int) -> Iterator[OwnRequest]:
+    """The neighbour has a request of its own running. Raises SwarmError."""
+    with process_of(
+        ["firsttoken_studies.combined.borrowed.own_request", str(folder), address], cores, threads
+    ) as process:
+        yield OwnRequest(process)
+
+
+@contextmanager
+def process_of(
+    command: Sequence[str], cores: Collection[int] = (), threads: int = 0
+) -> Iterator[subprocess.Popen[str]]:
+    """``python -m`` with ``command``, on ``cores`` with so many ``threads`` (none named: as the system likes), until
+    the end of the block."""
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    with subprocess.Popen(
+        [sys.executable, "-m", *command],
+        text=True,
+        env=os.environ | environment,
+        preexec_fn=partial(stay_on, cores),
+        **options,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()

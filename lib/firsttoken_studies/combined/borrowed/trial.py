@@ -1,0 +1,154 @@
+"""One start of a replica, in a process of its own: ``python -m firsttoken_studies.combined.borrowed.trial SPEC``.
+
+Prints one line of JSON. The request arrives when the libraries are imported; every time is in seconds from then on.
+"""
+
+from __future__ import annotations
+
+import time
+
+INTERPRETER_UP = time.monotonic()
+
+import json  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Callable, Sequence  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any, TypeAlias  # noqa: E402
+
+import torch  # noqa: E402
+
+from firsttoken.engine.engine import Engine  # noqa: E402
+from firsttoken.engine.live import LiveExecutor  # noqa: E402
+from firsttoken.engine.request import Request, Sampling  # noqa: E402
+from firsttoken.engine.segments import LocalSegment  # noqa: E402
+from firsttoken.link.shaped import Link, LinkConfig  # noqa: E402
+from firsttoken.petals.patience import Patience  # noqa: E402
+from firsttoken.progressiveserve.checkpoint.manifest import read_manifest  # noqa: E402
+from firsttoken.progressiveserve.loading.loader import StageLoad  # noqa: E402
+from firsttoken.progressiveserve.loading.placement import build_lean  # noqa: E402
+from firsttoken.progressiveserve.loading.skeleton import Skeleton  # noqa: E402
+from firsttoken.study.dtypes import DTYPES, named  # noqa: E402
+from firsttoken.study.system.cores import stay_on  # noqa: E402
+from firsttoken.study.system.ending import tell_and_end  # noqa: E402
+from firsttoken_extras.layer_borrowing.arrivals import follow  # noqa: E402
+from firsttoken_extras.layer_borrowing.ends import neighbours_name  # noqa: E402
+from firsttoken_extras.layer_borrowing.lender import Lender  # noqa: E402
+from firsttoken_extras.layer_borrowing.loan import Loan  # noqa: E402
+from firsttoken_extras.layer_borrowing.replica import CONFIG, BorrowingReplica  # noqa: E402
+from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec  # noqa: E402
+from firsttoken_studies.progressiveserve.coldstart.starts import tokenize  # noqa: E402
+from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS  # noqa: E402
+
+Lenders: TypeAlias = "Callable[[int], Sequence[Lender]]"
+"""Who lends layers of a model of so many."""
+
+WHOLE, PRUNED, BORROWED = "whole", "pruned", "borrowed"
+WAYS = {
+    WHOLE: "the whole model first",
+    PRUNED: "ProgressiveServe's stage 1",
+    BORROWED: "borrowing",
+}
+
+
+@dataclass(frozen=True)
+class StartSpec(TrialSpec):
+    """``tokens`` are generated, on ``cores`` (none: wherever the system likes)."""
+
+    tokens: int = 1
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class BorrowSpec(StartSpec):
+    """``variant`` is one of WAYS; ``neighbour`` is the address of a server of all layers, for a start that borrows."""
+
+    neighbour: str = ""
+
+
+def main(spec: BorrowSpec) -> dict[str, Any]:
+    """Run the trial and return its row."""
+    prepare(spec)
+
+    def neighbour(depth: int) -> list[Lender]:
+        return [Lender(spec.neighbour, range(depth))]
+
+    return start(spec, time.perf_counter(), neighbour if spec.variant == BORROWED else None)
+
+
+def prepare(spec: StartSpec) -> None:
+    """What a process has before the request arrives: its cores, and its libraries imported."""
+    stay_on(spec.cores)
+    torch.set_num_threads(spec.threads or torch.get_num_threads())
+    import grpc  # noqa: F401
+    import tokenizers  # noqa: F401
+
+
+def start(
+    spec: StartSpec, arrived: float, lenders: Lenders | None = None, patience: Patience | None = None
+) -> dict[str, Any]:
+    """The row of a start for a request that has ``arrived`` (``time.perf_counter``), borrowing where there are
+    ``lenders``: they are asked for when own layers have begun to come. ``ends_s``: when what nobody lends was there."""
+    prompt = tokenize(spec, VARIANTS["whole_streamed"])[0].tolist()
+    folder, link = Path(spec.staged), Link(LinkConfig(spec.gbit_per_s))
+    manifest = read_manifest(folder)
+    skeleton = Skeleton(folder, manifest, spec.device, named(spec.dtype) if spec.dtype in DTYPES else None, build_lean)
+    load = StageLoad(folder, manifest, [1], [link], skeleton, skeleton.empty_view(), threads=spec.readers, verify=False)
+    load.view.activate(skeleton.model)
+    blocks = -(-(len(prompt) + spec.tokens) // 16) + 1
+    own = [LocalSegment(load.view.layers)]
+    executor = LiveExecutor(skeleton.model, blocks, segments=own, device=skeleton.device, touched=False)
+    with torch.inference_mode():
+        if lenders is not None:
+            config = skeleton.model.config
+            depth, name = config.num_hidden_layers, neighbours_name(folder, manifest)
+            arrivals = follow(load, depth)
+            loan = Loan(lenders(depth), name, depth, config.hidden_size, patience=patience)
+            replica = BorrowingReplica(executor, load.view.layers, arrivals, loan)
+            built = time.perf_counter()
+            arrivals.wait(loan.first)
+            ends = time.perf_counter()
+            request, more = _borrowed(replica, prompt, spec.tokens, arrived)
+            more |= {"built_s": built - arrived, "ends_s": ends - arrived}
+            replica.close()
+        else:
+            with load.streaming():
+                request, more = _owned(executor, prompt, spec.tokens)
+            executor.close()
+    load.wait()
+    up = time.monotonic() - time.perf_counter()  # between the clocks
+    return {
+        "ttft_request_s": request.times_s[0] - arrived,
+        "ttft_process_s": request.times_s[0] + up - spec.spawned_s,
+        "arrived_at_s": arrived + up,
+        "loaded_s": load.arrived_s - arrived - up,
+        "bytes": link.bytes_moved,
+        "prompt_tokens": len(prompt),
+        "tokens": list(request.output),
+        "times_s": [at - arrived for at in request.times_s],
+        **more,
+    }
+
+
+def _owned(executor: LiveExecutor, prompt: list[int], tokens: int) -> tuple[Request, dict[str, Any]]:
+    engine = Engine(executor, CONFIG)
+    request = engine.submit(prompt, Sampling(tokens))
+    engine.run()
+    return request, {"taken": [], "local_s": None, "lent_steps": 0, "lent_bytes": 0, "gone": ""}
+
+
+def _borrowed(
+    replica: BorrowingReplica, prompt: list[int], tokens: int, arrived: float
+) -> tuple[Request, dict[str, Any]]:
+    request = replica.submit(prompt, Sampling(tokens))
+    replica.run()
+    replica.settle()
+    taken = [(at - arrived, layers) for at, layers in replica.taken]
+    loan = replica.loan
+    told = {"taken": taken, "local_s": taken[-1][0], "lent_steps": loan.steps, "lent_bytes": loan.moved_bytes}
+    return request, told | {"gone": loan.gone}
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    tell_and_end({"variant": asked["variant"]} | main(BorrowSpec(**asked)))

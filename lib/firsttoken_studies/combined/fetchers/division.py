@@ -1,0 +1,37 @@
+"""Which layers each of several processes fetches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from firsttoken.progressiveserve.checkpoint.manifest import Manifest
+from firsttoken.progressiveserve.loading.blobs import parts_of
+from firsttoken.progressiveserve.loading.reader import even_groups
+from firsttoken.study.errors import StageError
+
+
+def divided(manifest: Manifest, count: int) -> list[range]:
+    """The layers of ``count`` processes that bring about as many bytes each, of a checkpoint staged by ``ends_first``;
+    the first has the ends, too, and so fewer layers (none, where the ends are its whole share).
+
+    Raises StageError where one would have nothing to bring: there are too few layers.
+    """
+    parts = parts_of(manifest, [1])
+    groups = even_groups([part.bytes for part in parts], count)
+    if not all(groups):
+        raise StageError(f"{count} processes cannot divide {len(parts) - 1} layers and the ends: take fewer processes")
+    ends = [0, *(group.stop - 1 for group in groups)]  # the ends are the part before layer 0
+    return [range(first, stop) for first, stop in pairwise(ends)]
+
+
+def bytes_of(manifest: Manifest, layers: range, ends: bool) -> int:
+    """Bytes of ``layers``, and of the ends with them."""
+    return sum(part.bytes for part in parts_of(manifest, [1]) if (ends if part.layer is None else part.layer in layers))
+
+
+def only(manifest: Manifest, layers: range) -> Manifest:
+    """The checkpoint as far as it brings ``layers``."""
+    (stage,) = manifest.stages
+    parts = tuple(part for part in stage.parts if part.layer in layers)
+    return replace(manifest, stages=(replace(stage, parts=parts),))

@@ -1,0 +1,200 @@
+"""The commands that measure: notebooks, experiments, the ledger, a policy of the reader's own."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from firsttoken import option_values
+from firsttoken.study import paths
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.machine import describe, machine_slug
+from firsttoken.study.measures import named
+from firsttoken.study.notebooks import notebook_paths, notebook_title
+from firsttoken.study.profile import check_used, load_profile, profile_names
+from firsttoken.study.record import pick, result_path
+from firsttoken.study.system.waiting import wait_briefly
+from firsttoken.study.verdicts import show
+from firsttoken.terminal import size_text
+from firsttoken_studies.registry import EXPERIMENTS, find_experiment
+from firsttoken_studies.trying import KINDS, try_policy
+
+OK, FAILED = 0, 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the notebooks in order; a failing one does not keep the others from running."""
+    from firsttoken_studies import ledger, running
+
+    notebooks = notebook_paths(options.only)
+    if options.list:
+        for path in notebooks:
+            print(f"{path.name[:2]}  {notebook_title(path)}")
+        return OK
+    profile = load_profile(options.profile)
+    if options.publish and profile.name != "quick":
+        raise ProfileError(f"notebooks/ shows the quick profile, not {profile.name}; leave out --publish")
+    ran = running.run_notebooks(notebooks, profile, again=options.again, published=options.publish)
+    print("", *ledger.end_of_run(profile.name), sep="\n")
+    for what, folder in (("figures", paths.own_figures()), ("results", paths.RESULTS / machine_slug() / profile.name)):
+        print(f"{what}: {folder}")
+    print(f"executed notebooks: {paths.EXECUTED / profile.name}")
+    if ran.kept:
+        print(f"{ran.kept} notebooks were kept: nothing that they hang on has changed; --again runs them all the same")
+    if ran.failed:
+        print(f"firsttoken: {ran.failed} of {len(notebooks)} notebooks failed", file=sys.stderr)
+    return FAILED if ran.failed else OK
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Run experiments without notebooks."""
+    experiments = [find_experiment(name) for name in options.experiments]
+    if any(experiment.in_turns for experiment in experiments):
+        wait_briefly()
+    from firsttoken_studies.experiments import run_experiment
+
+    profile, used = load_profile(options.profile, **dict(options.set)), set[str]()
+    for name in options.experiments:
+        result = run_experiment(name, profile)
+        print(f"{name}: {result.duration_s:.1f} s, {len(result.rows)} rows in {result.path}", flush=True)
+        for entry in result.summary:
+            what = named(entry["measure"], entry["where"])
+            print(f"  {what}: {show(entry['value'])} {entry.get('unit', '')}".rstrip())
+        used |= profile.used.keys()
+    check_used(dict(options.set), used)
+    return OK
+
+
+def capacity(options: argparse.Namespace) -> int:
+    """Find the capacity of one scheduler and print it beside the record's."""
+    from firsttoken_studies import ledger
+    from firsttoken_studies.sarathi import standing
+    from firsttoken_studies.sarathi.contest import Contest
+
+    profile = load_profile(options.profile, **dict(options.set))
+    trace = None
+    if options.arrivals is not None:
+        from firsttoken.engine.workload.traces import load_trace
+
+        trace = load_trace(options.arrivals, unit=options.arrivals_unit)
+        print(f"{options.arrivals}: {trace.told()}")
+    elif options.arrivals_unit is not None:
+        raise ProfileError("--arrivals-unit says what the times of a trace are: add --arrivals FILE, or leave it out")
+    contest = Contest.of(options.scheduler, profile, options.seeds, trace)
+    rates = contest.run()
+    print(contest.told(rates, pick(ledger.recorded(), standing.EXPERIMENT, machine="any")))
+    if options.trace or options.rows:
+        contest.write_run(rates[0], options.trace, options.rows)
+    return OK
+
+
+def claims(options: argparse.Namespace) -> int:
+    """Print the claims table, write the pages that show it, or check that they do."""
+    from firsttoken_studies import ledger
+
+    if not (options.check or options.update):
+        print(ledger.table(options.machine))
+        return OK
+    if options.update:
+        ledger.update_pages(options.machine)
+    if late := ledger.outdated_pages(options.machine):
+        print(f"firsttoken: out of date: {', '.join(late)}; run `firsttoken claims --update`")
+        return FAILED
+    print("claims: README.md, the pages of data and the notebooks show the record")
+    return OK
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print what this machine is and what is there."""
+    from firsttoken.assets.fetch import load_lock
+    from firsttoken.study import dtypes
+    from firsttoken.study.system.compiled import compiler
+
+    machine = describe()
+    if options.missing:
+        for profile in profile_names():
+            names = [name for name, entry in EXPERIMENTS.items() if profile in entry.profiles]
+            absent = [name for name in names if not result_path(name, profile, machine["slug"]).exists()]
+            print(f"{profile}: {', '.join(absent) or 'nothing is missing'}")
+        return OK
+    for key, value in machine.items():
+        if key != "packages":
+            print(f"{key}: {size_text(value) if key.endswith('_bytes') else value}")
+    for package, version in machine["packages"].items():
+        print(f"{package}: {version or 'not installed'}")
+    print(f"dtype: auto is {dtypes.why('cuda' if machine['gpu'] else 'cpu')}")
+    print(f"C++ compiler: {' '.join(compiler() or []) or 'none, so the engine does without its CPU kernels'}")
+    for asset in load_lock():
+        print(f"asset {asset.name}: {'missing, run `firsttoken fetch`' if asset.missing() else 'present'}")
+    here = paths.CACHE if paths.CACHE.exists() else paths.ROOT
+    print(f"cache: {paths.CACHE}, {size_text(shutil.disk_usage(here).free)} free")
+    print(f"profiles: {', '.join(profile_names())}")
+    return OK
+
+
+COMMANDS = (run, measure, capacity, try_policy, claims, doctor)
+
+
+def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Add the options of these commands; ``command`` makes the parser of one, from its name and what it does."""
+    added = command("run", "Run the notebooks in order and end with the claims table.")
+    option_values.add_profile(added)
+    added.add_argument("--only", nargs="+", metavar="NN", help="numbers of the notebooks to run (default: all)")
+    added.add_argument("--again", action="store_true", help="run those too of which nothing has changed since they ran")
+    added.add_argument("--publish", action="store_true", help="put what they show into notebooks/, to be committed")
+    added.add_argument("--list", action="store_true", help="list the notebooks and stop")
+
+    added = command("measure", "Run experiments without notebooks, as on a GPU machine.")
+    added.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
+    option_values.add_profile(added)
+    option_values.add_setting(added)
+
+    added = command("capacity", "Find how many requests a second a scheduler serves within the strict objective.")
+    added.add_argument(
+        "--scheduler",
+        required=True,
+        metavar="NAME",
+        help="one of the engine's, or a path to yours: 'mine.py', with its token budget behind it 'mine.py 1024'",
+    )
+    option_values.add_profile(added, default="full")
+    option_values.add_setting(added)
+    added.add_argument("--seeds", type=int, metavar="N", help="draws of the requests (default: the profile's)")
+    added.add_argument(
+        "--arrivals",
+        type=Path,
+        metavar="FILE",
+        help="replay arrivals and lengths of a trace at the searched rates: Azure's or BurstGPT's CSV, Alibaba "
+        "Bailian's or Mooncake's JSON lines (default: Poisson arrivals with the lengths of the profile)",
+    )
+    added.add_argument(
+        "--arrivals-unit", choices=("s", "ms"), help="unit of its times, where its format leaves a doubt"
+    )
+    added.add_argument("--trace", type=Path, metavar="JSON", help="write the run at capacity for Perfetto's viewer")
+    added.add_argument("--rows", type=Path, metavar="CSV", help="write it as a table: iterations, then requests")
+
+    added = command("try", "Run a policy of your own beside its siblings on the same draws, and print one table.")
+    added.add_argument("kind", choices=KINDS, help="what it decides: see CONTRIBUTING.md, 'Add a policy'")
+    added.add_argument(
+        "file",
+        metavar="FILE",
+        help="a Python file anywhere: a subclass of Scheduler (with its token budget behind it 'mine.py 1024'), "
+        "PreemptionPolicy, Transition or Rebalancing; for victim and layers a function",
+    )
+    added.add_argument(
+        "--draws", type=option_values.whole(1, 1000), default=5, metavar="N", help="of the workload (default: 5)"
+    )
+    option_values.add_profile(added)
+    option_values.add_setting(added)
+
+    added = command("claims", "Print what the papers say beside what was measured.")
+    added.add_argument("--check", action="store_true", help="exit 1 unless the pages show the record")
+    added.add_argument(
+        "--update", action="store_true", help="write README.md, the pages of data and findings from data/templates"
+    )
+    added.add_argument("--machine", metavar="NAME", help="whose results (default: the record, and this machine)")
+
+    added = command("doctor", "Print this machine, its versions, its assets and its free disk.")
+    added.add_argument("--missing", action="store_true", help="list the experiments without a result on this machine")

@@ -1,0 +1,212 @@
+"""The tables of notebooks 20 to 23, from results alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from firsttoken.cps.costs.crossing import Crossing, crossing, fit_crossing
+from firsttoken.engine.costs.published import TABLE_2, Table2Row, decomposed
+from firsttoken.engine.workload.items import Item
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.show import interval
+from firsttoken_studies.cps.policies_live import MEANS, OFF
+from firsttoken_studies.cps.policies_replayed import AS_PUBLISHED, BOUND, CONTROLS
+from firsttoken_studies.cps.recovery_latency import swap_ms
+from firsttoken_studies.cps.styles import PATHS, POLICIES
+
+
+def environment_rows(result: Result) -> Rows:
+    """Table 1 beside this machine."""
+    parts = [row for row in result.rows if row["what"] == "part"]
+    return [{key: row[key] for key in ("component", "paper", "here")} for row in parts]
+
+
+def limit_rows(result: Result) -> Rows:
+    """What each part of Table 1 allows, what stands beside it, and whether both can be."""
+    return [
+        {
+            "pair": f"{row['part']} and {row['other']}",
+            "allows": f"{row['allows']:g} {row['unit']}",
+            "Table 1 has": f"{row['asked']:g}",
+            "together": "impossible" if row["broken"] else "possible",
+            "source": row["source"],
+        }
+        for row in result.rows
+        if row["what"] == "limit"
+    ]
+
+
+def published_rows() -> Rows:
+    """Table 2 as printed, and what a copy of 4 KiB costs in it if the bytes cross at 25 GB/s."""
+    rows = []
+    for line in TABLE_2:
+        parts = decomposed(line.tokens)
+        rows.append(
+            {
+                "tokens": line.tokens,
+                "out, ms": line.out_ms,
+                "prep, ms": line.prep_ms,
+                "in, ms": line.in_ms,
+                "swap, ms": line.swap_ms,
+                "recompute, ms": line.recompute_ms,
+                "copies each way": parts.copies,
+                "bytes at 25 GB/s, ms each way": round(parts.wire_s * 1e3, 2),
+                "rest, us a copy (out, in)": f"{parts.out_us_per_copy:.2f}, {parts.in_us_per_copy:.2f}",
+            }
+        )
+    return rows
+
+
+def published_crossing_rows() -> Rows:
+    """Where Table 2 crosses, by how one reads it, and with each of its lines left out."""
+    rows = [
+        {"read": "straight between the points", "verdict": _crossing(crossing, TABLE_2)},
+        {"read": "the same on a log2 axis", "verdict": _crossing(partial(crossing, log2=True), TABLE_2)},
+        {"read": "one straight line each, relative errors", "verdict": _crossing(fit_crossing, TABLE_2)},
+    ]
+    for left in TABLE_2:
+        kept = [line for line in TABLE_2 if line is not left]
+        rows.append({"read": f"straight lines, without {left.tokens} tokens", "verdict": _crossing(fit_crossing, kept)})
+    return rows
+
+
+def recovery_rows(result: Result) -> Rows:
+    """Table 2 of this machine: medians by length."""
+    rows = []
+    for tokens in sorted({row["tokens"] for row in result.rows if row["what"] == "recompute"}):
+        line: dict[str, Any] = {"tokens": tokens}
+        for name in PATHS:
+            mine = [row for row in result.rows if row["what"] == "swap" and row["path"] == name]
+            line[f"swap {name}, ms"] = _median([swap_ms(row) for row in mine if row["tokens"] == tokens])
+        line["plain copies out and in, ms"] = result.floors[f"swap_{tokens}_tokens"]["value"]
+        again = [row["ms"] for row in result.rows if row["what"] == "recompute" and row["tokens"] == tokens]
+        line["recompute, ms"] = _median(again)
+        rows.append({key: value if key == "tokens" else _digits(value) for key, value in line.items()})
+    return rows
+
+
+def part_rows(result: Result, lengths: Sequence[int]) -> Rows:
+    """A restoration taken apart as in Table 2, theirs and ours; medians in ms. A plain copy needs no preparing."""
+    rows = []
+    for line in (line for line in TABLE_2 if line.tokens in lengths):
+        of = [row for row in result.rows if row["tokens"] == line.tokens]
+        if not any(row["what"] == "swap" for row in of):
+            continue
+        for part in ("out", "prep", "in"):
+            found = {"restoring": f"{line.tokens:,} tokens: {part}", "paper, ms": f"{getattr(line, f'{part}_ms'):.3g}"}
+            for name, (label, *_) in PATHS.items():
+                mine = [row[f"{part}_ms"] for row in of if row["what"] == "swap" and row["path"] == name]
+                found[f"{label}, ms"] = _digits(_median(mine))
+            plain = [row["ms"] for row in of if row["what"] == "memcpy" and row["direction"] == part]
+            rows.append(found | ({"plain copy, ms": _digits(_median(plain))} if plain else {}))
+        again = _digits(_median([row["ms"] for row in of if row["what"] == "recompute"]))
+        paper = {"restoring": f"{line.tokens:,} tokens: prefilled again", "paper, ms": f"{line.recompute_ms:.3g}"}
+        rows.append(paper | {"recomputed here, ms": again})
+    return rows
+
+
+def length_rows(loads: Sequence[Sequence[Item]], threshold: int = 1024) -> Rows:
+    """How long the conversations of workloads are: prompt, answer and both, in tokens."""
+    items = [item for load in loads for item in load]
+    parts = {
+        f"short: up to {threshold:,}": [item for item in items if item.total_tokens <= threshold],
+        "long": [item for item in items if item.total_tokens > threshold],
+        "all": items,
+    }
+    rows = []
+    for name, of in parts.items():
+        totals = [item.total_tokens for item in of]
+        middle, high = np.percentile(totals, [50, 90])
+        rows.append(
+            {"conversations": name, "a workload": len(of) // len(loads), "prompt, mean": _mean(of, "prompt_tokens")}
+            | {"answer, mean": _mean(of, "output_tokens"), "both, mean": _mean(of, "total_tokens")}
+            | {"median": f"{middle:.0f}", "90 % up to": f"{high:.0f}", "range": f"{min(totals)}-{max(totals)}"}
+        )
+    return rows
+
+
+def policy_rows(result: Result) -> Rows:
+    """Figure 2 in numbers: means over workloads with intervals."""
+    rows = []
+    for name, (label, _, _) in POLICIES.items():
+        line = {"policy": label}
+        for measure, (column, _) in MEANS.items():
+            digits = {"recovery_s": 2, "ttft_mean_ms": 0, "preemptions": 0}.get(measure, 1)
+            for entry in result.summary.all(measure, policy=name):
+                line[column] = interval(entry, digits)
+        if len(line) > 1:
+            rows.append(line)
+    return rows
+
+
+def gain_rows(result: Result) -> Rows:
+    """By how much CrossPoint and the controls lie below others, paired by workload; the paper's values beside them."""
+    summary = result.summary
+    paper = {("tpot_p99_below_pct", "swap"): "13.1", ("tpot_p99_below_pct", "recompute"): "20.1"}
+    said = {
+        "ttft_mean_below_pct": "mean TTFT",
+        "tpot_mean_below_pct": "mean TPOT",
+        "tpot_p99_below_pct": "P99 TPOT",
+        "recovery_below_pct": "recovery cost",
+    }
+    rows = [
+        {
+            "what": f"{label} of CrossPoint below {POLICIES[other][0]}, %",
+            "measured": interval(summary.of(measure, policy="cross_point", than=other, costs="published")),
+            "paper": paper.get((measure, other), ""),
+        }
+        for measure, label in said.items()
+        for other in ("swap", "recompute")
+    ]
+    for name in CONTROLS:
+        for other in ("swap", "cross_point"):
+            what = f"P99 TPOT of {POLICIES[name][0].removeprefix('control: ')} below {POLICIES[other][0]}, %"
+            if gain := summary.get("tpot_p99_below_pct", policy=name, than=other, costs="published"):
+                rows.append({"what": what, "measured": interval(gain)})
+    cheaper = summary.of("recovery_below_pct", policy="swap", than=AS_PUBLISHED, costs="coalesced")
+    gain = summary.of("tpot_p99_below_pct", policy="cross_point", than="swap", costs="coalesced")
+    share = summary.of("recovery_share_pct", policy="cross_point", costs="published")
+    rows += [
+        {"what": "recovery cost of Swap with coalesced copies below CrossPoint, %", "measured": interval(cheaper, 2)},
+        {"what": "P99 TPOT of CrossPoint below Swap, both with coalesced copies, %", "measured": interval(gain, 2)},
+        {"what": "share of all recoveries in a run of CrossPoint, %", "measured": interval(share, 2)},
+    ]
+    rows.append(
+        {
+            "what": "least mean TTFT with 512 blocks of 16 tokens and steps of the paper's TPOT, s",
+            "measured": f"{summary.value('ttft_mean_ms', policy=BOUND) / 1e3:.1f}",
+            "paper": "1.65",
+        }
+    )
+    return rows
+
+
+def simulator_rows(result: Result) -> Rows:
+    """How far the simulated runs are from the live ones."""
+    rows, place = [], {"source": "simulated", "than": "live"}
+    for measure, name in OFF.items():
+        mean = interval(result.summary.of(measure, **place, across="mean"))
+        worst = result.summary.value(measure, **place, across="worst")
+        rows.append({"metric": name, "off, % (mean over runs)": mean, "worst run, %": f"{worst:.1f}"})
+    return rows
+
+
+def _crossing(estimate: Callable[..., Crossing], lines: Sequence[Table2Row]) -> str:
+    swap, again = [line.swap_ms for line in lines], [line.recompute_ms for line in lines]
+    return estimate([line.tokens for line in lines], swap, again).verdict
+
+
+def _mean(items: Sequence[Item], what: str) -> str:
+    return f"{np.mean([getattr(item, what) for item in items]):.0f}"
+
+
+def _median(values: list[float]) -> float:
+    return float(np.median(values))
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"

@@ -1,0 +1,127 @@
+"""What several ways to come by a cache answer to the same items, decoded together and scored.
+
+Partial prefill's caches of one batch differ in their keys and values alone, so their answers are decoded as one batch:
+a step over eight rows costs the processor nearly as much as one over sixty. Scores that are done are kept in the cache
+folder, so that a run that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from firsttoken.droidspeak.decode import greedy
+from firsttoken.droidspeak.forward import cache_of, layer_kv
+from firsttoken.droidspeak.items import Encoded
+from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, partial_prefill
+from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
+from firsttoken.study import clock, paths
+from firsttoken.study.files import write_text
+from firsttoken_studies.droidspeak.pairs import PairedModel
+from firsttoken_studies.droidspeak.profiling import batch_key
+from firsttoken_studies.droidspeak.setting import Run, batches
+from firsttoken_studies.droidspeak.tasks.load import task_of
+
+OWN, REUSE, DROIDSPEAK = "full prefill", "full reuse", "DroidSpeak"
+_DECODING = "decoded 1"  # another name when what is kept is made in another way
+_TOGETHER_BYTES = 2**30  # of caches that are decoded as one batch
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to have a cache; ``compute`` is its share of a prefill's token-layers, ``group`` what it recomputes.
+
+    ``recipe`` says all that its answers depend on besides pair and items: what is kept is found by it.
+    """
+
+    name: str
+    recipe: str
+    compute: float
+    cache: Callable[[Prefix, PrefixCache], DynamicCache]
+    model: PairedModel
+    group: Group = NOTHING
+
+
+def own(receiver: PairedModel) -> Method:
+    """The receiver's own full prefill."""
+    group = Group(0, receiver.model.config.num_hidden_layers)
+    return Method(OWN, "own", 1.0, lambda prefix, sent: own_cache(receiver, prefix), receiver, group)
+
+
+def partial(name: str, receiver: PairedModel, group: Group) -> Method:
+    """The sender's cache with ``group`` recomputed by the receiver (partial prefill)."""
+
+    def mixed(prefix: Prefix, sent: PrefixCache) -> DynamicCache:
+        return partial_prefill(receiver.model, prefix, sent, group)
+
+    return Method(name, f"group {group}", len(group) / receiver.model.config.num_hidden_layers, mixed, receiver, group)
+
+
+def own_cache(variant: PairedModel, prefix: Prefix) -> DynamicCache:
+    """What ``variant`` itself computes for ``prefix``."""
+    return cache_of(full_prefill(variant.model, prefix).kv)
+
+
+def decoded_scores(
+    run: Run, receiver: PairedModel, sender: PairedModel, methods: Sequence[Method], items: Sequence[Encoded], size: int
+) -> dict[str, list[float]]:
+    """The score of each item (0..1) by method, all in one order; ``size`` items are prefilled at a time."""
+    scores: dict[str, list[float]] = {method.name: [] for method in methods}
+    parts = list(batches(items, size))
+    folder = paths.CACHE / "decoded" / batch_key(_DECODING, run, receiver, sender, parts)
+    for index, part in enumerate(tqdm(parts, desc=f"answers {run.name}", unit="batch", disable=None)):
+        kept = folder / f"{index}.json"
+        done = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {"seconds": 0.0, "scores": {}}
+        clock.kept(done["seconds"])
+        if missing := [method for method in methods if method.recipe not in done["scores"]]:
+            start = time.perf_counter()
+            done["scores"] |= _scored(missing, sender, part)
+            done["seconds"] += time.perf_counter() - start
+            write_text(kept, json.dumps(done))
+        for method in methods:
+            scores[method.name] += done["scores"][method.recipe]
+    return scores
+
+
+def _scored(methods: Sequence[Method], sender: PairedModel, part: Sequence[Encoded]) -> dict[str, list[float]]:
+    """By recipe, the score of each item of one batch."""
+    edges = {method.group.lo for method in methods if method.group.needs_edge}
+    prefix = Prefix.of([item.prefix for item in part], sender.model.device)
+    sent = full_prefill(sender.model, prefix, edges)
+    task, scores = task_of(part[0].item), {}
+    for together, joined in _stacks(methods, prefix, sent):
+        variant, times = together[0].model, len(together)
+        prefixes = prefix.rows(torch.arange(len(part)).repeat(times))
+        suffix = [item.suffix for item in part] * times
+        said = iter(greedy(variant.model, variant.tokenizer, prefixes, suffix, joined, task.answer_tokens, task.stop))
+        for method in together:
+            scores[method.recipe] = [round(task.score(next(said), item.item.answers), 4) for item in part]
+    return scores
+
+
+def _stacks(
+    methods: Sequence[Method], prefix: Prefix, sent: PrefixCache
+) -> Iterator[tuple[list[Method], DynamicCache]]:
+    """Methods of one model with their caches as one, as many as ``_TOGETHER_BYTES`` allow."""
+    for variant in {id(method.model): method.model for method in methods}.values():
+        together, caches, held = [], [], 0
+        for method in (method for method in methods if method.model is variant):
+            cache = method.cache(prefix, sent)
+            size = sum(layer_kv(cache, index).nbytes for index in range(len(cache.layers)))
+            if together and held + size > _TOGETHER_BYTES:
+                yield together, _joined(caches)
+                together, caches, held = [], [], 0
+            together, caches, held = [*together, method], [*caches, cache], held + size
+        yield together, _joined(caches)
+
+
+def _joined(caches: Sequence[DynamicCache]) -> DynamicCache:
+    """The rows of all caches, one cache after the other, in one."""
+    layers = ([layer_kv(cache, index) for cache in caches] for index in range(len(caches[0].layers)))
+    return cache_of(LayerKV(*map(torch.cat, zip(*layer, strict=True))) for layer in layers)

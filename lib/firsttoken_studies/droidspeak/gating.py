@@ -1,0 +1,166 @@
+"""Does a probe see a spoiled answer coming? Calibrated on one set of items, judged on another.
+
+The answers are those that ``methods`` decodes for the same caches: what is kept of them is not decoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from firsttoken.assets.needs import Need, check
+from firsttoken.droidspeak import gate
+from firsttoken.droidspeak.forward import cache_of, layer_kv
+from firsttoken.droidspeak.items import Encoded
+from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.prefix import Prefix
+from firsttoken.droidspeak.probes import TOKENS, answer_doubt, answer_entropy, head_deviation, tail_divergence
+from firsttoken.droidspeak.profile.pareto import frontier, smallest_within
+from firsttoken.study.measures import Summary
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken_studies.droidspeak.decoding import OWN, decoded_scores, own, partial
+from firsttoken_studies.droidspeak.pairs import PairedModel
+from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, run_profile
+from firsttoken_studies.droidspeak.setting import Setting, batches
+
+PREFIX = "tokens of prefix"
+SIGNALS = ("entropy", "doubt", "head", "tail")
+_FAILED = 0.5  # an answer that scores this much less than the receiver's own counts as spoiled
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """Gates are calibrated to miss at most ``miss_budget`` of the spoiled answers of the profile's first run."""
+
+    miss_budget: float
+
+
+def quality_gate(profile: Profile) -> Outcome:
+    """One row an item and cache: the score over it and over the receiver's own, and every signal.
+
+    The caches in their order: all layers reused, a group of half as many layers as the chosen one recomputed, and the
+    chosen one; those of them that are one have one row.
+    """
+    setting = Setting(profile)
+    profile.section("gate", GateConfig)  # the summary calibrates by it
+    run = setting.runs[0]
+    check([Need("the gate's probes", TOKENS, PREFIX, "let it have longer ones")], {PREFIX: run.tokens}, run.name)
+    receiver, sender = setting.pair(run)
+    sets = dict(zip(("calibrate", "judge"), setting.items(run, receiver.tokenizer), strict=True))
+    groups = profiled_groups(run_profile(setting, run, receiver, sender, sets["calibrate"]))
+    chosen = smallest_within(groups, BOUND).group
+    half = max((g.group for g in frontier(groups) if 2 * len(g.group) <= len(chosen)), key=len)
+    caches, rows = list(dict.fromkeys([NOTHING, half, chosen])), []
+    for name, items in sets.items():
+        methods = [own(receiver), *(partial(str(group), receiver, group) for group in caches)]
+        scores = decoded_scores(run, receiver, sender, methods, items, setting.config.batch)
+        found = _signals(receiver, sender, list(batches(items, setting.config.batch)), caches, name)
+        for index, row in found:
+            said = {"score": scores[row["group"]][index], "own": scores[OWN][index]}
+            rows.append(run.row() | {"set": name} | row | said)
+    return Outcome(rows, provenance={"models": setting.models.provenance})
+
+
+def _signals(
+    receiver: PairedModel, sender: PairedModel, parts: Sequence[Sequence[Encoded]], groups: Sequence[Group], name: str
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """By item, counted through all ``parts``, and group: every signal of the group's cache."""
+    before = 0
+    for part in tqdm(parts, desc=f"gate, {name}", unit="batch", disable=None):
+        for index, row in _batch(receiver, sender, part, groups):
+            yield before + index, row
+        before += len(part)
+
+
+@torch.inference_mode()
+def _batch(
+    receiver: PairedModel, sender: PairedModel, part: Sequence[Encoded], groups: Sequence[Group]
+) -> list[tuple[int, dict[str, Any]]]:
+    model = receiver.model
+    prefix = Prefix.of([item.prefix for item in part], model.device)
+    sent = full_prefill(sender.model, prefix, {g.lo for g in groups if g.needs_edge})
+    suffix, mask = _padded([item.suffix for item in part], model.device)
+    last, rows = mask.sum(1) - 1, []
+    for group in groups:
+        cache = partial_prefill(model, prefix, sent, group)
+        deviation = head_deviation(model, prefix, cache, TOKENS)
+        logits = suffix_logits(model, prefix, suffix, _copy(cache), mask)[torch.arange(len(part)), last]
+        signals = {
+            "entropy": answer_entropy(logits[:, None]),
+            "doubt": answer_doubt(logits[:, None]),
+            "head": deviation,
+            "tail": tail_divergence(model, prefix, cache, suffix, logits, TOKENS, mask),
+        }
+        for index, one in enumerate(part):
+            row = {"group": str(group), "item": one.item.id}
+            rows.append((index, row | {name: round(values[index].item(), 6) for name, values in signals.items()}))
+    return rows
+
+
+def gate_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """By cache: how many answers are spoiled; by signal: area under the curve, and what its gate does elsewhere."""
+    summary = Summary()
+    groups, miss_budget = list(dict.fromkeys(row["group"] for row in rows)), parameters["gate"]["miss_budget"]
+    caches = {"reuse": groups[0], "half": groups[-2:][0], "chosen": groups[-1]}  # half may be none, too
+    for case, group in caches.items():
+        sets = {name: [r for r in rows if (r["set"], r["group"]) == (name, group)] for name in ("calibrate", "judge")}
+        judged = sets["judge"]
+        failed = spoiled(judged)
+        n = len(judged)
+        summary.add("group", {"value": group, "unit": "layers"}, case=case)
+        summary.add("spoiled_pct", {"value": 100 * sum(failed) / n, "n": n, "unit": "%"}, case=case)
+        if len(set(failed)) < 2:
+            continue  # a gate is judged by answers of both kinds
+        for signal, chosen in calibrated(sets["calibrate"], miss_budget).items():
+            seen = [row[signal] for row in judged]
+            rates = gate.rates(chosen, seen, failed)
+            kept = behind(chosen, judged)
+            area = gate.auc(gate.roc(seen, failed))
+            for name, value, unit in (
+                ("auc", area, "of 1"),
+                ("miss_pct", 100 * rates.miss, "% of the spoiled"),
+                ("false_alarm_pct", 100 * rates.false_alarm, "% of the good"),
+                ("fallback_pct", 100 * rates.fallback_share, "% of requests"),
+                ("loss_points", 100 * sum(r["own"] - k for r, k in zip(judged, kept, strict=True)) / n, "points"),
+            ):
+                summary.add(name, {"value": value, "n": n, "unit": unit}, case=case, signal=signal)
+    return summary
+
+
+def spoiled(rows: Rows) -> list[bool]:
+    """By request: whether its answer scores lower by a half or more than the receiver's own."""
+    return [row["own"] - row["score"] >= _FAILED for row in rows]
+
+
+def calibrated(rows: Rows, miss_budget: float) -> dict[str, gate.Gate]:
+    """By signal: the gate that misses at most ``miss_budget`` of the spoiled ``rows``; none where they are one kind."""
+    failed = spoiled(rows)
+    signals = SIGNALS if len(set(failed)) == 2 else ()
+    return {
+        name: gate.calibrate([row[name] for row in rows], failed, signal=name, miss_budget=miss_budget)
+        for name in signals
+    }
+
+
+def behind(chosen: gate.Gate, rows: Rows) -> list[float]:
+    """By request: its score behind the gate, over the reused cache where that is accepted."""
+    return [row["score"] if chosen.accepts(row[chosen.signal]) else row["own"] for row in rows]
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask [batch, width], padded on the right."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    lengths = torch.tensor([[len(row)] for row in rows], device=device)
+    return ids, (torch.arange(width, device=device) < lengths).long()
+
+
+def _copy(cache: DynamicCache) -> DynamicCache:
+    """The same tensors in a cache of its own, which may grow."""
+    return cache_of(layer_kv(cache, layer) for layer in range(len(cache.layers)))

@@ -1,0 +1,181 @@
+"""Who sends and who receives: any two models of one architecture, named in the profile.
+
+A name is "base" (the profile's model), an adapter under ``data/adapters``, merged at load, or whatever ``load_model``
+knows: a folder, a Hub id. So the paper's own pairs (Table 1) need no other code.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from firsttoken.assets.adapter_files import WEIGHTS, TunedFrom, made_from
+from firsttoken.assets.layers import layers_of
+from firsttoken.assets.lock import file_sha256
+from firsttoken.assets.models import PINNED, as_stored, load_model
+from firsttoken.droidspeak.identity import ModelIdentity, check_compatible, identify
+from firsttoken.study import paths
+from firsttoken.study.errors import ModelError, ProfileError
+from firsttoken.study.profile import Profile
+
+BASE = "base"
+HALF = "half"  # what the name of an adapter begins with that belongs to every second layer of the base
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A receiver and the sender whose cache it uses, by name."""
+
+    receiver: str
+    sender: str
+
+    @classmethod
+    def parse(cls, text: str) -> Pair:
+        """ "receiver <- sender". Raises ProfileError for anything else."""
+        receiver, arrow, sender = (part.strip() for part in text.partition("<-"))
+        if not (receiver and arrow and sender):
+            raise ProfileError(f"pair {text!r}: write it as 'receiver <- sender'")
+        return cls(receiver, sender)
+
+    def __str__(self) -> str:
+        return f"{shown(self.receiver)} <- {shown(self.sender)}"
+
+
+def shown(name: str) -> str:
+    """``name`` as results have it: of a folder its last part, because where it lies is nobody else's business."""
+    return Path(name).name if name.startswith(("/", ".", "~")) else name
+
+
+@dataclass(frozen=True)
+class PairedModel:
+    """One model of a pair; ``weights`` and ``adapter`` are the hashes of its files ("" where there is none)."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    weights: str
+    adapter: str
+    provenance: dict[str, Any]
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """What its caches are stored under."""
+        return identify(self.model, self.tokenizer, self.weights, self.adapter)
+
+    def check_sender(self, sender: PairedModel) -> None:
+        """Raise CacheError unless this model can use the cache of ``sender``, naming what differs."""
+        check_compatible(sender.identity, self.identity)
+
+
+class Models:
+    """Models by name, each loaded once, in the profile's dtype and on its device; ``adapters`` as in the profile."""
+
+    def __init__(self, profile: Profile, adapters: str) -> None:
+        self._profile, self._folder = profile, adapters_folder(adapters)
+        self._loaded: dict[str, PairedModel] = {}
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Where the models that were loaded come from."""
+        return {shown(name): variant.provenance for name, variant in self._loaded.items()}
+
+    def spec(self, name: str) -> str:
+        """What ``load_model`` calls the model that ``name`` begins from. Raises ModelError for a name of nothing."""
+        if name == BASE or (self._folder / name / WEIGHTS).is_file():
+            return self._profile.model
+        if re.fullmatch(r"[\w-]+", name) and name != PINNED and not Path(name).is_dir():
+            raise ModelError(
+                f"{name!r} is no adapter in {self._folder} and no model; train it (firsttoken measure reuse_training), "
+                "or name a folder or a Hub id"
+            )
+        return name
+
+    def load(self, name: str) -> PairedModel:
+        """The model called ``name``. Raises ModelError as ``load_model`` does, or for an adapter of another base."""
+        if name not in self._loaded:
+            folder = self._folder / name
+            is_adapter = (folder / WEIGHTS).is_file()
+            self._loaded[name] = self._merged(name, folder) if is_adapter else self._plain(name)
+        return self._loaded[name]
+
+    def _plain(self, name: str) -> PairedModel:
+        spec, profile = self.spec(name), self._profile
+        loaded = load_model(spec, dtype=profile.torch_dtype(), device=profile.torch_device(), seed=profile.seed)
+        model = as_stored(loaded.model, profile.stored_dtype(), profile.torch_dtype())
+        provenance = loaded.provenance
+        return PairedModel(
+            name, model, loaded.tokenizer, provenance.sha256 or provenance.source, "", provenance.as_dict()
+        )
+
+    def _merged(self, name: str, folder: Path) -> PairedModel:
+        """The base with an adapter merged, in fp32 before it is rounded: in 16 bits small changes would be lost."""
+        base = load_model(self._profile.model, dtype=torch.float32)
+        recipe, provenance = made_from(folder, TunedFrom), base.provenance
+        if recipe.base_sha256 != provenance.sha256:
+            raise ModelError(
+                f"adapter {name} belongs to the base {recipe.base_sha256[:12]}, not "
+                f"{str(provenance.sha256)[:12]}: train it for this one (firsttoken measure reuse_training)"
+            )
+        model = half_the_layers(base.model) if name.startswith(HALF) else base.model
+        model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        model = as_stored(model, self._profile.stored_dtype(), self._profile.torch_dtype())
+        model = model.to(self._profile.torch_device())
+        adapter = file_sha256(folder / WEIGHTS)
+        note = f"adapter {name} merged ({adapter[:12]}), tuned to {', '.join(recipe.tasks)}"
+        kept = provenance.as_dict() | {"dtype": self._profile.dtype_name}
+        kept["note"] = f"{kept['note']}; {note}"
+        return PairedModel(
+            name, model.eval().requires_grad_(False), base.tokenizer, provenance.sha256 or "", adapter, kept
+        )
+
+
+def adapters_folder(name: str) -> Path:
+    """Where the adapters of a profile lie: a folder below data/adapters, or a path."""
+    return paths.ADAPTERS / name  # an absolute path stays what it is
+
+
+def half_the_layers(model: PreTrainedModel) -> PreTrainedModel:
+    """``model`` with its layers 0, 2, 4, ... alone, in place: the smaller model of the comparison (DroidSpeak, 5.6)."""
+    kept = layers_of(model)[::2]
+    for index, layer in enumerate(kept):
+        layer.self_attn.layer_idx = index
+    model.get_decoder().layers = kept
+    model.config.num_hidden_layers = len(kept)
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[::2]
+    return model
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two models are apart: |receiver - sender| / |sender| over each layer's weights, and over all of them."""
+
+    by_layer: tuple[float, ...]
+    whole: float
+
+    @classmethod
+    def between(cls, receiver: nn.Module, sender: nn.Module) -> Distance:
+        """The distance of two models of one shape."""
+        pairs = [
+            _squares(a, b) for a, b in zip(layers_of(receiver), layers_of(sender), strict=True)
+        ]  # squared norms of difference and sender
+        return cls(
+            tuple((away / size) ** 0.5 for away, size in pairs),
+            (sum(away for away, _ in pairs) / sum(size for _, size in pairs)) ** 0.5,
+        )
+
+
+def _squares(receiver: nn.Module, sender: nn.Module) -> tuple[float, float]:
+    away = size = 0.0
+    for a, b in zip(receiver.parameters(), sender.parameters(), strict=True):
+        away += (a.double() - b.double()).square().sum().item()
+        size += b.double().square().sum().item()
+    return away, size

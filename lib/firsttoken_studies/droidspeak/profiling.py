@@ -1,0 +1,207 @@
+"""Single layers and contiguous groups of every run (DroidSpeak, 3.2 and 4.2; Figures 7, 8 and 11).
+
+A batch that is done is kept in the cache folder, so that a run that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.droidspeak.items import Encoded
+from firsttoken.droidspeak.prefill import NOTHING, Group
+from firsttoken.droidspeak.profile.bank import Bank, Questions, Score
+from firsttoken.droidspeak.profile.pareto import Profiled, critical_layers, smallest_within
+from firsttoken.study import clock, paths
+from firsttoken.study.files import write_text
+from firsttoken.study.foreign.json_text import read_json
+from firsttoken.study.foreign.schema import shaped
+from firsttoken.study.measures import Entry, Summary
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+from firsttoken_studies.droidspeak.pairs import Distance, PairedModel
+from firsttoken_studies.droidspeak.setting import Run, Setting, batches, rows_by_run, run_of
+
+BOUND = 0.05  # of the receiver's own score (DroidSpeak, 5.1: "within 5 %"; the report: points, errata I41)
+_SCORING = 1  # raised when what a batch holds is made in another way
+CRITICAL = 0.10  # Figure 7: a layer whose reuse alone costs more than a tenth of the score
+
+
+def layer_profile(profile: Profile) -> Outcome:
+    """One row a run and mixture, with an item's ``accuracy`` and ``nll`` each in lists of one order.
+
+    The last row of a run, ``what`` is weights, has how far receiver and sender are apart.
+    """
+    setting = Setting(profile)
+    rows = []
+    for run in setting.runs:
+        receiver, sender = setting.pair(run)
+        chosen, _ = setting.items(run, receiver.tokenizer)
+        profiled = run_profile(setting, run, receiver, sender, chosen)
+        apart = {"what": "weights", "distance_pct": 100 * Distance.between(receiver.model, sender.model).whole}
+        rows += [run.row() | row for row in [*profiled, apart]]
+    return Outcome(rows, provenance={"models": setting.models.provenance})
+
+
+def profile_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """What the profile of each run says in numbers, what all of them say, and what groups of two layers save."""
+    summary, runs = Summary(), list(rows_by_run(rows).values())
+    for of in runs:
+        _add_run(summary, of)
+    groups, lost = summary.all("group_layers_pct"), summary.all("relative_loss_pct")
+    losing = [of for of, group in zip(runs, groups, strict=True) if group["value"]]
+    depth = sum(row["what"] == "layer" for row in runs[-1])
+    widest = bootstrap([_widest_layer(of) / depth for of in losing or runs])
+    summary.add("widest_layer_depth", widest.summary("of the depth"), across="mean")
+    summary.add("critical_layers_pct", _mean(summary.all("critical_layers_pct")), across="mean")
+    breaking = {"value": len(losing), "n": len(runs), "unit": "runs in which full reuse breaks the bound"}
+    summary.add("runs_with_loss", breaking)
+    summary.add("group_layers_pct", _mean([group for group in groups if group["value"]] or groups), across="mean")
+    worst = max(lost, key=lambda entry: entry["value"])
+    summary.add("relative_loss_pct", worst, method="full reuse", across="worst")
+    fewer = {"value": naive_passes(depth, 1) / naive_passes(depth, 2), "unit": "x fewer layers over a prefix"}
+    summary.add("prefix_passes_fewer_x", fewer, variant="naive", layers=2, than="single layers")
+    return summary
+
+
+def _widest_layer(of: Rows) -> int:
+    """The layer whose reuse alone costs the most different amounts of token accuracy from item to item."""
+    (own,) = [np.array(row["item_accuracy"]) for row in of if row["what"] == "own"]
+    spread = {row["lo"]: float((own - row["item_accuracy"]).std()) for row in of if row["what"] == "layer"}
+    return max(spread, key=spread.__getitem__)
+
+
+@dataclass(frozen=True)
+class _Done:
+    seconds: float
+    prefix_layers: float
+    scores: list[tuple[str, int, int, list[float], list[float]]]
+
+
+def _done(kept: Path) -> dict[str, Any] | None:
+    """A batch that was kept; None where there is none, or it is damaged: it is then made again."""
+    with suppress(OSError, ValueError):
+        return vars(shaped(_Done, read_json(kept)))
+    return None
+
+
+def run_profile(
+    setting: Setting, run: Run, receiver: PairedModel, sender: PairedModel, items: Sequence[Encoded]
+) -> list[dict[str, Any]]:
+    """Rows of one run: ``what`` is own, sender, reuse, layer or group, with ``lo`` and ``hi`` where it has layers."""
+    parts = list(batches(items, setting.config.batch))
+    folder = paths.CACHE / "profiles" / batch_key(_SCORING, run, receiver, sender, parts)
+    gathered: dict[tuple[str, int, int], dict[str, list[float]]] = {}
+    passes = seconds = 0.0
+    for index, part in enumerate(tqdm(parts, desc=f"profile {run.name}", unit="batch", disable=None)):
+        kept = folder / f"{index}.json"
+        if (done := _done(kept)) is not None:
+            clock.kept(done["seconds"])
+        else:
+            done = _batch(run, receiver, sender, part)
+            write_text(kept, json.dumps(done))
+        seconds, passes = seconds + done["seconds"], passes + done["prefix_layers"]
+        for what, lo, hi, nll, accuracy in done["scores"]:
+            entry = gathered.setdefault((what, lo, hi), {"item_nll": [], "item_accuracy": []})
+            entry["item_nll"] += nll
+            entry["item_accuracy"] += accuracy
+    rows = [
+        {"what": what, "lo": lo, "hi": hi, "layers": hi - lo, "n": len(scores["item_nll"])}
+        | {name.replace("item_", ""): round(sum(v) / len(v), 5) for name, v in scores.items()}
+        | scores
+        for (what, lo, hi), scores in gathered.items()
+    ]
+    passes_an_item = round(passes / len(parts))  # every batch takes the same ones
+    return [*rows, {"what": "cost", "seconds": round(seconds, 2), "prefix_layers": passes_an_item, "n": len(items)}]
+
+
+def setting_profile(setting: Setting, run: Run) -> tuple[PairedModel, PairedModel, list[Profiled]]:
+    """Receiver, sender and the profiled groups of ``run``."""
+    receiver, sender = setting.pair(run)
+    to_choose, _ = setting.items(run, receiver.tokenizer)
+    return receiver, sender, profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
+
+
+def batch_key(
+    scoring: object, run: Run, receiver: PairedModel, sender: PairedModel, parts: Sequence[Sequence[Encoded]]
+) -> str:
+    """What kept batches depend on: how scores are made, both models, the edges, and the items as they are batched."""
+    tokens = [[(i.prefix, i.suffix, i.target) for i in part] for part in parts]
+    models = [(v.weights, v.adapter, str(v.model.dtype)) for v in (receiver, sender)]
+    said = repr((scoring, models, run.step, tokens))
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def _batch(run: Run, receiver: PairedModel, sender: PairedModel, part: Sequence[Encoded]) -> dict[str, Any]:
+    start = time.perf_counter()
+    edges = run.edges(receiver.model.config.num_hidden_layers)
+    questions = Questions.of(part, receiver.model.device)
+    bank = Bank(sender.model, receiver.model, questions, edges[:-1])
+    scores = [_kept("own", NOTHING, bank.prefill()), _kept("sender", NOTHING, bank.sender_itself())]
+    scores += [_kept("layer", Group(layer, layer + 1), score) for layer, score in bank.single_layers()]
+    scores += [_kept("group" if len(g) else "reuse", g, score) for g, score in bank.groups(edges)]
+    return {"seconds": time.perf_counter() - start, "prefix_layers": bank.prefix_layers, "scores": scores}
+
+
+def _kept(what: str, group: Group, score: Score) -> list[Any]:
+    rounded = ([round(v, 3) for v in values.tolist()] for values in (score.nll, score.accuracy))
+    return [what, group.lo, group.hi, *rounded]
+
+
+def profiled_groups(rows: Sequence[dict[str, Any]]) -> list[Profiled]:
+    """What was profiled of one run, with each mixture's loss of accuracy against the receiver's own, by item."""
+    own = next(row for row in rows if row["what"] == "own")["item_accuracy"]
+    return [
+        Profiled(Group(row["lo"], row["hi"]), tuple(own), tuple(row["item_accuracy"]))
+        for row in rows
+        if row["what"] in ("group", "reuse")
+    ]
+
+
+def _add_run(summary: Summary, rows: Rows) -> None:
+    """What a run's profile says in numbers; how far its weights are apart where the rows have it."""
+    own, cost = (next(row for row in rows if row["what"] == what) for what in ("own", "cost"))
+    groups = profiled_groups(rows)
+    reuse = next(group for group in groups if not len(group.group))
+    layers = [(row["lo"], row["accuracy"]) for row in rows if row["what"] == "layer"]
+    critical = critical_layers(layers, own["accuracy"], CRITICAL)
+    chosen, depth = smallest_within(groups, BOUND), len(layers)
+    share, naive = 100 * len(chosen.group) / depth, sum(len(g.group) for g in groups) / depth
+    full, reused, mixed = ({"method": name} for name in ("full prefill", "full reuse", "DroidSpeak"))
+    found: list[tuple[str, Entry, dict[str, str]]] = [
+        ("accuracy_pct", {"value": 100 * own["accuracy"], "n": own["n"], "unit": "%"}, full),
+        ("loss_points", reuse.loss.summary("points", 100), reused),
+        ("relative_loss_pct", {"value": 100 * reuse.relative_loss, "n": own["n"], "unit": "% of own"}, reused),
+        ("critical_layers_pct", {"value": 100 * len(critical) / depth, "n": depth, "unit": "% of layers"}, {}),
+        ("group", {"value": str(chosen.group), "unit": "layers"}, {}),
+        ("group_layers_pct", {"value": share, "n": own["n"], "unit": "% of layers"}, {}),
+        ("loss_points", chosen.loss.summary("points", 100), mixed),
+        ("profile_s", {"value": cost["seconds"], "n": cost["n"], "unit": "s"}, {}),
+        ("prefix_passes", {"value": cost["prefix_layers"] / depth, "unit": "prefills an item"}, {"variant": "shared"}),
+        ("prefix_passes", {"value": naive, "unit": "prefills an item"}, {"variant": "naive"}),
+    ]
+    apart = [row["distance_pct"] for row in rows if row["what"] == "weights"]
+    found += [("weight_distance_pct", {"value": distance, "unit": "% of |sender|"}, {}) for distance in apart]
+    for measure, entry, where in found:
+        summary.add(measure, entry, **where, **run_of(rows[0]))
+
+
+def naive_passes(depth: int, group_layers: int) -> float:
+    """Prefills an item takes where every contiguous group is prefilled by itself, in units of ``depth`` layers."""
+    edges = [*range(0, depth, group_layers), depth]
+    return sum(hi - lo for i, lo in enumerate(edges) for hi in edges[i + 1 :]) / depth
+
+
+def _mean(entries: Sequence[Entry]) -> Entry:
+    """The mean of one measure over runs, with its interval."""
+    return bootstrap([entry["value"] for entry in entries]).summary(entries[0]["unit"])

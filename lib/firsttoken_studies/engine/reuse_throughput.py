@@ -1,0 +1,220 @@
+"""What a shorter prefill is worth under load (DroidSpeak, 5.3, Figure 15): TTFT, TBT and E2E by requests a second.
+
+Simulated on measured costs: the engine itself serves, on the seconds that ``prefill_latency`` timed for full prefill,
+for partial prefill of the groups that were chosen and for full reuse, and on decode steps timed here. The prefills are
+those of Hugging Face's modules; the engine's own are 6 % shorter (``recovery_latency``, 1,024 and 2,048 tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
+from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.costs.fitted import StepSample
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.fused import fuse
+from firsttoken.engine.kv import KVShape
+from firsttoken.engine.metrics import serve_items
+from firsttoken.engine.request import Request
+from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.workload.arrivals import Arrivals, with_arrivals
+from firsttoken.engine.workload.items import Item, with_ids
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.stats import bootstrap
+from firsttoken_studies.engine.decode_steps import BLOCK_TOKENS, decode_rows
+from firsttoken_studies.engine.timed import TimedCosts, fit_decode
+
+FULL, PARTIAL, REUSE = "full prefill", "DroidSpeak", "full reuse"
+KNEE = 2.0  # the objective: twice what a request with a full prefill takes alone
+OTHER_KNEES = (1.5, 5.0)
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """``requests`` a replica, to ``replicas`` in turn, with answers of ``output_tokens``; ``seeds`` draws of all.
+
+    ``loads`` are rates, as shares of what all replicas could prefill. What is reused comes over ``gbit_per_s``. A
+    decode step is timed ``decode_repeats`` times for each of ``decode_batches`` requests at every length of prefills.
+    """
+
+    replicas: int
+    requests: int
+    output_tokens: int
+    seeds: int
+    loads: tuple[float, ...]
+    gbit_per_s: float
+    decode_batches: tuple[int, ...]
+    decode_repeats: int
+
+    def __post_init__(self) -> None:
+        least = min(self.replicas, self.requests, self.output_tokens - 1, self.seeds, self.decode_repeats)
+        if least < 1 or min(self.decode_batches) < 1:
+            raise ProfileError("serving: give at least 1 of each, and 2 output_tokens")
+        if len(self.loads) < 2 or min(self.loads) <= 0 or list(self.loads) != sorted({*self.loads}):
+            raise ProfileError("serving.loads needs two or more rates above 0, ascending")
+        if self.gbit_per_s <= 0:
+            raise ProfileError("serving.gbit_per_s must be above 0")
+
+    def needs(self, prefix: int) -> list[Need]:
+        """The context holds the longest ``prefix`` that was timed, and an answer."""
+        return [Need("serving.output_tokens", prefix + self.output_tokens, CONTEXT)]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a request comes by its cache: ``layers`` of the model are computed, in the pairs whose profile chose so."""
+
+    method: str
+    layers: int
+    runs: tuple[str, ...]
+    costs: TimedCosts
+
+
+def reuse_throughput(profile: Profile, prefills: Result) -> Outcome:
+    """Rows of timed decode steps and fitted prices, and one a way, seed and rate with what its clients saw.
+
+    ``prefills`` is a result of prefill_latency; its model is the one that decodes. Prefixes are as long as any between
+    its shortest and its longest, arrivals are Poisson and the same for every way, and go to the replicas in turn (5.3).
+    """
+    config = profile.section("serving", ServingConfig)
+    lengths = sorted({row["tokens"] for row in prefills.rows})
+    name = prefills.parameters["latency"]["model"] or prefills.parameters["model"]
+    check(config.needs(lengths[-1]), ModelFacts(name))
+    loaded = load_model(name, dtype=profile.torch_dtype(), device=profile.torch_device(), with_tokenizer=False)
+    rows = decode_rows(fuse(loaded.model), config.decode_batches, lengths, config.decode_repeats, profile.seed)
+    shape = KVShape.of(loaded.model.config, profile.torch_dtype())
+    edge = loaded.model.config.hidden_size * shape.dtype.itemsize
+    ways = list(_ways(prefills.rows, rows, shape, edge, config.gbit_per_s * 1e9 / 8))
+    cases = [(way, seed) for way in ways for seed in range(profile.seed, profile.seed + config.seeds)]
+    for way, seed in tqdm(cases, desc="replicas", disable=None):
+        rows += [_served(way, config, lengths, seed, load) for load in config.loads]
+    timed = {key: getattr(prefills, key) for key in ("git_revision", "started", "profile", "provenance")}
+    return Outcome(
+        rows, provenance=loaded.provenance.as_dict() | {"prefill_latency": timed | {"machine": prefills.slug}}
+    )
+
+
+def _ways(timed: Rows, decoded: Rows, shape: KVShape, edge: int, bytes_per_s: float) -> Iterable[Way]:
+    """Full prefill, every group that keeps to the bound and computes something, and full reuse.
+
+    ``edge`` is the bytes of a token's hidden state, sent beside the keys and values of the layers that are reused.
+    """
+    decode = fit_decode([StepSample([], [row["context"]] * row["requests"], row["ms"] / 1e3) for row in decoded])
+    lengths, depth, seen = sorted({row["tokens"] for row in timed}), timed[0]["depth"], {}
+    for row in timed:
+        layers = round(row["compute"] * depth)
+        chosen = tuple(row.get("chosen_relative", ()))
+        if row["method"] == PARTIAL and not layers:
+            seen.setdefault((REUSE, 0, ()), []).append(row)
+        elif row["method"] == FULL or (row["method"] == PARTIAL and chosen):
+            seen.setdefault((row["method"], layers, chosen), []).append(row)
+    for (method, layers, runs), of in sorted(seen.items(), key=lambda entry: -entry[0][1]):
+        medians = [np.median([row["first_token_s"] for row in of if row["tokens"] == n]) for n in lengths]
+        sent = (depth - layers) * shape.bytes_per_token / depth + (edge if 0 < layers < depth else 0)
+        loading, moving = sent / bytes_per_s, shape.bytes_per_token / bytes_per_s
+        yield Way(method, layers, runs, TimedCosts(tuple(lengths), tuple(map(float, medians)), decode, loading, moving))
+
+
+def _served(way: Way, config: ServingConfig, lengths: list[int], seed: int, load: float) -> dict[str, Any]:
+    """One run: the same prompts at the same places of the same Poisson process for every way, faster or slower."""
+    costs, count = way.costs, config.replicas * config.requests
+    drawn = np.random.default_rng(seed).integers(lengths[0], lengths[-1] + 1, count).tolist()
+    usual_s = float(np.mean([costs.prefill_s(n) for n in range(lengths[0], lengths[-1] + 1)]))
+    rate = load * config.replicas / usual_s
+    items = with_arrivals([Item(0.0, n, config.output_tokens) for n in drawn], Arrivals(rate, seed=seed))
+    items = with_ids(items, vocabulary=1)
+    blocks = config.requests * -(-(lengths[-1] + config.output_tokens) // BLOCK_TOKENS)
+    served: list[Request] = []
+    for replica in range(config.replicas):
+        executor = SimulatedExecutor(costs, blocks, block_tokens=BLOCK_TOKENS)
+        # a prompt a step: their seconds add up, so that together none would be earlier and the first would be later
+        engine = Engine(executor, EngineConfig(watermark=0.0, prefill_tokens=1))
+        served += serve_items(engine, items[replica :: config.replicas])
+    return (
+        {"what": "run", "method": way.method, "layers": way.layers, "runs": list(way.runs), "seed": seed, "load": load}
+        | {"qps": rate, "requests": count, "replicas": config.replicas}
+        | {"alone_ttft_ms": 1e3 * float(np.mean([costs.prefill_s(n) for n in drawn]))}
+        | {"alone_e2e_ms": 1e3 * float(np.mean([costs.request_s(n, config.output_tokens) for n in drawn]))}
+        | _seen(served)
+    )
+
+
+def _seen(served: list[Request]) -> dict[str, float]:
+    """Mean and 90th percentile of TTFT and E2E over requests, and of TBT over the gaps between tokens, in ms."""
+    seconds = {
+        "ttft": [request.ttft_s for request in served],
+        "tbt": np.concatenate([np.diff(request.times_s) for request in served]),
+        "e2e": [request.times_s[-1] - request.arrival_s for request in served],
+    }
+    means = {f"{name}_mean_ms": 1e3 * float(np.mean(values)) for name, values in seconds.items()}
+    return means | {f"{name}_p90_ms": 1e3 * float(np.percentile(values, 90)) for name, values in seconds.items()}
+
+
+def most_qps(rows: Rows, what: str, objective_ms: float) -> float:
+    """The highest rate at which the mean of ``what`` ("ttft" or "e2e") is within ``objective_ms``.
+
+    ``rows`` are of one way and seed. Straight between the rates, and no more than the highest or less than nothing.
+    """
+    line = sorted((row["qps"], row[f"{what}_mean_ms"]) for row in rows)
+    rates, means = [0.0, *(qps for qps, _ in line)], [rows[0][f"alone_{what}_ms"], *(ms for _, ms in line)]
+    late = next((at for at, ms in enumerate(means) if ms > objective_ms), None)
+    if late is None:
+        return rates[-1]
+    if late == 0:
+        return 0.0
+    share = (objective_ms - means[late - 1]) / (means[late] - means[late - 1])
+    return rates[late - 1] + share * (rates[late] - rates[late - 1])
+
+
+def reuse_throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """By way: the most requests a second within the objective, over full prefill's; paired by seed.
+
+    The report names no objective; here it is ``KNEE`` times what a request with a full prefill takes alone, which is
+    where full prefill itself has its knee. The mean is over the pairs whose profile chose to recompute something: where
+    full reuse keeps to the bound there is nothing for the method to win.
+    """
+    ran = [row for row in rows if row["what"] == "run"]
+    by = {(row["method"], row["layers"], row["seed"]): [] for row in ran}
+    for row in ran:
+        by[row["method"], row["layers"], row["seed"]].append(row)
+    seeds, ways = sorted({seed for *_, seed in by}), {(method, layers): None for method, layers, _ in by}
+    depth = max(layers for _, layers in ways)
+
+    def gains(method: str, layers: int, what: str, knee: float) -> list[float]:
+        """By seed."""
+        found = []
+        for seed in seeds:
+            full = by[FULL, depth, seed]
+            objective_ms = knee * full[0][f"alone_{what}_ms"]
+            most = most_qps(by[method, layers, seed], what, objective_ms)
+            found.append(most / most_qps(full, what, objective_ms))
+        return found
+
+    summary = Summary()
+    pairs = [layers for method, layers in ways for _ in by[method, layers, seeds[0]][0]["runs"] if method == PARTIAL]
+    for what in ("ttft", "e2e"):
+        alone = [by[FULL, depth, seed][0][f"alone_{what}_ms"] for seed in seeds]
+        bound = {"metric": what, "objective": KNEE}
+        summary.add("objective_ms", bootstrap(np.multiply(KNEE, alone)).summary("ms"), **bound)
+        kept = [most_qps(by[FULL, depth, seed], what, KNEE * ms) for seed, ms in zip(seeds, alone, strict=True)]
+        entry = bootstrap(kept).summary("requests/s")
+        summary.add("capacity_requests_per_s", entry, method=FULL, layers=depth, **bound)
+        for method, layers in ways:
+            if method != FULL:
+                entry = bootstrap(gains(method, layers, what, KNEE)).summary("x")
+                summary.add("capacity_x", entry, method=method, layers=layers, **bound, than=FULL)
+        for knee in (KNEE, *OTHER_KNEES) if pairs else ():
+            mean = np.mean([gains(PARTIAL, layers, what, knee) for layers in pairs], axis=0)
+            place = {"method": PARTIAL, "across": "mean", "metric": what, "objective": knee, "than": FULL}
+            summary.add("capacity_x", bootstrap(mean).summary("x"), **place)
+    return summary

@@ -1,0 +1,250 @@
+"""Tokens per second of this engine, of transformers' own two ways, and of vLLM where its environment is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
+from firsttoken.assets.quiet import quiet_transformers
+from firsttoken.engine.attention import Attend
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.fused import fuse
+from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.padded import PaddedAttend
+from firsttoken.engine.request import Sampling
+from firsttoken.study import paths
+from firsttoken.study.dtypes import AUTO, DTYPES, name_of, resolve
+from firsttoken.study.errors import FirstTokenError, ProfileError
+from firsttoken.study.measures import Summary
+from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap, ratio_of_medians
+
+Prompts = list[list[int]]
+System = Callable[[], Prompts]
+VLLM_PYTHON = paths.ROOT / ".venv-vllm" / "bin" / "python"
+NO_END = -1  # an end-of-text token that no model says
+PAD = 0
+
+
+@dataclass(frozen=True)
+class ThroughputConfig:
+    """``cases``, such as "auto 16", name a dtype and how many requests: prompts of ``prompt_tokens`` (fewest,
+    most) random ids, ``new_tokens`` greedy ones each.
+
+    Each of ``systems`` runs ``repeats`` times in each case, in random order, after a warm-up. ``vllm`` among them needs
+    its own environment (`env/vllm/setup.sh`).
+    """
+
+    systems: tuple[str, ...]
+    cases: tuple[str, ...]
+    prompt_tokens: tuple[int, int]
+    new_tokens: int
+    repeats: int
+
+    def __post_init__(self) -> None:
+        if odd := set(self.systems) - _SYSTEMS.keys():
+            raise ProfileError(f"throughput: no system {min(odd)!r}; {unknown(min(odd), _SYSTEMS)}")
+        for case in self.cases:
+            dtype, _, count = case.partition(" ")
+            if dtype not in (*DTYPES, AUTO) or not count.isdecimal() or int(count) < 1:
+                raise ProfileError(f"throughput.cases: {case!r} is no dtype and number of requests, as in 'auto 16'")
+
+    def needs(self) -> list[Need]:
+        """The context holds the longest prompt and its answer."""
+        longest = max(self.prompt_tokens) + self.new_tokens
+        return [Need("throughput.prompt_tokens + new_tokens", longest, CONTEXT)]
+
+
+def throughput(profile: Profile) -> Outcome:
+    """Rows {dtype, requests, system, repeat, tokens_per_s, same_tokens}: the same prompts for all, in one run."""
+    config = profile.section("throughput", ThroughputConfig)
+    check(config.needs(), ModelFacts(profile.model))
+    rows: Rows = []
+    device = profile.torch_device()
+    asked = [case.split() for case in config.cases]
+    for dtype, count in dict.fromkeys((resolve(name, device), count) for name, count in asked):
+        stock, fused = (load_model(profile.model, dtype=dtype, device=device, with_tokenizer=False) for _ in range(2))
+        prompts = _prompts(int(count), config.prompt_tokens, stock.model.config.vocab_size, profile.seed)
+        case = _Case(stock.model, fuse(fused.model), prompts, config.new_tokens, name_of(dtype))
+        systems = {name: _SYSTEMS[name](case) for name in config.systems}
+        try:
+            timed = _timed(systems, len(prompts) * config.new_tokens, config.repeats, profile.seed)
+        finally:
+            for system in systems.values():
+                if isinstance(system, _Vllm):
+                    system.close()
+        rows += [{"dtype": case.dtype, "requests": len(prompts)} | row for row in timed]
+    return Outcome(rows, provenance=stock.provenance.as_dict())
+
+
+@dataclass(frozen=True)
+class _Case:
+    """The model as it comes and with fused modules, and what is asked of it."""
+
+    stock: nn.Module
+    fused: nn.Module
+    prompts: Prompts
+    new_tokens: int
+    dtype: str
+
+
+def _prompts(count: int, bounds: tuple[int, int], vocabulary: int, seed: int) -> Prompts:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocabulary) for _ in range(rng.randint(*bounds))] for _ in range(count)]
+
+
+def _timed(systems: dict[str, System], tokens: int, repeats: int, seed: int) -> Rows:
+    """Rows {system, repeat, tokens_per_s}; ``same_tokens`` is the share of outputs equal to those of the first one."""
+    rng, rows = random.Random(seed), []
+    warm_up = [(-1, name) for name in systems]
+    cases = [(repeat, name) for repeat in range(repeats) for name in rng.sample(list(systems), len(systems))]
+    reference: Prompts = []
+    for repeat, name in tqdm(warm_up + cases, desc="throughput", disable=None):
+        start = time.perf_counter()
+        outputs = systems[name]()
+        seconds = time.perf_counter() - start
+        reference = reference or outputs
+        if repeat >= 0:
+            same = sum(mine == theirs for mine, theirs in zip(outputs, reference, strict=True)) / len(reference)
+            row = {"system": name, "repeat": repeat, "tokens_per_s": tokens / seconds, "same_tokens": same}
+            rows.append(row | getattr(systems[name], "versions", {}))
+    return rows
+
+
+def _engine(model: nn.Module, case: _Case, attend: type[Attend] | None = None) -> Prompts:
+    prompts, new_tokens = case.prompts, case.new_tokens
+    block_tokens = 16
+    blocks = sum(-(-(len(prompt) + new_tokens) // block_tokens) for prompt in prompts)
+    executor = LiveExecutor(model, blocks + len(prompts), block_tokens=block_tokens, attend=attend)
+    try:
+        requests = Engine(executor).serve([(prompt, Sampling(new_tokens), 0.0) for prompt in prompts])
+    finally:
+        executor.close()
+    return [request.output for request in requests]
+
+
+def _generate(model: nn.Module, case: _Case) -> Prompts:
+    """One batch, padded on the left to the longest prompt."""
+    prompts, new_tokens = case.prompts, case.new_tokens
+    width = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=PAD,
+    )
+    return out[:, width:].tolist()
+
+
+def _continuous(case: _Case) -> Prompts:
+    """transformers' continuous batching, set up anew for each run, as ``generate_batch`` does.
+
+    Its cache is as large as the prompts need: on a CPU it computes over all of it, and the default, sized by free
+    memory, took three times as long.
+    """
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    prompts, new_tokens = case.prompts, case.new_tokens
+    generation = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=NO_END, pad_token_id=PAD)
+    page = 32
+    pages = sum(-(-(len(prompt) + new_tokens) // page) for prompt in prompts) + len(prompts)
+    # transformers 5.17 calls a page a block
+    tokens_a_page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
+    sized = ContinuousBatchingConfig(**{tokens_a_page: page}, num_blocks=pages, max_batch_tokens=max(256, len(prompts)))
+    with quiet_transformers():
+        found = case.stock.generate_batch(
+            prompts, generation_config=generation, continuous_batching_config=sized, progress_bar=False, warmup=False
+        )
+    return [list(found[f"req_{number}"].generated_tokens) for number in range(len(prompts))]
+
+
+class _Vllm:
+    """vLLM, in a process and an environment of its own, a run at a call. Raises FirstTokenError when that fails."""
+
+    def __init__(self, case: _Case) -> None:
+        if not VLLM_PYTHON.exists():
+            raise FirstTokenError("throughput: vLLM's environment is missing; run env/vllm/setup.sh")
+        self._folder = tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="vllm-")
+        folder = Path(self._folder.name)
+        (folder / "prompts.json").write_text(json.dumps(case.prompts), encoding="utf-8")
+        self._log = folder / "log.txt"
+        command = [str(VLLM_PYTHON), "-m", "firsttoken_studies.engine.vllm_throughput"]
+        command += [
+            "--model",
+            case.stock.name_or_path,
+            "--prompts",
+            str(folder / "prompts.json"),
+            "--dtype",
+            case.dtype,
+        ]
+        command += ["--new-tokens", str(case.new_tokens)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        with self._log.open("w", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
+
+        self.versions = {"version": self._answer()["vllm"]}  # which says that it is warm
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()  # closes its input, which ends it
+        self._folder.cleanup()
+
+    def __call__(self) -> Prompts:
+        """The tokens after each prompt."""
+        print(file=self._process.stdin, flush=True)
+        return self._answer()["tokens"]
+
+    def _answer(self) -> dict[str, Any]:
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        told = self._log.read_text("utf-8").strip().splitlines() or ["no reason given"]
+        raise FirstTokenError(f"throughput: vLLM failed: {told[-1]}")
+
+
+_SYSTEMS: dict[str, Callable[[_Case], System]] = {
+    "generate": lambda case: partial(_generate, case.stock, case),
+    "generate_fused": lambda case: partial(_generate, case.fused, case),
+    "continuous_batching": lambda case: partial(_continuous, case),
+    "vllm": _Vllm,
+    "engine_stock": lambda case: partial(_engine, case.stock, case, PaddedAttend),
+    "engine": lambda case: partial(_engine, case.fused, case),
+}
+
+
+def throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Medians, and both forms of this engine over each of the others."""
+    summary = Summary()
+    for dtype, count in {(row["dtype"], row["requests"]): None for row in rows}:
+        case = {"dtype": dtype, "requests": count}
+        mine = [row for row in rows if (row["dtype"], row["requests"]) == (dtype, count)]
+        names = dict.fromkeys(row["system"] for row in mine)
+        rates = {name: [row["tokens_per_s"] for row in mine if row["system"] == name] for name in names}
+        for name, values in rates.items():
+            summary.add("tokens_per_s", bootstrap(values, "median").summary("tokens/s"), engine=name, **case)
+            for engine in [own for own in ("engine_stock", "engine") if own in rates and own != name]:
+                over = ratio_of_medians(rates[engine], values).summary("x")
+                summary.add("tokens_per_s_x", over, engine=engine, than=name, **case)
+    return summary

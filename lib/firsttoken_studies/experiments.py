@@ -1,0 +1,77 @@
+"""The one way to run an experiment."""
+
+from __future__ import annotations
+
+import random
+import time
+from datetime import UTC, datetime
+
+import numpy as np
+import torch
+
+from firsttoken.study import code, paths, progress, storage
+from firsttoken.study.claims import digests, load_claims
+from firsttoken.study.clock import counting_kept
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.experiment import EVERY_PROFILE, LONG
+from firsttoken.study.machine import cores, describe
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Result, git_revision, is_clean, load_result, write_result
+from firsttoken.study.sources import kept as kept_result
+from firsttoken_studies.registry import EXPERIMENTS, find_experiment
+
+
+def run_experiment(name: str, profile: Profile) -> Result:
+    """Run an experiment, seeded and timed, write its result and return it.
+
+    What it reads of others is measured first where this machine has no result of theirs under these settings. The seeds
+    recorded are those in a ``seed`` column of the rows, else the profile's. Raises ProfileError when the
+    experiment does not exist or is not meant for the profile, or when a result for the record would name no commit,
+    ClaimsError when the ledger cannot be read, StorageError when the disk takes no result, and what the experiment
+    raises.
+    """
+    experiment = find_experiment(name)
+    if profile.name in EVERY_PROFILE and profile.name not in experiment.profiles:
+        raise ProfileError(f"{name} is not for profile {profile.name}; use {' or '.join(experiment.profiles)}")
+    revision, entries = git_revision(), digests(load_claims(paths.CLAIMS, EXPERIMENTS), name)
+    if profile.name in LONG and paths.RESULTS == paths.RECORDED and not is_clean(revision):
+        raise ProfileError(
+            f"{name} under profile {profile.name} is for the record, and the code is not that of a commit "
+            f"({revision}); commit it, or let FIRSTTOKEN_OUT name another folder for results"
+        )
+    digest = code.digest(experiment.module)
+    read = [kept_result(source, profile) or run_experiment(source, profile) for source in experiment.reads]
+    profile.used.clear()
+    random.seed(profile.seed)
+    np.random.seed(profile.seed)
+    torch.manual_seed(profile.seed)
+    torch.set_num_threads(profile.threads or cores())
+    started, clock = datetime.now(UTC), time.perf_counter()
+    storage.check(paths.RESULTS)
+    with storage.storing(paths.CACHE), counting_kept() as kept, progress.running(name, _usual_s(name, profile)):
+        outcome = experiment(profile, *read)
+    parameters = profile.parameters()
+    result = Result(
+        experiment=name,
+        profile=profile.name,
+        parameters=parameters,
+        machine=describe(),
+        provenance=outcome.provenance,
+        git_revision=revision,
+        seeds=sorted({row["seed"] for row in outcome.rows if "seed" in row}) or [profile.seed],
+        started=started.isoformat(timespec="seconds"),
+        duration_s=round(time.perf_counter() - clock + sum(kept), 3),
+        entries=entries,
+        rows=outcome.rows,
+        floors=outcome.floors,
+        summary=experiment.summarise(outcome.rows, parameters),
+        code=digest,
+    )
+    write_result(result)
+    return result
+
+
+def _usual_s(name: str, profile: Profile) -> float | None:
+    """How long this experiment took here under this profile when it ran last; None where it never did."""
+    before = load_result(name, profile.name)
+    return before.duration_s if before else None

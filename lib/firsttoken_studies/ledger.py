@@ -1,0 +1,174 @@
+"""The ledger with its answers: what a notebook, a run and the command line say of the claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+from firsttoken.study import code, pages, paths, show
+from firsttoken.study.claims import Claim, is_number, load_claims
+from firsttoken.study.claims_table import Own, table_for
+from firsttoken.study.errors import ClaimsError
+from firsttoken.study.files import write_text
+from firsttoken.study.foreign.schema import unknown
+from firsttoken.study.machine import machine_slug
+from firsttoken.study.record import CHANGED, Result, all_results, known_machine, load_result, result_files
+from firsttoken.study.run_end import run_end
+from firsttoken.study.storage import storing
+from firsttoken.study.verdicts import Judgement, Verdict, effect, judge, judge_all, judge_record
+from firsttoken_studies.registry import EXPERIMENTS
+from firsttoken_studies.sarathi import standing
+
+TABLES: pages.Tables = {standing.EXPERIMENT: standing.record_table}
+FOR_THE_RECORD = ("full", "gpu", "paper")  # quick results are whoever ran the notebooks last
+
+
+def claims() -> list[Claim]:
+    """The claims of the ledger. Raises ClaimsError."""
+    return load_claims(paths.CLAIMS, EXPERIMENTS)
+
+
+def recorded() -> list[Result]:
+    """The results that verdicts of the record stand on. Raises FirstTokenError as ``record.all_results``."""
+    return all_results(FOR_THE_RECORD)
+
+
+def machine() -> str:
+    """The machine whose record is committed; this one before there is any."""
+    return pages.recorded_machine() or machine_slug()
+
+
+def verdicts(*ids: str) -> None:
+    """Print what the record says of each claim named, in a line.
+
+    Raises ClaimsError for a claim that does not exist.
+    """
+    known, results = _standing(_state())
+    asked = [_named(name, known) for name in ids]
+    for judged in judge_record(asked, results, machine()):
+        told = f", {judged.measured}" if judged.measured else ""
+        print(f"{judged.says}: {judged.claim.says}{told} ({judged.claim.id})")
+
+
+def beside(now: Result, recorded: Result | None) -> None:
+    """Print, for above a figure, where what was run now and the record come from, whether by the same code, and on what
+    they disagree.
+
+    They disagree on a claim where its verdict is another, or where the intervals of what it is judged by lie apart. A
+    run under changed settings is held against the reader's unchanged one, too, where there is one.
+    """
+    print(f"your run: {show.where(now)}")
+    if recorded is None or (recorded.path, recorded.started) == (now.path, now.started):
+        print("recorded: " + ("this run is the record" if recorded else "nothing yet"))
+        return
+    print(f"recorded: {show.where(recorded)}{_other_code(now, recorded)}")
+    said = list(_disagreements(now, recorded, "the record"))
+    if now.profile.endswith(CHANGED):
+        before = load_result(now.experiment, now.profile.removesuffix(CHANGED))
+        said += _disagreements(now, before, "your unchanged run") if before else ()
+    for line in said or ["where both judge a claim of this experiment, they agree"]:
+        print(line)
+
+
+def _other_code(now: Result, recorded: Result) -> str:
+    """That the record was made by other code than runs here, and how much of it differs; nothing where that is not so,
+    or cannot be known for want of git's history."""
+    module = EXPERIMENTS[now.experiment].module
+    if recorded.code == code.digest(module):
+        return ""
+    other, whole = code.changed(module, recorded.git_revision), len(code.functions(module))
+    if other is None:
+        return "\nthe code is another than the record's" if recorded.code else ""
+    said = f"\nthe code is another than the record's: {other} of the {whole} functions that this experiment imports"
+    return f"{said} have changed since {recorded.git_revision[:9]}" if other else ""
+
+
+def _disagreements(now: Result, other: Result, whose: str) -> Iterable[str]:
+    for claim in _standing(_state())[0].values():
+        if claim.experiment != now.experiment:
+            continue
+        mine, theirs = judge(claim, now), judge(claim, other)
+        if Verdict.NOT_RUN not in (mine.verdict, theirs.verdict) and _differ(mine, theirs, now, other):
+            yield f"OTHERWISE than {whose}: {claim.says}: {mine.measured} here, {theirs.measured} there ({claim.id})"
+
+
+def _differ(mine: Judgement, theirs: Judgement, now: Result, other: Result) -> bool:
+    """Whether two results disagree on a claim: in the verdict, or by intervals that lie apart. Where one of them is of
+    too few observations for a verdict, only an effect in the other direction counts."""
+    claim = mine.claim
+    if mine.verdict.judged and theirs.verdict.judged and mine.verdict != theirs.verdict:
+        return True
+    entries = [result.summary.of(claim.measure, **claim.places[0]) for result in (now, other)]
+    if claim.kind == "ordering" or not all(is_number(entry["value"]) for entry in entries):
+        return False
+    if not (mine.verdict.judged and theirs.verdict.judged):
+        return claim.no_effect is not None and len({effect(claim, entry)[1] > 0 for entry in entries}) == 2
+    ends = [(entry.get("low", entry["value"]), entry.get("high", entry["value"])) for entry in entries]
+    return ends[0][0] > ends[1][1] or ends[0][1] < ends[1][0]
+
+
+def table(of: str | None = None, profile: str | None = None) -> str:
+    """The claims table of the machine ``of``; without one, the record beside what this machine measured, under
+    ``profile`` where one is named. Raises FirstTokenError for a machine without results."""
+    results = all_results()
+    if of:
+        return table_for(claims(), results, known_machine(of, results))
+    return table_for(claims(), recorded(), machine(), _own(results, profile))
+
+
+def _own(results: Iterable[Result], profile: str | None) -> Own:
+    here = machine_slug()
+    own = (result for result in results if result.slug == here and not result.profile.endswith(CHANGED))
+    return Own(here, profile or "any profile", tuple(one for one in own if profile in (None, one.profile)))
+
+
+def end_of_run(profile: str) -> list[str]:
+    """What a run under ``profile`` ends with: by report what this machine's results say of the claims, where they
+    contradict the record or the reports most, and the page with all of them, which is written here.
+
+    Raises FirstTokenError as ``table``.
+    """
+    page = paths.EXECUTED / profile / "claims.md"
+    with storing(page.parent):
+        write_text(page, table(profile=profile) + "\n")
+    lines = run_end(claims(), recorded(), machine(), _own(all_results((profile,)), profile))
+    return [*lines, "", f"all claims: {page}"]
+
+
+def update_pages(of: str | None = None) -> None:
+    """Write README.md, the pages of data and what notebooks say from the record of ``of``.
+
+    Raises ClaimsError where the pages would lose verdicts that they show, and ClaimsError and FirstTokenError as
+    ``pages.update``.
+    """
+    results, shown = recorded(), machine()
+    new = known_machine(of, results) if of else shown
+    told = {
+        slug: sum(j.verdict != Verdict.NOT_RUN for j in judge_all(claims(), results, slug)) for slug in (shown, new)
+    }
+    if told[new] < told[shown]:
+        raise ClaimsError(f"{new} has {told[new]} verdicts, the pages show {told[shown]} of {shown}; measure the rest")
+    pages.update(claims(), results, new, TABLES)
+
+
+def outdated_pages(of: str | None = None) -> Iterable[str]:
+    """The names of the pages that do not show the record. Raises as ``update_pages``."""
+    return [page.name for page in pages.outdated(claims(), recorded(), of or machine(), TABLES)]
+
+
+def _state() -> tuple[tuple[Path, int, int], ...]:
+    """What the ledger and the record are read from, with what changes when it does."""
+    files = [(path, path.stat()) for path in (paths.CLAIMS, *result_files(FOR_THE_RECORD))]
+    return tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in files)
+
+
+@lru_cache(maxsize=1)  # a notebook asks for verdicts several times, and reading takes longer than a second
+def _standing(_: tuple[tuple[Path, int, int], ...]) -> tuple[dict[str, Claim], list[Result]]:
+    return {claim.id: claim for claim in claims()}, recorded()
+
+
+def _named(name: str, known: dict[str, Claim]) -> Claim:
+    if name not in known:
+        raise ClaimsError(f"no claim {name!r} in {paths.CLAIMS.name}; {unknown(name, known)}")
+    return known[name]

@@ -1,0 +1,236 @@
+"""What 8 bits cost and gain (Tables 1 and 2): perplexity with 8-bit weights and states, bytes, seconds of a step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.assets.layers import layers_of
+from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
+from firsttoken.engine.fused import fuse
+from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, resting_bytes, to_8_bits
+from firsttoken.engine.sampling import likeliest
+from firsttoken.petals.wire8 import pack, packed_bytes, unpack
+from firsttoken.study.clock import Stopwatch
+from firsttoken.study.measures import Summary
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+
+PLAIN, STATES, EVERY, WEIGHTS, TOGETHER, BOTH = (
+    "plain",
+    "states",
+    "states_every_layer",
+    "weights",
+    "weights_outliers_among_the_rest",
+    "both",
+)
+INPUTS_KEPT, SERVED = "weights_inputs_kept", "weights_inputs_kept_and_states"
+WHOLE = "16_bits"
+STEPS = {WHOLE: None, "8_bits": THRESHOLD, "8_bits_inputs_kept": KEPT}
+"""What a step is timed of, and the threshold of its products in 8 bits."""
+
+
+@dataclass(frozen=True)
+class EightBitsConfig:
+    """Perplexity over ``windows`` of ``window_tokens`` tokens, ``batch`` at once; states cross the wire before and
+    after each of ``servers`` equal spans. A step is timed ``repeats`` times for each of ``batches`` requests of
+    ``context`` tokens, 16 bits and both products of 8 in turns."""
+
+    windows: int
+    window_tokens: int
+    batch: int
+    servers: int
+    batches: tuple[int, ...]
+    context: int
+    repeats: int
+
+    def needs(self) -> list[Need]:
+        """The text holds the windows, the model the spans and the context."""
+        return [
+            Need("eight_bits.windows x window_tokens", self.windows * self.window_tokens, text_of("test")),
+            Need("eight_bits.window_tokens", self.window_tokens, CONTEXT),
+            Need("eight_bits.context", self.context + 1, CONTEXT),
+            Need("eight_bits.servers", self.servers, LAYERS),
+        ]
+
+
+def eight_bits(profile: Profile) -> Outcome:
+    """Rows {what: quality | bytes | outliers | step, ...}; quality in float32, so that only the 8 bits differ."""
+    config = profile.section("eight_bits", EightBitsConfig)
+    check(config.needs(), ModelFacts(profile.model))
+    device = profile.torch_device()
+    base = load_model(profile.model, device=device)
+    windows = token_windows(running_text("test"), base.tokenizer, config.window_tokens, config.windows).to(device)
+    rows = _quality(base.model, windows, config) + _bytes(base.model, config)
+    timed = load_model(profile.model, dtype=profile.torch_dtype(), device=device, with_tokenizer=False)
+    rows += _steps(timed.model, windows, config)
+    return Outcome(rows, provenance=base.provenance.as_dict())
+
+
+def _quality(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows:
+    depth = len(layers_of(model))
+    spans = [depth * server // config.servers for server in range(config.servers)]
+    inputs, every = [*layers_of(model), model.model.norm], range(depth + 1)
+    small, together, kept = (copy.deepcopy(model) for _ in range(3))
+    for module, threshold in ((small, THRESHOLD), (together, math.inf), (kept, KEPT)):
+        to_8_bits(layers_of(module), threshold)
+    small_inputs, kept_inputs = ([*layers_of(one), one.model.norm] for one in (small, kept))
+    counted = [0, 0]
+    variants: list[tuple[str, nn.Module, Sequence[nn.Module]]] = [
+        (PLAIN, model, ()),
+        (STATES, model, [inputs[at] for at in (*spans, depth)]),
+        (EVERY, model, [inputs[at] for at in every]),
+        (WEIGHTS, small, ()),
+        (TOGETHER, together, ()),
+        (BOTH, small, [small_inputs[at] for at in (*spans, depth)]),
+        (INPUTS_KEPT, kept, ()),
+        (SERVED, kept, [kept_inputs[at] for at in (*spans, depth)]),
+    ]
+    rows: Rows = []
+    for variant, module, crossed in tqdm(variants, desc="quality", disable=None):
+        hooks = [one.register_forward_pre_hook(_over_the_wire, with_kwargs=True) for one in crossed]
+        if variant == WEIGHTS:
+            linears = [one for one in module.modules() if isinstance(one, Linear8)]
+            hooks += [one.register_forward_pre_hook(_counter(counted)) for one in linears]
+        losses, best = _losses(module, windows, config.batch)
+        for hook in hooks:
+            hook.remove()
+        if variant == PLAIN:
+            reference = best
+        agree = (best == reference).float().mean(1).tolist()
+        rows += [
+            {"what": "quality", "variant": variant, "window": at, "text_nll": loss, "agree": agree[at]}
+            for at, loss in enumerate(losses)
+        ]
+    return [*rows, {"what": "outliers", "values": counted[1], "outliers": counted[0]}]
+
+
+def _over_the_wire(
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The hidden states that a module is given, as the next server gets them."""
+    if args:
+        return (unpack(pack(args[0]), args[0].dtype), *args[1:]), kwargs
+    hidden = kwargs["hidden_states"]
+    return args, kwargs | {"hidden_states": unpack(pack(hidden), hidden.dtype)}
+
+
+def _counter(counted: list[int]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def count(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        counted[0] += int((args[0].abs() >= THRESHOLD).sum())
+        counted[1] += args[0].numel()
+
+    return count
+
+
+@torch.inference_mode()
+def _losses(model: nn.Module, windows: Tensor, batch: int) -> tuple[list[float], Tensor]:
+    """Nats a token of each window, and the likeliest token at each place [windows, tokens - 1]."""
+    losses, best = [], []
+    for ids in windows.split(batch):
+        logits = model(ids, use_cache=False).logits[:, :-1].float()
+        each = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        losses += each.view(len(ids), -1).mean(1).tolist()
+        best.append(likeliest(logits))
+    return losses, torch.cat(best)
+
+
+def _bytes(model: nn.Module, config: EightBitsConfig) -> Rows:
+    """Of a token's hidden states and of all layers, in 16 and in 8 bits."""
+    states = torch.ones(1, 1, model.config.hidden_size)
+    sent = packed_bytes(pack(states))
+    layers = copy.deepcopy(layers_of(model)).bfloat16()
+    weights = resting_bytes(layers)
+    to_8_bits(layers)
+    return [
+        {"what": "bytes", "of": "states", "bytes16": 2 * states.numel(), "bytes8": sent},
+        {"what": "bytes", "of": "weights", "bytes16": weights, "bytes8": resting_bytes(layers)},
+    ]
+
+
+@torch.inference_mode()
+def _steps(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows:
+    timed = {}
+    for name, threshold in STEPS.items():
+        timed[name] = copy.deepcopy(model)
+        if threshold is not None:
+            to_8_bits(layers_of(timed[name]), threshold)
+        fuse(timed[name])  # as servers run them
+    text = windows.flatten()
+    rows: Rows = []
+    for batch in config.batches:
+        wanted = batch * (config.context + 1)
+        ids = text.repeat(-(-wanted // len(text)))[:wanted].view(batch, -1)
+        with ExitStack() as made:
+            steps = {name: made.enter_context(_stepping(one, ids)) for name, one in timed.items()}
+            for repeat in range(-1, config.repeats):  # the first of each only warms up
+                for name, step in steps.items():
+                    with Stopwatch(ids.device) as watch:
+                        step()
+                    row = {"what": "step", "of": name, "batch": batch, "repeat": repeat, "seconds": watch.seconds}
+                    rows += [row] if repeat >= 0 else []
+    return rows
+
+
+@contextmanager
+def _stepping(model: nn.Module, ids: Tensor) -> Iterator[Callable[[], None]]:
+    """Makes one decoding step of all layers after the prompts ``ids`` [batch, tokens] but their last token."""
+    cache = model.model(ids[:, :-1], use_cache=True).past_key_values
+
+    def step() -> None:
+        model.model(ids[:, -1:], past_key_values=cache, use_cache=True)
+        cache.crop(-1)
+
+    yield step
+
+
+def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Perplexity lost by variant (per cent, paired by window), bytes over 16 bits, seconds over 16 bits by batch."""
+    by: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["what"] == "quality":
+            by.setdefault(row["variant"], []).append(row)
+    plain = np.array([row["text_nll"] for row in by[PLAIN]])
+    summary, perplexity = Summary(), bootstrap(plain, lambda sample: float(np.exp(sample.mean())))
+    summary.add("perplexity", perplexity.summary(), variant=PLAIN)
+    for variant, here in by.items():
+        if variant == PLAIN:
+            continue
+        more = np.array([row["text_nll"] for row in here]) - plain
+        lost = bootstrap(more, lambda sample: float(100 * np.expm1(sample.mean())))
+        same = bootstrap([row["agree"] for row in here])
+        summary.add("perplexity_lost_pct", lost.summary("%"), variant=variant, than=PLAIN)
+        summary.add("same_token_pct", same.summary("%", 100), variant=variant, than=PLAIN)
+    for row in rows:
+        if row["what"] == "bytes":
+            over = {"value": row["bytes8"] / row["bytes16"], "unit": "x"}
+            summary.add("bytes_x", over, variant=row["of"], than=WHOLE)
+        if row["what"] == "outliers":
+            share = 100 * row["outliers"] / row["values"]
+            summary.add("outliers_pct", {"value": share, "n": row["values"], "unit": "%"})
+    steps: dict[int, dict[str, list[float]]] = {}
+    for row in rows:
+        if row["what"] == "step":
+            steps.setdefault(row["batch"], {}).setdefault(row["of"], []).append(row["seconds"])
+    for batch, by_name in steps.items():
+        for name, seconds in by_name.items():
+            rate = bootstrap(seconds, lambda sample, n=batch: float(n / np.median(sample)))
+            summary.add("tokens_per_s", rate.summary("tokens/s"), variant=name, batch=batch)
+            if name != WHOLE:
+                pairs = np.array([seconds, by_name[WHOLE]]).T
+                over = bootstrap(pairs, lambda sample: float(100 * (np.divide(*np.median(sample, 0)) - 1)))
+                summary.add("slower_pct", over.summary("%"), variant=name, batch=batch, than=WHOLE)
+    return summary

@@ -1,0 +1,248 @@
+"""Table 3 at this scale: measured layers and offloading, chains over the paper's networks, its own numbers."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.assets.layers import layers_of
+from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
+from firsttoken.petals.routing import best_chain, chain_s
+from firsttoken.study import paths
+from firsttoken.study.clock import Stopwatch, timed
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+from firsttoken.study.system.pagecache import evict
+from firsttoken_studies.petals.bloom_block import HEAD, block_seconds, bloom_block
+from firsttoken_studies.petals.chain_costs import (
+    BLOOM_BLOCKS,
+    BLOOM_BYTES,
+    BLOOM_HIDDEN,
+    NETWORKS,
+    OFFLOADING_GBIT_PER_S,
+    PUBLISHED_SERVERS,
+    PUBLISHED_STEPS_PER_S,
+    clients_step_s,
+    crossover_bytes,
+    offload_s,
+    published_compute_s,
+    swarm_s,
+)
+from firsttoken_studies.petals.offloading import offloaded
+from firsttoken_studies.petals.two_continents import fourteen, twelve
+
+SLOW = "100 Mbit/s, 100 ms"
+NODE_BYTES = 8e9
+ADAM_BYTES = 2 + 2 + 4 + 4 + 4  # a parameter: weight, gradient, and in 32 bits a copy and two moments
+RAM, DISK = "memory", "disk"
+BLOOM, OFFLOADING = "bloom-176b", "offloading"
+BOUNDS_GBIT_PER_S = 256, 128  # of offloading, that a chain is held to
+
+
+@dataclass(frozen=True)
+class ChainsConfig:
+    """Steps after ``contexts`` tokens, ``repeats`` times, offloading from disk ``disk_repeats`` times; forward passes
+    of ``forwards`` rows of ``forward_tokens``; as many simulated ``clients``; a block of BLOOM ``block_hidden`` wide in
+    each of ``block_bits``, ``block_repeats`` times. ProfileError for none.
+    """
+
+    contexts: tuple[int, ...]
+    repeats: int
+    disk_repeats: int
+    forwards: tuple[int, ...]
+    forward_tokens: int
+    clients: int
+    block_hidden: int
+    block_bits: tuple[int, ...]
+    block_repeats: int
+
+    def __post_init__(self) -> None:
+        counts = (self.repeats, self.disk_repeats, self.forward_tokens, self.clients, self.block_repeats)
+        if min(*self.contexts, *self.forwards, *counts) < 1:
+            raise ProfileError("chains: every number must be at least 1")
+        if self.block_hidden < HEAD or self.block_hidden % HEAD:
+            raise ProfileError(f"chains.block_hidden: a multiple of {HEAD}, not {self.block_hidden}")
+        if 8 not in self.block_bits or not set(self.block_bits) <= {8, 16}:
+            raise ProfileError("chains.block_bits: 8, and 16 besides where there is memory for it")
+
+    def needs(self) -> list[Need]:
+        """The text and the context hold the longest prompt and a step."""
+        longest = max(*self.contexts, self.forward_tokens) + 1
+        return [Need("chains.contexts", longest, CONTEXT), Need("chains.contexts", longest, text_of("test"))]
+
+
+def swarm_chains(profile: Profile) -> Outcome:
+    """Rows {what: step | forward | offload, repeat, seconds, ...} of this model, {what: simulated, ...} of BLOOM."""
+    config = profile.section("chains", ChainsConfig)
+    check(config.needs(), ModelFacts(profile.model))
+    loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
+    model, longest = loaded.model, max(*config.contexts, config.forward_tokens) + 1
+    ids = token_windows(running_text("test"), loaded.tokenizer, longest, 1).to(model.device)
+    rows: Rows = []
+    for context in config.contexts:
+        seconds = _steps(model, ids[:, : context + 1], config.repeats)
+        rows += [{"what": "step", "context": context, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
+    for count in config.forwards:
+        batch = ids[:, : config.forward_tokens].expand(count, -1)
+        seconds = _forwards(model, batch, max(1, config.repeats // 10))
+        asked = {"rows": count, "tokens": config.forward_tokens}
+        rows += [{"what": "forward", **asked, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
+    rows += _offloading(model, ids[:, : config.contexts[0] + 1], config) + _simulated(config)
+    rows += _blocks(config, profile)
+    shape = {"hidden": model.config.hidden_size, "layers": len(layers_of(model))}
+    return Outcome([{"what": "shape", **shape}, *rows], provenance=loaded.provenance.as_dict())
+
+
+@torch.inference_mode()
+def _steps(model: nn.Module, ids: Tensor, repeats: int) -> list[float]:
+    """Seconds of one token through all layers, after all of ``ids`` [1, tokens] but the last."""
+    cache = model.model(ids[:, :-1], use_cache=True).past_key_values
+
+    def step() -> None:
+        model.model(ids[:, -1:], past_key_values=cache, use_cache=True)
+        cache.crop(-1)
+
+    return timed(step, repeats=repeats, warmup=2, device=ids.device)
+
+
+@torch.inference_mode()
+def _forwards(model: nn.Module, ids: Tensor, repeats: int) -> list[float]:
+    return timed(lambda: model.model(ids, use_cache=False), repeats=repeats, device=ids.device)
+
+
+def _offloading(model: nn.Module, ids: Tensor, config: ChainsConfig) -> Rows:
+    """Steps with all layers brought, and how long bringing alone takes."""
+    rows: Rows = []
+    paths.CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="offloaded-") as folder:
+        for place, repeats, file in (
+            (RAM, config.repeats, None),
+            (DISK, config.disk_repeats, Path(folder) / "layers"),
+        ):
+            with offloaded(model, file) as resting, torch.inference_mode():
+                cache = model.model(ids[:, :-1], use_cache=True).past_key_values
+                for repeat in range(-1, repeats):  # the first only warms up
+                    how = evict(file) if file else "copied in memory"
+                    with Stopwatch(ids.device) as watch:
+                        model.model(ids[:, -1:], past_key_values=cache, use_cache=True)
+                    cache.crop(-1)
+                    how = evict(file) if file else how
+                    with Stopwatch(ids.device) as bringing:
+                        resting.bring_all()
+                    row = {"what": "offload", "from": place, "repeat": repeat, "seconds": watch.seconds}
+                    row |= {"bringing_s": bringing.seconds, "bytes": resting.step_bytes, "how": how}
+                    rows += [row] if repeat >= 0 else []
+    return rows
+
+
+def _blocks(config: ChainsConfig, profile: Profile) -> Rows:
+    """Seconds of a token in one block of BLOOM after the first of the contexts, by the bits of its weights."""
+    rows: Rows = []
+    for bits in config.block_bits:
+        block = bloom_block(config.block_hidden, profile.torch_dtype(), profile.torch_device(), bits)
+        seconds = block_seconds(block, config.contexts[0], config.block_repeats)
+        rows += [{"what": "block", "bits": bits, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
+    return rows
+
+
+def _simulated(config: ChainsConfig) -> Rows:
+    """Seconds of a step of BLOOM with clients at once, on the 14 servers and on the 12 of the slow network."""
+    rows: Rows = []
+    for swarm, servers in (("fourteen", fourteen()), ("twelve", twelve(NETWORKS[SLOW]))):
+        chain = best_chain(servers, range(BLOOM_BLOCKS))
+        for clients in dict.fromkeys((1, config.clients)):
+            seconds = clients_step_s(chain, clients)
+            row = {"what": "simulated", "swarm": swarm, "clients": clients, "hops": len(chain), "seconds": seconds}
+            rows.append(row | {"alone_s": chain_s(chain)})
+    return rows
+
+
+def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """This model: steps a second by context and network through three servers, beside offloading, forward passes, and
+    where both cross. BLOOM: the paper's arithmetic, its slow row foreseen from its fast one and from blocks measured
+    here, simulated clients."""
+    shape = next(row for row in rows if row["what"] == "shape")
+    summary = _published()
+    offloads = {
+        place: [row for row in rows if row["what"] == "offload" and row["from"] == place] for place in (RAM, DISK)
+    }
+    for context in parameters["chains"]["contexts"]:
+        seconds = [row["seconds"] for row in rows if row["what"] == "step" and row["context"] == context]
+        summary.add("step_s", bootstrap(seconds, "median").summary("s"), context_tokens=context)
+        for network in NETWORKS:
+            steps = bootstrap(seconds, lambda sample, of=network: 1 / _swarm_s(sample, shape["hidden"], of))
+            summary.add("steps_per_s", steps.summary("steps/s"), context_tokens=context, link=network)
+    for place, here in offloads.items():
+        seconds = [row["seconds"] for row in here]
+        rate = bootstrap([row["bytes"] / row["bringing_s"] / 1e9 for row in here], "median")
+        summary.add("step_s", bootstrap(seconds, "median").summary("s"), variant=OFFLOADING, machine=place)
+        summary.add("bringing_gb_per_s", rate.summary("GB/s"), variant=OFFLOADING, machine=place)
+        for network, link in NETWORKS.items():
+            size = crossover_bytes(8 * rate.estimate, PUBLISHED_SERVERS, shape["hidden"], link)
+            summary.add("crossover_gb", {"value": size / 1e9, "unit": "GB"}, machine=place, link=network)
+    for count in parameters["chains"]["forwards"]:
+        here = [row for row in rows if row["what"] == "forward" and row["rows"] == count]
+        tokens = here[0]["rows"] * here[0]["tokens"]
+        for network in NETWORKS:
+            seconds = [row["seconds"] for row in here]
+            rate = bootstrap(seconds, lambda s, n=tokens, of=network: n / _swarm_s(s, shape["hidden"], of, n))
+            summary.add("forward_tokens_per_s", rate.summary("tokens/s"), batch=count, link=network)
+    for bits in parameters["chains"]["block_bits"]:
+        seconds = [row["seconds"] for row in rows if row["what"] == "block" and row["bits"] == bits]
+        summary.add("block_s", bootstrap(seconds, "median").summary("s"), model=BLOOM, bits=bits)
+        for network in NETWORKS:
+            for gbit in BOUNDS_GBIT_PER_S:
+                over = bootstrap(seconds, lambda s, at=gbit, of=network: offload_s(BLOOM_BYTES, at) / _bloom_s(s, of))
+                place = {"model": BLOOM, "bits": bits, "link": network, "source": "measured"}
+                summary.add("steps_per_s_x", over.summary("x"), than=OFFLOADING, gbit_per_s=gbit, **place)
+    for row in rows:
+        if row["what"] == "simulated":
+            slower = 100 * (1 - row["alone_s"] / row["seconds"])
+            place = {"model": BLOOM, "source": "simulated", "case": row["swarm"], "clients": row["clients"]}
+            summary.add("steps_per_s", {"value": 1 / row["seconds"], "unit": "steps/s"}, **place)
+            summary.add("slower_pct", {"value": slower, "unit": "%"}, than="alone", **place)
+    return summary
+
+
+def _swarm_s(seconds: np.ndarray, hidden: int, network: str, tokens: int = 1) -> float:
+    return swarm_s(float(np.median(seconds)), PUBLISHED_SERVERS, hidden, NETWORKS[network], tokens)
+
+
+def _bloom_s(block_s: np.ndarray, network: str) -> float:
+    """A step through all blocks of BLOOM on three servers as fast as this machine."""
+    return _swarm_s(BLOOM_BLOCKS * block_s, BLOOM_HIDDEN, network)
+
+
+def _published() -> Summary:
+    """What follows from the paper's numbers alone."""
+    summary, reckoned = Summary(), {"model": BLOOM, "source": "arithmetic"}
+    summary.add("weights_gb", {"value": 2 * BLOOM_BYTES / 1e9, "unit": "GB"}, bits=16, **reckoned)
+    for bits in (16, 8):
+        nodes = math.ceil(bits / 8 * BLOOM_BYTES / NODE_BYTES)
+        summary.add("nodes", {"value": nodes, "unit": "nodes"}, bits=bits, **reckoned)
+    summary.add("adam_tb", {"value": ADAM_BYTES * BLOOM_BYTES / 1e12, "unit": "TB"}, **reckoned)
+    for link, gbit in OFFLOADING_GBIT_PER_S.items():
+        seconds = {"value": offload_s(BLOOM_BYTES, gbit), "unit": "s"}
+        summary.add("step_s", seconds, variant=OFFLOADING, link=link, **reckoned)
+    for network, published in PUBLISHED_STEPS_PER_S.items():
+        seconds = swarm_s(published_compute_s(), PUBLISHED_SERVERS, BLOOM_HIDDEN, NETWORKS[network])
+        place = {"model": BLOOM, "link": network}
+        for source, rate in (("foreseen", 1 / seconds), ("published", published)):
+            summary.add("steps_per_s", {"value": rate, "unit": "steps/s"}, source=source, **place)
+        for gbit in BOUNDS_GBIT_PER_S:
+            over = {"value": offload_s(BLOOM_BYTES, gbit) / seconds, "unit": "x"}
+            summary.add("steps_per_s_x", over, source="foreseen", than=OFFLOADING, gbit_per_s=gbit, **place)
+    return summary

@@ -1,0 +1,237 @@
+"""Servers that lie and clients that look: who is convicted within an answer, by the share of answers audited."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.assets.layers import layers_of
+from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
+from firsttoken.engine.request import Sampling
+from firsttoken.petals.background import wait_for
+from firsttoken.petals.blocks import model_sha256, parse_blocks
+from firsttoken.petals.keys import public_hex, server_key
+from firsttoken.petals.limits import ServerLimits
+from firsttoken.petals.patience import Patience
+from firsttoken.petals.remote import RemoteModel
+from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.stack import BlockStack
+from firsttoken.petals.trust.auditor import INCONCLUSIVE, Auditor, Audits
+from firsttoken.petals.trust.court import TOLERANCE
+from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip
+from firsttoken.petals.trust.thanks import tell_keeper
+from firsttoken.study.errors import ProfileError, SwarmError
+from firsttoken.study.measures import Summary
+from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+from firsttoken_studies.petals.liar import LIES, SELDOM, LyingStack
+from firsttoken_studies.petals.rounding import rounding
+from firsttoken_studies.petals.spans import split_evenly, stored
+
+DEPOSIT = 1000  # points of each liar
+_ROUNDED = 8  # prompts whose states are computed in float64, too
+_LOOKS = 200  # until a client sees the liar before the honest server of its blocks
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Answers of ``tokens`` after prompts of ``prompt_tokens`` through ``servers`` servers, each with a spare.
+
+    First by honest ones, every answer audited, for as many prompts at once as each of ``batches`` says; then ``trials``
+    times for each of ``lies`` and ``rates``, where one more server of the middle blocks lies. ProfileError for none.
+    """
+
+    tokens: int
+    prompt_tokens: int
+    servers: int
+    batches: tuple[int, ...]
+    lies: tuple[str, ...]
+    rates: tuple[float, ...]
+    trials: int
+
+    def __post_init__(self) -> None:
+        for lie in self.lies:
+            if lie not in LIES:
+                raise ProfileError(f"validation.lies: no lie {lie!r}; {unknown(lie, LIES)}")
+        if min(self.tokens, self.prompt_tokens, self.servers, self.trials, *self.batches) < 1:
+            raise ProfileError("validation: every number must be at least 1")
+        if any(not 0 < rate <= 1 for rate in self.rates):
+            raise ProfileError("validation.rates: shares of the answers, above 0 and at most 1")
+
+    def needs(self) -> list[Need]:
+        """The model has two blocks for each server, and the context; the text has the prompts."""
+        return [
+            Need("validation.servers x 2", 2 * self.servers, LAYERS),
+            Need("validation.tokens", self.tokens + self.prompt_tokens, CONTEXT),
+            Need("validation.batches x prompt_tokens", self.prompts * self.prompt_tokens, text_of("test")),
+        ]
+
+    @property
+    def prompts(self) -> int:
+        """How many are needed."""
+        return sum(self.batches) + self.trials
+
+
+def swarm_validation(profile: Profile) -> Outcome:
+    """Rows {what: rounding, against, difference}, {what: audit, batch, difference},
+    {what: honest, batch, convicted, inconclusive, recomputed, computed} and
+    {what: liar, lie, rate, trial, caught_at, told, others, deposit}: caught_at is the token in whose step it was."""
+    config = profile.section("validation", ValidationConfig)
+    check(config.needs(), ModelFacts(profile.model))
+    with stored(profile) as (folder, loaded), ExitStack() as stack:
+        text = token_windows(running_text("test"), loaded.tokenizer, config.prompt_tokens, config.prompts).tolist()
+        study = _Validation(stack, folder, len(layers_of(loaded.model)), config)
+        rows = rounding(study.model.swarm, loaded.model, study.spans, text[:_ROUNDED]) + study.honest(
+            text[config.trials :]
+        )
+        cases = [(lie, rate, trial) for lie in config.lies for rate in config.rates for trial in range(config.trials)]
+        for number, (lie, rate, trial) in enumerate(tqdm(cases, desc="liars", disable=None)):
+            rows.append(study.liar(lie, rate, trial, text[trial], profile.seed + number))
+    return Outcome(rows, provenance=loaded.provenance.as_dict())
+
+
+class _Validation:
+    """Honest servers, two of each span, and a client; the first keeps the accounts."""
+
+    def __init__(self, stack: ExitStack, folder: Path, depth: int, config: ValidationConfig) -> None:
+        self.folder, self.depth, self.config = folder, depth, config
+        self.spans = [parse_blocks(one, depth) for one in split_evenly(depth, config.servers)]
+        self.sha256, self.key = model_sha256(folder), server_key(None)
+        self._keys = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self.door = ""
+        ups = [stack.enter_context(self._serving(span)) for span in (*self.spans, *self.spans)]
+        self.keeper = ups[0]
+        self.model = stack.enter_context(RemoteModel(folder, [self.door], patience=Patience(step_s=30.0)))
+
+    def honest(self, prompts: Sequence[list[int]]) -> Rows:
+        """Every answer audited, and nobody lies."""
+        rows, left = [], iter(prompts)
+        for batch in self.config.batches:
+            auditor = self._watched(1.0, 0)
+            asked = [next(left) for _ in range(batch)]
+            self._answer(asked)
+            rows += [{"what": "audit", "batch": batch, "difference": one} for one in auditor.differences]
+            computed = batch * (self.config.prompt_tokens + self.config.tokens - 1) * self.depth
+            told = {"convicted": len(self.model.swarm.convicted), "inconclusive": auditor.ends[INCONCLUSIVE]}
+            rows.append(
+                {"what": "honest", "batch": batch, **told, "recomputed": auditor.recomputed, "computed": computed}
+            )
+        return rows
+
+    def liar(self, lie: str, rate: float, trial: int, prompt: list[int], seed: int) -> dict[str, Any]:
+        """An answer through a server that tells ``lie``, while the client audits ``rate`` of what it is told."""
+        span, key = self.spans[len(self.spans) // 2], self._keys / f"{lie}-{rate}-{trial}"
+        with self._serving(span, key, partial(LyingStack, lie=lie, seed=seed)) as up:
+            self._choose(up)
+            self._deposit(up, key)
+            self._watched(rate, seed)
+            before = set(self.model.swarm.convicted)
+            caught_at = self._answer([prompt], until=up.record.server)
+            wait_for(self._end())
+            found = self.model.swarm.convicted - before
+            row = {"what": "liar", "lie": lie, "rate": rate, "trial": trial, "caught_at": caught_at}
+            row |= {"told": up.sessions.batcher.stack.told, "others": len(found - {up.record.server})}
+            return row | {"deposit": self.keeper.ledger.account(up.record.server).deposit}
+
+    async def _end(self) -> None:
+        self.model.chain.close()
+
+    def _watched(self, rate: float, seed: int) -> Auditor:
+        audits = Audits(rate, self.door, public_hex(self.key), seed=seed)
+        self.model.chain.auditor = Auditor(self.model.swarm, audits)
+        return self.model.chain.auditor
+
+    def _answer(self, prompts: Sequence[list[int]], until: str = "") -> int:
+        """Answer all; the token in whose step the server ``until`` was convicted, where it ends then, or -1."""
+        engine, convicted = self.model.engine, self.model.swarm.convicted
+        requests = [engine.submit(prompt, Sampling(self.config.tokens)) for prompt in prompts]
+        try:
+            while not all(request.finished for request in requests):
+                token = len(requests[0].output)
+                engine.step()
+                if until in convicted:
+                    return token
+        finally:
+            for request in requests:
+                engine.cancel(request)
+        return -1
+
+    def _choose(self, up: Running) -> None:
+        """Look the swarm over until the client would ask this server. Raises SwarmError when it never does."""
+        for _ in range(_LOOKS):
+            wait_for(self.model.swarm.look())
+            chain = wait_for(self.model.swarm.route(self.model.chain.layers))
+            if up.record.server in {record.server for _, record in chain}:
+                return
+        raise SwarmError(f"{up.record.name} is never the fastest")
+
+    def _deposit(self, up: Running, path: Path) -> None:
+        """The server is credited with points, and sets them aside, as its own key says."""
+        server = up.record.server
+        receipt = signed_slip(Receipt(public_hex(self.key), server, DEPOSIT), self.key)
+        order = signed_slip(Order(server, self.keeper.record.server, "deposit", DEPOSIT, 1), server_key(path))
+        for slip in (receipt, order):
+            wait_for(tell_keeper(self.model.swarm, self.door, slip))
+
+    @contextmanager
+    def _serving(self, span: range, key: Path | None = None, stack_of: Any = BlockStack) -> Iterator[Running]:
+        """A server in this process, which others reach over gRPC alone."""
+        limits, peers = ServerLimits(kv_tokens=4096), (self.door,) if self.door else ()
+        config = ServerConfig(self.folder, span, torch.float32, peers=peers, key=key, limits=limits)
+        opened = AsyncExitStack()
+        try:
+            up = wait_for(opened.enter_async_context(serving(config, self.sha256, stack_of)))
+            self.door = self.door or up.record.address
+            yield up
+        finally:
+            wait_for(opened.aclose())
+
+
+def foreseen(lie: str, rate: float, answers: int) -> float:
+    """The share of liars that are caught within so many answers, if each false one that is audited is enough."""
+    return 1 - (1 - rate * (SELDOM if lie == "seldom" else 1.0)) ** answers
+
+
+def validation_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Liars caught by lie and rate, with what the draws foresee; honest servers convicted; their differences in parts
+    of the tolerance; deposits left to those caught; what auditing every answer computes beside the answer."""
+    asked = parameters["validation"]
+    audits = [row["difference"] for row in rows if row["what"] == "audit"]
+    rounded = [row["difference"] for row in rows if row["what"] == "rounding"]
+    honest = [row for row in rows if row["what"] == "honest"]
+    liars = [row for row in rows if row["what"] == "liar"]
+    wrong = max(row["convicted"] for row in honest) + sum(row["others"] for row in liars)
+    caught = [row for row in liars if row["caught_at"] >= 0]
+    summary = Summary()
+    summary.add("difference", bootstrap(rounded, "median").summary(), case="rounding")
+    summary.add("difference", {"value": max(audits), "n": len(audits), "unit": ""}, case="audit", across="most")
+    largest = {"value": max(audits + rounded) / TOLERANCE, "n": len(audits) + len(rounded), "unit": "x"}
+    summary.add("difference_x", largest, case="honest", across="most", than="tolerance")
+    summary.add("convicted", {"value": wrong, "n": len(audits) + len(liars), "unit": "servers"}, case="honest")
+    summary.add("alarms_pct", bootstrap([one > TOLERANCE for one in audits]).summary("%", 100), case="honest")
+    unsure = {"value": sum(row["inconclusive"] for row in honest), "n": len(audits), "unit": "audits"}
+    summary.add("inconclusive", unsure, case="honest")
+    again = bootstrap([row["recomputed"] / row["computed"] for row in honest])
+    summary.add("recomputed_x", again.summary("x"), case="honest", than="computed")
+    apart = []
+    for lie in asked["lies"]:
+        for rate in asked["rates"]:
+            here = [row["caught_at"] >= 0 for row in liars if row["lie"] == lie and row["rate"] == rate]
+            expected, place = 100 * foreseen(lie, rate, asked["tokens"]), {"case": lie, "audited": rate}
+            summary.add("caught_pct", bootstrap(here).summary("%", 100), source="measured", **place)
+            summary.add("caught_pct", {"value": expected, "unit": "%"}, source="foreseen", **place)
+            apart.append(abs(100 * sum(here) / len(here) - expected))
+    summary.add("caught_off_points", bootstrap(apart).summary("points"), than="foreseen", across="mean")
+    if caught:
+        summary.add("deposits_left_pct", bootstrap([row["deposit"] / DEPOSIT for row in caught]).summary("%", 100))
+    return summary

@@ -1,0 +1,140 @@
+"""The figures and tables of notebook 54, drawn from results alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from firsttoken.study.overlay import over
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import wilson
+from firsttoken_studies.petals.liar import LIES
+from firsttoken_studies.petals.swarm_privacy import GUESS, LINEAR, NEAREST
+from firsttoken_studies.petals.swarm_validation import foreseen
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def caught(recorded: Result | None, now: Result) -> Figure:
+    """Liars that are convicted within an answer, by the share of answers audited, and what the draws foresee."""
+    import matplotlib.pyplot as plt
+
+    results = over(recorded, now)
+    asked = results[0].result.parameters["validation"]
+    most = max(rate for drawn in results for rate in drawn.result.parameters["validation"]["rates"])
+    fig, axes = plt.subplots(1, len(asked["lies"]), figsize=(9, 4), sharey=True, squeeze=False)
+    percents = range(101)
+    for ax, lie in zip(axes[0], asked["lies"], strict=True):
+        for drawn in results:
+            tokens = drawn.result.parameters["validation"]["tokens"]
+            expected = [100 * foreseen(lie, percent / 100, tokens) for percent in percents]
+            ax.plot(percents, expected, color=COLOURS["other"], linewidth=2, linestyle="--" if drawn.own else "-")
+            for rate in drawn.result.parameters["validation"]["rates"]:
+                drawn.point(ax, 100 * rate, _caught(drawn.result, lie, rate), "measured")
+        ax.set_title(LIES[lie].replace(", ", ",\n").replace(" of the", "\nof the"), fontsize=10)
+        ax.set(xlabel="answers audited, %", xlim=(0, 110 * most), ylim=(-3, 105))
+    axes[0][0].set_ylabel("convicted within the answer, %")
+    handles = []
+    for drawn in results:
+        look, drawn_as = LOOKS["measured"], {"alpha": drawn.style["alpha"]}
+        label = f"measured with 95 %, {drawn.who()}"
+        handles.append(plt.Line2D([], [], color=look.colour, marker=look.marker, label=label, **drawn_as))
+        label = f"foreseen for {drawn.result.parameters['validation']['tokens']} tokens, {drawn.who()}"
+        style = "--" if drawn.own else "-"
+        handles.append(plt.Line2D([], [], color=COLOURS["other"], linestyle=style, label=label))
+    fig.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9, handlelength=3.2)
+    fig.suptitle("Auditing a tenth of the answers catches most liars, as often as chance foresees")
+    return fig
+
+
+def _caught(result: Result, lie: str, rate: float) -> dict[str, float] | None:
+    """The share of liars that were convicted, %, with Wilson's interval; None where there were none."""
+    here = [row["caught_at"] >= 0 for row in result.rows if (row.get("lie"), row.get("rate")) == (lie, rate)]
+    return wilson(sum(here), len(here)).summary("%", 100) if here else None
+
+
+def inverted(recorded: Result | None, now: Result) -> Figure:
+    """Tokens read from what the first server is sent, by the layers that stay with the client."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(9, 4.2))
+    results = over(recorded, now)
+    attacks = ((LINEAR, "measured", "linear map, learnt"), (NEAREST, "other", "nearest embedding"))
+    for drawn in results:
+        depths, summary = drawn.result.parameters["privacy"]["depths"], drawn.result.summary
+        for attack, look, label in attacks:
+            entries = [summary.get("recovered_pct", variant=attack, layers=depth) for depth in depths]
+            drawn.line(ax, depths, entries, look, label=f"{label}, {drawn.who()}")
+        if drawn.own:
+            guessed = summary.value("recovered_pct", variant=GUESS)
+            ax.axhline(guessed, color=COLOURS["floor"], linewidth=1, label="always the commonest token, your run")
+    ax.set(xlabel="local layers", ylabel="tokens recovered, %", ylim=(-3, 105))
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    fig.suptitle("Local layers hide little: a linear map still reads most tokens behind them")
+    fig.legend(loc="outside lower center", ncols=2, fontsize=9)
+    return fig
+
+
+def caught_rows(recorded: Result | None, now: Result) -> Rows:
+    """By lie and rate, how many liars were convicted within an answer, and how many the draws foresee."""
+    rows = []
+    for drawn in over(recorded, now):
+        asked = drawn.result.parameters["validation"]
+        for lie in asked["lies"]:
+            for rate in asked["rates"]:
+                measured = _caught(drawn.result, lie, rate)
+                rows.append(
+                    {
+                        "a server's lie": LIES[lie],
+                        "answers audited, %": f"{100 * rate:g}",
+                        "convicted, %": interval(measured, 0),
+                        "foreseen, %": f"{100 * foreseen(lie, rate, asked['tokens']):.0f}",
+                        "within tokens": asked["tokens"],
+                        "whose": drawn.who(measured["n"]),
+                    }
+                )
+    return rows
+
+
+def honest_rows(recorded: Result | None, now: Result) -> Rows:
+    """What is found of honest servers."""
+    found: dict[str, dict[str, str]] = {}
+    for drawn in over(recorded, now):
+        summary = drawn.result.summary
+        alarms = summary.of("alarms_pct", case="honest")
+        alarmed = wilson(round(alarms["value"] * alarms["n"] / 100), alarms["n"]).summary("%", 100)
+        largest = summary.value("difference_x", case="honest", across="most", than="tolerance")
+        again = summary.of("recomputed_x", case="honest", than="computed")
+        rounding = summary.value("difference", case="rounding")
+        for name, one in {
+            "audits": str(alarms["n"]),
+            "found to differ, %": interval(alarmed, 1),
+            "convicted, those beside liars included": str(summary.value("convicted", case="honest")),
+            "largest difference in an audit": f"{summary.value('difference', case='audit', across='most'):.1e}",
+            "difference from float64 and from transformers, median": f"{rounding:.1e}",
+            "largest of all, in parts of the tolerance": f"{largest:.3f}",
+            "computed again when all is audited, of the answer's own": interval(again, 1),
+        }.items():
+            found.setdefault(name, {})[drawn.who()] = one
+    return [{"of honest servers": name} | one for name, one in found.items()]
+
+
+def privacy_rows(recorded: Result | None, now: Result) -> Rows:
+    """By local layers, what they weigh, and the tokens that each attack recovers."""
+    return [
+        {
+            "local layers": depth,
+            "their weights, MB": f"{drawn.result.summary.value('weights_mb', layers=depth):.0f}",
+            "nearest embedding, %": interval(_read(drawn.result, NEAREST, depth), 1),
+            "linear map, %": interval(_read(drawn.result, LINEAR, depth), 1),
+            "whose": drawn.who(),
+        }
+        for drawn in over(recorded, now)
+        for depth in drawn.result.parameters["privacy"]["depths"]
+    ]
+
+
+def _read(result: Result, attack: str, depth: int) -> dict[str, float]:
+    return result.summary.of("recovered_pct", variant=attack, layers=depth)

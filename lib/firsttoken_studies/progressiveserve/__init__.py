@@ -1,0 +1,1 @@
+"""ProgressiveServe: layers, healing, cold starts and sessions that change stage, measured."""

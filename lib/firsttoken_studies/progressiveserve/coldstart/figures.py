@@ -1,0 +1,242 @@
+"""The figures of notebooks 13 and 14, drawn from results alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from firsttoken.study.measures import Entry
+from firsttoken.study.overlay import Drawn, counted, legend, name_results, over
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.system import NOT_HERE
+from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, files_were, link_key
+from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, values
+from firsttoken_studies.progressiveserve.coldstart.tables import most_deferred
+from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# phase, what it is made of, colour
+PHASES = (
+    ("interpreter, imports", ("interpreter", "imports"), COLOURS["other"]),
+    ("config, tokenizer, empty model", ("config_and_tokenizer", "build"), COLOURS["configuration"]),
+    ("waiting for weights", ("adapter", "load"), COLOURS["weights"]),
+    ("prefill", ("prefill",), COLOURS["prefill"]),
+)
+LINES = {"whole_streamed": "S3", "progressive": "S1"}  # the look of each variant whose first token is drawn by link
+STACKED = (
+    "from_pretrained",
+    "chunked",
+    "whole_streamed",
+    "whole_early",
+    "progressive",
+    "progressive_early",
+    "lean",
+    "lean_progressive",
+)
+"""The variants whose phases are drawn: other people's loaders, and ours with and without what is claimed of it."""
+
+
+def phase_stacks(recorded: Result | None, now: Result, links: Sequence[str]) -> Figure:
+    """Phases of one start from the creation of the process to the first token: of that whose time is nearest the
+    median, so that a bar ends at the number it stands for.
+
+    A tick is the floor, the variant's bytes at the link's measured rate, from when its reading may begin; a line the
+    95 % interval of the median.
+    """
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    found = {link: [name for name in reversed(STACKED) if any(_starts(d, link, name) for d in drawn)] for link in links}
+    heights = [1.2 + len(names) for names in found.values()]
+    size = (9, 1.6 + 0.42 * sum(heights))
+    fig, axes = plt.subplots(len(links), 1, figsize=size, height_ratios=heights, squeeze=False, sharex=True)
+    for ax, (link, names) in zip(axes[:, 0], found.items(), strict=True):
+        for place, name in enumerate(names):
+            for one in drawn:
+                if rows := _starts(one, link, name):
+                    _stack(ax, place - one.shift, rows, one, _floor(one.result, link, rows))
+                elif name in one.result.provenance.get("left_out", {}).get(link, ()):
+                    ax.annotate(NOT_HERE, (0, place - one.shift), fontsize=8, va="center")
+        shown = next(rows for one in reversed(drawn) for name in names if (rows := _starts(one, link, name)))
+        ax.set(title=_link_title(shown), yticks=range(len(names)), yticklabels=[VARIANTS[n].label for n in names])
+        ax.set(ylim=(-0.6, len(names) - 0.4))
+        ax.grid(axis="y", visible=False)
+    ax.set(xlabel="seconds from the creation of the process to the first token", xlim=(0, None))
+    found = (rows for one in drawn for link in links if (rows := _starts(one, link, "progressive")))
+    for start in map(median_start, itertools.islice(found, 1)):
+        share = 100 * _seconds(start, PHASES[0][1]) / start[PROCESS]
+        fig.suptitle(
+            f"{share:.0f} % of a progressive start ({start['link']}) passes before a weight is needed: imports"
+        )
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    kept = dict(zip(labels, handles, strict=True))
+    ax.legend(kept.values(), kept.keys(), loc="lower right", fontsize="small", frameon=True)
+    name_results(fig, drawn, "process_ttft_p50_s")
+    return fig
+
+
+def _starts(drawn: Drawn, link: str, variant: str) -> Rows:
+    return [row for row in drawn.result.rows if row["link"] == link and row["variant"] == variant]
+
+
+def median_start(rows: Rows) -> dict[str, Any]:
+    """The start whose time from the creation of the process is nearest the median of all."""
+    middle = float(np.median([row[PROCESS] for row in rows]))
+    return min(rows, key=lambda row: abs(row[PROCESS] - middle))
+
+
+def _stack(ax: Axes, place: float, rows: Rows, drawn: Drawn, floor: float) -> None:
+    start, left, height = median_start(rows), 0.0, 0.62 if drawn.alone else 0.3
+    edge = {"edgecolor": "black", "linewidth": 0.8} if drawn.own else {"linewidth": 0}
+    for label, parts, colour in PHASES:
+        width = _seconds(start, parts)
+        ax.barh(place, width, left=left, color=colour, label=label, height=height, **edge, alpha=drawn.style["alpha"])
+        left += width
+    variant, half = VARIANTS[start["variant"]], 0.6 * height
+    # the bytes of an early start move from the first line of the process on
+    at = floor + (0.0 if variant.early else _seconds(start, PHASES[0][1]))
+    ax.plot([at, at], [place - half, place + half], color=COLOURS["floor"], linewidth=2, label="floor: bytes / rate")
+    median = drawn.result.summary.of("process_ttft_p50_s", variant=variant.name, link=link_key(start))
+    interval = [median.get("low", left), median.get("high", left)]
+    ax.plot(interval, [place, place], color=COLOURS["mark"], linewidth=2, label="median, 95 % interval")
+    ax.annotate(f"{left:.1f}", (max(left, interval[1]), place), (4, 0), textcoords="offset points", **_TOLD)
+
+
+_TOLD = {"va": "center", "fontsize": 8.5}
+
+
+def _seconds(row: dict[str, Any], parts: Sequence[str]) -> float:
+    return sum(row.get(f"phase_{part}_s", 0.0) for part in parts)
+
+
+def _floor(result: Result, link: str, rows: Rows) -> float:
+    """The bytes of these rows' variant at the rate that reading alone had; half the time over two links, and so on."""
+    floor, whole = result.floors[f"link {link}"], max(row.get("bytes", 0) for row in result.rows)
+    variant = VARIANTS[rows[0]["variant"]]
+    share = 1.0 if variant.peer else rows[0]["bytes"] / whole
+    return floor["value"] * share / variant.links
+
+
+def _link_title(rows: Rows) -> str:
+    name, shaped = rows[0]["link"], {KERNEL: "shaped in the kernel", BUCKET: "shaped by a token bucket"}
+    if name == "unshaped":
+        return f"this disk, {files_were(rows[0])}"
+    return f"{name}, {shaped[rows[0]['shaped_by']]}" if rows[0]["shaped_by"] in shaped else name
+
+
+def first_token_by_link(
+    recorded: Result | None, now: Result, variants: Sequence[str] = ("whole_streamed", "progressive")
+) -> Figure:
+    """Median TTFT from the request's arrival, with its 95 % interval, against the measured rate of the link.
+
+    Only links that gave the rate that was asked of them, one a rate: a rate beyond what this machine's memory gives is
+    that of the memory once more.
+    """
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    fig, ax = plt.subplots(figsize=(9, 4.8))
+    for one in drawn:
+        for variant in variants:
+            name, points = LINES[variant], sorted(_by_rate(one.result, variant), key=lambda point: point[0])
+            label = f"{VARIANTS[variant].label}, {'your run' if one.own else 'recorded'}"
+            rates, entries, floors = zip(*points, strict=True) if points else ((), (), ())
+            one.line(ax, rates, entries, name, label=label)
+            ax.plot(rates, floors, ":", color=COLOURS["floor"], marker=LOOKS[name].marker, markerfacecolor="none")
+    ax.plot([], [], ":", color=COLOURS["floor"], label="floor: bytes / rate")
+    ax.set(xscale="log", yscale="log", xlabel="measured rate of the link, Gbit/s", ylabel="TTFT from arrival, s")
+    for axis, ticks in ((ax.xaxis, (1, 2, 5, 10, 20)), (ax.yaxis, (0.1, 0.2, 0.5, 1, 2))):
+        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_ticks([], minor=True)
+    pairs = zip(
+        *(sorted(_by_rate(drawn[0].result, variant), key=lambda point: point[0]) for variant in variants), strict=False
+    )
+    saved = [
+        f"{100 * (1 - few['value'] / all_['value']):.0f} % at {rate:.0f}" for (rate, all_, _), (_, few, _) in pairs
+    ]
+    told = " and ".join(saved[:: max(1, len(saved) - 1)])
+    fig.suptitle(f"Stage 1 brings the first token earlier by {told} Gbit/s")
+    ax.legend(loc="upper right", fontsize="small")
+    name_results(fig, drawn, "ttft_p50_s")
+    return fig
+
+
+def _by_rate(result: Result, variant: str) -> list[tuple[float, Entry, float]]:
+    """Rate read alone, median TTFT and floor, of every link that gave its rate."""
+    points = []
+    for link in {row["link"] for row in result.rows if row["variant"] == variant}:
+        rows = [row for row in result.rows if row["link"] == link]
+        read = float(np.median(values(rows, "read", "load_s")))
+        size = next(row["bytes"] for row in rows if row["variant"] == "read")
+        rate, asked = 8e-9 * size / read, rows[0]["gbit_per_s"]
+        if rate < 0.9 * asked or link_key(rows[0]) not in (f"{asked:g}gbit", "unshaped"):
+            continue
+        moved = next(row["bytes"] for row in rows if row["variant"] == variant)
+        found = result.summary.of("ttft_p50_s", variant=variant, link=link_key(rows[0]))
+        points.append((rate, found, moved * read / size))
+    return points
+
+
+def trade_off(recorded: Result | None, now: Result) -> Figure:
+    """By the number of deferred layers: TTFT, F1 and perplexity by the way in which they were chosen."""
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    fig, axes = plt.subplots(1, 3, figsize=(9, 4.2))
+    for one in drawn:
+        timed = {row["deferred_layers"]: row for row in one.result.rows if "ttft_request_s" in row}
+        sizes, found = sorted(timed), one.result.summary
+        one.line(axes[0], sizes, [found.of("ttft_p50_s", layers=size) for size in sizes], "measured")
+        moved = [8e-9 * timed[size]["bytes"] / timed[size]["gbit_per_s"] for size in sizes]
+        axes[0].plot(sizes, moved, ":", color=COLOURS["mark"], **one.style)
+        for ax, score in zip(axes[1:], SCORES, strict=True):
+            for selection, (name, _) in SELECTIONS.items():
+                scored = {size: found.get(score, variant=selection, layers=size) for size in sizes}
+                if sum(entry is not None for entry in scored.values()) == 1 and selection == "healed":
+                    one.point(ax, *next((size + one.shift, entry) for size, entry in scored.items() if entry), name)
+                elif any(scored.values()):
+                    scored[0] = found.of(score, variant="none", layers=0)
+                    one.line(ax, sizes, list(scored.values()), name)
+    whole = {"variant": "none", "layers": 0}
+    axes[0].set_title(f"TTFT, s ({counted(drawn, 'ttft_p50_s', layers=0)})")
+    axes[0].set_ylim(0, None)
+    for ax, (score, label) in zip(axes[1:], SCORES.items(), strict=True):
+        ax.set_title(f"{label} ({counted(drawn, score, **whole)})")
+    axes[2].set_yscale("log")
+    ticks = (10, 20, 50, 100, 200, 500, 1000, 2000)
+    axes[2].yaxis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes[2].yaxis.set_ticks([], minor=True)
+    shown = range(0, max(most_deferred(one.result) for one in drawn) + 1, 2)
+    for ax in axes:
+        ax.set(xlabel="layers deferred", xticks=shown)
+        ax.title.set_fontsize(10.5)
+    axes[0].plot([], [], "o-", color=COLOURS["measured"], label=f"measured, over {_link(now)}")
+    axes[0].plot([], [], ":", color=COLOURS["mark"], label="bytes / nominal rate")
+    for name, label in SELECTIONS.values():
+        axes[0].plot([], [], f"{LOOKS[name].marker}-", color=COLOURS[name], label=label)
+    value, most = drawn[0].result.summary.value, most_deferred(drawn[0].result)
+    saved = 1 - value("ttft_p50_s", layers=most) / value("ttft_p50_s", layers=0)
+    lost = 1 - value("f1_pct", variant="distance", layers=most) / value("f1_pct", **whole)
+    told = f"{100 * saved:.0f} % of the TTFT and cost {100 * lost:.0f} % of the F1"
+    fig.suptitle(f"Quality goes faster than time: {most} deferred layers save {told}", fontsize=12)
+    legend(fig, axes[0], drawn)
+    return fig
+
+
+def _link(result: Result) -> str:
+    return next(row["link"] for row in result.rows if "link" in row)
+
+
+SCORES = {"f1_pct": "F1, %", "perplexity": "perplexity"}
+SELECTIONS = {  # the way in which deferred layers were chosen: its look, and what the legend says
+    "distance": ("none", "chosen by angular distance, not healed"),
+    "perplexity": ("by perplexity", "chosen by perplexity, not healed"),
+    "healed": ("ours", "by distance, healed (ours)"),
+}

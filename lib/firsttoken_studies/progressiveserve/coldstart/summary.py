@@ -1,0 +1,202 @@
+"""From the rows of a link to the ratios that are judged: medians and 95th percentiles, bootstrapped over rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from firsttoken.study.measures import Entry, Summary
+from firsttoken.study.record import Rows
+from firsttoken.study.stats import Along, Interval, bootstrap
+from firsttoken_studies.progressiveserve.coldstart.harness import link_key
+from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
+
+P95 = Along(lambda sample, axis: np.percentile(sample, 95, axis=axis))
+
+REQUEST, PROCESS, READY = "ttft_request_s", "ttft_process_s", "ready_s"
+STARTS = {"ttft": REQUEST, "process_ttft": PROCESS}
+"""First tokens are timed from the request's arrival, and from the creation of the process, as in the report (3.4.3)."""
+LEAN = {"lean": "whole_streamed", "lean_progressive": "progressive"}
+"""Starts without transformers, and what each is held against: the same with it."""
+
+Add = Callable[..., Entry]  # Summary.add, the link filled in
+
+
+def values(rows: Rows, variant: str, column: str) -> list[float]:
+    """``column`` of the trials of ``variant``, by round."""
+    return list(_by_round(rows, variant, column).values())
+
+
+def _by_round(rows: Rows, variant: str, column: str) -> dict[int, float]:
+    chosen = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["round"])
+    return {row["round"]: row[column] for row in chosen}
+
+
+def ratio(rows: Rows, variant: str, base: str, column: str = REQUEST, q: float = 50) -> Interval:
+    """The ``q``-th percentile of ``variant`` over that of ``base``, with the interval over resampled rounds; of the
+    rounds in which both ran."""
+    ours, theirs = _by_round(rows, variant, column), _by_round(rows, base, column)
+    pairs = np.array([(ours[at], theirs[at]) for at in ours if at in theirs])
+
+    def quotient(sample: np.ndarray, axis: int) -> np.ndarray:
+        return np.divide(*np.moveaxis(np.percentile(sample, q, axis=axis), -1, 0))
+
+    return bootstrap(pairs, Along(quotient))
+
+
+def full_rows(rows: Rows) -> Rows:
+    """The progressive trials as if each ended with the whole model in place instead of with its first token."""
+    stages = ("stage2_s", "stage3_s")
+    complete = [row for row in rows if row["variant"] == "progressive" and "cpu_full_s" in row]
+    return [
+        row
+        | {
+            "variant": "progressive_full",
+            REQUEST: row[REQUEST] + sum(row[stage] for stage in stages),
+            PROCESS: row[PROCESS] + sum(row[stage] for stage in stages),
+            "cpu_s": row["cpu_full_s"],
+        }
+        for row in complete
+    ]
+
+
+def cold_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
+    """The measures of every link."""
+    return Summary(chain.from_iterable(link_summary(found) for found in _parts(rows, link_key)))
+
+
+def shapes_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
+    """Of every shape: the progressive start over the whole one by link, and the share of the bytes it waits for."""
+    summary = Summary()
+    for found in _parts(rows, lambda row: (row["shape"], link_key(row))):
+        place = {"model": found[0]["shape"], "variant": "progressive"}
+        over = ratio(found, "progressive", "whole_streamed").summary("x")
+        summary.add("ttft_x", over, **place, than="whole_streamed", link=link_key(found[0]))
+        if not summary.get("byte_share", **place):
+            share = values(found, "progressive", "bytes")[0] / values(found, "read", "bytes")[0]
+            summary.add("byte_share", {"value": share, "unit": "bytes of stage 1 / bytes of the model"}, **place)
+    return summary
+
+
+def _parts(rows: Rows, key: Callable[[dict[str, Any]], Hashable]) -> Iterable[Rows]:
+    """The rows of each key, in recorded order."""
+    parts: dict[Hashable, Rows] = {}
+    for row in rows:
+        parts.setdefault(key(row), []).append(row)
+    return parts.values()
+
+
+def link_floor(rows: Rows) -> dict[str, Any]:
+    """The floor of one link in s: all bytes at its measured rate."""
+    seconds, size = float(np.median(values(rows, "read", "load_s"))), values(rows, "read", "bytes")[0]
+    return {"value": seconds, "unit": "s", "why": f"{size:,} bytes at the rate read alone"}
+
+
+def link_summary(rows: Rows) -> Summary:
+    """The measures of one link."""
+    read, size = values(rows, "read", "load_s"), values(rows, "read", "bytes")[0]
+    rate = size / float(np.median(read))
+    there = {row["variant"] for row in rows}
+    summary = Summary()
+    add = partial(summary.add, link=link_key(rows[0]))
+    add("bandwidth_gbit_per_s", bootstrap([8e-9 * size / s for s in read], "median").summary("Gbit/s"))
+    for name in sorted(there - {"read"}):
+        for start, column in STARTS.items():
+            times = values(rows, name, column)
+            add(f"{start}_p50_s", bootstrap(times, "median").summary("s"), variant=name)
+            add(f"{start}_p95_s", bootstrap(times, P95).summary("s"), variant=name)
+    if {"progressive", "whole_streamed"} <= there:
+        _progressive(add, rows, size, rate)
+    peers = sorted(name for name in there if VARIANTS[name].peer and not VARIANTS[name].lean)
+    for peer in peers if "progressive" in there else ():
+        _below(add, rows, peer)
+    if peers and "whole" in there:
+        best = min(peers, key=lambda name: float(np.median(values(rows, name, REQUEST))))
+        add("best_peer", {"value": best, "unit": "by median TTFT from request arrival"})
+        add("ttft_x", ratio(rows, "whole", best).summary("x"), variant="whole", than="best_peer")
+        # until the prefill could run at its warm speed: from_pretrained and safetensors return before they have read,
+        # and ours tokenizes while it reads, so the time between a loader's call and its return compares neither
+        ready = [row | {READY: row[REQUEST] - row["prefill_warm_s"]} for row in rows if "prefill_warm_s" in row]
+        quickest = min(peers, key=lambda name: float(np.median(values(ready, name, READY))))
+        add("quickest_peer", {"value": quickest, "unit": "by median time until the weights can be used"})
+        add("ready_x", ratio(ready, "whole", quickest, READY).summary("x"), variant="whole", than="quickest_peer")
+    _lean(add, rows, rate)
+    for name, variant in VARIANTS.items():
+        # ParaServe's arithmetic: k links bring everything in a k-th of the time
+        if name in there and variant.links > 1:
+            shares = [s * variant.links * rate / size for s in values(rows, name, "load_s")]
+            add("load_x", bootstrap(shares, "median").summary("x of T / k"), variant=name, than="expected")
+    return summary
+
+
+def _progressive(add: Add, rows: Rows, size: int, rate: float) -> None:
+    """The progressive start against the same loader's whole model of ``size`` bytes, and both against what physics
+    allows at ``rate`` bytes/s."""
+    whole = float(np.median(values(rows, "whole_streamed", "prefill_warm_s")))
+    bound = max(size / rate, whole)
+    loads = values(rows, "progressive", "load_s")
+    first, full = (values(rows, "progressive", column)[0] for column in ("bytes", "full_bytes"))
+    both = rows + full_rows(rows)
+    pair = {"variant": "progressive", "than": "whole_streamed"}
+
+    def over(column: str) -> dict[str, Any]:
+        return ratio(rows, "progressive", "whole_streamed", column).summary("x")
+
+    def full_over(column: str) -> dict[str, Any]:
+        return ratio(both, "progressive_full", "whole_streamed", column).summary("x")
+
+    share = {"value": first / size, "unit": "of the model's bytes, adapter A included"}
+    add("byte_share", share, variant="progressive")
+    share = {"value": full / size, "unit": "of the model's bytes, adapters A and AB included"}
+    add("full_byte_share", share, variant="progressive")
+    add("ttft_x", over(REQUEST), **pair)
+    _below(add, rows, "whole_streamed")
+    loaded = bootstrap([s * rate / first for s in loads], "median")
+    add("load_x", loaded.summary("x"), variant="progressive", than="floor")
+    streamed = bootstrap([s / bound for s in values(rows, "whole_streamed", REQUEST)], "median")
+    add("ttft_x", streamed.summary("x"), variant="whole_streamed", than="bound")
+    # the report counts device time from the creation of the process (3.1.3)
+    add("device_time_x", over(PROCESS), **pair)
+    add("full_device_time_x", full_over(PROCESS), **pair)
+    add("full_time_x", full_over(REQUEST), **pair)
+    add("cpu_time_x", over("cpu_s"), **pair)
+    add("full_cpu_time_x", full_over("cpu_s"), **pair)
+    if None not in values(rows, "progressive", "growth_bytes") + values(rows, "whole_streamed", "growth_bytes"):
+        add("peak_memory_x", over("growth_bytes"), **pair)
+    if any("device_peak_bytes" in row for row in rows):
+        add("peak_device_memory_x", over("device_peak_bytes"), **pair)
+    if any(row["variant"] == "whole" for row in rows):
+        gain = _reduction(ratio(rows, "whole_streamed", "whole"))
+        add("ttft_p50_below_pct", gain, variant="whole_streamed", than="whole")
+
+
+def _lean(add: Add, rows: Rows, rate: float) -> None:
+    """Starts without transformers against the same loader's with it, from the creation of the process; and against what
+    none can do without: importing torch, or the bytes at ``rate`` bytes/s, whichever takes longer."""
+    for name, base in LEAN.items():
+        if not {name, base} <= {row["variant"] for row in rows}:
+            continue
+        bound = max(values(rows, name, "bytes")[0] / rate, float(np.median(values(rows, name, "torch_s"))))
+        shares = [s / bound for s in values(rows, name, PROCESS)]
+        tokens = {row.get("token_id") for row in rows if row["variant"] in (name, base)}
+        same = {"value": len(tokens) == 1, "unit": f"first tokens of {name} and {base} are equal"}
+        add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), variant=name, than=base)
+        add("process_ttft_x", bootstrap(shares, "median").summary("x"), variant=name, than="bound")
+        add("same_first_token", same, variant=name, than=base)
+
+
+def _below(add: Add, rows: Rows, base: str) -> None:
+    """What the progressive start saves of the first-token time of ``base``: P50 and P95."""
+    for q in (50, 95):
+        for start, column in STARTS.items():
+            saved = _reduction(ratio(rows, "progressive", base, column, q))
+            add(f"{start}_p{q}_below_pct", saved, variant="progressive", than=base)
+
+
+def _reduction(found: Interval) -> dict[str, Any]:
+    """A ratio as what it saves, in %."""
+    return Interval(1 - found.estimate, 1 - found.high, 1 - found.low, found.n).summary("%", 100)

@@ -1,0 +1,118 @@
+"""One cold start, in a process of its own: ``python -m firsttoken_studies.progressiveserve.coldstart.trial SPEC``.
+
+Prints one line of JSON. All times are ``time.monotonic``, which parent and child share, so that the interpreter's own
+start counts. Nothing but the standard library is imported before the first mark.
+"""
+
+from __future__ import annotations
+
+import time
+
+INTERPRETER_UP = time.monotonic()
+
+import json  # noqa: E402
+import sys  # noqa: E402
+import threading  # noqa: E402
+from contextlib import ExitStack, nullcontext  # noqa: E402
+from dataclasses import replace  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+from firsttoken.lean.importing import uncollected  # noqa: E402
+from firsttoken.link.shaped import Link, LinkConfig  # noqa: E402
+from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest  # noqa: E402
+from firsttoken.progressiveserve.loading.blobs import open_reader, part_blobs  # noqa: E402
+from firsttoken.progressiveserve.loading.reader import BlobReader  # noqa: E402
+from firsttoken.study.system.ending import tell_and_end  # noqa: E402
+from firsttoken.study.system.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
+from firsttoken.study.system.reading import read_ahead  # noqa: E402
+from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec  # noqa: E402
+from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant  # noqa: E402
+
+
+def main(spec: TrialSpec) -> dict[str, Any]:
+    """Run the trial and return its row."""
+    variant = find_variant(spec.variant)
+    variant = replace(variant, stages=tuple(spec.stages) or variant.stages, lean=spec.lean or variant.lean)
+    links = [Link(LinkConfig(spec.gbit_per_s)) for _ in range(variant.links)]
+    if variant.name == "read":
+        return _read_alone(spec, variant, links)
+    marks = PhaseClock(spec.spawned_s)
+    marks.last = INTERPRETER_UP
+    marks.phases["interpreter"] = INTERPRETER_UP - spec.spawned_s
+    manifest, reader, reading = None, None, time.monotonic()
+    if variant.early and variant.peer:
+        for file in sorted(Path(spec.stock).glob("*.safetensors")):
+            threading.Thread(target=read_ahead, args=(file,), daemon=True).start()
+    elif variant.early:
+        manifest = read_manifest(Path(spec.staged))
+        reader = _open(spec, variant, manifest, links)
+
+    with uncollected() if variant.lean else nullcontext():
+        import torch
+
+        torch_s = time.monotonic() - INTERPRETER_UP
+        from firsttoken_studies.progressiveserve.coldstart import starts
+        from firsttoken_studies.progressiveserve.device_memory import device_peak
+
+        starts.import_libraries(spec, variant)
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    marks.phase("imports")
+    arrived, used = marks.last, cpu_seconds()
+    growth = MemoryGrowth()
+    if not (variant.early or variant.peer) and spec.device == "cpu":
+        # on CUDA the reader needs pinned memory, and so the load opens it
+        reading = time.monotonic()
+        manifest = read_manifest(Path(spec.staged))
+        reader = _open(spec, variant, manifest, links)
+    maker = starts.begin_making(spec, variant, manifest, reader) if manifest and reader else None
+    start = starts.start_peer if variant.peer else starts.start_ours
+    with ExitStack() as failing, torch.inference_mode():
+        if maker:
+            failing.callback(maker.close)
+        prompt = starts.tokenize(spec, variant)
+        marks.phase("config and tokenizer")
+        first, more = start(spec, variant, links, maker, prompt, marks)
+        failing.pop_all()
+    token_s = marks.last
+    row: dict[str, Any] = {
+        "token_id": first,
+        "ttft_process_s": token_s - spec.spawned_s,
+        "ttft_request_s": token_s - arrived,
+        "cpu_s": cpu_seconds() - used,
+        **{f"phase_{name.replace(' ', '_')}_s": seconds for name, seconds in marks.phases.items()},
+    }
+    row |= more(reading) | _told(variant, torch_s)
+    if "cpu_full_s" in row:
+        row["cpu_full_s"] -= used
+    row["growth_bytes"] = growth.bytes()
+    return row | device_peak(spec.device)
+
+
+def _told(variant: StartVariant, torch_s: float) -> dict[str, Any]:
+    """Of a lean start: when torch was there, and whether transformers never was."""
+    return {"torch_s": torch_s, "lean": "transformers" not in sys.modules} if variant.lean else {}
+
+
+def _open(spec: TrialSpec, variant: StartVariant, manifest: Manifest, links: list[Link]) -> BlobReader:
+    options = {"threads": spec.readers, "verify": variant.verify}
+    return open_reader(spec.weights, manifest, variant.stages, links, **options)
+
+
+def _read_alone(spec: TrialSpec, variant: StartVariant, links: list[Link]) -> dict[str, Any]:
+    """Every part read and none used: what the link gives, measured the way the trials use it."""
+    blobs = part_blobs(spec.weights, read_manifest(Path(spec.staged)), variant.stages)
+    reader = BlobReader(blobs, links, threads=spec.readers, verify=False)
+    begin = time.monotonic()
+    reader.start()
+    for index in range(len(blobs)):
+        reader.wait(index)
+    took = time.monotonic() - begin
+    reader.close()
+    return {"load_s": took, "bytes": sum(blob.bytes for blob in blobs)}
+
+
+if __name__ == "__main__":
+    asked = TrialSpec(**json.loads(sys.argv[1]))
+    tell_and_end({"variant": asked.variant, "gbit_per_s": asked.gbit_per_s} | main(asked))

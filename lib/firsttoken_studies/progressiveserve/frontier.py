@@ -1,0 +1,242 @@
+"""Bytes before the first token against quality: bits that wait and layers that wait, trained only where it says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from firsttoken.assets.needs import ModelFacts, check
+from firsttoken.assets.stories import story_model
+from firsttoken.engine.sampling import likeliest
+from firsttoken.progressiveserve.examination import Examination, QualityConfig
+from firsttoken.progressiveserve.gates import Places, column, exp_mean, summarise
+from firsttoken.progressiveserve.planes.coarse import Bytes, coarse, coded_bytes
+from firsttoken.progressiveserve.planes.layouts import SPLITS
+from firsttoken.progressiveserve.planes.mixture import Mixture
+from firsttoken.progressiveserve.quality import text_scores
+from firsttoken.progressiveserve.served import ServedConfig, ServedModel, at_stage, load_served
+from firsttoken.progressiveserve.staging import best_recipe, stage_adapters
+from firsttoken.study.errors import AssetError, ProfileError, StageError
+from firsttoken.study.measures import Summary
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+from firsttoken_studies.progressiveserve.sparse import NAME, Sparse, sparse
+
+STORIES = "stories"  # the task of rows that a model of full-precision origin gives
+EXACT, PRUNED, HEALED = "s0", "layers", "layers_healed"
+SHORT = {"F16": "fp16", "BF16": "bf16"}
+SAFETENSORS = {"float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """``cuts`` are plans (``planes.mixture``) with the dtype whose bits they cut, "bits of BF16", or the largest
+    weights in a share of the bytes, "sparse 0.354 of BF16"; ``items`` questions and ``windows`` of text score each,
+    and, where somebody has brought that model, ``stories`` of ``story_tokens`` tokens of its own those without layers
+    that wait.
+
+    ``starts`` cold starts of each of ``start_splits`` over a link of ``gbit_per_s``, ``few_starts`` over each of
+    ``few_links`` (Gbit/s; 0 is this disk). What is served is stored as ``stored``.
+    """
+
+    cuts: tuple[str, ...]
+    items: int
+    windows: int
+    stories: int
+    story_tokens: int
+    starts: int
+    few_starts: int
+    few_links: tuple[float, ...]
+    start_splits: tuple[str, ...]
+    gbit_per_s: float
+    readers: int
+    stored: Literal["bfloat16", "float16"]
+
+    def __post_init__(self) -> None:
+        exact = {SAFETENSORS[self.stored], *(cut.dtype for cut in self.each() if cut.how.exact)}
+        if odd := next((cut.dtype for cut in self.each() if cut.dtype not in exact), ""):
+            raise ProfileError(
+                f"precision.cuts: name 'lossless of {odd}' too, which the others of {odd} are compared with"
+            )
+        if self.gbit_per_s in self.few_links:
+            raise ProfileError("precision.gbit_per_s and few_links: name every rate once")
+        if odd := next((split for split in self.start_splits if split not in SPLITS), ""):
+            raise ProfileError(f"precision.start_splits: no split {odd!r}; known: {', '.join(SPLITS)}")
+
+    def each(self) -> Iterator[Cut]:
+        """Every case. Raises ProfileError for one that is none."""
+        for case in self.cuts:
+            how, _, dtype = case.rpartition(" of ")
+            if dtype not in SHORT:
+                raise ProfileError(f"precision.cuts: no cut {case!r}; known: a plan or 'sparse SHARE' of F16 or BF16")
+            try:
+                yield Cut(variant_name(case), (Sparse if how.startswith(NAME) else Mixture).parse(how), dtype)
+            except StageError as error:
+                raise ProfileError(f"precision.cuts: {error}") from error
+
+
+class Cut(NamedTuple):
+    """A case: what its rows are called, and how weights of ``dtype`` are brought first."""
+
+    variant: str
+    how: Mixture | Sparse
+    dtype: str
+
+
+def variant_name(case: str) -> str:
+    """What the rows of a case call it: "bits_bf16"."""
+    return re.sub(r"\W+", "_", "{variant} {dtype}".format(**_place(case)))
+
+
+def _place(case: str) -> dict[str, str]:
+    how, _, dtype = case.rpartition(" of ")
+    return {"variant": how, "dtype": SHORT[dtype]}
+
+
+def _places(parameters: Mapping[str, Any]) -> Places:
+    healed = QualityConfig.recorded(parameters).recipes[-1]
+    layers = {EXACT: {"stage": 0}, PRUNED: {"stage": 1, "recipe": "none"}, HEALED: {"stage": 1, "recipe": healed}}
+    return layers | {variant_name(case): _place(case) for case in parameters["precision"]["cuts"]}
+
+
+def precision_frontier(profile: Profile) -> Outcome:
+    """Every case's bytes, answers and perplexity beside those of the exact weights in its dtype, and beside those of
+    layers that wait.
+
+    Computed in float32 everywhere, from weights that nothing has rounded: so fp16 and bf16 are both cut from the
+    origin, and a result does not hang on what a processor computes in.
+    """
+    config = profile.section("precision", PrecisionConfig)
+    quality = profile.section("quality", QualityConfig)
+    sizes = quality.smaller(config.items, config.windows)
+    place = profile.section("served", ServedConfig)
+    check([*place.needs(), *sizes.needs()], ModelFacts(profile.model))
+    served = load_served(replace(profile, dtype="float32"))
+    examine = Examination(sizes, served.tokenizer)
+    rows = _layer_rows(profile, served, examine, SAFETENSORS[config.stored])
+    exact = {SAFETENSORS[config.stored]: EXACT}
+    cuts = sorted(config.each(), key=lambda cut: not cut.how.exact)  # what a dtype's others are compared with first
+    for cut in cuts:
+        if isinstance(cut.how, Mixture):
+            cut.how.groups(served.plan.depth)  # before an hour is spent
+    for name, how, dtype in tqdm(cuts, desc="planes", unit="case", disable=None):
+        if how.exact and dtype in exact:  # nothing is left out
+            size = coded_bytes(served.model, how, dtype)
+            answers = [row | {"variant": name} for row in rows if row["variant"] == exact[dtype]]
+        else:
+            with _first(served.model, how, dtype) as size:
+                answers = examine.rows(name, served.model)
+        rows += _sized(answers, size.first / size.plain, size.planes / size.plain, exact.setdefault(dtype, name))
+    found, note = _stories(config, profile.seed)
+    return Outcome(rows + found, provenance=served.provenance | {"stories": note})
+
+
+@contextmanager
+def _first(model: PreTrainedModel, how: Mixture | Sparse, dtype: str) -> Iterator[Bytes]:
+    """What the first stage weighs, while ``model`` is what it makes of it."""
+    if isinstance(how, Sparse):
+        with sparse(model, how, dtype) as size:
+            yield size
+    else:
+        size = coded_bytes(model, how, dtype)
+        with coarse(model, how, dtype):
+            yield size
+
+
+def _layer_rows(profile: Profile, served: ServedModel, examine: Examination, stored: str) -> Rows:
+    """The exact model in the dtype ``stored``, and the same without the layers that wait, healed and not."""
+    share = _share_of_stage_1(served)
+    adapter = stage_adapters(profile.section("served", ServedConfig), best_recipe(profile))[1]
+    with coarse(served.model, Mixture("lossless"), stored) as model:
+        rows = _sized(examine.rows(EXACT, model), 1.0, 1.0)
+        with at_stage(served, 1) as pruned:
+            rows += _sized(examine.rows(PRUNED, pruned), share, 1.0)
+        if adapter.exists():
+            with at_stage(served, 1, adapter) as healed:
+                rows += _sized(examine.rows(HEALED, healed), share, 1.0)
+    return rows
+
+
+def _share_of_stage_1(served: ServedModel) -> float:
+    parameters = dict(served.model.named_parameters())
+    missing = tuple(f"model.layers.{layer}." for layer in served.plan.missing(1))
+    gone = sum(p.numel() for name, p in parameters.items() if name.startswith(missing))
+    return 1 - gone / sum(p.numel() for p in parameters.values())
+
+
+def _sized(rows: Rows, first: float, planes: float, exact: str = EXACT) -> Rows:
+    """``rows`` with their bytes before the first token and in all, and the variant that has their exact weights."""
+    return [row | {"first_share": first, "planes_share": planes, "exact": exact} for row in rows]
+
+
+def _stories(config: PrecisionConfig, seed: int) -> tuple[Rows, str]:
+    """Rows of the model of full-precision origin on stories that it tells itself, and what is said of them."""
+    if not config.stories:
+        return [], "not asked for"
+    try:
+        model = story_model()
+    except AssetError as error:
+        return [], str(error)
+    told = tell(model, config.stories, config.story_tokens, seed)
+    exact = next_tokens(model, told)
+    rows = _story_rows(EXACT, model, told, exact, 1.0, 1.0)
+    for name, how, dtype in config.each():
+        if how.later:  # these are another model's layers
+            continue
+        with _first(model, how, dtype) as size:
+            rows += _story_rows(name, model, told, exact, size.first / size.plain, size.planes / size.plain)
+    return rows, "llama2.c's 15 M TinyStories checkpoint, float32"
+
+
+@torch.inference_mode()
+def tell(model: PreTrainedModel, count: int, tokens: int, seed: int) -> Tensor:
+    """Stories [count, tokens] that ``model`` draws itself after the beginning-of-text token, 1, at temperature 1."""
+    draw = torch.Generator().manual_seed(seed)
+    told, cache = torch.ones(count, 1, dtype=torch.long), None
+    while told.shape[1] < tokens:
+        out = model(told[:, -1:] if cache else told, past_key_values=cache, use_cache=True)
+        cache, odds = out.past_key_values, out.logits[:, -1].float().softmax(-1)
+        told = torch.cat([told, torch.multinomial(odds, 1, generator=draw)], 1)
+    return told
+
+
+@torch.inference_mode()
+def next_tokens(model: PreTrainedModel, told: Tensor) -> Tensor:
+    """The likeliest next token [count, tokens - 1] at every place of ``told``."""
+    return torch.cat([likeliest(model(part, use_cache=False).logits[:, :-1]) for part in told.split(4)])
+
+
+def _story_rows(name: str, model: PreTrainedModel, told: Tensor, exact: Tensor, first: float, planes: float) -> Rows:
+    same = (next_tokens(model, told) == exact).double().mean(1).tolist()
+    scored = zip(text_scores(model, told), same, strict=True)
+    label = {"variant": name, "task": STORIES}
+    return _sized([label | row | {"same_next": share} for row, share in scored], first, planes)
+
+
+def precision_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Scores, drops, and bytes before the first token by variant; perplexity over the exact weights', paired."""
+    asked = [row for row in rows if row["task"] != STORIES]
+    judged, places, summary = QualityConfig.recorded(parameters).judged, _places(parameters), Summary()
+    for exact in dict.fromkeys(row["exact"] for row in asked):
+        summary += summarise([row for row in asked if row["exact"] == exact], places, exact, judged)
+    for task, part in (("text", asked), (STORIES, [row for row in rows if row["task"] == STORIES])):
+        for name in dict.fromkeys(row["variant"] for row in part):
+            one = next(row for row in part if row["variant"] == name)
+            place = places[name] | ({"task": task} if task == STORIES else {})
+            for measure, share in (("byte_share", "first_share"), ("full_byte_share", "planes_share")):
+                summary.add(measure, {"value": one[share], "unit": "of the plain bytes"}, **place)
+            lost = column(part, name, task, "text_nll") - column(part, one["exact"], task, "text_nll")
+            summary.add("perplexity_x", bootstrap(lost, exp_mean).summary("x"), **place, than="exact")
+            if task == STORIES:
+                same = bootstrap(column(part, name, task, "same_next"))
+                summary.add("same_next_pct", same.summary("%", 100), **place)
+    return summary

@@ -1,0 +1,200 @@
+"""The open session, settled by measurement: what each transition policy costs, and how wrong the naive one is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+
+from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
+from firsttoken.engine.live import LiveExecutor
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.skeleton import Skeleton
+from firsttoken.progressiveserve.loading.views import StageView
+from firsttoken.progressiveserve.recovery.probe import Probe
+from firsttoken.progressiveserve.recovery.transitions import TRANSITIONS, Transition
+from firsttoken.progressiveserve.recovery.views import GrownView
+from firsttoken.progressiveserve.served import ServedConfig, load_served
+from firsttoken.study.clock import synchronise
+from firsttoken.study.measures import Summary
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap, paired_bootstrap
+from firsttoken_studies.progressiveserve.coldstart.materials import Checkpoint, bare_checkpoint, served_checkpoint
+
+MOVES = ((1, 2), (2, 3), (1, 3))
+ROUNDING = 0.5  # what right logits may differ by: four steps of bf16 at 16; the naive ones are off by 10 and more
+
+
+@dataclass(frozen=True)
+class OpenSessionConfig:
+    """Costs at ``contexts`` tokens, ``repeats`` each; quality of ``windows`` continuations of ``continue_tokens``
+    tokens after ``context_tokens``."""
+
+    contexts: tuple[int, ...]
+    repeats: int
+    windows: int
+    context_tokens: int
+    continue_tokens: int
+
+    def needs(self) -> list[Need]:
+        """The context holds the longest sequence and the token that follows it, the text holds all of them."""
+        longest, continued = max(self.contexts) + 1, self.context_tokens + self.continue_tokens
+        windows = "open_session.windows x (context_tokens + continue_tokens)"
+        return [
+            Need("open_session.contexts", longest, CONTEXT),
+            Need("open_session.context_tokens + continue_tokens", continued, CONTEXT),
+            Need("open_session.contexts", longest, text_of("test")),
+            Need(windows, self.windows * continued, text_of("test")),
+        ]
+
+
+class LoadedStages:
+    """A staged checkpoint with every stage in memory, each as a view of the same weights, for requests of up to
+    ``tokens`` tokens."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype | None = None, *, tokens: int
+    ) -> None:
+        manifest = checkpoint.manifest
+        self.device = device
+        self._skeleton = Skeleton(checkpoint.staged, manifest, device, dtype)
+        self._executor = LiveExecutor(self._skeleton.model, -(-tokens // 16), device=device)
+        self.views: dict[int, StageView] = {0: self._skeleton.empty_view()}
+        for stage in range(1, len(manifest.stages) + 1):
+            load = StageLoad(checkpoint.staged, manifest, [stage], [Link()], self._skeleton, self.views[stage - 1])
+            self.views[stage] = load.wait()
+
+    def view(self, stage: int, policy: Transition) -> GrownView:
+        """``stage`` as the engine runs it, which keeps what ``policy`` needs."""
+        return GrownView(self._skeleton.model, self.views[stage], policy)
+
+    def begun(self, stage: int, ids: Sequence[int], policy: Transition) -> Probe:
+        """A request of ``ids`` under ``stage``."""
+        probe = Probe(self._executor, self.view(stage, policy), range(self._executor.blocks))
+        probe.feed(ids)
+        return probe
+
+
+def open_session(profile: Profile) -> Outcome:
+    """Every policy at every transition: milliseconds by context length, and what it does to the next tokens.
+
+    "healed" has the stages' adapters, which change with the stage and so touch every layer; "bare" has none.
+    """
+    config = profile.section("open_session", OpenSessionConfig)
+    check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
+    served = load_served(profile)
+    longest, continued = max(config.contexts) + 1, config.context_tokens + config.continue_tokens
+    # windows of their own length each: as many of the longest context as continuations would be more text than there is
+    (timed,) = token_windows(running_text("test"), served.tokenizer, longest, 1).tolist()
+    read = token_windows(running_text("test"), served.tokenizer, continued, config.windows).tolist()
+    checkpoints = {"healed": served_checkpoint(profile, served), "bare": bare_checkpoint(served)}
+    rows: Rows = []
+    for kind, checkpoint in checkpoints.items():
+        stages = LoadedStages(checkpoint, profile.torch_device(), profile.torch_dtype(), tokens=max(longest, continued))
+        jobs = [(n, move, policy) for n in config.contexts for move in MOVES for policy in TRANSITIONS.values()]
+        right: dict[tuple[int, int], Tensor] = {}  # by context and stage: the same for every policy and where it began
+        for tokens, move, policy in tqdm(jobs, desc=f"transitions, {kind}", disable=None):
+            ids, new = timed[: tokens + 1], move[1]
+            if (tokens, new) not in right:
+                right[tokens, new] = stages.begun(new, ids[:-1], TRANSITIONS["naive"]).feed(ids[-1:])
+            label = {"kind": kind, "measure": "cost", "context_tokens": tokens}
+            rows += [label | row for row in _costs(stages, ids, right[tokens, new], move, policy, config.repeats)]
+        for index, ids in enumerate(tqdm(read, desc=f"continuations, {kind}", disable=None)):
+            label = {"kind": kind, "measure": "continuation", "window": index}
+            rows += [label | row for row in _continuations(stages, ids, config)]
+    return Outcome(rows, provenance=served.provenance)
+
+
+def _costs(
+    stages: LoadedStages, ids: Sequence[int], right: Tensor, move: tuple[int, int], policy: Transition, repeats: int
+) -> Rows:
+    """The stall of one transition, beside the decode step that follows it, and the error of that step's logits, where
+    those of the new stage alone are ``right`` [vocabulary]."""
+    old, new = move
+    *before, following = ids
+    device = stages.device
+    rows: Rows = []
+    for repeat in range(repeats):
+        probe, better = stages.begun(old, before, policy), stages.view(new, policy)
+        kept = probe.kept_bytes
+        synchronise(device)
+        start = time.perf_counter()
+        probe.carry(better, policy)
+        synchronise(device)
+        carried = time.perf_counter()
+        logits = probe.feed([following])
+        synchronise(device)
+        rows.append(
+            {
+                "policy": policy.name,
+                "from_stage": old,
+                "to_stage": new,
+                "repeat": repeat,
+                "cost_ms": 1000 * (carried - start),
+                "decode_ms": 1000 * (time.perf_counter() - carried),
+                "logit_error": float((logits - right).abs().max()),
+                "same_token": bool(logits.argmax() == right.argmax()),
+                "kept_bytes": kept,
+            }
+        )
+    return rows
+
+
+def _continuations(stages: LoadedStages, ids: Sequence[int], config: OpenSessionConfig) -> Rows:
+    """Mean loss in nats a token of the true continuation, decoded after a move from stage 1 to the whole model."""
+    cut, end = config.context_tokens, config.context_tokens + config.continue_tokens
+    rows: Rows = []
+    for policy in TRANSITIONS.values():
+        probe = stages.begun(1, ids[: cut - 1], policy)
+        probe.carry(stages.view(max(stages.views), policy), policy)
+        losses = [float(_loss(probe.feed([ids[i - 1]]), ids[i])) for i in range(cut, end)]
+        rows.append({"policy": policy.name, "nll": sum(losses) / len(losses), "tokens": len(losses)})
+    return rows
+
+
+def _loss(logits: torch.Tensor, target: int) -> torch.Tensor:
+    return functional.cross_entropy(logits.float()[None], torch.tensor([target], device=logits.device))
+
+
+def session_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """What every policy costs in ms at the longest context and does to the logits and to what follows, by kind."""
+    summary = Summary()
+    longest = max(parameters["open_session"]["contexts"])
+    for kind in ("healed", "bare"):
+        costs = [row for row in rows if row["measure"] == "cost" and row["kind"] == kind]
+        said = [row for row in rows if row["measure"] == "continuation" and row["kind"] == kind]
+        losses = {name: [row["nll"] for row in said if row["policy"] == name] for name in TRANSITIONS}
+        for name in TRANSITIONS:
+            place = {"policy": name, "variant": kind}
+            chosen = [row for row in costs if row["policy"] == name]
+            at = [row["cost_ms"] for row in chosen if row["context_tokens"] == longest and row["from_stage"] == 1]
+            cost, same = bootstrap(at, "median"), bootstrap([row["same_token"] for row in chosen])
+            error = {"value": max(row["logit_error"] for row in chosen), "n": len(chosen)}
+            summary.add("cost_ms", cost.summary(f"ms at {longest} tokens"), **place, context_tokens=longest)
+            summary.add("logit_error", error, **place)
+            summary.add("same_token_pct", same.summary("%", 100), **place)
+            if losses[name]:
+                excess = paired_bootstrap(losses[name], losses["prefill again"])
+                summary.add("nll", bootstrap(losses[name]).summary("nats a token"), **place)
+                summary.add("excess_nll", excess.summary("nats a token"), **place)
+        summary.add("default_policy", {"value": cheapest_correct(costs), "unit": "policy"}, variant=kind)
+    return summary
+
+
+def cheapest_correct(costs: Rows) -> str:
+    """Of the policies that move an open request and always give the right logits, the one of least total cost.
+
+    The request boundary costs nothing and moves nothing: it is what a request gets that does not ask to be moved.
+    """
+    moving = [name for name in TRANSITIONS if name != "request boundary"]
+    right = [n for n in moving if all(row["logit_error"] <= ROUNDING for row in costs if row["policy"] == n)]
+    return min(right, key=lambda name: sum(row["cost_ms"] for row in costs if row["policy"] == name), default="none")

@@ -1,0 +1,179 @@
+"""The figures of notebooks 15 and 16, drawn from results alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from firsttoken.study.overlay import name_results, over
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.system import NOT_HERE
+from firsttoken_studies.progressiveserve.timeline import CASES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PAPER_S = {"whole": 114.0, "stages": (90.0, 19.0, 19.0)}
+"""The report's times to serve (2.4.1) and its stages (KIISE KSC 2025, Table 1): Llama-2-7B, one run each."""
+
+LABELS = {
+    "whole": "whole model first",
+    "pinned": "progressive, requests end as they began",
+    "upgrade": "progressive, open requests move over",
+}
+SCORED = {1: {"stage": 1, "recipe": "ours"}, 2: {"stage": 2, "recipe": "ours"}, 3: {"stage": 3}}
+"""Where stage_quality has the scores of each stage as it is served: healed by our recipe."""
+
+POLICIES = {
+    "request boundary": LOOKS["request boundary"],
+    "prefill again": LOOKS["recompute"],
+    "from boundary states": LOOKS["boundary states"],
+    "partial prefill": LOOKS["droidspeak"],
+    "naive": LOOKS["naive"],
+}
+KINDS = {"healed": "adapters change with the stage", "bare": "no adapters"}
+_CORNER = {"ha": "right", "va": "top"}
+LEAST_MS = 0.001  # a stall of less is drawn as one of so much
+
+
+def stage_bars(recorded: Result | None, now: Result) -> Figure:
+    """Time until each stage serves, in plain starts of the same loader: the report's beside ours."""
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    fig, ax = plt.subplots(figsize=(9, 3.8))
+    _stage_bar(ax, 0, np.cumsum(PAPER_S["stages"]) / PAPER_S["whole"], 0.5, {"edgecolor": COLOURS["paper"]})
+    for place, case in enumerate(("pinned", "upgrade"), start=1):
+        for one in drawn:
+            ends = np.array(_served_at(one.result, case)) / one.result.summary.value("full_time_s", case="whole")
+            look = one.style | ({"edgecolor": "black"} if one.own else {})
+            _stage_bar(ax, place + 1.3 * one.shift, ends, 0.6 if one.alone else 0.34, look)
+    ax.axvline(1, color=COLOURS["floor"], linestyle="--", label="a plain start of the same loader serves")
+    for stage in (1, 2, 3):
+        ax.barh(0, 0, color=COLOURS[f"S{stage}"], label=f"until stage {stage} serves")
+    names = ["report: Llama-2-7B,\none run", *(f"here: {LABELS[case]}".replace(", ", ",\n") for case in CASES[1:])]
+    ax.set_yticks(range(len(names)), names)
+    ax.invert_yaxis()
+    ax.set(xlabel="time from the start, in plain starts", xlim=(0, 2.6))
+    ax.grid(axis="y", visible=False)
+    late = 100 * (drawn[0].result.summary.value("full_time_x", case="pinned", than="whole") - 1)
+    early = 100 * (1 - drawn[0].result.summary.value("ttft_x", case="pinned", than="whole"))
+    fig.suptitle(f"The first token comes {early:.0f} % earlier, the whole model {late:.0f} % later")
+    ax.legend(loc="upper right", fontsize="x-small", frameon=True)
+    name_results(fig, drawn, "ttft_p50_s")
+    return fig
+
+
+def _stage_bar(ax: Axes, place: float, ends: Sequence[float], height: float, look: dict[str, Any]) -> None:
+    begin = 0.0
+    for stage, end in enumerate(ends, start=1):
+        ax.barh(place, end - begin, left=begin, height=height, color=COLOURS[f"S{stage}"], linewidth=1.5, **look)
+        begin = end
+    told = " / ".join(f"{end:.2f}" for end in ends)
+    ax.annotate(told, (begin, place), (5, 0), textcoords="offset points", va="center", fontsize=9)
+
+
+def _served_at(result: Result, case: str) -> list[float]:
+    """Median time in s at which each stage began to serve."""
+    events = [row for row in result.rows if row["case"] == case and row["row"] == "event" and row["what"] == "serving"]
+    stages = sorted({row["stage"] for row in events})
+    return [float(np.median([row["at_s"] for row in events if row["stage"] == stage])) for stage in stages]
+
+
+def answered_s(result: Result, case: str) -> list[float]:
+    """When the first answer of each client ended, in s from the start, in every run of ``case``."""
+    tokens = [row for row in result.rows if row["case"] == case and row["row"] == "token" and row["request"] == 0]
+    ends: dict[tuple[int, int], float] = {}
+    for row in tokens:
+        whose = row["run"], row["client"]
+        ends[whose] = max(ends.get(whose, 0.0), row["at_s"])
+    return list(ends.values())
+
+
+def growth_of_service(recorded: Result | None, now: Result, run: int = 0) -> Figure:
+    """One run of each case over time: tokens handed out so far by stage, and resident memory; an arrow from the first
+    token to the end of the clients' first answers. The time shown is twice a plain start's."""
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    fig, axes = plt.subplots(2, len(CASES), figsize=(9, 5.6), sharex=True, sharey="row", height_ratios=(1.8, 1))
+    until = 2.2 * max(one.result.summary.value("full_time_s", case="whole") for one in drawn)
+    most = max((len(_tokens(one.result, case, run, until)) for one in drawn for case in CASES), default=0) or 1
+    for (top, bottom), case in zip(axes.T, CASES, strict=True):
+        for one in drawn:
+            rows = [row for row in one.result.rows if row["case"] == case and row["run"] == run]
+            last = max(row["stage"] for row in rows if row["row"] == "event")
+            tokens = _tokens(one.result, case, run, until)
+            colours = [_stage_colour(row["stage"], last) for row in tokens]
+            points = [row["at_s"] for row in tokens], range(1, len(tokens) + 1)
+            edge = {"edgecolors": "black", "linewidths": 0.4} if one.own else {}
+            top.scatter(*points, c=colours, s=16 if one.own else 9, **edge, **one.style)
+            place = most * (1.02 + (0.08 if one.own else 0.18))
+            span = min((row["at_s"] for row in tokens), default=0.0), float(np.median(answered_s(one.result, case)))
+            top.plot(span, [place] * 2, "|-", color=COLOURS["mark"], markersize=8, **one.style)
+            memory = [row for row in rows if row["row"] == "memory" and row["rss_bytes"]]
+            seconds, sizes = [row["at_s"] for row in memory], [row["rss_bytes"] / 1e6 for row in memory]
+            bottom.plot(seconds, sizes, color=COLOURS["measured"], **one.style)
+            if not memory:
+                bottom.annotate(NOT_HERE, (0.5, 0.5 + one.shift), xycoords="axes fraction", ha="center", va="center")
+        top.set_title(LABELS[case].replace(", ", ",\n"), fontsize=10)
+        bottom.set(xlabel="seconds from the start", xlim=(0, until))
+    axes[0][0].set(ylabel="tokens handed out", ylim=(0, 1.3 * most))
+    axes[1][0].set(ylabel="resident, MB", ylim=(0, None))
+    for stage, label in ((1, "stage 1"), (2, "stage 2"), (3, "whole model")):
+        axes[0][0].plot([], [], "o", color=COLOURS[f"S{stage}"], label=f"by {label}")
+    axes[0][0].plot([], [], "|-", color=COLOURS["mark"], label="first token to\nend of first answer")
+    axes[0][0].legend(loc="center left", fontsize="x-small", frameon=True)
+    first, end = (
+        [found(drawn[0].result, case) for case in ("pinned", "whole")]
+        for found in (lambda r, case: r.summary.value("ttft_p50_s", case=case), lambda *of: np.median(answered_s(*of)))
+    )
+    bought = "is bought with" if end[0] > end[1] and first[0] < first[1] else "beside"
+    told = f"The first token ({first[0]:.1f} s, not {first[1]:.1f}) {bought} the rest of the answer"
+    fig.suptitle(f"{told} ({end[0]:.1f} s, not {end[1]:.1f})")
+    name_results(fig, drawn, "ttft_p50_s")
+    return fig
+
+
+def _tokens(result: Result, case: str, run: int, until: float) -> Rows:
+    """The tokens of one run up to ``until`` s, in the order in which they were handed out."""
+    mine = (row for row in result.rows if row["row"] == "token" and row["case"] == case and row["run"] == run)
+    return sorted((row for row in mine if row["at_s"] <= until), key=lambda row: row["at_s"])
+
+
+def _stage_colour(stage: int, last: int) -> str:
+    """The last stage of a start is the whole model, whatever its number."""
+    return COLOURS["S3" if stage == last else f"S{stage}"]
+
+
+def continuation_losses(recorded: Result | None, now: Result) -> Figure:
+    """What moving from stage 1 to the whole model stalls, against what the rest of the text costs more than after a
+    fresh prefill: by policy, paired by window, with and without adapters."""
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.4), sharex=True, sharey=True)
+    for ax, (kind, label) in zip(axes, KINDS.items(), strict=True):
+        for one in drawn:
+            for policy, look in POLICIES.items():
+                (cost,) = one.result.summary.all("cost_ms", policy=policy, variant=kind)
+                lost = one.result.summary.of("excess_nll", policy=policy, variant=kind)
+                ends = [[max(0.0, lost["value"] - lost["low"])], [max(0.0, lost["high"] - lost["value"])]]
+                edge = {"markeredgecolor": "black"} if one.own else {}
+                at, shape = max(cost["value"], LEAST_MS), {"marker": look.marker, "markersize": 9, "linestyle": "none"}
+                told = {"label": policy} if one.own else {}
+                ax.errorbar(at, lost["value"], ends, color=look.colour, **shape, **edge, **told, **one.style)
+        ax.axhline(0, color=COLOURS["floor"], linestyle=":", linewidth=1.2, label="a fresh prefill (no loss)")
+        ax.set(title=label, xscale="log", xlabel="stall, ms (log scale)")
+    axes[0].set_ylabel("loss of what follows, nats a token more")
+    axes[1].legend(loc="upper right", fontsize="small", frameon=True)
+    lost = drawn[0].result.summary.value("excess_nll", policy="naive", variant="healed")
+    lengths = " and ".join(one.who() + ": " + one.result.summary.all("cost_ms")[0]["unit"] for one in drawn)
+    axes[0].annotate(lengths.replace(" and ", "\n"), (0.98, 0.98), xycoords="axes fraction", fontsize=8, **_CORNER)
+    fig.suptitle(f"Swapping layers under an open session loses {lost:.1f} nats a token; a prefill loses none")
+    name_results(fig, drawn, "excess_nll")
+    return fig

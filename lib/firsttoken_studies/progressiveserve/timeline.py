@@ -1,0 +1,190 @@
+"""Serving while it grows, over time: tokens, stages, memory (the report's 90 + 19 + 19 s against 114)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, weight_bytes
+from firsttoken.progressiveserve.served import ServedConfig, load_served
+from firsttoken.study.errors import FirstTokenError, ProfileError
+from firsttoken.study.measures import Summary
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+from firsttoken_studies.progressiveserve.coldstart.harness import make_cold
+from firsttoken_studies.progressiveserve.coldstart.materials import (
+    Checkpoint,
+    prompt_of,
+    served_checkpoint,
+    whole_checkpoint,
+)
+from firsttoken_studies.progressiveserve.timeline_trial import TimelineSpec
+
+
+@dataclass(frozen=True)
+class TimelineConfig:
+    """``clients`` ask one request after another, ``new_tokens`` each, for ``duration_s`` seconds from a cold start.
+
+    The link is a token bucket of ``gbit_per_s``; every case runs ``runs`` times, in turn.
+    """
+
+    questions: str
+    gbit_per_s: float
+    clients: int
+    new_tokens: int
+    duration_s: float
+    sample_s: float
+    runs: int
+
+    def needs(self) -> list[Need]:
+        """The context holds an answer and, by the prompt's own length, more."""
+        return [Need("timeline.new_tokens", self.new_tokens + 1, CONTEXT)]
+
+    def check_duration(self, size: int) -> None:
+        """Raise ProfileError where the clients would be gone before ``size`` bytes have come over the link."""
+        needed = 8e-9 * size / self.gbit_per_s if self.gbit_per_s else 0.0
+        if needed > self.duration_s:
+            raise ProfileError(
+                f"timeline.duration_s: the whole model takes {needed:.0f} s over {self.gbit_per_s:g} Gbit/s and the "
+                f"clients leave after {self.duration_s:g}: raise it, or timeline.gbit_per_s"
+            )
+
+
+CASES = ("whole", "pinned", "upgrade")
+"""The whole model at once; progressively, requests ending as they began; progressively, open requests moving over."""
+
+
+def recovery_timeline(profile: Profile) -> Outcome:
+    """The same clients meet a plain start and two progressive ones, each in a fresh process with cold files."""
+    config = profile.section("timeline", TimelineConfig)
+    check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
+    config.check_duration(weight_bytes(profile.model, profile.torch_dtype()))
+    served = load_served(profile)
+    progressive, whole = served_checkpoint(profile, served), whole_checkpoint(served)
+    prompt = served.tokenizer.encode(prompt_of(profile, config.questions))
+    provenance = served.provenance
+    del served  # the children need the memory, and the cores
+    rows: Rows = []
+    cases = [(run, case) for run in range(config.runs) for case in (CASES if run % 2 == 0 else CASES[::-1])]
+    for run, case in tqdm(cases, desc="timelines", unit="start", disable=None):
+        checkpoint = whole if case == "whole" else progressive
+        rows += [{"case": case, "run": run} | row for row in _one(checkpoint, case, prompt, profile, config)]
+    return Outcome(rows, provenance=provenance)
+
+
+def _one(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile, config: TimelineConfig) -> Rows:
+    make_cold(sorted(checkpoint.staged.rglob("*.safetensors")))
+    spec = TimelineSpec(
+        folder=str(checkpoint.staged),
+        prompt=prompt,
+        upgrade=case == "upgrade",
+        gbit_per_s=config.gbit_per_s,
+        clients=config.clients,
+        new_tokens=config.new_tokens,
+        duration_s=config.duration_s,
+        sample_s=config.sample_s,
+        threads=profile.threads,
+        device=str(profile.torch_device()),
+        dtype=profile.dtype_name,
+    )
+    return timeline_process(asdict(spec), case)
+
+
+def timeline_process(spec: Mapping[str, Any], case: str) -> Rows:
+    """The rows of one timeline in a process of its own. Raises FirstTokenError when it fails, with its last line."""
+    command = [sys.executable, "-m", "firsttoken_studies.progressiveserve.timeline_trial"]
+    done = subprocess.run(command, input=json.dumps(spec), capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise FirstTokenError(f"the timeline of {case} failed: {reason}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """By case: when tokens and the whole model came, in s, what was handed out, and the stalls at a transition.
+
+    The peaks over the model's bytes are absent where the rows do not know one of the two.
+    """
+    config = parameters["timeline"]
+    runs = range(config["runs"])
+    summary = Summary()
+    for case in CASES:
+        mine = [row for row in rows if row["case"] == case]
+        first = [min(row["at_s"] for row in mine if row["run"] == run and row["row"] == "token") for run in runs]
+        last = max(row["stage"] for row in mine if row["row"] == "event")
+        served = [row for row in mine if row["row"] == "event" and row["what"] == "serving"]
+        full = [row["at_s"] for row in served if row["stage"] == last]
+        growth = [_growth(mine, run) for run in runs]
+        tokens = [len(_tokens(mine, run)) for run in runs]
+        short = {
+            "value": sum(row["tokens"] != config["new_tokens"] for row in mine if row["row"] == "request"),
+            "n": sum(row["row"] == "request" for row in mine),
+            "unit": "requests with a token too few or too many",
+        }
+        summary.add("ttft_p50_s", bootstrap(first, "median").summary("s"), case=case)
+        summary.add("full_time_s", bootstrap(full, "median").summary("s"), case=case)
+        summary.add("tokens", bootstrap(tokens, "median").summary("tokens"), case=case)
+        summary.add("short_requests", short, case=case)
+        if None not in growth:
+            summary.add("peak_memory_x", bootstrap(growth, "median").summary("x"), case=case, than="model")
+        told = [row for row in mine if {"device_peak_bytes", "model_bytes"} <= row.keys()]
+        if on_device := [row["device_peak_bytes"] / row["model_bytes"] for row in told]:
+            peak = bootstrap(on_device, "median").summary("x")
+            summary.add("peak_device_memory_x", peak, case=case, than="model")
+        if excess := [stall for run in runs for stall in stalls(mine, run)]:
+            beyond = bootstrap(excess, "median").summary("ms beyond a decode turn and the move")
+            summary.add("excess_stall_ms", beyond, case=case)
+    for ratio, measure in (("ttft_x", "ttft_p50_s"), ("full_time_x", "full_time_s")):
+        pinned, whole = (summary.value(measure, case=case) for case in ("pinned", "whole"))
+        entry = {"value": pinned / whole, "n": config["runs"], "unit": "x"}
+        summary.add(ratio, entry, case="pinned", than="whole")
+    return summary
+
+
+def _growth(rows: Rows, run: int) -> float | None:
+    """By how many times the model's bytes the process grew in one run; None where one of these is unknown."""
+    mine = [row for row in rows if row["run"] == run]
+    return peak_growth(mine, next(row.get("model_bytes") for row in mine if row["row"] == "peak"))
+
+
+def peak_growth(rows: Rows, model_bytes: int | None) -> float | None:
+    """By how many times ``model_bytes`` the process grew at its peak, from the moment its libraries were in memory.
+
+    None where one of these is unknown.
+    """
+    before = next(row["rss_bytes"] for row in rows if row["row"] == "memory")
+    peak = next(row["rss_bytes"] for row in rows if row["row"] == "peak")
+    if None in (before, peak, model_bytes):
+        return None
+    return (peak - before) / model_bytes
+
+
+def _tokens(rows: Rows, run: int) -> Rows:
+    return [row for row in rows if row["run"] == run and row["row"] == "token"]
+
+
+def stalls(rows: Rows, run: int) -> list[float]:
+    """For each request that was decoding when a stage took over: ms between the tokens around that moment, less the
+    median turn and less what moving sessions over took."""
+    tokens = _tokens(rows, run)
+    events = [row for row in rows if row["run"] == run and row["row"] == "event"]
+    moments = [row for row in events if row["what"] == "serving" and row["stage"] > 1]
+    by_request: dict[tuple[int, int], list[float]] = {}
+    for row in tokens:
+        by_request.setdefault((row["client"], row["request"]), []).append(row["at_s"])
+    gaps = [(low, high) for times in by_request.values() for low, high in pairwise(times)]
+    usual = float(np.median([high - low for low, high in gaps])) if gaps else 0.0
+    found = []
+    for moment in moments:
+        moved = sum(row["took_s"] for row in events if "took_s" in row and row["stage"] == moment["stage"])
+        found += [1000 * (high - low - usual - moved) for low, high in gaps if low <= moment["at_s"] < high]
+    return found

@@ -1,0 +1,110 @@
+"""One scheduler against the record table: the same requests, costs and objective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from firsttoken.engine.run_table import write_rows
+from firsttoken.engine.trace_events import write_trace
+from firsttoken.engine.workload.traces import RequestTrace
+from firsttoken.sarathi.capacity import STRICT
+from firsttoken.sarathi.hardware import Hardware
+from firsttoken.sarathi.policy import Policy
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Result
+from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap
+from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
+from firsttoken_studies.sarathi.standing import enters, standing
+
+WORKLOAD = ("lengths", "requests", "batch", "start")  # of a capacity section: what must agree, to compare
+
+
+@dataclass(frozen=True)
+class Contest:
+    """``policy`` on the workload of ``profile``, under the strict objective, for ``draws`` draws of the requests."""
+
+    policy: Policy
+    profile: Profile
+    draws: int
+    bench: Bench
+
+    @classmethod
+    def of(cls, text: str, profile: Profile, draws: int | None = None, trace: RequestTrace | None = None) -> Contest:
+        """Of the scheduler that ``text`` names; as many draws as the profile has, unless told otherwise. Of a ``trace``
+        that has no more requests than a draw there is one draw.
+
+        Raises ProfileError for a policy or a number that cannot be, AssetError for lengths and costs that are not here.
+        """
+        config, hardware = profile.section("capacity", CapacityConfig), profile.section("hardware", Hardware)
+        if draws is not None and draws < 1:
+            raise ProfileError(f"capacity: seeds must be at least 1, not {draws}")
+        bench = Bench(config, hardware, trace)
+        if bench.trace is not None and len(bench.trace.items) <= config.requests:
+            draws = 1
+        return cls(Policy.named(text), profile, draws or config.seeds, bench)
+
+    def run(self) -> list[float]:
+        """The capacity in requests a second, by draw. Raises ProfileError for a policy that does what it may not."""
+        objective, rates = self.bench.objective(STRICT), []
+        with tqdm(total=self.draws, desc=self.policy.told, unit="draw", disable=None) as bar:
+            for seed in range(self.profile.seed, self.profile.seed + self.draws):
+                found = self.bench.search(
+                    self.policy, objective, seed, lambda rate: bar.set_postfix_str(f"tried {rate:.2f} requests/s")
+                )
+                rates.append(found["requests_per_s"])
+                bar.update()
+        return rates
+
+    def write_run(self, rate: float, trace: Path | None, rows: Path | None) -> None:
+        """Serve the first draw at ``rate`` once more, and write it for viewers and as a table, where a path is given.
+
+        Raises ProfileError for a rate of 0, StorageError.
+        """
+        if not rate:
+            raise ProfileError(f"{self.policy.told}: no rate is within the objective, so there is no run to write")
+        requests, ran = self.bench.run(self.policy, self.bench.objective(STRICT), self.profile.seed, rate)
+        for path, write in ((trace, write_trace), (rows, write_rows)):
+            if path is not None:
+                write(path, ran, requests)
+
+    def told(self, rates: list[float], record: Result | None) -> str:
+        """The outcome beside ``record``, where that is of the same workload."""
+        objective, config = self.bench.objective(STRICT), self.bench.config
+        mine = bootstrap(rates).summary("requests/s")
+        requests, lengths = config.requests, f"with the lengths of {config.lengths}"
+        if trace := self.bench.trace:
+            requests, lengths = min(requests, len(trace.items)), f"of {trace.told()}, at another rate"
+        lines = [
+            f"P99 between two tokens at most {1e3 * objective.tbt_s:.0f} ms, "
+            f"median delay to the first step at most {objective.delay_s:g} s;",
+            f"{requests:,} requests a draw {lengths}, simulated on {self.bench.hardware.costs}",
+            "",
+            _line(self.policy.told, mine, "this run"),
+        ]
+        if record is None or trace is not None or not self._same(record.parameters):
+            what = "this trace" if trace else f"the workload of profile {self.profile.name}"
+            return "\n".join([*lines, f"nothing is recorded for {what}"])
+        places = standing(record)
+        lines += [_line(place.scheduler, place.capacity, "record") for place in places]
+        clears = enters(mine, places[0].capacity)
+        verdict = "enters the record table: its interval clears" if clears else "does not clear the interval of"
+        return "\n".join([*lines, "", f"{self.policy.told} {verdict} {places[0].scheduler}, which holds the record"])
+
+    def _same(self, parameters: Mapping[str, Any]) -> bool:
+        """Whether a result with these parameters is of this workload and hardware."""
+        mine, theirs = asdict(self.bench.config), parameters["capacity"]
+        return parameters["hardware"] == asdict(self.bench.hardware) and all(
+            mine[name] == theirs[name] for name in WORKLOAD
+        )
+
+
+def _line(name: str, entry: Mapping[str, Any], source: str) -> str:
+    kind = "range" if entry.get("range") else "     "
+    return f"{interval(entry, 2):>22} {kind} requests/s  n={entry['n']}  {source:<8}  {name}"

@@ -1,0 +1,97 @@
+"""Bubbles on a pipeline (Figure 13): whole prompts, chunks of equal size, chunks of equal time, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.schedulers.base import Scheduler
+from firsttoken.engine.trace import Trace
+from firsttoken.engine.workload.arrivals import Arrivals, with_arrivals
+from firsttoken.engine.workload.items import Item
+from firsttoken.sarathi.hardware import Hardware
+from firsttoken.sarathi.lengths import lengths, workload
+from firsttoken.sarathi.pipeline import PipelineStages, StagedExecutor, serve_staged
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.measures import Summary
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.stats import bootstrap
+from firsttoken_studies.sarathi.equal_time import equal_time
+
+WHOLE, SIZE, TIME = "whole", "equal_size", "equal_time"
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """``requests`` of ``lengths``, all at once, for each of ``seeds`` draws, on ``stages`` devices.
+
+    As many batches are under way, of at most ``batch`` requests each. Chunks of equal size fill ``token_budget``; steps
+    with chunks of equal time are as long as those take on average.
+    """
+
+    lengths: str
+    requests: int
+    seeds: int
+    batch: int
+    stages: int
+    token_budget: int
+
+    def __post_init__(self) -> None:
+        if min(self.requests, self.seeds, self.batch, self.stages) < 1:
+            raise ProfileError("pipeline: requests, seeds, batch and stages must be at least 1")
+
+
+def pipeline_bubbles(profile: Profile) -> Outcome:
+    """Rows {seed, chunks, bubbles, makespan_s, step_s, step_cv}: ``bubbles`` are a share of the devices' time,
+    ``step_s`` and ``step_cv`` mean and variation of the steps that prefill."""
+    config, hardware = profile.section("pipeline", PipelineConfig), profile.section("hardware", Hardware)
+    costs, pairs = hardware.read(), lengths(config.lengths)
+    pairs = pairs[config.stages * pairs.sum(1) <= hardware.tokens]
+    rows: Rows = []
+    for seed in tqdm(range(profile.seed, profile.seed + config.seeds), desc="pipeline", disable=None):
+        items = with_arrivals(workload(pairs, config.requests, seed, 1.0), Arrivals())  # all at once
+        found = {WHOLE: _ran(config, hardware, costs, items, "hybrid_only")}
+        found[SIZE] = _ran(config, hardware, costs, items, "sarathi")
+        found[TIME] = _ran(config, hardware, costs, items, equal_time(costs, found[SIZE]["step_s"]))
+        rows += [{"seed": seed, "chunks": chunks} | row for chunks, row in found.items()]
+    return Outcome(rows, provenance=hardware.provenance(costs))
+
+
+def _ran(
+    config: PipelineConfig, hardware: Hardware, costs: Costs, items: Sequence[Item], scheduler: str | type[Scheduler]
+) -> dict[str, float]:
+    stages, traces = PipelineStages(config.stages), [Trace() for _ in range(config.stages)]
+    settings = EngineConfig(scheduler=scheduler, requests=config.batch, token_budget=config.token_budget)
+    blocks = hardware.blocks // config.stages
+    engines = [Engine(StagedExecutor(costs, blocks, stages), settings, trace=trace) for trace in traces]
+    requests = serve_staged(engines, items)
+    steps = [costs.step_s(s.prefills, s.contexts) for trace in traces for s in trace.steps if s.prefills]
+    return {
+        "bubbles": stages.bubbles,
+        "makespan_s": max(request.times_s[-1] for request in requests),
+        "step_s": float(np.mean(steps)),
+        "step_cv": float(np.std(steps) / np.mean(steps)),
+    }
+
+
+def pipeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Bubbles and variation of the steps by kind of chunks; bubbles and makespan over those of equal size, by seed."""
+    summary = Summary()
+    by = {kind: [row for row in rows if row["chunks"] == kind] for kind in (WHOLE, SIZE, TIME)}
+    for kind, here in by.items():
+        summary.add("bubbles_pct", bootstrap([row["bubbles"] for row in here]).summary("%", 100), variant=kind)
+        summary.add("step_cv", bootstrap([row["step_cv"] for row in here]).summary(), variant=kind)
+        for measure, column in (("bubbles_x", "bubbles"), ("makespan_x", "makespan_s")):
+            if kind != SIZE:
+                pairs = np.array([[row[column] for row in here], [row[column] for row in by[SIZE]]]).T
+                over = bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0))))
+                summary.add(measure, over.summary("x"), variant=kind, than=SIZE)
+    return summary

@@ -1,0 +1,131 @@
+"""The simulator against a real GPU: requests that vLLM served on the card whose operators were profiled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from firsttoken.assets.brought import brought
+from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.metrics import serve_items
+from firsttoken.engine.request import Request
+from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.workload.items import Item
+from firsttoken.sarathi.hardware import Hardware
+from firsttoken.study.errors import CorpusError
+from firsttoken.study.measures import Summary
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+
+FIELDS = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
+VLLM, SIMULATED = "vllm", "simulated"
+RUNS = {SIMULATED: True, "simulated without prefix caching": False}  # whether blocks are kept and found again
+METRICS = ("ttft", "tpot", "latency")
+QUANTILES = {"mean": np.mean, "p50": np.median, "p99": lambda values: np.percentile(values, 99)}
+
+
+@dataclass(frozen=True)
+class ErrorConfig:
+    """The timestamps in ``requests`` (a file beside the profile), and vLLM's settings for that run.
+
+    Its scheduler fills a step with decodes and then with chunks, as Sarathi's; who is preempted recomputes, from what
+    is left of its own blocks, which prefix caching keeps as long as nobody needs them. ``blocks`` are those it had.
+    """
+
+    requests: str
+    token_budget: int
+    batch: int
+    blocks: int
+
+
+def simulator_error(profile: Profile) -> Outcome:
+    """Rows {request, run, ttft_s, tpot_s, latency_s}; ``run`` is ``VLLM`` or one of ``RUNS``."""
+    config, hardware = profile.section("simulator_error", ErrorConfig), profile.section("hardware", Hardware)
+    served = read_requests(brought(hardware.costs) / config.requests)
+    start = min(row["queued_ts"] for row in served)
+    items = [
+        Item(row["queued_ts"] - start, tokens := int(row["input_toks"]), int(row["output_toks"]), (number,) * tokens)
+        for number, row in enumerate(served)  # no two prompts begin alike: their text is not published
+    ]
+    costs = hardware.read()
+    rows: Rows = [{"request": number, "run": VLLM} | _measured(row) for number, row in enumerate(served)]
+    for run, shared in RUNS.items():
+        settings = EngineConfig(
+            scheduler="sarathi",
+            watermark=0.0,
+            requests=config.batch,
+            token_budget=config.token_budget,
+            share_prefixes=shared,
+        )
+        engine = Engine(SimulatedExecutor(costs, config.blocks), settings)
+        rows += [
+            {"request": number, "run": run} | _simulated(request)
+            for number, request in enumerate(serve_items(engine, items))
+        ]
+    return Outcome(rows, provenance=hardware.provenance(costs))
+
+
+def read_requests(path: Path) -> list[dict[str, float]]:
+    """vLLM's timestamps, a JSON object a line, by the time of queueing.
+
+    Raises CorpusError naming file, line and mend for a line that is no such object, or whose times run backwards.
+    """
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorpusError(f"{path}: cannot be read ({error}); bring it again") from error
+    for line, text in enumerate(lines, 1):
+        try:
+            row = {name: float(json.loads(text)[name]) for name in FIELDS}
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorpusError(f"{path}, line {line}: is no request with {', '.join(FIELDS)}; bring it again") from error
+        if not row["queued_ts"] <= row["first_token_ts"] <= row["last_token_ts"] or min(row.values()) < 0:
+            raise CorpusError(f"{path}, line {line}: its times run backwards; bring it again")
+        found.append(row)
+    if not found:
+        raise CorpusError(f"{path}: holds no request; bring it again")
+    return sorted(found, key=lambda row: row["queued_ts"])
+
+
+def _measured(row: Mapping[str, float]) -> dict[str, float]:
+    decoding_s = row["last_token_ts"] - row["first_token_ts"]
+    return {
+        "ttft_s": row["first_token_ts"] - row["queued_ts"],
+        "tpot_s": decoding_s / max(1.0, row["output_toks"] - 1),
+        "latency_s": row["last_token_ts"] - row["queued_ts"],
+    }
+
+
+def _simulated(request: Request) -> dict[str, float]:
+    return {
+        "ttft_s": request.ttft_s,
+        "tpot_s": request.tpot_s or 0.0,
+        "latency_s": request.times_s[-1] - request.arrival_s,
+    }
+
+
+def error_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """By how much the simulator is off, in per cent of vLLM's: mean, median and P99 of each metric, and the worst; the
+    worst without prefix caching, too."""
+    summary = Summary()
+    for run in RUNS:
+        off = {(metric, name): _off_pct(rows, run, metric, name) for metric in METRICS for name in QUANTILES}
+        if run == SIMULATED:
+            for (metric, name), entry in off.items():
+                summary.add(f"{metric}_{name}_off_pct", entry, source=run, than=VLLM)
+        worst = max(off.values(), key=lambda entry: abs(entry["value"]))
+        summary.add("off_pct", worst | {"value": abs(worst["value"])}, source=run, than=VLLM, across="worst")
+    return summary
+
+
+def _off_pct(rows: Rows, run: str, metric: str, name: str) -> dict[str, Any]:
+    simulated, real = ([row[f"{metric}_s"] for row in rows if row["run"] == which] for which in (run, VLLM))
+    off = float(QUANTILES[name](simulated)) / float(QUANTILES[name](real)) - 1
+    return {"value": 100 * off, "n": len(real), "unit": "%"}

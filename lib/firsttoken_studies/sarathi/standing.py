@@ -1,0 +1,67 @@
+"""The record table: capacity under the strict objective by scheduler, and the rule by which a newcomer enters it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from firsttoken.sarathi.capacity import STRICT
+from firsttoken.sarathi.policy_text import place_of
+from firsttoken.study.markdown import table
+from firsttoken.study.record import Result
+from firsttoken.study.show import interval
+
+EXPERIMENT = "serving_capacity"
+DRAWS = 5  # of requests, that a capacity must stand on
+BASE = "prefill_first"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A scheduler as profiles name it, and entries of a summary: its capacity, and over ``BASE``'s (None: its own)."""
+
+    scheduler: str
+    capacity: Mapping[str, Any]
+    over_base: Mapping[str, Any] | None
+
+
+def standing(result: Result) -> list[Place]:
+    """The schedulers of a result of ``EXPERIMENT``, the highest capacity first: that one holds the record."""
+    names = dict.fromkeys(row["scheduler"] for row in result.rows if row.get("objective") == STRICT)
+    places = []
+    for name in names:
+        where = place_of(name) | {"objective": STRICT}
+        capacity = result.summary.of("capacity_requests_per_s", **where)
+        places.append(Place(name, capacity, result.summary.get("capacity_x", **where, than=BASE)))
+    return sorted(places, key=lambda place: place.capacity["value"], reverse=True)
+
+
+def enters(newcomer: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:
+    """Whether a capacity (entry of a summary) takes the record: its interval clears the holder's.
+
+    It must stand on ``DRAWS`` draws or more: of fewer an interval is a range, and clears nothing.
+    """
+    return newcomer["n"] >= DRAWS and newcomer["low"] > holder["high"]
+
+
+def record_table(result: Result) -> str:
+    """``standing`` as a table of markdown, and what it stands on."""
+    places = standing(result)
+    clears = [enters(one.capacity, after.capacity) for one, after in pairwise(places)]
+    capacity, hardware = result.parameters["capacity"], result.parameters["hardware"]
+    columns = {
+        "scheduler": [place.scheduler for place in places],
+        "capacity, requests/s": [interval(place.capacity, 2) for place in places],
+        f"over {BASE}": [interval(place.over_base, 2) for place in places],
+        "clears the next": [*("yes" if clear else "no" for clear in clears), ""],
+    }
+    (tbt_s,) = {row["tbt_s"] for row in result.rows if row.get("objective") == STRICT}
+    return (
+        f"{table(columns)}\n\n"
+        f"P99 between two tokens at most {1e3 * tbt_s:.0f} ms, median delay to the first step at most 2 s; "
+        f"{capacity['requests']} requests a draw with the lengths of {capacity['lengths']}, {capacity['seeds']} draws; "
+        f"{result.provenance['kind']} of {hardware['costs']}, {16 * hardware['blocks']:,} tokens of KV cache, at most "
+        f"{capacity['batch']} requests at once. Recorded under profile {result.profile} on {result.started[:10]}."
+    )

@@ -1,0 +1,72 @@
+"""What becomes of a preempted request, and who is preempted: CPS's workload on the costs of its Table 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from firsttoken.cps.policies import make_policy
+from firsttoken.engine.costs.published import PublishedCosts
+from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
+from firsttoken.engine.schedulers.prefill_first import PrefillFirst
+from firsttoken.engine.victims import VICTIM, VICTIMS
+from firsttoken.sarathi.watched import watched
+from firsttoken.study.policy_file import PolicyFile, PolicyKind
+from firsttoken.study.profile import Profile
+from firsttoken_studies.cps.policies_replayed import ReplayedConfig, calibrated, drawn, maker_of, run_replayed
+from firsttoken_studies.trying.table import Tried, Values, held
+
+POLICIES = ("swap", "recompute", "cross_point", "online", "oracle")
+Options = Callable[[PublishedCosts], dict[str, Any]]  # of one run
+
+
+def tried_preemption(path: str, profile: Profile, draws: range) -> Tried:
+    """The last to arrive is preempted, as in the paper."""
+
+    def options(make: Callable[[PublishedCosts], PreemptionPolicy]) -> Options:
+        return lambda costs: {"policy": make(costs)}
+
+    siblings = {name: options(maker_of(name)) for name in POLICIES}
+    return _replayed(path, PREEMPTION, lambda kind: options(lambda costs: kind()), siblings, profile, draws)
+
+
+def tried_victim(path: str, profile: Profile, draws: range) -> Tried:
+    """Whoever is preempted comes back by the cross-point."""
+
+    def options(victim: Any) -> Options:
+        return lambda costs: {"policy": make_policy("cross_point"), "victim": victim}
+
+    return _replayed(path, VICTIM, options, {name: options(name) for name in VICTIMS}, profile, draws)
+
+
+def _replayed(
+    path: str,
+    kind: PolicyKind,
+    options: Callable[[Any], Options],
+    siblings: dict[str, Options],
+    profile: Profile,
+    draws: range,
+) -> Tried:
+    file, config = PolicyFile.read(Path(path), kind), profile.section("replayed", ReplayedConfig)
+    loads = {seed: drawn(config, seed) for seed in draws}
+    costs = PublishedCosts(decode_s=calibrated([loads[draws[0]]], config.blocks))
+    ends = watched(PrefillFirst, file.file, file.decisions)  # a victim that is always the same never ends
+
+    def one(settings: Options, seed: int) -> Values:
+        run = run_replayed(loads[seed], costs, blocks=config.blocks, **settings(costs))
+        return {
+            "mean TTFT, s": run["mean_ttft_ms"] / 1e3,
+            "mean TPOT, ms": run["mean_tpot_ms"],
+            "P99 TPOT, ms": run["p99_tpot_ms"],
+            "recoveries, s": run["recovery_s"],
+            "preemptions": float(run["preemptions"]),
+        }
+
+    mine = options(file.watched())
+    setting = (
+        f"{config.short} short and {config.long} long conversations at once into {config.blocks} blocks of 16 tokens, "
+        "replayed on CPS Table 2"
+    )
+    own = (path, lambda costs: mine(costs) | {"scheduler": ends}, file.judged)
+    return Tried(setting, held(own, siblings, one, draws))

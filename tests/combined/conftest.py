@@ -1,0 +1,88 @@
+"""A tiny model staged with its ends first, what it says, and neighbours that lend it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from borrowing import PATIENCE, SHORT, SMALL
+from swarms import DEPTH, Asked, Here, asking, copied, varied
+from transformers import PreTrainedModel
+
+from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.live import LiveExecutor
+from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
+from firsttoken.progressiveserve.checkpoint.writer import write_staged
+from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
+from firsttoken_extras.layer_borrowing.ends import ends_first
+from firsttoken_extras.layer_borrowing.lender import Lender
+from firsttoken_extras.layer_borrowing.loan import Loan
+from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
+
+
+@pytest.fixture(scope="session")
+def lent() -> PreTrainedModel:
+    return varied()
+
+
+@pytest.fixture(scope="session")
+def ends_folder(lent: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The staged checkpoint, from which replica and neighbour load."""
+    folder = tmp_path_factory.mktemp("borrowed") / "tiny"
+    source = ModelSource(lent, None, Origin("random", None, "random"))
+    write_staged(source, ends_first(source.names, DEPTH), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def asked(lent: PreTrainedModel) -> Callable[[int, int], Asked]:
+    return asking(lent)
+
+
+@pytest.fixture
+def here(ends_folder: Path) -> Iterator[Here]:
+    with ExitStack() as stack:
+        here = Here(ends_folder)
+        stack.callback(here.close)
+        yield here
+
+
+@pytest.fixture(scope="module")
+def neighbour(ends_folder: Path) -> Iterator[Here]:
+    """One for a whole file: nothing of what it lends may be left in it."""
+    here = Here(ends_folder)
+    here.server = here.serve((0, DEPTH))[0]
+    yield here
+    here.close()
+
+
+@pytest.fixture
+def replica(lent: PreTrainedModel, neighbour: Here) -> Iterator[Callable[..., BorrowingReplica]]:
+    made = []
+
+    def make(
+        address: str = "", config: EngineConfig = SMALL, model: str = "", lenders: Sequence[Lender] = ()
+    ) -> BorrowingReplica:
+        """Its layers are those of the whole model, and used when they are said to have come; others are lent by
+        ``lenders``, or all by who is at ``address``, which is the neighbour's unless given."""
+        arrivals, executor = LayerArrivals(DEPTH), LiveExecutor(lent, 64)
+        found, patience = (address, SHORT) if address else (neighbour.server.record.address, PATIENCE)
+        whole = [Lender(found, range(DEPTH))]
+        loan = Loan(lenders or whole, model or neighbour.model, DEPTH, 32, patience=patience)
+        one = BorrowingReplica(executor, lent.model.layers, arrivals, loan, config)
+        one.arrivals = arrivals
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parent(lent: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Made when a model has been, for its imports."""
+    with copied(tmp_path_factory.mktemp("warm") / "socket"):
+        yield

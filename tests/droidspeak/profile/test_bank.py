@@ -1,0 +1,222 @@
+"""Every number of a bank is what one finds item by item, unpadded, with a prefill for each mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plain_tokens import TOLERANCE, Plain
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from firsttoken.droidspeak.forward import cache_of, layer_kv
+from firsttoken.droidspeak.items import Encoded, TaskItem
+from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, partial_prefill, spans
+from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
+from firsttoken.droidspeak.profile.bank import Bank, Questions, Score
+from firsttoken.study.errors import RequestError
+
+DEPTH = 5
+LENGTHS = [(40, 3, 4), (23, 5, 1), (31, 1, 6)]  # prefix, suffix, target
+REUSED = 2  # the item whose target is what is said over the sender's cache; the first one's is over the receiver's own
+
+
+def model_pair(tiny) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Receiver and sender."""
+    return tiny(1, DEPTH), tiny(2, DEPTH)
+
+
+@torch.inference_mode()
+def said(model: PreTrainedModel, cache: DynamicCache, suffix: list[int], tokens: int) -> list[int]:
+    """Greedy tokens, one by one, through the model's own forward."""
+    new, answer = suffix, []
+    for _ in range(tokens):
+        answer.append(int(model(torch.tensor([new]), past_key_values=cache).logits[0, -1].argmax()))
+        new = answer[-1:]
+    return answer
+
+
+@pytest.fixture(scope="module")
+def items(tiny) -> list[Encoded]:
+    (receiver, sender), draw = model_pair(tiny), torch.Generator().manual_seed(4)
+    made = []
+    for number, lengths in enumerate(LENGTHS):
+        prefix, suffix, target = (torch.randint(1, 256, (n,), generator=draw).tolist() for n in lengths)
+        if number != 1:
+            cache = full_prefill(sender if number == REUSED else receiver, Prefix.of([prefix])).kv
+            target = said(receiver, cache_of(cache), suffix, len(target))
+        made.append(Encoded(TaskItem(str(number), "qa", "", "", ("",)), prefix, suffix, target))
+    return made
+
+
+@pytest.fixture(scope="module")
+def bank(tiny, items) -> Bank:
+    """With every edge, so that all sets of layers can be asked for."""
+    receiver, sender = model_pair(tiny)
+    return Bank(sender, receiver, Questions.of(items), range(DEPTH))
+
+
+@torch.inference_mode()
+def naive(model: PreTrainedModel, cache: DynamicCache, item: Encoded) -> tuple[float, Plain, Tensor]:
+    """Likelihood over ``cache``, its logits beside the asked tokens, and the output of the last layer at these."""
+    seen: list[Tensor] = []
+    hook = model.model.layers[-1].register_forward_hook(lambda *call: seen.append(call[2]))
+    logits = model(torch.tensor([item.suffix + item.target]), past_key_values=cache).logits[0]
+    hook.remove()
+    asked = slice(len(item.suffix) - 1, -1)
+    nll = F.cross_entropy(logits[asked], torch.tensor(item.target)).item()
+    return nll, Plain(item.target, logits[asked]), seen[0][0, asked]
+
+
+def check(score: Score, model: PreTrainedModel, caches: Sequence[DynamicCache], own, items, away: bool = True) -> None:
+    for i, (item, cache, reference) in enumerate(zip(items, caches, own, strict=True)):
+        nll, plain, hidden = naive(model, cache, item)
+        assert score.nll[i].item() == pytest.approx(nll, rel=1e-3, abs=1e-3)
+        if plain.margin > TOLERANCE:
+            right = (plain.logits.argmax(-1) == torch.tensor(item.target)).float()
+            assert score.accuracy[i].item() == pytest.approx(right.mean().item())
+            assert score.exact[i].item() == right.all()
+        if away:
+            distance = ((hidden - reference).norm(dim=-1) / reference.norm(dim=-1)).mean().item()
+            assert score.deviation[i].item() == pytest.approx(distance, rel=1e-3, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def truth(tiny, items):
+    """``truth.cache(item, layers)``: the naive mixture; ``truth.own``: the outputs over the receiver's own cache."""
+    receiver, sender = model_pair(tiny)
+
+    class Truth:
+        def __init__(self) -> None:
+            self.prefixes = [Prefix.of([item.prefix]) for item in items]
+            self.sent = [full_prefill(sender, prefix, range(DEPTH)) for prefix in self.prefixes]
+            self.kv = [full_prefill(receiver, prefix).kv for prefix in self.prefixes]
+            self.own = [naive(receiver, cache_of(kv), item)[2] for kv, item in zip(self.kv, items, strict=True)]
+
+        def recomputing(self, layers) -> list[DynamicCache]:
+            return [self._one(prefix, sent, layers) for prefix, sent in zip(self.prefixes, self.sent, strict=True)]
+
+        def _one(self, prefix: Prefix, sent: PrefixCache, layers) -> DynamicCache:
+            kv: list[LayerKV] = list(sent.kv)
+            for group in spans(layers):
+                cache = partial_prefill(receiver, prefix, sent, group)
+                kv[group.lo : group.hi] = [layer_kv(cache, layer) for layer in group.layers]
+            return cache_of(kv)
+
+    return Truth()
+
+
+def test_the_receiver_s_own_the_sender_s_and_the_sender_itself(tiny, bank, items, truth):
+    receiver, sender = model_pair(tiny)
+    check(bank.prefill(), receiver, [cache_of(kv) for kv in truth.kv], truth.own, items)
+    assert torch.equal(bank.prefill().deviation, torch.zeros(len(items)))
+    check(bank.reuse(), receiver, truth.recomputing([]), truth.own, items)
+    check(bank.sender_itself(), sender, [cache_of(sent.kv) for sent in truth.sent], truth.own, items, away=False)
+    assert [bank.prefill().exact.tolist(), bank.reuse().exact.tolist()] == [[1, 0, 0], [0, 0, 1]]
+    assert bank.reuse().deviation.min() > 0.05, "another model's cache must show"
+
+
+@pytest.mark.parametrize("edges", [[0, 1, 2, 3, 4, 5], [0, 2, 4, 5], [0, 3, 5], [0, 5], [1, 3, 4]], ids=str)
+def test_every_group_of_every_choice_of_edges(tiny, items, truth, edges):
+    receiver, sender = model_pair(tiny)
+    bank = Bank(sender, receiver, Questions.of(items), edges[:-1])
+    found = dict(bank.groups(edges))
+    pairs = [(lo, hi) for i, lo in enumerate(edges) for hi in edges[i + 1 :]]
+    assert list(found) == [NOTHING, *(Group(lo, hi) for lo, hi in pairs)]
+    for group, score in found.items():
+        check(score, receiver, truth.recomputing(group.layers), truth.own, items)
+    assert sum(len(group) for group in found) >= bank.prefix_layers - 2 * DEPTH
+
+
+def test_single_layers(tiny, bank, items, truth):
+    receiver, _ = model_pair(tiny)
+    found = dict(bank.single_layers())
+    assert list(found) == list(range(DEPTH))
+    for layer, score in found.items():
+        caches = []
+        for sent, kv in zip(truth.sent, truth.kv, strict=True):
+            caches.append(cache_of([*kv[:layer], sent.kv[layer], *kv[layer + 1 :]]))
+        check(score, receiver, caches, truth.own, items)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layers=st.sets(st.integers(0, DEPTH - 1)))
+def test_scattered_layers(tiny, bank, items, truth, layers):
+    check(bank.scattered(layers), model_pair(tiny)[0], truth.recomputing(layers), truth.own, items)
+
+
+def test_asking_in_another_order_changes_nothing(tiny, bank, items):
+    receiver, sender = model_pair(tiny)
+    fresh = Bank(sender, receiver, Questions.of(items), range(DEPTH))
+    for layers in ([1], [1, 2, 3], [1, 2], [0], [0, 1, 2, 4]):  # longer and shorter runs from one edge
+        assert torch.equal(fresh.scattered(layers).nll, bank.scattered(layers).nll)
+    groups = dict(fresh.groups([0, 2, 5]))
+    assert torch.equal(groups[Group(2, 5)].nll, fresh.scattered([2, 3, 4]).nll)
+    assert torch.equal(groups[Group(0, 5)].nll, bank.prefill().nll)
+
+
+def test_what_was_sent_stays_as_it_is(tiny, items):
+    receiver, sender = model_pair(tiny)
+    bank = Bank(sender, receiver, Questions.of(items), [0, 2])
+    before = [[part.clone() for part in kv] for kv in bank.sent.kv]
+    list(bank.single_layers())
+    list(bank.groups([0, 2, 5]))
+    for kv, old in zip(bank.sent.kv, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(kv, old, strict=True))
+
+
+def test_prefix_layers_counts_each_layer_once(tiny, items):
+    receiver, sender = model_pair(tiny)
+    bank = Bank(sender, receiver, Questions.of(items), range(DEPTH))
+    run: list[PreTrainedModel] = []
+    width = bank.questions.prefix.tokens
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args: run.append(1) if args[0].shape[1] == width else None)
+        for layer in receiver.model.layers
+    ]
+    assert width != bank.questions.ids.shape[1]
+    try:
+        for ask, more in (
+            (bank.reuse, 5),  # its deviation is from the receiver's own
+            (bank.prefill, 0),
+            (lambda: list(bank.single_layers()), 0),
+            (lambda: list(bank.groups([0, 2, 4, 5])), 3 + 1),
+            (lambda: bank.scattered([0, 1]), 0),
+            (lambda: bank.scattered([3]), 1),
+            (lambda: bank.scattered([3, 4]), 2),
+        ):
+            before = bank.prefix_layers
+            ask()
+            assert bank.prefix_layers - before == more
+        assert bank.prefix_layers == DEPTH + len(run)  # the sender's own prefill came before the hooks
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_a_sender_that_is_the_receiver_loses_nothing(tiny, items):
+    receiver, _ = model_pair(tiny)
+    bank = Bank(receiver, receiver, Questions.of(items), [0, 2])
+    for _, score in bank.groups([0, 2, 5]):
+        assert torch.equal(score.nll, bank.prefill().nll) and not score.deviation.any()
+
+
+def test_layers_and_edges_that_are_not_there_are_refused(tiny, items):
+    receiver, sender = model_pair(tiny)
+    bank = Bank(sender, receiver, Questions.of(items), [0, 2])
+    with pytest.raises(RequestError, match=r"no E-cache at layer 3 was stored \(there: 2\)"):
+        bank.scattered([3])
+    with pytest.raises(RequestError, match="does not fit 5 layers"):
+        bank.scattered([2, 3, 4, 5])
+
+
+def test_questions_are_padded_where_they_should_be(items):
+    questions = Questions.of(items)
+    assert questions.prefix.mask.sum(1).tolist() == [40, 23, 31]
+    assert questions.mask.sum(1).tolist() == [7, 6, 7] and questions.mask[1].tolist() == [1] * 6 + [0]
+    wanted = questions.ids.roll(-1, 1)
+    assert [wanted[i][questions.predicts[i]].tolist() for i in range(3)] == [item.target for item in items]

@@ -1,0 +1,197 @@
+"""The paper's three calls, with models: what comes out is what the core makes of the same cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from firsttoken.assets.models import load_model
+from firsttoken.droidspeak import prefill
+from firsttoken.droidspeak.forward import layer_kv
+from firsttoken.droidspeak.identity import identify, weights_sha256
+from firsttoken.droidspeak.pipeline.live import first_token
+from firsttoken.droidspeak.pipeline.transfer import CachePiece
+from firsttoken.droidspeak.prefill import Group, full_prefill, suffix_logits
+from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
+from firsttoken.droidspeak.store import KVStore
+from firsttoken.link.shaped import Link
+from firsttoken.study.errors import CacheError, RequestError
+
+DEPTH = 6
+CONTEXT = torch.randint(3, 256, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+PREFIX = Prefix.of([CONTEXT])
+
+
+def model(seed: int):
+    loaded = load_model(f"random:tiny-{DEPTH}", seed=seed).model
+    return loaded, identify(loaded, None, weights_sha256(loaded))
+
+
+SENDER, SENDS = model(1)
+RECEIVER, RECEIVES = model(2)
+SENT = full_prefill(SENDER, PREFIX, range(DEPTH))
+
+
+@pytest.fixture(params=["memory", "disk", "both"])
+def store(request, tmp_path) -> KVStore:
+    memory = 0 if request.param == "disk" else 1 << 24
+    made = KVStore(None if request.param == "memory" else tmp_path, memory_bytes=memory, disk_bytes=1 << 24)
+    made.store(CONTEXT, SENDS, SENT)
+    return made
+
+
+def layers(cache) -> Iterator[LayerKV]:
+    return (layer_kv(cache, layer) for layer in range(DEPTH))
+
+
+def same(one, other, atol: float = 0.0) -> bool:
+    pairs = zip(layers(one), layers(other), strict=True)
+    return all(torch.allclose(a, b, atol=atol, rtol=0) for kv in pairs for a, b in zip(*kv, strict=True))
+
+
+@pytest.mark.parametrize("group", [Group(0, 0), Group(0, 2), Group(2, 5), Group(4, 6), Group(0, 6)], ids=str)
+def test_partial_prefill_over_the_store_is_that_of_the_core(store, group):
+    expected = prefill.partial_prefill(RECEIVER, PREFIX, SENT, group)
+    found = store.partial_prefill(group, CONTEXT, receiver_model=RECEIVER, receiver=RECEIVES, sender=SENDS)
+    assert same(found, expected)
+    if len(group) < DEPTH:
+        own = prefill.partial_prefill(RECEIVER, PREFIX, full_prefill(RECEIVER, PREFIX, range(DEPTH)), group)
+        assert not same(found, own, atol=1e-3)
+
+
+def test_what_is_not_stored_of_a_context_the_receiver_computes_itself(store):
+    longer = [*CONTEXT[:40], *CONTEXT[:9]]
+    assert store.match(longer, SENDS) == 32
+    found = store.partial_prefill(Group(1, 3), longer, receiver_model=RECEIVER, receiver=RECEIVES, sender=SENDS)
+    shared = Prefix.of([longer[:32]])
+    expected = prefill.partial_prefill(RECEIVER, shared, full_prefill(SENDER, shared, [1]), Group(1, 3))
+    suffix_logits(RECEIVER, shared, torch.tensor([longer[32:]]), expected)
+    assert found.get_seq_length() == 49 and same(found, expected, atol=1e-5)
+
+
+def test_a_sender_that_is_the_receiver_gives_its_own_full_prefill(store):
+    longer = [*CONTEXT, 7, 8, 9]
+    found = store.partial_prefill(Group(2, 4), longer, receiver_model=SENDER, receiver=SENDS, sender=SENDS)
+    assert all(
+        torch.allclose(a, b, atol=1e-5)
+        for kv, own in zip(layers(found), full_prefill(SENDER, Prefix.of([longer])).kv, strict=True)
+        for a, b in zip(kv, own, strict=True)
+    )
+
+
+def test_only_the_reused_layers_and_the_lower_edge_are_read(tmp_path):
+    store = KVStore(tmp_path, memory_bytes=0, disk_bytes=1 << 24)
+    store.store(CONTEXT, SENDS, SENT)
+    located = store.locate(CONTEXT, SENDS)
+    raw = bytearray(located.path.read_bytes())
+    for name in ["layer.2", "layer.3", *(f"edge.{layer}" for layer in (0, 1, 3, 4, 5))]:
+        raw[located.spans[name].offset] ^= 1
+    located.path.write_bytes(raw)
+    found = store.partial_prefill(Group(2, 4), CONTEXT, receiver_model=RECEIVER, receiver=RECEIVES, sender=SENDS)
+    assert same(found, prefill.partial_prefill(RECEIVER, PREFIX, SENT, Group(2, 4)))
+    with pytest.raises(CacheError, match="torn"):
+        store.partial_prefill(Group(3, 4), CONTEXT, receiver_model=RECEIVER, receiver=RECEIVES, sender=SENDS)
+
+
+def test_a_link_brings_what_the_store_located(tmp_path):
+    store, suffix, group = KVStore(tmp_path, memory_bytes=0, disk_bytes=1 << 24), torch.tensor([[5, 6]]), Group(2, 4)
+    store.store(CONTEXT, SENDS, SENT)
+    located = store.locate(CONTEXT, SENDS, edge=2)
+    pieces = {name: CachePiece(name, located.path, *span[:4]) for name, span in located.spans.items()}
+    found = first_token(RECEIVER, PREFIX, pieces, group, Link(), suffix)
+    cache = store.partial_prefill(group, CONTEXT, receiver_model=RECEIVER, receiver=RECEIVES, sender=SENDS)
+    expected = suffix_logits(RECEIVER, PREFIX, suffix, cache, keep=1)
+    assert found.fell_back == "" and torch.equal(found.logits.squeeze(), expected.squeeze())
+
+
+def test_what_was_read_can_take_part_in_training(store):
+    with torch.inference_mode():
+        store.fetch(CONTEXT, SENDS, 0)
+    keys, _ = store.fetch(CONTEXT, SENDS, 0)
+    weight = torch.ones((), requires_grad=True)
+    (weight * keys).sum().backward()
+    assert torch.allclose(weight.grad, keys.sum())
+
+
+def test_the_store_keeps_a_copy(store):
+    mine = full_prefill(SENDER, Prefix.of([CONTEXT[:20]]), [1])
+    kept = [tensor.clone() for tensor in (mine.kv[1].keys, mine.edges[1])]
+    store.store(CONTEXT[:20], SENDS, mine)
+    with torch.inference_mode():
+        mine.kv[1].keys.zero_()
+        mine.edges[1].zero_()
+    assert torch.equal(store.fetch(CONTEXT[:20], SENDS, 1).keys, kept[0])
+    assert torch.equal(store.fetch_edge(CONTEXT[:20], SENDS, 1), kept[1])
+
+
+def test_of_two_that_hold_a_context_the_one_with_the_edge_is_used(store):
+    longer = [*CONTEXT, *range(3, 30)]
+    store.store(longer, SENDS, full_prefill(SENDER, Prefix.of([longer])))
+    assert store.match(longer, SENDS) == 77 and store.match(longer, SENDS, edge=2) == 48
+    assert store.fetch_edge(longer, SENDS, 2).shape == (1, 48, 32)
+    found = store.partial_prefill(Group(2, 4), longer, receiver_model=SENDER, receiver=SENDS, sender=SENDS)
+    assert found.get_seq_length() == 77
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"architecture": "Qwen2ForCausalLM"}, "architecture"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"rope": '{"rope_type": "linear"}'}, "rope scaling"),
+        ({"tokenizer": "another"}, "tokenizer"),
+    ],
+)
+def test_another_kind_of_model_is_refused_with_the_reason(store, change, reason):
+    other = replace(RECEIVES, **change)
+    with pytest.raises(CacheError, match=f"another {reason}"):
+        store.partial_prefill(Group(0, 2), CONTEXT, receiver_model=RECEIVER, receiver=other, sender=SENDS)
+    with pytest.raises(CacheError, match=f"stored by .*another {reason}"):
+        store.fetch(CONTEXT, replace(SENDS, **change), 0)
+
+
+def test_other_tokens_other_weights_and_a_missing_edge_are_refused_with_the_reason(store):
+    with pytest.raises(CacheError, match=r"shares its first 16 tokens with this one; compute and store it"):
+        store.fetch([CONTEXT[0] + 1, *CONTEXT[1:]], SENDS, 0)
+    with pytest.raises(CacheError, match="other weights, so ask for it under its own identity"):
+        store.fetch(CONTEXT, RECEIVES, 0)
+    store.store(CONTEXT, SENDS, PrefixCache(SENT.kv, {1: SENT.edges[1], 4: SENT.edges[4]}))
+    with pytest.raises(CacheError, match=r"no E-cache at layer 2 .*\(there: 1, 4\); store that edge too"):
+        store.fetch_edge(CONTEXT, SENDS, 2)
+
+
+@pytest.mark.parametrize(
+    ("context", "cache", "message"),
+    [
+        (CONTEXT[:-1], SENT, r"keys of layer 0 are float32 \[1, 2, 50, 8\], but .* makes float32 \[1, 2, 49, 8\]"),
+        (CONTEXT, PrefixCache(SENT.kv[:-1], {}), "the cache has 5 layers, .* has 6"),
+        (CONTEXT, PrefixCache(SENT.kv, {6: SENT.edges[0]}), "layer 6 fits no model of 6 layers"),
+        (CONTEXT, PrefixCache(SENT.kv, {1: SENT.edges[1][:, :9]}), r"E-cache at layer 1 are .*\[1, 9, 32\]"),
+        (
+            CONTEXT,
+            PrefixCache((*SENT.kv[:-1], LayerKV(SENT.kv[5].keys, SENT.kv[5].values.bfloat16())), {}),
+            r"values of layer 5 are bfloat16",
+        ),
+        (CONTEXT, full_prefill(SENDER, Prefix.of([CONTEXT, CONTEXT])), r"\[2, 2, 50, 8\]"),
+    ],
+    ids=["tokens", "layers", "edge", "edge tokens", "dtype", "batch"],
+)
+def test_a_cache_that_is_not_the_models_is_not_taken(store, context, cache, message):
+    with pytest.raises(CacheError, match=message):
+        store.store(context, SENDS, cache)
+    assert len(store) == 1 and torch.equal(store.fetch(CONTEXT, SENDS, 5).values, SENT.kv[5].values)
+
+
+def test_requests_that_make_no_sense(store):
+    for call in (store.fetch, store.fetch_edge):
+        with pytest.raises(RequestError, match="has layers 0 to 5, no layer 6"):
+            call(CONTEXT, SENDS, 6)
+    with pytest.raises(RequestError, match="empty context"):
+        store.match([], SENDS)
+    with pytest.raises(RequestError, match="does not fit 6 layers"):
+        store.partial_prefill(Group(2, 7), CONTEXT, receiver_model=RECEIVER, receiver=RECEIVES, sender=SENDS)
+    with pytest.raises(CacheError, match="give it a folder"):
+        KVStore(None, memory_bytes=0).locate(CONTEXT, SENDS)

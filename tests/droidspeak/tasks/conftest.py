@@ -1,0 +1,107 @@
+"""Tokenizers of the three kinds that are about, and made-up passages where SciQ's and BoolQ's would be read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from firsttoken.assets.lock import load_lock
+from firsttoken.assets.qa_files import QAItem
+from firsttoken_studies.droidspeak.tasks import constructed
+
+WORDS = ["abe", "bodu", "cin", "dezo", "eno", "fub", "gaz", "hino", "jeza", "kod", "luna", "medi", "nuz", "quno", "wob"]
+
+
+@pytest.fixture(autouse=True)
+def _pinned_if_wanted(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("assets"):
+        missing = [member.saved_as for asset in load_lock() for member in asset.missing()]
+        if missing:
+            pytest.skip(f"{missing[0]} is not fetched; run `firsttoken fetch`")
+
+
+def _merges(space: str) -> list[tuple[str, str]]:
+    """What makes most of ``WORDS`` one token or two, with the space before them."""
+    starts = (pairwise(accumulate(space + word)) for word in WORDS)
+    return list(dict.fromkeys((short, long[-1]) for word in starts for short, long in word))
+
+
+def _fast(backend: Tokenizer, headed: bool) -> PreTrainedTokenizerFast:
+    if headed:
+        backend.post_processor = processors.TemplateProcessing(single="<start> $A", special_tokens=[("<start>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<start>", eos_token="<end>", clean_up_tokenization_spaces=False
+    )
+
+
+def _byte_level(joined: list[tuple[str, str]], headed: bool) -> PreTrainedTokenizerFast:
+    merges = joined + _merges("Ġ")
+    symbols = ["<start>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return _fast(backend, headed)
+
+
+def _sentencepiece() -> PreTrainedTokenizerFast:
+    merges = _merges("▁")
+    letters = sorted({letter for word in WORDS for letter in word})
+    symbols = ["<start>", "<end>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters, *map("".join, merges)]
+    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _fast(backend, headed=True)
+
+
+TOKENIZERS = {
+    "plain": _byte_level([], headed=False),
+    "joins line ends": _byte_level([("Ċ", "Ċ"), (".", "ĊĊ"), (".", "Ċ")], headed=True),
+    "sentencepiece": _sentencepiece(),
+}
+
+
+@pytest.fixture(params=TOKENIZERS)
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    """As SmolLM's (no head, line ends apart), as Llama 3's (head, line ends joined), as Llama 2's (dummy space)."""
+    return TOKENIZERS[request.param]
+
+
+def _name(split: str, number: int) -> str:
+    """An answer: two passages hold each, and a split has its own."""
+    return f"{split[:2]}{number // 2}x"
+
+
+def _passages(split: str) -> list[str]:
+    rng = random.Random(split)
+
+    def sentence(*more: str) -> str:
+        words = [*rng.choices(WORDS, k=rng.randint(6, 16)), *more]
+        return rng.choice("ABC") + " ".join(words) + rng.choice([".", "!", " J. Do."])
+
+    def passage(number: int) -> str:
+        more = (sentence() for _ in range(rng.randint(0, 4)))
+        return rng.choice([" ", "\n"]).join([sentence(_name(split, number)), *more])
+
+    return [passage(number) for number in range(60)]
+
+
+@pytest.fixture
+def own_passages(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """Made-up texts wherever passages are read from; gives the 60 of a split."""
+
+    def questions(source: str, split: str) -> list[QAItem]:
+        texts = _passages(split)
+        return [QAItem(str(i), text, f"which name {i}?", (_name(split, i),)) for i, text in enumerate(texts)]
+
+    monkeypatch.setattr(constructed, "load_qa", questions)
+    monkeypatch.setattr(constructed, "boolq_prompts", lambda split: [(p, f"is it {p[:9]}?") for p in _passages(split)])
+    monkeypatch.setattr(constructed, "running_text", _passages)
+    return _passages

@@ -1,0 +1,261 @@
+"""Work never outlives the ownership of what it writes: steps of sessions that end while they wait or are computed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import grpc
+import pytest
+import torch
+from bystanders import Found, Soak, questions
+
+from firsttoken.petals.background import wait_for
+from firsttoken.petals.room import Room
+from firsttoken.petals.service import SESSION
+from firsttoken.petals.session import HEADERS
+from firsttoken.petals.stack import BlockStack
+from firsttoken.petals.wire import Stretch, decode, encode
+
+WIDTH = 32
+
+
+def rows(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(seed * 1000 + tokens))
+
+
+class Talking:
+    """One session with a server, whose steps can be sent and read apart."""
+
+    def __init__(self, channel: grpc.aio.Channel, model: str) -> None:
+        given = tuple(zip(HEADERS, ("1", model, "0:6", "float32"), strict=True))
+        self.call = channel.stream_stream(SESSION)(metadata=given)
+
+    async def send(self, start: int, end: int, *, first: int = 0, number: int = 0) -> None:
+        said = encode(rows(end - start, start), "float32", [Stretch(number, start, end)], first=first)
+        await self.call.write(said)
+
+    async def read(self, tokens: int) -> torch.Tensor:
+        return decode(await self.call.read(), "float32", WIDTH, torch.float32, tokens).hidden
+
+    async def step(self, start: int, end: int, **options: int) -> torch.Tensor:
+        await self.send(start, end, **options)
+        return await self.read(end - start)
+
+
+@pytest.fixture
+def alone(folder) -> torch.Tensor:
+    """What the blocks say to tokens [0, 32) and then to [32, 33) of one sequence, with nobody else about."""
+    stack = BlockStack(folder, range(6), torch.float32, 64)
+    room, mine, out = Room(stack.pool.blocks, stack.pool.shape.block_tokens, 1, stack.context), {}, []
+    for start, end in ((0, 32), (32, 33)):
+        works = room.place(mine, [Stretch(0, start, end)])
+        out += stack.run(range(6), works, [rows(end - start, start)])
+        room.computed(mine, [Stretch(0, start, end)])
+    return torch.cat(out)
+
+
+@pytest.fixture
+def held(here):
+    """A server whose thread waits until it is let go."""
+    server, go = here.serve((0, 6), limits={"kv_tokens": 128, "idle_s": 30.0})[0], threading.Event()
+    yield server, go
+    go.set()
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not reached():
+            await asyncio.sleep(0.002)
+
+
+async def shut_while(server, go: threading.Event, talk: Callable[[], Awaitable[None]]) -> None:
+    """``talk`` while nothing is computed; then everything is."""
+    go.clear()
+    blocked = asyncio.create_task(server.sessions.batcher.aside(lambda: go.wait(30)))
+    try:
+        await talk()
+    finally:
+        go.set()
+        await blocked
+
+
+def waiting(server) -> int:
+    return len(server.sessions.batcher._waiting)
+
+
+@pytest.mark.parametrize("goes", ["cancelled", "connection closed"])
+def test_a_step_that_was_cancelled_writes_nothing_into_blocks_of_others(here, held, alone, goes):
+    """Steps through a part of the blocks wait behind those through all of them, which are computed together."""
+    server, go = held
+    room = server.sessions.room
+
+    async def run() -> torch.Tensor:
+        async with (
+            grpc.aio.insecure_channel(server.record.address) as channel,
+            grpc.aio.insecure_channel(server.record.address) as other,
+        ):
+            one, two, victim = (Talking(channel, here.model) for _ in range(3))
+            gone = Talking(other, here.model)
+            first = []
+
+            async def talk() -> None:
+                await one.send(0, 1)  # goes to the thread alone
+                await until(lambda: room.held == 1 and not waiting(server))
+                await two.send(0, 1)
+                await until(lambda: waiting(server) == 1)
+                await gone.send(0, 33, first=3)
+                await until(lambda: waiting(server) == 2)
+                gone.call.cancel() if goes == "cancelled" else await other.close()
+                with suppress(asyncio.CancelledError):
+                    await gone.call.code()
+                await until(lambda: server.sessions.open == 3)
+                await victim.send(0, 32)  # into the blocks that have come free, together with ``two``
+                await until(lambda: room.held == 3)
+
+            await shut_while(server, go, talk)
+            first.append(await victim.read(32))
+            await one.read(1)
+            await two.read(1)
+            await two.step(1, 2)  # whatever waited has been computed by now
+            return torch.cat([*first, await victim.step(32, 33)])
+
+    assert torch.allclose(wait_for(run()), alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_whose_sequence_makes_room_is_answered_and_keeps_its_blocks_until_then(here, held, alone):
+    """One client has the whole pool in steps that wait; another's step waits for these, and for nothing else."""
+    server, go = held
+    room = server.sessions.room
+
+    async def run() -> torch.Tensor:
+        apart = [("grpc.use_local_subchannel_pool", 1)]
+        async with (
+            grpc.aio.insecure_channel(server.record.address, apart) as channel,
+            grpc.aio.insecure_channel(server.record.address, apart) as other,
+        ):
+            hoard = [Talking(channel, here.model) for _ in range(2)]
+            victim = Talking(other, here.model)
+
+            async def talk() -> None:
+                for one in hoard:
+                    await one.send(0, 64, first=3)
+                await until(lambda: room.held == 2 and not room.pool.free)
+                await victim.send(0, 32)
+                await until(lambda: room.held == 1)  # one of them has made room, of which nothing is free yet
+                await asyncio.sleep(0.05)
+                assert room.held == 1 and not room.pool.free
+                room.check()
+
+            await shut_while(server, go, talk)
+            first = await victim.read(32)
+            for one in hoard:
+                assert (await one.read(64)).shape == (64, WIDTH)
+            return torch.cat([first, await victim.step(32, 33)])
+
+    assert torch.allclose(wait_for(run()), alone, rtol=1e-4, atol=1e-4)
+    room.check()
+
+
+def test_a_step_that_cannot_be_computed_fails_no_other_of_its_batch(here, held):
+    server, go = held
+    stack = server.sessions.batcher.stack
+    run_stack = stack.run
+
+    def fails(layers, works, hidden):
+        if any(work.tokens == 7 for work in works):
+            raise MemoryError("too much")
+        return run_stack(layers, works, hidden)
+
+    async def run() -> tuple[str, str]:
+        async with grpc.aio.insecure_channel(server.record.address) as channel:
+            first, bad, good = (Talking(channel, here.model) for _ in range(3))
+            stack.run = fails
+
+            async def talk() -> None:
+                await first.send(0, 1)
+                await until(lambda: server.sessions.room.held == 1 and not waiting(server))
+                await bad.send(0, 7)
+                await good.send(0, 5)
+                await until(lambda: waiting(server) == 2)
+
+            await shut_while(server, go, talk)
+            assert (await good.read(5)).shape == (5, WIDTH)
+            with suppress(grpc.aio.AioRpcError):
+                await bad.call.read()
+            return (await bad.call.code()).name, await bad.call.details()
+
+    assert wait_for(run()) == ("INTERNAL", "the blocks failed: too much")
+    server.sessions.room.check()
+
+
+def test_who_waits_when_a_server_ends_is_answered_or_hears_it(here):
+    """Steps that are under way have their time, and nothing that is written has another owner meanwhile."""
+    server, go = here.serve((0, 6), limits={"kv_tokens": 128})[0], threading.Event()
+
+    async def run() -> list[int]:
+        async with grpc.aio.insecure_channel(server.record.address) as channel:
+            one, two = (Talking(channel, here.model) for _ in range(2))
+            await one.step(0, 3)
+            await two.step(0, 3)
+            blocked = asyncio.create_task(server.sessions.batcher.aside(lambda: go.wait(30)))
+            await one.send(3, 4)
+            await until(lambda: len(server.sessions.room._leased) == 1 and not waiting(server))
+            await two.send(3, 4, first=2)
+            await until(lambda: waiting(server) == 1)
+            ending = asyncio.create_task(here._stack.aclose())
+            await asyncio.sleep(0.1)
+            server.sessions.room.check()
+            go.set()
+            await blocked
+            said = [await one.read(1), await two.read(1)]
+            await ending
+            with pytest.raises(grpc.aio.AioRpcError):
+                await Talking(channel, here.model).step(0, 1)
+            return [len(one) for one in said]
+
+    assert wait_for(run()) == [1, 1]
+    server.sessions.room.check()
+    assert not server.sessions.room.held and not server.sessions.room._leased
+
+
+def test_a_server_moves_when_no_step_has_a_block_any_more(here, held):
+    """A step that is computed while its session is ended by a move has its blocks until it has run."""
+    server, go = held
+    sessions, room = server.sessions, server.sessions.room
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(server.record.address) as channel:
+            one, two = (Talking(channel, here.model) for _ in range(2))
+
+            async def talk() -> None:
+                await one.send(0, 20)
+                await until(lambda: room.held == 1 and not waiting(server))
+                await two.send(0, 20, first=1)
+                await until(lambda: waiting(server) == 1)
+                one.call.cancel()
+                two.call.cancel()
+                await sessions.drain(0.0)
+                assert not waiting(server) and not room.held and len(room._leased) == 2
+                room.check()
+
+            await shut_while(server, go, talk)
+            await sessions.batcher.aside(lambda: server.sessions.batcher.stack.move(range(6)))
+            sessions.moving = False
+            await until(lambda: not room._leased)
+            assert room.pool.free == room.pool.count
+            assert (await Talking(channel, here.model).step(0, 4)).shape == (4, WIDTH)
+
+    wait_for(run())
+
+
+def test_bystanders_say_what_the_local_model_says_beside_whatever_others_do(folder):
+    """Some schedules of ``soak_sessions.py``, which runs as many as one likes."""
+    found = Found()
+    with Soak(folder, questions(6)) as soak:
+        for seed in range(12):
+            soak.schedule(seed, found)
+        soak.left()
+    assert found.answers >= 12 and not found.wrong and not found.failed

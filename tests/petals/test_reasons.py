@@ -1,0 +1,138 @@
+"""Members that do not see each other say why: servers on their terminals, clients in the error, at once."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from certificates import certificate
+from strangers import keyed, said
+
+from firsttoken.__main__ import main
+from firsttoken.petals import announcer, server
+from firsttoken.petals.access import Access
+from firsttoken.petals.background import wait_for
+from firsttoken.petals.keys import public_hex
+from firsttoken.petals.tuning.remote import RemoteTraining
+from firsttoken.study.errors import SwarmError
+
+
+def nobody() -> str:
+    """An address at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def warned(capsys, words: str) -> str:
+    """What is said on the terminal, as soon as it holds ``words``."""
+    text, until = "", time.monotonic() + 20
+    while not re.search(words, text):
+        assert time.monotonic() < until, text
+        time.sleep(0.02)
+        text += capsys.readouterr().err
+    return text
+
+
+@pytest.mark.parametrize(("ahead_s", "why"), [(60.0, "of a time 6.* s ahead"), (-60.0, "expired 3.* s ago")])
+def test_clocks_that_differ_are_named_by_the_server_its_peer_and_the_client(
+    ahead_s, why, here, client, capsys, monkeypatch
+):
+    (door,) = here.serve((0, 3))
+    door.announcer._renew = lambda _: None  # its clock is right
+    clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
+    for module in (announcer, server):
+        monkeypatch.setattr(module, "time", clock)
+    (other,) = here.serve((3, 6), peers=[door.record.address])
+    text = warned(capsys, "not known to others")
+    assert re.search(f"{door.record.address}: .*{why}.*set the clocks", text)
+    model = client(door.record.address, patience={"find_s": 0.2})
+    at = other.record.address
+    with pytest.raises(SwarmError, match=f"blocks 3 to 5: .*{door.record.address} refuses {at}: .*{why}.*set the clo"):
+        model.generate(torch.tensor([[1, 2]]), 2)
+    assert capsys.readouterr().err.count("not known to others") == 0  # once for each reason
+
+
+def test_a_server_says_who_does_not_know_it_and_says_it_again_when_the_reason_changes(here, capsys):
+    wrong = nobody()
+    (up,) = here.serve((0, 6), peers=[wrong])
+    assert f"not known to others; {wrong}: nobody listens there" in warned(capsys, "not known")
+    with socket.create_server(("127.0.0.1", int(wrong.rpartition(":")[2]))) as listening:
+        listening.settimeout(0.2)
+        closed, until = 0, time.monotonic() + 20
+        while not closed or "ends connections" not in capsys.readouterr().err:
+            assert time.monotonic() < until
+            try:
+                listening.accept()[0].close()
+                closed += 1
+            except TimeoutError:
+                pass
+    assert not up.failed.done()
+
+
+def test_a_server_whose_address_leads_nowhere_says_so(here, client, capsys):
+    (door,) = here.serve((0, 3))
+    wrong = nobody()
+    here.serve((3, 6), peers=[door.record.address], address=wrong)
+    text = warned(capsys, "not known to others")
+    assert f"does not reach itself at {wrong}, the address that it gives others: nobody listens there" in text
+    assert f"{door.record.address}: {wrong} does not answer when it is called back: nobody listens there" in text
+    with pytest.raises(SwarmError, match=f"refuses {wrong}: .*nobody listens there"):
+        client(door.record.address, patience={"find_s": 0.1}).generate(torch.tensor([[1]]), 1)
+
+
+def test_another_model_is_named(here, client, folder, capsys):
+    (up,) = here.serve((0, 6), model="c" * 64)
+    with pytest.raises(SwarmError, match=f"blocks 0 to 5: .*seen: 1 of another model, as at {up.record.address}"):
+        client(up.record.address, patience={"find_s": 0.1}).generate(torch.tensor([[1]]), 1)
+    assert main(["swarm", "list", "--model", str(folder), "--registry", up.record.address]) == 0
+    assert "0 servers have blocks of the model; seen beside: 1 of another model" in capsys.readouterr().err
+
+
+def test_a_server_that_is_silent_or_was_shunned_is_named(here, client):
+    (up,) = here.serve((0, 3))
+    model = client(up.record.address, patience={"find_s": 0.1})
+    gone = replace(up.record, server=public_hex(keyed(9)), address=nobody(), blocks=(3, 6)).signed(keyed(9))
+    model.swarm.registry.take(gone, time.time())
+    model.swarm.conduct.failed(up.record.server)
+    with pytest.raises(SwarmError, match=f"blocks 3 to 5: .*{gone.address}: nobody listens there.*failed lately"):
+        model.generate(torch.tensor([[1]]), 1)
+
+
+def test_a_wrong_registry_is_known_at_once_to_every_command(here, client, folder, capsys):
+    wrong, begun = nobody(), time.monotonic()
+    said_so = f"nobody of a swarm answers at {wrong}: name HOST:PORT of one of its servers"
+    with pytest.raises(SwarmError, match=rf"{said_so} \({wrong}: nobody listens there\)"):
+        client(wrong)
+    with pytest.raises(SwarmError, match=said_so):
+        RemoteTraining(folder, [wrong])
+    assert main(["swarm", "list", "--model", str(folder), "--registry", wrong]) == 2
+    assert said_so in capsys.readouterr().err
+    assert time.monotonic() - begun < 25
+
+
+def test_a_token_or_a_certificate_that_does_not_fit_is_named(here, client, capsys, tmp_path):
+    public, private = certificate()
+    (up,) = here.serve((0, 3), access=Access("secret", public, public, private))
+    for access, why in ((Access("other", public), "asks for a token"), (Access("secret"), "TLS needs --tls-ca")):
+        here.serve((3, 6), peers=[up.record.address], access=access)
+        assert f"{up.record.address}: " in (text := warned(capsys, why)) and "not known to others" in text
+
+
+def test_members_of_another_version_are_named(here, client):
+    (up,) = here.serve((0, 6))
+    up.announcer.answer = lambda *_: b'{"server": null, "records": []}'  # as the first version answered
+    with pytest.raises(SwarmError, match="speaks version 1 of records, not 2: have one version on all members"):
+        client(up.record.address)
+
+
+def test_a_server_is_told_why_it_is_refused(here):
+    (up,), now = here.serve((0, 6)), time.time()
+    made = replace(up.record, server=public_hex(keyed(3)), address="192.0.2.1:5", issued=now, expires=now + 30)
+    told = wait_for(said(up.record.address, made.signed(keyed(3))))
+    assert told.refused == "192.0.2.1:5 is on another machine, and this swarm is of this one alone (no TLS)"
+    assert told.others == (f"192.0.2.1:5: {told.refused}",)

@@ -1,0 +1,129 @@
+"""Announcements: what is forged, replayed, stale, of the future or under another's key is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from firsttoken.petals.keys import public_hex, server_key
+from firsttoken.petals.messages import TALK, Exchanged, hear, tell
+from firsttoken.petals.records import LONGEST_S, SKEW_S, Record, read_record
+from firsttoken.petals.registry import MOST, Registry, StaleError, TwinError
+from firsttoken.study.errors import SwarmError
+
+NOW = 1_000_000.0
+KEY = Ed25519PrivateKey.from_private_bytes(b"1" * 32)
+OTHER = Ed25519PrivateKey.from_private_bytes(b"2" * 32)
+
+
+def record(key=KEY, at=NOW, life=30.0, **changed) -> Record:
+    made = Record(public_hex(key), "127.0.0.1:4000", (0, 3), "a" * 64, 100.0, NOW, at, at + life)
+    return replace(made, **changed).signed(key)
+
+
+def keyed(number: int) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
+
+
+def test_the_latest_record_of_each_server_counts_until_it_expires():
+    registry = Registry()
+    assert registry.take(record(), NOW) and not registry.take(record(), NOW)
+    assert registry.take(later := record(at=NOW + 10, blocks=(1, 4)), NOW + 10)
+    assert registry.take(record(OTHER, address="127.0.0.1:4001"), NOW + 10)
+    assert {one.blocks for one in registry.serving("a" * 64, NOW + 10)} == {(1, 4), (0, 3)}
+    assert registry.serving("b" * 64, NOW + 10) == []
+    assert registry.live(NOW + 31) == [later]
+    assert registry.live(NOW + 41) == []  # no ghost
+    assert registry.take(record(at=NOW + 50, blocks=(0, 0)), NOW + 50)  # it leaves
+    assert registry.serving("a" * 64, NOW + 50) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (replace(record(), blocks=(0, 6)), "not signed by its key: it is forged"),
+        (replace(record(), server=public_hex(OTHER)), "not signed by its key: it is forged"),
+        (replace(record(), expires=NOW + 60), "not signed by its key: it is forged"),
+        (replace(record(), address="127.0.0.1:4002"), "not signed by its key: it is forged"),
+        (record(at=NOW - 40), r"expired 10\.0 s ago"),
+        (record(at=NOW + SKEW_S + 1), "of a time 6.0 s ahead: set the clocks"),
+        (record(life=LONGEST_S + 1), "for longer than 300 s"),
+        (record(blocks=(3, 1)), "of no blocks"),
+        (record(target=(3, 1)), "of no blocks"),
+        (replace(record(), target=(0, 6)), "not signed by its key: it is forged"),
+    ],
+    ids=["blocks", "server", "expiry", "address", "expired", "future", "long", "backwards", "nowhere", "wish"],
+)
+def test_what_is_not_a_servers_own_word_of_now_is_refused(wrong, said):
+    registry = Registry()
+    with pytest.raises(SwarmError, match=said):
+        registry.take(wrong, NOW)
+    assert registry.live(NOW) == []
+
+
+def test_a_replayed_record_is_refused_also_after_the_later_one_has_gone():
+    registry = Registry()
+    old = record(life=LONGEST_S)
+    registry.take(record(at=NOW + 5, life=10.0), NOW + 5)
+    for now in (NOW + 6, NOW + 100):
+        with pytest.raises(StaleError, match="older than the one that is known: it is replayed"):
+            registry.take(old, now)
+
+
+def test_of_two_servers_with_one_key_the_earlier_counts():
+    registry, twin = Registry(), {"address": "127.0.0.1:4009", "started": NOW + 1}
+    registry.take(record(), NOW)
+    with pytest.raises(TwinError, match=r"in use at 127.0.0.1:4000: give each server a key of its own, or wait 28 s"):
+        registry.take(record(at=NOW + 2, **twin), NOW + 2)
+    registry.take(record(at=NOW + 31, **twin), NOW + 31)  # the first one's life is over, and it was only restarted
+    registry.take(record(at=NOW + 32), NOW + 32)  # it was a partition, and heals
+    assert registry.serving("a" * 64, NOW + 32)[0].address == "127.0.0.1:4000"
+
+
+def test_a_registry_holds_so_many_and_who_is_new_finds_room():
+    registry = Registry()
+    for number in range(MOST + 3):
+        registry.take(record(keyed(number), address=f"127.0.0.1:{4000 + number}"), NOW)
+    held = {one.address for one in registry.live(NOW)}
+    assert held == {f"127.0.0.1:{4000 + number}" for number in range(3, MOST + 3)}  # who was longest silent is gone
+    with pytest.raises(SwarmError, match="an exchange of 513 records"):
+        hear(tell([record()] * (MOST + 1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"server": "zz"}, "server: "),
+        ({"address": "nowhere"}, "expected HOST:PORT"),
+        ({"address": "h:99999"}, "expected HOST:PORT"),
+        ({"blocks": [0, 10**9]}, "blocks"),
+        ({"throughput": "fast"}, "throughput"),
+        ({"extra": 1}, "extra"),
+        ({"signature": 5}, "signature"),
+    ],
+)
+def test_what_is_no_record_is_named(change, said):
+    with pytest.raises(SwarmError, match=f"no record of a server: .*{said}"):
+        read_record(record().as_dict() | change)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"server": 1, "records": []}', b'{"records": []}', b"\xff"])
+def test_what_is_no_exchange_is_refused(data):
+    with pytest.raises(SwarmError, match="an exchange of records cannot be read"):
+        hear(data)
+    assert hear(tell([record()], "a" * 64)) == Exchanged("a" * 64, (record(),), talk=TALK)
+    assert json.loads(tell([]))["server"] is None
+
+
+def test_a_key_is_made_once_and_read_again(tmp_path):
+    path = tmp_path / "key"
+    assert public_hex(server_key(path)) == public_hex(server_key(path)) != public_hex(server_key(None))
+    assert path.stat().st_mode & 0o077 == 0
+    path.write_bytes(b"short")
+    with pytest.raises(SwarmError, match="holds no Ed25519 key of 32 bytes: name another file"):
+        server_key(path)
+    with pytest.raises(SwarmError, match="cannot be read or written: Is a directory"):
+        server_key(tmp_path)

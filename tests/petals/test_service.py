@@ -1,0 +1,154 @@
+"""OpenAI's interface over a swarm, on real sockets: streams go on when a server of the chain is killed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import httpx
+import pytest
+from services import free_port, write_plain
+from swarms import Here
+
+from firsttoken.__main__ import main
+from firsttoken.petals.rest8 import write_8_bits
+from firsttoken.service.config import ServiceConfig
+from firsttoken.service.launch import running
+from firsttoken.study.errors import StageError, SwarmError
+from firsttoken_studies.petals.fleet import Fleet
+from firsttoken_studies.petals.liar import LyingStack
+
+SPANS = ("0:3", "3:6")
+ASKED = {"prompt": "the inn in the north", "max_tokens": 160, "temperature": 0.8, "seed": 5, "logprobs": 1}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("service") / "plain"
+    write_plain(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fleet(plain, parent) -> Iterator[Fleet]:
+    fleet = Fleet(plain, SPANS)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(scope="module")
+def url(plain, fleet) -> Iterator[str]:
+    with running(ServiceConfig(plain, port=free_port(), swarm=(fleet.door,))) as url:
+        yield url
+
+
+def streamed(url: str, asked: dict, after: int = 0, what=lambda: None) -> list[dict]:
+    """The chunks of a stream; ``what`` is called when so many have come."""
+    chunks = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=asked | {"stream": True}, timeout=60) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunks.append(json.loads(line[6:]))
+                if len(chunks) == after:
+                    what()
+    return chunks
+
+
+def text_of(chunks: list[dict]) -> str:
+    return "".join(one["choices"][0]["text"] for one in chunks)
+
+
+def test_an_answer_goes_on_when_a_server_is_killed(url, fleet):
+    whole = httpx.post(f"{url}/v1/completions", json=ASKED, timeout=60).json()["choices"][0]
+    servers = httpx.get(f"{url}/stage").json()["servers"]
+    assert [one["blocks"] for one in servers] == [[0, 3], [3, 6]]
+    assert {one["address"] for one in servers} <= set(fleet.members)
+
+    def kill() -> None:
+        fleet.members[servers[1]["address"]].kill()
+
+    chunks = streamed(url, ASKED, 12, kill)
+    assert text_of(chunks) == whole["text"] and chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
+    assert {one["stage"] for one in chunks} == {1}
+    status = httpx.get(f"{url}/stage").json()
+    assert status["servers"][1]["address"] != servers[1]["address"] and status["servers"][0] == servers[0]
+    assert [one["what"].split(":")[0] for one in status["events"]] == [f"replaced {servers[1]['key']}"]
+    seen = httpx.get(f"{url}/swarm").json()
+    assert seen["unserved"] == [] and seen["replaced"][-1]["by"][0]["address"] == status["servers"][1]["address"]
+    assert [one["asked"] for one in seen["servers"][:2]] == [[[0, 3]], [[3, 6]]]
+
+
+def test_several_answers_share_the_steps(url):
+    """Two prompts, chosen three times each; what each says is what it says alone."""
+    both = httpx.post(f"{url}/v1/completions", json=ASKED | {"prompt": ["the inn", "a hat"], "n": 3}, timeout=60).json()
+    assert len(both["choices"]) == 6 and len({one["text"] for one in both["choices"]}) > 2
+    alone = httpx.post(f"{url}/v1/completions", json=ASKED | {"prompt": "the inn", "n": 3}, timeout=60).json()
+    assert [one["text"] for one in alone["choices"]] == [one["text"] for one in both["choices"][:3]]
+    page = httpx.get(url).text
+    assert "servers of the swarm that answer" in page
+    until = time.monotonic() + 20
+    while httpx.get(f"{url}/stage").json()["sessions"] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert httpx.get(f"{url}/stage").json()["sessions"] == 0
+
+
+def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys):
+    door = here.serve((0, 3), model=here.model)[0].record.address
+    nobody = f"127.0.0.1:{free_port()}"
+    assert main(["serve", str(plain), "--swarm", nobody, "--port", str(free_port())]) == 2
+    assert f"nobody of a swarm answers at {nobody}: name HOST:PORT" in capsys.readouterr().err
+    with (
+        pytest.raises(SwarmError, match="no server that answers has blocks 0 to 5"),
+        running(ServiceConfig(plain, port=free_port(), swarm=(door,))),
+    ):
+        pass
+    for wrong in ({"replicas": 2}, {"preemption": "swap"}, {"gbit_per_s": 1.0}):
+        with pytest.raises(StageError, match="over a swarm there is one replica"):
+            ServiceConfig(plain, swarm=(door,), **wrong)
+    with (
+        pytest.raises(SwarmError, match="share no prefixes"),
+        running(ServiceConfig(plain, port=free_port(), swarm=(door,), share_prefixes=True)),
+    ):
+        pass
+
+
+def test_a_service_over_servers_of_8_bits(plain, parent, tmp_path):
+    """Its folder has the blocks in 8 bits as well, and it loads none of them."""
+    write_8_bits(plain, tmp_path / "small")
+    here = Here(tmp_path / "small")
+    (up,) = here.serve((0, 6))
+    with running(ServiceConfig(here.folder, port=free_port(), swarm=(up.record.address,))) as url:
+        said = httpx.post(f"{url}/v1/completions", json=ASKED | {"max_tokens": 8}, timeout=60).json()
+        assert said["usage"]["completion_tokens"] == 8 or said["choices"][0]["finish_reason"] == "stop"
+        assert httpx.get(f"{url}/stage").json()["servers"][0]["address"] == up.record.address
+    here.close()
+
+
+def test_the_service_audits_as_the_client_does(plain):
+    """A liar alone has all blocks: it is convicted before anything that it said is answered, and the map says so."""
+    here = Here(plain)
+    try:
+        halves = here.serve((0, 3), (3, 6))
+        door = halves[0].record.address
+        (liar,) = here.serve((0, 6), peers=[door], stack_of=partial(LyingStack, lie="noise", seed=1))
+        until = time.monotonic() + 20
+        while len(halves[0].registry.live(time.time())) < 3:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        honest = {up.record.server for up in halves}
+        with running(ServiceConfig(plain, port=free_port(), swarm=(door,), swarm_audit_rate=1.0)) as url:
+            asked = ASKED | {"max_tokens": 8}
+            assert httpx.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
+            told = httpx.get(f"{url}/swarm").json()
+            assert told["audits"]["ends"]["convicted"] == 1 and told["audits"]["ends"].keys() <= {
+                "convicted",
+                "inconclusive",
+            }
+            assert "nobody" in told["audits"]["undecided"] or "no server that answers" in told["audits"]["undecided"]
+            states = {one["key"]: one["state"] for one in told["servers"]}
+            assert states == dict.fromkeys(honest, "serves") | {liar.record.server: "convicted"}
+    finally:
+        here.close()

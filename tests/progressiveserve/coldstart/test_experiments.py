@@ -1,0 +1,168 @@
+"""The online experiments end to end, on the paper profile's path: a Llama folder, the report's adapters, SQuAD."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Result, read_result
+from firsttoken_studies.experiments import run_experiment
+from firsttoken_studies.progressiveserve import recovery_tables as recovery_tables
+from firsttoken_studies.progressiveserve import timeline_trial
+from firsttoken_studies.progressiveserve.coldstart import tables, trial
+from firsttoken_studies.progressiveserve.coldstart.experiments import reachable
+from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, SERVER, TrialLink
+from firsttoken_studies.progressiveserve.layers import healing_training
+from firsttoken_studies.progressiveserve.open_session import ROUNDING
+
+pytestmark = pytest.mark.long(seconds=50)
+
+FEW = {
+    "coldstart": {
+        "rounds": 1,
+        "few_rounds": 1,
+        "readers": 2,
+        "gbit_per_s": 0.01,
+        "variants": ["from_pretrained", "whole_streamed", "progressive"],
+        "disk_variants": [],
+        "sweep_links": [],
+        "parallel_variants": [],
+        "few_variants": [],
+        "server_variants": [],
+    },
+    "deferral": {
+        "sizes": [0, 2],
+        "trials": 1,
+        "readers": 2,
+        "calibration": 2,
+        "tokens": 32,
+        "search_windows": 1,
+        "items": 4,
+        "windows": 2,
+    },
+    "timeline": {"gbit_per_s": 0.005, "clients": 2, "new_tokens": 6, "duration_s": 3, "sample_s": 0.05, "runs": 1},
+    "open_session": {"contexts": [8, 24], "repeats": 1, "windows": 2, "context_tokens": 16, "continue_tokens": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the report's adapters are kept once they are trained."""
+    return tmp_path_factory.mktemp("trained") / "adapters"
+
+
+@pytest.fixture
+def trained(paper: Profile, adapters: Path) -> Profile:
+    """The paper profile with the report's adapters trained, and every online experiment cut to seconds."""
+    sections = dict(paper.sections)
+    for name, keys in FEW.items():
+        questions = {"questions": sections["quality"]["questions"]} if "questions" in sections[name] else {}
+        sections[name] = dict(sections[name]) | keys | questions
+    profile = dataclasses.replace(paper, sections=sections)
+    own = Path(sections["served"]["adapters"])
+    if adapters.exists():
+        shutil.copytree(adapters, own)
+    else:
+        healing_training(profile)
+        shutil.copytree(own, adapters)
+    return profile
+
+
+@pytest.fixture
+def few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials that load a whole model, and timelines that do not move, run in this process.
+
+    Each process of its own imports for seconds; the others of this file and those of ``test_trial.py`` are real.
+    """
+    real = subprocess.run
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess:
+        module, asked = (command[2] if len(command) > 2 else ""), {}
+        if module == trial.__name__:
+            asked = json.loads(command[3])
+        elif module == timeline_trial.__name__:
+            asked = json.loads(options["input"])
+        if asked.get("variant") == "whole_streamed":
+            said = {"variant": asked["variant"]} | trial.main(trial.TrialSpec(**asked))
+        elif asked.get("upgrade") is False:
+            said = timeline_trial.main(timeline_trial.TimelineSpec(**asked))
+        else:
+            return real(command, **options)
+        return subprocess.CompletedProcess(command, 0, json.dumps(said), "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+def test_a_cold_start_from_trial_to_table(trained, few_processes):
+    result = run_experiment("cold_start", trained)
+    assert read_result(result.path).rows == result.rows
+    tokens = {row["variant"]: row["token_id"] for row in result.rows if row["variant"] != "read"}
+    (last,) = (row["full_token_id"] for row in result.rows if row["variant"] == "progressive")
+    assert tokens["whole_streamed"] == last and tokens.get("from_pretrained", last) == last
+    over = result.summary.of("ttft_x", variant="progressive", than="whole_streamed", link="0.01gbit")
+    assert over["n"] == 1
+    assert [row["link"] for row in tables.link_rows(result)] == ["0.01 Gbit/s"]
+    assert {row["ratio"] for row in tables.target_rows(None, result)} == {
+        row["ratio"] for row in tables.target_rows(result, result)
+    }
+
+
+def test_a_variant_that_a_bucket_cannot_hold_back_is_refused_or_left_out(trained):
+    for shaped_by in (BUCKET, SERVER):
+        assert reachable(["runai", "whole"], TrialLink(1.0, shaped_by)) == ["whole"]
+    assert reachable(["runai", "whole"], TrialLink(1.0, KERNEL)) == ["runai", "whole"]
+    sections = dict(trained.sections)
+    sections["coldstart"] = dict(sections["coldstart"]) | {"sweep_variants": ["runai"]}
+    with pytest.raises(ProfileError, match="runai reads past a token bucket"):
+        run_experiment("cold_start", dataclasses.replace(trained, sections=sections))
+    sections["coldstart"] = dict(sections["coldstart"]) | {"sweep_variants": [], "variants": ["warp"]}
+    with pytest.raises(ProfileError, match="no cold-start variant 'warp'"):
+        run_experiment("cold_start", dataclasses.replace(trained, sections=sections))
+    sections["coldstart"] = dict(sections["coldstart"]) | {"sweep_links": [0.01]}
+    with pytest.raises(ProfileError, match="name every rate once"):
+        run_experiment("cold_start", dataclasses.replace(trained, sections=sections))
+
+
+def test_the_sweep_times_and_scores_every_size(trained, few_processes):
+    result = run_experiment("deferral_sweep", trained)
+    assert [entry["where"] for entry in result.summary.all("ttft_p50_s")] == [{"layers": 0}, {"layers": 2}]
+    for variant, layers in (("none", 0), ("distance", 2), ("perplexity", 2), ("healed", 3)):
+        assert result.summary.of("f1_pct", variant=variant, layers=layers)
+    assert tables.most_deferred(result) == 2
+    moved = {row["deferred_layers"]: row["bytes"] for row in result.rows if "bytes" in row}
+    assert moved[2] < moved[0]
+    assert [row["layers deferred"] for row in tables.deferral_rows(result)] == [0, 2]
+    sections = dict(trained.sections)
+    for sizes, message in (([0, 6], r"deferral\.sizes .*: 7 layers of tiny-llama .*, there are 6"), ([2], "name 0")):
+        sections["deferral"] = dict(sections["deferral"]) | {"sizes": sizes}
+        with pytest.raises(ProfileError, match=message):
+            run_experiment("deferral_sweep", dataclasses.replace(trained, sections=sections))
+
+
+def test_the_timeline_serves_every_request_whole(trained, few_processes):
+    result = run_experiment("recovery_timeline", trained)
+    assert all(result.summary.value("short_requests", case=case) == 0 for case in ("whole", "pinned", "upgrade"))
+    peaks = [row for row in result.rows if row["row"] == "peak"]
+    assert len({row["model_bytes"] for row in peaks}) == 1 and peaks[0]["model_bytes"] > 0
+    grown = "stage 1 to whole model"
+    assert recovery_tables.stages_served(result) == {"whole": "whole model", "pinned": grown, "upgrade": grown}
+    assert len(recovery_tables.timeline_rows(result)) >= 5
+
+
+def test_open_sessions_are_right_but_for_the_naive_one(trained):
+    result: Result = run_experiment("open_session", trained)
+    value = result.summary.value
+    for kind in ("healed", "bare"):
+        for policy in ("prefill again", "from boundary states"):
+            assert value("logit_error", policy=policy, variant=kind) < 1e-3 < ROUNDING
+        assert value("logit_error", policy="naive", variant=kind) > 1e-2
+        assert value("excess_nll", policy="prefill again", variant=kind) == 0
+    assert len(recovery_tables.policy_rows(result)) == 10

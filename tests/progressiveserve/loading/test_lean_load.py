@@ -1,0 +1,98 @@
+"""Staged checkpoints into lean layers: loads, views, adapters and fused layers are what they are on stock ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from loads import ALL, Loads
+
+from firsttoken.engine.fused import FusedLayer, fuse_layer
+from firsttoken.engine.native.library import kernels
+from firsttoken.lean.model import LeanModel
+from firsttoken.lean.tokenizer import read_tokenizer
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
+from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.lora import LoraLinear
+from firsttoken.progressiveserve.loading.placement import build_lean
+from firsttoken.progressiveserve.loading.skeleton import Skeleton
+from firsttoken.progressiveserve.passlayer import PassLayer
+from firsttoken.study.errors import ModelError
+
+IDS = torch.randint(256, (1, 17), generator=torch.Generator().manual_seed(2))
+
+
+class LeanLoads(Loads):
+    """The same loads into a lean model."""
+
+    def __init__(self, staged) -> None:
+        super().__init__(staged)
+        self.skeleton = Skeleton(staged.folder, self.manifest, build=build_lean)
+        assert type(self.skeleton.model) is LeanModel
+        self.model, self.view = self.skeleton.model, self.skeleton.empty_view()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_stage_says_what_the_stock_layers_say(stage, kind, tied):
+    """Bit for bit, adapters included, and the passed layers are gaps."""
+    staged = stage(kind=kind, tied=tied, adapters=(1, 2))
+    lean, stock = LeanLoads(staged), Loads(staged)
+    for number in ALL:
+        view = lean.bring(number)
+        stock.bring(number)
+        assert torch.equal(lean.answer(IDS), stock.answer(IDS))
+        adapted = any(isinstance(module, LoraLinear) for layer in view.layers for module in layer.modules())
+        assert adapted == (number < 3) and any(isinstance(layer, PassLayer) for layer in view.layers) == (number < 3)
+
+
+@torch.inference_mode()
+def test_a_prefill_that_streams_behind_the_layers(stage):
+    staged = stage()
+    skeleton = Skeleton(staged.folder, staged.manifest, build=build_lean)
+    load = StageLoad(staged.folder, staged.manifest, ALL, [Link()], skeleton, skeleton.empty_view())
+    load.view.activate(skeleton.model)
+    with load.streaming():
+        answer = skeleton.model(IDS).logits
+    load.wait()
+    stock = Loads(staged)
+    stock.bring(*ALL)
+    assert torch.equal(answer, stock.answer(IDS))
+
+
+@torch.inference_mode()
+def test_layers_fuse_as_they_arrive(stage):
+    if kernels() is None or not torch.backends.mkldnn.is_available():
+        pytest.skip("no C++ compiler or no oneDNN here: nothing is fused")
+    lean = LeanLoads(stage())
+    view = lean.bring(*ALL)
+    plain = lean.answer(IDS)
+    for i, layer in enumerate(view.layers):
+        view.layers[i] = fuse_layer(layer)
+        assert type(view.layers[i]) is FusedLayer
+    torch.testing.assert_close(lean.answer(IDS), plain, rtol=0, atol=1e-4)
+
+
+def test_a_tensor_that_is_missing_or_has_another_shape(stage):
+    """Held against the lean model's own names and shapes before anything is read."""
+    staged = stage()
+    manifest, turned = read_manifest(staged.folder), read_manifest(staged.folder)
+    del manifest.stages[0].parts[1].tensors["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(ModelError, match=r"does not stage the model of its config\.json: .*up_proj"):
+        Skeleton(staged.folder, manifest, build=build_lean)
+    tensors = turned.stages[0].parts[1].tensors
+    entry = tensors["model.layers.0.mlp.up_proj.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"] = replace(entry, shape=entry.shape[::-1])
+    with pytest.raises(ModelError, match=r"layer 00 brings model\.layers\.0\.mlp\.up_proj\.weight as \[32, 64\]"):
+        Skeleton(staged.folder, turned, build=build_lean)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", '{"version": "1.0"}', "\ud800"])
+def test_a_tokenizer_that_is_none(tmp_path, content):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ModelError, match=r"tokenizer\.json.*; copy the model's own") as caught:
+        read_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)

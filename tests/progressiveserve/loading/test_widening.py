@@ -1,0 +1,105 @@
+"""A bf16 checkpoint computes in float32 where the processor asks for it: the stored weights, exactly, only wider."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from firsttoken.assets.models import as_stored
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
+from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
+from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.making import Maker
+from firsttoken.progressiveserve.loading.memory import WeightRoom
+from firsttoken.progressiveserve.loading.peers import load_with
+from firsttoken.progressiveserve.loading.skeleton import Skeleton
+from firsttoken.progressiveserve.recovery.server import GrowingServer
+from firsttoken.study import dtypes
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@torch.inference_mode()
+def logits(model, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_what_arrives_in_bf16_computes_as_stock_transformers_does_in_fp32(stage, ids, tied: bool) -> None:
+    staged = stage("llama", tied, BF16)
+    manifest = read_manifest(staged.folder)
+    skeleton = Skeleton(staged.folder, manifest, dtype=FP32)
+    view = StageLoad(staged.folder, manifest, (1, 2, 3), [Link()], skeleton, skeleton.empty_view()).wait()
+    view.activate(skeleton.model)
+    assert {parameter.dtype for parameter in skeleton.model.parameters()} == {FP32}
+    stock = AutoModelForCausalLM.from_pretrained(staged.folder, dtype=FP32).eval()
+    assert torch.equal(logits(skeleton.model, ids), logits(stock, ids))
+    rounded = AutoModelForCausalLM.from_pretrained(staged.folder, dtype=BF16).eval()
+    assert not torch.equal(logits(rounded, ids).float(), logits(stock, ids)), "or this test shows nothing"
+
+
+def test_the_memory_of_a_layer_is_not_kept_until_the_others_are_there(stage, monkeypatch) -> None:
+    """Layers are fused as they come, and let their weights go."""
+    make, back, backed, begun = Maker._make, Maker._back, threading.Event(), threading.Event()
+    rooms: list[weakref.ref[WeightRoom]] = []
+    kept: list[int] = []
+
+    def noted(maker, index, part, room, scratch):
+        assert backed.wait(60) and begun.wait(60)  # until then who began it may have them
+        kept.append(sum(ref() is not None for ref in rooms))
+        rooms.append(weakref.ref(room))
+        return make(maker, index, part, room, scratch)
+
+    monkeypatch.setattr(Maker, "_make", noted)
+    monkeypatch.setattr(Maker, "_back", lambda maker, rooms: (back(maker, rooms), backed.set()))
+    staged = stage("llama", True, BF16)
+    manifest = read_manifest(staged.folder)
+    skeleton = Skeleton(staged.folder, manifest, dtype=FP32)
+    load = StageLoad(staged.folder, manifest, (1, 2, 3), [Link()], skeleton, skeleton.empty_view())
+    begun.set()
+    load.wait()
+    assert kept == [0] * len(kept) and len(kept) > 3
+
+
+def test_other_peoples_loaders_are_asked_for_the_same(stage, ids) -> None:
+    staged = stage("llama", True, BF16)
+    wanted = logits(AutoModelForCausalLM.from_pretrained(staged.folder, dtype=FP32).eval(), ids)
+    for peer in ("from_pretrained", "safetensors"):
+        model = load_with(peer, staged.folder, FP32)
+        assert model.dtype == FP32 and torch.equal(logits(model, ids), wanted)
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, BF16), (False, FP32)])
+def test_a_service_computes_in_what_its_processor_is_fast_at(stage, monkeypatch, fast: bool, dtype) -> None:
+    monkeypatch.setattr(dtypes, "cpu_rates", lambda: dtypes.ProductRates(fast, 100.0, 200.0 if fast else 1.0))
+    server = GrowingServer(stage("llama", True, BF16).folder, [Link()], dtype=dtypes.AUTO)
+    server.start()
+    try:
+        assert server.wait_stage(3, 60)
+        assert {parameter.dtype for parameter in server._growth.skeleton.model.parameters()} == {dtype}
+        assert len(list(server.submit([5, 6, 7], 3).events())) == 3
+    finally:
+        server.close()
+
+
+def test_the_served_weights_are_the_same_numbers_whatever_computes(make_model) -> None:
+    wide, narrow = as_stored(make_model(), BF16, FP32), as_stored(make_model(), BF16, BF16)
+    untouched = make_model()
+    pairs = zip(wide.parameters(), narrow.parameters(), untouched.parameters(), strict=True)
+    changed = [(torch.equal(a, b.float()), torch.equal(a, c)) for a, b, c in pairs]
+    assert all(same for same, _ in changed) and not all(exact for _, exact in changed)
+    rotary = [model.model.rotary_emb.inv_freq for model in (wide, untouched)]
+    assert rotary[0].dtype == FP32 and torch.equal(*rotary), "no file holds the rotary tables, so none rounds them"
+
+
+def test_what_is_staged_is_what_was_rounded(make_model) -> None:
+    model = as_stored(make_model(), BF16, FP32)
+    source = ModelSource(model, None, Origin("tiny", "5e12" * 16, "real"), BF16)
+    name, parameter = next(iter(model.named_parameters()))
+    assert source.dtype(name) == source.get(name).dtype == source.config.dtype == BF16
+    assert torch.equal(source.get(name).float(), parameter)
