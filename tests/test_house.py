@@ -17,7 +17,7 @@ import pytest
 from firsttoken import __main__ as main_module
 from firsttoken.__main__ import main
 from firsttoken.options import parser
-from firsttoken.progressiveserve.served import ServedConfig
+from firsttoken.progressiveserve.base_model import ServedConfig
 from firsttoken.study import paths
 from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import ClaimsError
@@ -76,6 +76,17 @@ def test_every_path_in_the_readme_exists():
     assert named
     made = {"figures/own"}  # by a reader's run
     assert [path for path in named - made if not (paths.ROOT / path).exists()] == []
+
+
+def test_every_link_of_a_page_leads_to_a_file():
+    pages = [*paths.ROOT.glob("*.md"), *(p for room in ("lib", "data", "env") for p in (paths.ROOT / room).rglob("*.md"))]
+    links = (
+        (page, link)
+        for page in pages
+        if paths.TEMPLATES not in page.parents
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    )
+    assert [f"{page}: {link}" for page, link in links if not (page.parent / link).exists()] == []
 
 
 def test_every_command_in_the_readme_exists(capsys):

@@ -7,11 +7,10 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
+from the_library import LIB, named, sources
 
-LIB = Path(__file__).parents[1] / "lib"
 REPORTS = {"progressiveserve", "cps", "sarathi", "droidspeak", "petals"}
 FLOORS = {  # who lives on one may use all below it, and none beside it: a system never imports another
     "firsttoken": ({"study"}, {"assets", "link", "scoring"}, {"lean"}, {"engine"}, REPORTS, {"service"}),
@@ -22,11 +21,6 @@ PACKAGES = tuple(FLOORS)  # each may import those before it
 FLOOR = {
     (package, room): floor for package, floors in FLOORS.items() for floor, rooms in enumerate(floors) for room in rooms
 }
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(LIB).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imported(source: str, modules: set[str]) -> set[str]:
@@ -71,21 +65,6 @@ def test_a_circle_is_found(sources: dict[str, str]) -> None:
         TopologicalSorter(graph(sources)).prepare()
 
 
-def sources() -> dict[str, str]:
-    """The text of every module by its name."""
-    return {module_of(path): path.read_text(encoding="utf-8") for path in LIB.rglob("*.py")}
-
-
-def named(source: str) -> set[str]:
-    """All that is imported anywhere in ``source``: in functions and for type checkers, too."""
-    nodes = list(ast.walk(ast.parse(source)))
-    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
 def against_the_arrows(sources: dict[str, str]) -> list[str]:
     """What imports a package above its own, or within its package the room of another on its own floor or above it;
     the top of a package may import all of its rooms."""
@@ -118,10 +97,10 @@ def test_arrows_point_one_way() -> None:
             "firsttoken.engine.engine",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import firsttoken.sarathi.a",
         ),
-        ("firsttoken.study.runs", "from firsttoken import options"),
+        ("firsttoken.study.notebook_cache", "from firsttoken import options"),
         ("firsttoken.options", "def f():\n    import firsttoken_studies.registry"),
         ("firsttoken.engine.engine", "from firsttoken_extras import layer_borrowing"),
-        ("firsttoken_extras.layer_borrowing.loan", "from firsttoken_studies.combined import arrival"),
+        ("firsttoken_extras.layer_borrowing.lease", "from firsttoken_studies.combined import arrival"),
         ("firsttoken_studies.cps.tables", "from firsttoken_studies.sarathi import figures"),
         ("firsttoken.assets.models", "from firsttoken.link.shaped import Link"),
     ],
@@ -145,12 +124,3 @@ def twice(sources: dict[str, str]) -> dict[str, list[str]]:
 def test_no_class_name_stands_for_two_things() -> None:
     assert twice(sources()) == {}
     assert twice({"a": "class Span: pass", "b": "def f():\n    class _Span: pass"}) == {"Span": ["a", "b"]}
-
-
-def too_long(modules: dict[str, str]) -> list[str]:
-    return [name for name, source in modules.items() if len(source.splitlines()) > 250]
-
-
-def test_no_file_is_too_long_to_be_of_one_concept() -> None:
-    assert too_long(sources()) == []
-    assert too_long({"a": "\n" * 250, "b": "\n" * 251}) == ["b"]

@@ -9,7 +9,7 @@ import yaml
 
 from firsttoken.study import paths
 from firsttoken.study.notebooks import notebook_paths, read_notebook
-from firsttoken.study.prose import parts, templates
+from firsttoken.study.pages import parts, templates
 
 REFERENCES = re.compile(
     r"""```.*?``` | `[^`]*` | \]\([^)]*\) | \{\{.*?\}\} | ^\#.*?$  # code, links, what the program writes, headings

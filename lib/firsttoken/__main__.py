@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from firsttoken.options import EXTENSIONS, parser
 from firsttoken.study import paths, storage
 from firsttoken.study.errors import AssetError, FirstTokenError, StageError
-from firsttoken.study.foreign.schema import unknown
+from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.profile import Profile, check_used, load_profile
-from firsttoken.study.system.waiting import wait_briefly
+from firsttoken.study.system.openmp_spin import wait_briefly
 from firsttoken.terminal import ended_as_interrupted, show_what_it_can, size_text
 
 OK, USAGE, INTERRUPTED = 0, 2, 130
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def fetch(options: argparse.Namespace) -> int:
     """Bring the pinned assets into the cache."""
-    from firsttoken.assets.brought import bring
     from firsttoken.assets.fetch import fetch, load_lock
+    from firsttoken.assets.manual_downloads import bring
 
     lock = {asset.name: asset for asset in load_lock()}
     if odd := next((name for name in options.names if name not in lock), ""):
@@ -72,7 +72,7 @@ def stage(options: argparse.Namespace) -> int:
 
 
 def _measured_plan(profile: Profile, budget: float | None, most_lost: float | None) -> str:
-    from firsttoken.progressiveserve.planes import planner
+    from firsttoken.progressiveserve.bitplanes import planner
 
     if budget is None and most_lost is None:
         raise StageError("--planes auto needs --budget SHARE, such as 0.36, or --most-lost PERCENT, such as 5")
@@ -86,7 +86,7 @@ def _measured_plan(profile: Profile, budget: float | None, most_lost: float | No
 
 def assemble(options: argparse.Namespace) -> int:
     """Write the ordinary checkpoint that was staged."""
-    from firsttoken.progressiveserve.planes.assemble import assemble as write
+    from firsttoken.progressiveserve.bitplanes.assemble import assemble as write
 
     print(f"{write(options.folder, options.target)}: as stock from_pretrained reads it")
     return OK
@@ -94,8 +94,8 @@ def assemble(options: argparse.Namespace) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Serve a model until Ctrl-C."""
-    from firsttoken.service.config import ServiceConfig, read_key
     from firsttoken.service.launch import serve_forever
+    from firsttoken.service.service_config import ServiceConfig, read_key
 
     if options.folder is None:
         from firsttoken.assets.gguf import PINNED, converted

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from firsttoken.study.foreign.yaml_text import parse_yaml
+from firsttoken.study.parsing.yaml_text import parse_yaml
 from firsttoken.study.profile import profile_names
 
 

@@ -12,11 +12,11 @@ from firsttoken import option_values
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.machine import describe, machine_slug
-from firsttoken.study.measures import named
 from firsttoken.study.notebooks import notebook_paths, notebook_title
 from firsttoken.study.profile import check_used, load_profile, profile_names
 from firsttoken.study.record import pick, result_path
-from firsttoken.study.system.waiting import wait_briefly
+from firsttoken.study.summary import named
+from firsttoken.study.system.openmp_spin import wait_briefly
 from firsttoken.study.verdicts import show
 from firsttoken.terminal import size_text
 from firsttoken_studies.registry import EXPERIMENTS, find_experiment
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> int:
 def capacity(options: argparse.Namespace) -> int:
     """Find the capacity of one scheduler and print it beside the record's."""
     from firsttoken_studies import ledger
-    from firsttoken_studies.sarathi import standing
+    from firsttoken_studies.sarathi import leaderboard
     from firsttoken_studies.sarathi.contest import Contest
 
     profile = load_profile(options.profile, **dict(options.set))
@@ -85,7 +85,7 @@ def capacity(options: argparse.Namespace) -> int:
         raise ProfileError("--arrivals-unit says what the times of a trace are: add --arrivals FILE, or leave it out")
     contest = Contest.of(options.scheduler, profile, options.seeds, trace)
     rates = contest.run()
-    print(contest.told(rates, pick(ledger.recorded(), standing.EXPERIMENT, machine="any")))
+    print(contest.told(rates, pick(ledger.recorded(), leaderboard.EXPERIMENT, machine="any")))
     if options.trace or options.rows:
         contest.write_run(rates[0], options.trace, options.rows)
     return OK

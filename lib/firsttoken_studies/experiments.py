@@ -11,13 +11,13 @@ import torch
 
 from firsttoken.study import code, paths, progress, storage
 from firsttoken.study.claims import digests, load_claims
-from firsttoken.study.clock import counting_kept
+from firsttoken.study.dependencies import kept as kept_result
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.experiment import EVERY_PROFILE, LONG
 from firsttoken.study.machine import cores, describe
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, git_revision, is_clean, load_result, write_result
-from firsttoken.study.sources import kept as kept_result
+from firsttoken.study.timing import counting_kept
 from firsttoken_studies.registry import EXPERIMENTS, find_experiment
 
 

@@ -11,16 +11,16 @@ from firsttoken.study.claims import Claim, is_number, load_claims
 from firsttoken.study.claims_table import Own, table_for
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.files import write_text
-from firsttoken.study.foreign.schema import unknown
 from firsttoken.study.machine import machine_slug
+from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.record import CHANGED, Result, all_results, known_machine, load_result, result_files
 from firsttoken.study.run_end import run_end
 from firsttoken.study.storage import storing
 from firsttoken.study.verdicts import Judgement, Verdict, effect, judge, judge_all, judge_record
 from firsttoken_studies.registry import EXPERIMENTS
-from firsttoken_studies.sarathi import standing
+from firsttoken_studies.sarathi import leaderboard
 
-TABLES: pages.Tables = {standing.EXPERIMENT: standing.record_table}
+TABLES: pages.Tables = {leaderboard.EXPERIMENT: leaderboard.record_table}
 FOR_THE_RECORD = ("full", "gpu", "paper")  # quick results are whoever ran the notebooks last
 
 

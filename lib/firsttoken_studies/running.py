@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from firsttoken.study import paths, runs, storage, warm
+from firsttoken.study import kernel_forkserver, notebook_cache, paths, storage
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.notebooks import notebook_paths, run_notebook
@@ -44,19 +44,19 @@ def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool, p
 
 def _run_alone(notebooks: Sequence[Path], profile: Profile, *, again: bool, published: bool) -> Ran:
     left, seconds, failed, kept, started = list(notebooks), dict[str, float](), 0, 0, datetime.now(UTC)
-    expected = runs.expected(profile)
+    expected = notebook_cache.expected(profile)
     _announce(notebooks, profile, expected)
-    with warm.warmed():
+    with kernel_forkserver.warmed():
         for path in notebooks:
             print(f"{path.stem:<40} ", end="", flush=True)
             left.remove(path)
             try:
-                if not again and (stamp := runs.is_kept(path, profile)):
+                if not again and (stamp := notebook_cache.is_kept(path, profile)):
                     print(f"kept, ran {stamp['at']} in {stamp['seconds']:.0f} s", flush=True)
                     seconds[path.stem], kept = stamp["seconds"], kept + 1
                 else:
                     seconds[path.stem] = run_notebook(path, profile.name)
-                    runs.keep(path, profile, seconds[path.stem])
+                    notebook_cache.keep(path, profile, seconds[path.stem])
                     rest = expected.of(left)
                     print(
                         f"{seconds[path.stem]:6.1f} s" + (f"   about {_minutes(rest)} left" if rest else ""), flush=True
@@ -67,11 +67,11 @@ def _run_alone(notebooks: Sequence[Path], profile: Profile, *, again: bool, publ
                 failed += 1
                 print(f"failed\n{error}", flush=True)
     if len(seconds) == len(notebook_paths()) > kept:
-        runs.record(profile, seconds, started)
+        notebook_cache.record(profile, seconds, started)
     return Ran(failed, kept)
 
 
-def _announce(notebooks: Sequence[Path], profile: Profile, expected: runs.Expected) -> None:
+def _announce(notebooks: Sequence[Path], profile: Profile, expected: notebook_cache.Expected) -> None:
     """Say what computes and how long it will take, before it begins."""
     print(f"{machine_slug()}, profile {profile.name}, {profile.dtype_name}")
     whole = expected.of(notebooks)
@@ -79,7 +79,7 @@ def _announce(notebooks: Sequence[Path], profile: Profile, expected: runs.Expect
         print("no record of how long these notebooks take; quick takes minutes, review one to three hours, full many\n")
         return
     print(f"expected, if all must run: {_minutes(whole)}, by {expected.source}")
-    if expected.slower >= runs.SLOWER:
+    if expected.slower >= notebook_cache.SLOWER:
         print(f"firsttoken: this processor multiplies {expected.slower:.1f} times slower than that; what to expect:")
         for path in notebooks:
             print(f"  {path.stem:<40} {_minutes(expected.of([path]) or 0.0)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from firsttoken.assets.brought import bring, brought
+from firsttoken.assets.manual_downloads import bring, brought
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 

@@ -20,7 +20,7 @@ from firsttoken.assets.corpora import (
     token_windows,
     triviaqa,
 )
-from firsttoken.assets.rows import arrow_rows
+from firsttoken.assets.qa_files import arrow_rows
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError, CorpusError
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.assets.shapes import shape_config, shape_names
 from firsttoken.study.errors import AssetError, ModelError

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from firsttoken.assets.model_config import read_config
 from firsttoken.assets.positions import BY_LENGTH, FIXED, context_of, kinds_by_length, read_context, shortened
 from firsttoken.study.errors import ModelError
-from firsttoken.study.foreign.faults import Damaged
+from firsttoken.study.parsing.parse_errors import Damaged
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": MOST}
 

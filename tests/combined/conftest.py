@@ -11,14 +11,14 @@ from borrowing import PATIENCE, SHORT, SMALL
 from swarms import DEPTH, Asked, Here, asking, copied, varied
 from transformers import PreTrainedModel
 
-from firsttoken.engine.config import EngineConfig
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
-from firsttoken_extras.layer_borrowing.ends import ends_first
+from firsttoken_extras.layer_borrowing.embeddings import ends_first
+from firsttoken_extras.layer_borrowing.lease import Loan
 from firsttoken_extras.layer_borrowing.lender import Lender
-from firsttoken_extras.layer_borrowing.loan import Loan
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
 

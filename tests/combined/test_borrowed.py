@@ -17,24 +17,24 @@ from loads import Held
 from plain_tokens import check_greedy
 from swarms import DEPTH, Asked
 
-from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.link.shaped import Link
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.blocks import model_sha256
+from firsttoken.petals.checkpoint_blocks import model_sha256
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.wire import Stretch
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.skeleton import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import Skeleton
 from firsttoken.study.errors import LinkError, SwarmError
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals, follow
-from firsttoken_extras.layer_borrowing.ends import neighbours_name
+from firsttoken_extras.layer_borrowing.embeddings import neighbours_name
+from firsttoken_extras.layer_borrowing.lease import Loan
 from firsttoken_extras.layer_borrowing.lender import Lender
-from firsttoken_extras.layer_borrowing.loan import Loan
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
-from firsttoken_studies.petals.member import SwarmMember
+from firsttoken_studies.petals.fleet import SwarmMember
 
 TOKENS = 9
 

@@ -11,10 +11,9 @@ import pytest
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import Result
-from firsttoken_studies.combined.borrowed import figures
-from firsttoken_studies.combined.borrowed.experiment import borrowed_start
+from firsttoken_studies.combined.borrowed import experiment
+from firsttoken_studies.combined.borrowed.experiment import borrowed_start, borrowed_start_summary
 from firsttoken_studies.combined.borrowed.neighbour import shaped
-from firsttoken_studies.combined.borrowed.summary import borrowed_start_summary
 
 
 @pytest.fixture
@@ -108,10 +107,10 @@ def test_figures_and_tables_are_drawn_from_a_result_alone():
     result = Result(
         "borrowed_start", "quick", {"borrowed": ASKED}, {"slug": "x"}, {}, "", [0], "2026", 0.0, {}, ROWS, {}, summary
     )
-    assert len(figures.first_tokens(None, result).axes) == 1 and len(figures.taking_over(None, result).axes) == 2
-    assert figures.start_rows(None, result)[0]["over whole"].startswith("0.40")
-    assert [row["starts"] for row in figures.whose_rows(None, result)] == [2, 2]
-    assert figures.neighbour_rows(None, result)[2]["lost, %"].startswith("40.0")
+    assert len(experiment.first_tokens(None, result).axes) == 1 and len(experiment.taking_over(None, result).axes) == 2
+    assert experiment.start_rows(None, result)[0]["over whole"].startswith("0.40")
+    assert [row["starts"] for row in experiment.whose_rows(None, result)] == [2, 2]
+    assert experiment.neighbour_rows(None, result)[2]["lost, %"].startswith("40.0")
 
 
 @pytest.mark.parametrize(

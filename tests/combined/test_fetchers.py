@@ -21,15 +21,13 @@ from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import ProfileError, StageError, SwarmError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import Result
+from firsttoken_extras.layer_borrowing.lease import Loan
 from firsttoken_extras.layer_borrowing.lender import Lender
-from firsttoken_extras.layer_borrowing.loan import Loan
-from firsttoken_studies.combined.fetchers import figures
+from firsttoken_studies.combined.fetchers import experiment
 from firsttoken_studies.combined.fetchers.division import bytes_of, divided
-from firsttoken_studies.combined.fetchers.experiment import TRIAL, parallel_start
-from firsttoken_studies.combined.fetchers.pipeline import MODULE
-from firsttoken_studies.combined.fetchers.summary import parallel_start_summary
-from firsttoken_studies.combined.fetchers.trial import FetchSpec
-from firsttoken_studies.petals.member import ServerProcess
+from firsttoken_studies.combined.fetchers.experiment import TRIAL, parallel_start, parallel_start_summary
+from firsttoken_studies.combined.fetchers.trial import MODULE, FetchSpec
+from firsttoken_studies.petals.fleet import ServerProcess
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
 
 TOKENS = 8
@@ -231,7 +229,7 @@ def test_figures_and_tables_are_drawn_from_a_result_alone():
     result = Result(
         "parallel_start", "quick", ASKED, {"slug": "x"}, {}, "", [0], "2026", 0.0, {}, ROWS, floors, summary
     )
-    assert len(figures.first_tokens(None, result).axes) == 1
-    rows = figures.fetch_rows(None, result)
+    assert len(experiment.first_tokens(None, result).axes) == 1
+    rows = experiment.fetch_rows(None, result)
     assert [row["floor, s"] for row in rows] == ["1.60", "0.80"] and rows[0]["over whole"] == ""
     assert rows[1]["over T / k"].startswith("1.14")

@@ -10,9 +10,7 @@ import pytest
 from firsttoken.assets.models import load_model
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.engine.fused import fuse
-from firsttoken_studies.combined.arrival import stage_arrives
-from firsttoken_studies.combined.restored import over_a_link
-from firsttoken_studies.combined.shared_prompt import shared_prompt
+from firsttoken_studies.combined.one_engine import over_a_link, shared_prompt, stage_arrives
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from firsttoken.assets.models import load_model
-from firsttoken.engine.config import EngineConfig
-from firsttoken.engine.streams import TokenEvent
+from firsttoken.engine.async_engine import TokenEvent
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.study.errors import FirstTokenError, ProfileError
-from firsttoken_studies.combined.under_chunks import (
+from firsttoken_studies.combined.long_prompt_interference import (
     UnderChunksConfig,
     _between,
     _p99,

@@ -10,7 +10,7 @@ from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.preemption.recompute import Recompute
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.cps.policies_replayed import (
+from firsttoken_studies.cps.policy_comparison import (
     ReplayedConfig,
     crosspoint_replayed,
     drawn,

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firsttoken.droidspeak.choose import Choice, Conditions, GroupCosts, LinkEstimate, Scored, choose_group, slo_rule
+from firsttoken.droidspeak.group_selection import (
+    Choice,
+    Conditions,
+    GroupCosts,
+    LinkEstimate,
+    Scored,
+    choose_group,
+    slo_rule,
+)
 from firsttoken.droidspeak.pipeline.schedule import ReuseRequest, Schedule, simulate
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.study.errors import RequestError

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from firsttoken.assets.models import load_model
-from firsttoken.droidspeak.decode import greedy
+from firsttoken.droidspeak.answer_decoding import greedy
 from firsttoken.droidspeak.forward import cache_of
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix

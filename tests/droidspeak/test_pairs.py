@@ -14,12 +14,12 @@ from plain_tokens import check_greedy, generated
 
 from firsttoken.assets.adapters import WEIGHTS
 from firsttoken.assets.models import load_model
-from firsttoken.droidspeak.items import Encoded, TaskItem
+from firsttoken.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken.study import paths
 from firsttoken.study.errors import CacheError, ModelError, ProfileError, StageError
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken_studies.droidspeak.pairs import Distance, Models, Pair, adapters_folder, half_the_layers
-from firsttoken_studies.droidspeak.tuning import TuningConfig, tuned
+from firsttoken_studies.droidspeak.training import TuningConfig, tuned
 
 IDS = torch.randint(1, 257, (2, 9), generator=torch.Generator().manual_seed(0))
 

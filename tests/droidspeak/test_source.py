@@ -19,9 +19,9 @@ from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, 
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.link.shaped import Link, LinkConfig

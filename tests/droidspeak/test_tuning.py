@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from peft import PeftModel
 
 from firsttoken.assets.adapters import WEIGHTS, read_recipe
-from firsttoken.droidspeak.items import Encoded, TaskItem
+from firsttoken.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken.study.errors import CorpusError
-from firsttoken_studies.droidspeak import tuning
-from firsttoken_studies.droidspeak.tuning import TuningConfig, answer_loss, tune, tuned
+from firsttoken_studies.droidspeak import training
+from firsttoken_studies.droidspeak.training import TuningConfig, answer_loss, tune, tuned
 
 CONFIG = TuningConfig(rank=2, learning_rate=1e-2, steps=14, batch=2, tokens=12, items=0)
 BASE = "5e12" * 16
@@ -63,7 +63,7 @@ def test_training_learns_and_leaves_the_base_alone(model, tmp_path):
 
 def test_the_same_run_is_made_once_and_another_again(model, tmp_path, monkeypatch):
     config, folder, runs = replace(CONFIG, steps=2), tmp_path / "adapter", []
-    monkeypatch.setattr(tuning, "tune", lambda *args: runs.append(args) or tune(*args))
+    monkeypatch.setattr(training, "tune", lambda *args: runs.append(args) or tune(*args))
     first = tuned(folder, model, BASE, TASKS, config)
     weights = (folder / WEIGHTS).read_bytes()
     again = tuned(folder, model, BASE, TASKS, config)
@@ -110,7 +110,7 @@ def test_a_task_without_items_is_refused_before_anything_is_changed(model, tmp_p
 
 
 def test_every_item_comes_before_any_comes_again():
-    draws = tuning._draws([TASKS["one"], TASKS["two"]], seed=3)
+    draws = training._draws([TASKS["one"], TASKS["two"]], seed=3)
     drawn = [next(draws) for _ in range(60)]
     for task, of in zip(TASKS.values(), (drawn[::2], drawn[1::2]), strict=True):
         for at in range(0, 30 - len(task), len(task)):

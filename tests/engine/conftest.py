@@ -29,13 +29,13 @@ from transformers import (
 )
 
 from firsttoken.assets.shapes import shape_config
-from firsttoken.engine.config import EngineConfig
-from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
-from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.preemption.base import PreemptionPolicy
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request import Phase, Request, Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace

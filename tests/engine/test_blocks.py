@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from firsttoken.engine.blocks import BlockPool
+from firsttoken.engine.block_pool import BlockPool
 from firsttoken.study.errors import RequestError
 
 

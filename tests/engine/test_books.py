@@ -11,11 +11,10 @@ from chunked import Chunked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
-from firsttoken.engine.request import GREEDY, Request, Sampling
+from firsttoken.engine.preemption.preemption_policy import Action, Observation, PreemptionPolicy
+from firsttoken.engine.request import GREEDY, Kind, Request, Sampling
+from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.victims import VICTIMS
-from firsttoken.engine.work import Kind
 
 PREFILL, DECODE, RECOMPUTE = Kind.PREFILL, Kind.DECODE, Kind.RECOMPUTE
 

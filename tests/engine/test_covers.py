@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from firsttoken.engine.brought import CoveredPrefix
-from firsttoken.engine.decoder import Decoder
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.decoder import Decoder, LocalSegment, check_cover
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.model_version import View
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.segments import LocalSegment, check_cover
-from firsttoken.engine.views import View
+from firsttoken.engine.scheduler_state import CoveredPrefix
 from firsttoken.study.errors import ModelError, RequestError
 
 ANSWER = 24

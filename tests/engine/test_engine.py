@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, MistralConfig, Qwen2Config
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.preemption.base import Action
+from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Phase, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.swap.path import Moved, Movement
+from firsttoken.engine.swap.block_copier import Moved, Movement
 from firsttoken.study.errors import ModelError, ProfileError, RequestError
 
 ANSWER = Sampling(24)

@@ -10,10 +10,10 @@ from chunked import Chunked
 from plain_tokens import generated
 from schedules import draw_schedule, perform
 
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.swap.path import Moved
+from firsttoken.engine.swap.block_copier import Moved
 
 pytestmark = pytest.mark.long(seconds=100)
 ANSWER = 24

@@ -10,10 +10,10 @@ from plain_tokens import check_greedy, generated
 
 from firsttoken.assets.models import load_model
 from firsttoken.cps.policies import make_policy
-from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.engine import Engine
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.fused import fuse
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.trace import Trace
 from firsttoken.engine.workload.sharegpt import threshold_mix

@@ -7,9 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from firsttoken.engine.request import Request, Sampling
+from firsttoken.engine.request import Request, Sampling, Work
 from firsttoken.engine.sampling import next_tokens
-from firsttoken.engine.work import Work
 
 SHARES = torch.tensor([0.02, 0.4, 0.05, 0.3, 0.13, 0.1])
 LOGITS = SHARES.log() + 3.0

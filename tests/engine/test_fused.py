@@ -15,7 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from firsttoken.engine import fused
 from firsttoken.engine.fused import FusedLayer, fuse
 from firsttoken.engine.native.library import kernels
-from firsttoken.engine.packed import PackedLinear, packs
+from firsttoken.engine.onednn_prepack import PackedLinear, packs
 from firsttoken.engine.request import Sampling
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")

@@ -17,16 +17,14 @@ from schedules import draw_schedule, perform
 from torch import nn
 from transformers import LlamaConfig
 
-from firsttoken.engine.apart.config import WorkerConfig
-from firsttoken.engine.apart.executor import ApartExecutor
-from firsttoken.engine.chances import LEAST, chance
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.async_engine import Server
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.attend import NativeAttend
-from firsttoken.engine.padded import PaddedAttend
-from firsttoken.engine.request import Request, Sampling
-from firsttoken.engine.sampling import likeliest, next_tokens
-from firsttoken.engine.serving import Server
-from firsttoken.engine.work import Work
+from firsttoken.engine.request import LEAST, Request, Sampling, Work
+from firsttoken.engine.sampling import chance, likeliest, next_tokens
+from firsttoken.engine.sdpa_attention import PaddedAttend
+from firsttoken.engine.worker.remote_executor import ApartExecutor
+from firsttoken.engine.worker.worker_config import WorkerConfig
 from firsttoken.study.errors import OutputError, RequestError
 
 ANSWER = 24

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 from owned import BrokenStep, Failing, Guard, Ordeal, Prefixes
 
-from firsttoken.engine.apart.config import WorkerConfig
-from firsttoken.engine.apart.executor import ApartExecutor
+from firsttoken.engine.async_engine import Server
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.serving import Server
+from firsttoken.engine.worker.remote_executor import ApartExecutor
+from firsttoken.engine.worker.worker_config import WorkerConfig
 from firsttoken.study.errors import WorkerError
 
 if TYPE_CHECKING:

@@ -15,13 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tokens import generated
 
-from firsttoken.engine import prefixes
-from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.preemption.base import Action, PreemptionPolicy
-from firsttoken.engine.request import Phase, Request, Sampling
+from firsttoken.engine import block_pool
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.preemption.preemption_policy import Action, PreemptionPolicy
+from firsttoken.engine.request import Kind, Phase, Request, Sampling, Work
+from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.victims import VICTIMS
-from firsttoken.engine.work import Kind, Work
 
 pytestmark = pytest.mark.long(seconds=20)
 SHARED = {"share_prefixes": True}
@@ -279,7 +278,9 @@ def test_these_models_notice_blocks_of_another_prefix(lab, llama, monkeypatch: p
     run.engine.executor.pool.rows[3] = 0
     run.submit(one.prompt, Sampling(24))
     assert first.finished and run.finish()[1] != list(one.answer) and run.engine.prefixes.found_tokens == 36
-    monkeypatch.setattr(prefixes, "blake2b", lambda data, digest_size: type("", (), {"digest": lambda _: data[-8:]})())
+    monkeypatch.setattr(
+        block_pool, "blake2b", lambda data, digest_size: type("", (), {"digest": lambda _: data[-8:]})()
+    )
     run = lab.live(llama.model, 100, block_tokens=1, **SHARED)
     run.audit = lambda: None
     for prompt in ([one.prompt[1], one.prompt[0], *one.prompt[2:]], one.prompt):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.run_table import COLUMNS, write_rows
+from firsttoken.engine.trace import COLUMNS, write_rows
 
 
 def test_a_line_an_iteration_and_a_line_a_request(lab, tmp_path: Path) -> None:

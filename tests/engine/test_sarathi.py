@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.request import Phase, Sampling
 from firsttoken.engine.schedulers import REPORTED, SCHEDULERS, scheduler_named
-from firsttoken.engine.schedulers.pace import Pace
+from firsttoken.engine.schedulers.adaptive_budget import Pace
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.study.errors import ProfileError
 

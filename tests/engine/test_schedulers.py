@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.preemption.base import Action, PreemptionPolicy
+from firsttoken.engine.preemption.preemption_policy import Action, PreemptionPolicy
 from firsttoken.engine.request import Phase, Sampling
+from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.victims import VICTIMS
 
 Asked = tuple[int, int, float]  # prompt tokens, new tokens, arrival in s
 

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.request import Request, Sampling
-from firsttoken.engine.serving import Server
-from firsttoken.engine.streams import Stream
-from firsttoken.engine.swap.path import Moved, Movement
-from firsttoken.engine.work import Work
+from firsttoken.engine.async_engine import Server, Stream
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.request import Request, Sampling, Work
+from firsttoken.engine.swap.block_copier import Moved, Movement
 from firsttoken.study.errors import BusyError, EngineError, RequestError
 
 PATIENCE = 120.0  # s; nothing here takes one of them

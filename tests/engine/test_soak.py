@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import tracemalloc
 
+from engine_soak import bookkeeping, soak
+
 from firsttoken.assets.models import load_model
 from firsttoken.engine.request import Request
-from firsttoken.engine.soak import bookkeeping, soak
 
 MORE = 96  # requests
 GROWTH_BYTES = 256 * MORE  # one that is kept holds 1 KiB and more

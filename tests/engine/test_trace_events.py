@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.trace_events import DEVICE, REQUESTS, trace_events, write_trace
+from firsttoken.engine.trace import DEVICE, REQUESTS, trace_events, write_trace
 
 WORKLOADS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12), st.floats(0, 30)), min_size=1, max_size=10)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from firsttoken.lean.config import OtherWay, lean_config
-from firsttoken.progressiveserve.loading.placement import build_lean
+from firsttoken.lean.lean_config import OtherWay, lean_config
+from firsttoken.progressiveserve.loading.tensor_placement import build_lean
 from firsttoken.study.errors import ModelError
 
 
@@ -95,9 +95,10 @@ def test_a_file_that_is_none(tmp_path, content):
 def test_the_engine_and_the_loader_import_neither_transformers_nor_peft():
     """Nor does making an empty model import torch's compiler."""
     code = (
-        "import sys, torch, firsttoken.progressiveserve.recovery.server, firsttoken.progressiveserve.loading.loader\n"
+        "import sys, torch, firsttoken.progressiveserve.staged_serving.staged_server\n"
+        "import firsttoken.progressiveserve.loading.loader\n"
         "from firsttoken.lean.build import empty_lean\n"
-        "from firsttoken.lean.config import LeanConfig, Rotary\n"
+        "from firsttoken.lean.lean_config import LeanConfig, Rotary\n"
         "sizes = 9, 8, 8, 1, 2, 1, 4, 64, 1e-6, True, False, False, False\n"
         "config = LeanConfig(('LlamaForCausalLM',), *sizes, Rotary())\n"
         "empty_lean(config, torch.float32)\n"

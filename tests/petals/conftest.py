@@ -10,8 +10,8 @@ import pytest
 from swarms import Asked, Here, asking, copied, varied
 from transformers import PreTrainedModel
 
-from firsttoken.petals.patience import Patience
-from firsttoken.petals.remote import RemoteModel
+from firsttoken.petals.remote_model import RemoteModel
+from firsttoken.petals.timeouts import Patience
 
 
 @pytest.fixture(scope="session")

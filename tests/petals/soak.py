@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from swarms import DEPTH, varied
 
 from firsttoken.petals.access import Access
-from firsttoken.petals.blocks import model_sha256
+from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.messages import tell
 from firsttoken.petals.server import Running, ServerConfig, serving

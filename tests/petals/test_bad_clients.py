@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from firsttoken.petals.background import wait_for
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.service import EXCHANGE, SESSION
 from firsttoken.petals.session import HEADERS
 from firsttoken.petals.wire import Stretch, encode, most_bytes

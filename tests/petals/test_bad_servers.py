@@ -13,11 +13,11 @@ import torch
 from plain_tokens import check_greedy
 from swarms import part
 
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.conduct import Conduct
-from firsttoken.petals.patience import Patience
+from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.swarm import Conduct
+from firsttoken.petals.timeouts import Patience
 from firsttoken.petals.tuning.passes import Pass
-from firsttoken.petals.tuning.training_chain import TrainingChain
+from firsttoken.petals.tuning.remote_training import TrainingChain
 from firsttoken.study.errors import RequestError, SwarmError
 
 CODES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
@@ -175,7 +175,7 @@ def test_one_step_that_is_late_is_anybodys():
 
 def test_who_fails_again_is_left_for_longer(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("firsttoken.petals.conduct.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("firsttoken.petals.swarm.time.monotonic", lambda: now[0])
     conduct = Conduct(Patience(ban_s=10.0, find_s=8.0))
     for failures, (rest_s, ban_s) in enumerate([(0.05, 10), (0.1, 20), (0.2, 40), (0.4, 80), (0.8, 100), (1.6, 100)]):
         conduct.failed("a")

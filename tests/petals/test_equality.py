@@ -15,10 +15,10 @@ from swarms import DEPTH, Here, part
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.access import Access
-from firsttoken.petals.background import wait_for
 from firsttoken.petals.chain import Chain
-from firsttoken.petals.patience import Patience
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.swarm import Swarm
+from firsttoken.petals.timeouts import Patience
 from firsttoken.petals.wire import MOST_TOKENS, Stretch
 
 TOLERANCE = 1e-4
@@ -51,7 +51,7 @@ class Split(Swarm):
 @pytest.fixture
 def split(monkeypatch):
     """The clients of this test take the servers of ``split.spans`` only."""
-    monkeypatch.setattr("firsttoken.petals.remote.Swarm", Split)
+    monkeypatch.setattr("firsttoken.petals.remote_model.Swarm", Split)
 
     def choose(model, cuts) -> None:
         model.swarm.choose(spans(cuts))

@@ -9,16 +9,22 @@ from firsttoken.engine.linear8 import resting_bytes, to_8_bits
 from firsttoken.petals.routing import best_chain
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.petals.bloom_block import block_seconds, bloom_block
-from firsttoken_studies.petals.chain_costs import BLOOM_BLOCKS, NETWORKS, published_compute_s
+from firsttoken_studies.petals.chain_costs import (
+    BLOOM_BLOCKS,
+    CARDS,
+    NETWORKS,
+    block_seconds,
+    bloom_block,
+    fourteen,
+    published_compute_s,
+    twelve,
+)
 from firsttoken_studies.petals.swarm_chains import ChainsConfig, chains_summary
 from firsttoken_studies.petals.swarm_churn import churn_summary, swarm_churn
 from firsttoken_studies.petals.swarm_privacy import PrivacyConfig, _entering, _features, _learnt, _nearest
-from firsttoken_studies.petals.swarm_survival import SurvivalConfig, survival_summary
-from firsttoken_studies.petals.swarm_transport import LOCAL, transport_summary
+from firsttoken_studies.petals.swarm_survival import LOCAL, SurvivalConfig, survival_summary, transport_summary
 from firsttoken_studies.petals.swarm_tuning import SwarmTuningConfig, tuning_summary
 from firsttoken_studies.petals.swarm_validation import DEPOSIT, ValidationConfig, validation_summary
-from firsttoken_studies.petals.two_continents import CARDS, fourteen, twelve
 
 
 def test_a_little_churn() -> None:

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.engine.request import Sampling
-from firsttoken.petals.background import wait_for
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.fairness import HERE, Client, Turns, client_of, who_yields
-from firsttoken.petals.room import Room
+from firsttoken.petals.kv_slots import Room
 from firsttoken.petals.service import PASS, SESSION
 from firsttoken.petals.session import HEADERS
 from firsttoken.petals.tuning.frozen import MOST_WAITING

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firsttoken.engine.request import Sampling
-from firsttoken.petals.background import wait_for
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex
 from firsttoken.petals.trust.ledger import MOST, Ledger, Order, Receipt, signed_slip, tell_slip
-from firsttoken.petals.trust.places import OFFER, Bid, Places
-from firsttoken.petals.trust.thanks import give_receipts
+from firsttoken.petals.trust.priority_queue import OFFER, Bid, Places
+from firsttoken.petals.trust.receipts import give_receipts
 from firsttoken.study.errors import SwarmError
 
 KEYS = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(1, 5)]

@@ -20,12 +20,12 @@ from firsttoken.__main__ import main
 from firsttoken.assets.models import load_model
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.access import Access
-from firsttoken.petals.background import wait_for
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.limits import ServerLimits
-from firsttoken.petals.patience import Patience
 from firsttoken.petals.registry import TwinError
-from firsttoken.petals.remote import RemoteModel
-from firsttoken.study import warm
+from firsttoken.petals.remote_model import RemoteModel
+from firsttoken.petals.timeouts import Patience
+from firsttoken.study import kernel_forkserver
 from firsttoken.study.errors import SwarmError
 
 
@@ -166,7 +166,9 @@ def test_the_command_serves_and_says_what_is_wrong(here, folder, parent, capsys,
         assert main(words) == 2
         assert said in capsys.readouterr().err
     up = here.serve((0, 3))[0]
-    command = warm.command("firsttoken", [*serve, "3:6", "--dtype", "float32", "--registry", up.record.address])
+    command = kernel_forkserver.command(
+        "firsttoken", [*serve, "3:6", "--dtype", "float32", "--registry", up.record.address]
+    )
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()
         assert re.fullmatch(
@@ -183,7 +185,7 @@ def test_the_command_serves_and_says_what_is_wrong(here, folder, parent, capsys,
         assert process.wait(10) == 0
     words = [*serve, "auto", "--count", "2", "--dtype", "float32", "--registry", up.record.address]
     words += ["--address", "127.0.0.1:5"]
-    with subprocess.Popen(warm.command("firsttoken", words), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(kernel_forkserver.command("firsttoken", words), stdout=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()  # blocks of those that nobody serves the first
         assert re.fullmatch(
             r"blocks \[3, 5\) of tiny are served at 127\.0\.0\.1:5 by process \d+, on port \d+ here; .*\n", line
@@ -246,7 +248,7 @@ def test_a_client_without_a_swarm(folder):
 def test_the_loop_of_the_swarm_leaves_the_processors_to_who_computes():
     asked = """if True:
         import torch
-        from firsttoken.petals.background import wait_for
+        from firsttoken.petals.event_loop import wait_for
 
         async def threads():
             torch.ones(1 << 20).mul_(2)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.study.errors import StorageError
-from firsttoken_studies.petals.offloading import offloaded
+from firsttoken_studies.petals.chain_costs import offloaded
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.keys import public_hex
-from firsttoken.petals.overview import MOST_SERVERS, MOST_TEXT, overview
+from firsttoken.petals.swarm_status import MOST_SERVERS, MOST_TEXT, overview
 
 
 def told(model) -> dict:

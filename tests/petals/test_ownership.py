@@ -12,11 +12,11 @@ import pytest
 import torch
 from bystanders import Found, Soak, questions
 
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.room import Room
+from firsttoken.petals.block_backend import BlockStack
+from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.kv_slots import Room
 from firsttoken.petals.service import SESSION
 from firsttoken.petals.session import HEADERS
-from firsttoken.petals.stack import BlockStack
 from firsttoken.petals.wire import Stretch, decode, encode
 
 WIDTH = 32

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.petals import fewest_moves
-from firsttoken.petals.fewest_moves import FewestMoves
+from firsttoken.petals import min_move_rebalancing
+from firsttoken.petals.min_move_rebalancing import FewestMoves
 from firsttoken.petals.placement import Rebalancing, block_rates, interval_to_join, most_rate, settled, swarm_rate
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import SwarmError
@@ -117,10 +117,10 @@ def test_where_no_single_move_helps_fewest_moves_tries_others(monkeypatch: pytes
     """Spans of 2, 2 and 4 blocks: each move alone takes from some block what it gives to another."""
     servers = [server("a", 0, 2), server("b", 1, 3), server("c", 3, 7)]
     assert swarm_rate(rested(FewestMoves(), servers), DEPTH) == 1.0
-    monkeypatch.setattr(fewest_moves, "_DRAWS", 0)
-    fewest_moves._foreseen.cache_clear()
+    monkeypatch.setattr(min_move_rebalancing, "_DRAWS", 0)
+    min_move_rebalancing._foreseen.cache_clear()
     assert swarm_rate(rested(FewestMoves(), servers), DEPTH) == 0.0
-    fewest_moves._foreseen.cache_clear()
+    min_move_rebalancing._foreseen.cache_clear()
 
 
 def test_the_papers_rule_waits_for_a_third_more() -> None:

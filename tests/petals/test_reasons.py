@@ -16,9 +16,9 @@ from strangers import keyed, said
 from firsttoken.__main__ import main
 from firsttoken.petals import announcer, server
 from firsttoken.petals.access import Access
-from firsttoken.petals.background import wait_for
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex
-from firsttoken.petals.tuning.remote import RemoteTraining
+from firsttoken.petals.tuning.remote_training import RemoteTraining
 from firsttoken.study.errors import SwarmError
 
 

@@ -18,15 +18,15 @@ from swarms import Here
 
 from firsttoken.__main__ import main
 from firsttoken.engine.request import Sampling
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.fewest_moves import FewestMoves
+from firsttoken.petals.block_backend import BlockStack
+from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.min_move_rebalancing import FewestMoves
 from firsttoken.petals.placement import Rebalancing
-from firsttoken.petals.rebalancer import wanted
 from firsttoken.petals.records import Record
-from firsttoken.petals.stack import BlockStack
+from firsttoken.petals.server import wanted
 from firsttoken.petals.tuning.frozen import FrozenBlocks
 from firsttoken.petals.tuning.passes import Pass
-from firsttoken.study import warm
+from firsttoken.study import kernel_forkserver
 from firsttoken.study.errors import SwarmError
 
 DEPTH, RULE = 8, Rebalancing()
@@ -201,7 +201,7 @@ def test_processes_cover_for_one_that_is_killed(folder, parent, client, asked, r
         for spans in (("auto", "auto"), ("3:6",)):  # the first two do not know of each other
             known = [word for door in doors for word in ("--registry", door)]
             for blocks in spans:
-                command = warm.command("firsttoken", [*serve, "--blocks", blocks, *known])
+                command = kernel_forkserver.command("firsttoken", [*serve, "--blocks", blocks, *known])
                 ups.append(ended.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
                 ended.callback(ups[-1].terminate)
             doors += [up.stdout.readline().split(" at ")[1].split()[0] for up in ups[len(doors) :]]

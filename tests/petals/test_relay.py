@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from firsttoken_studies.petals import relay as relay_module
-from firsttoken_studies.petals.relay import Relay
+from firsttoken_studies.petals import fleet as relay_module
+from firsttoken_studies.petals.fleet import Relay
 
 PATIENCE_S = 60.0
 

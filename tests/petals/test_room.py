@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.petals.fairness import Client
-from firsttoken.petals.room import LostError, Room, Tenant
+from firsttoken.petals.kv_slots import LostError, Room, Tenant
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
 

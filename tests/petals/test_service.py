@@ -13,12 +13,12 @@ from services import free_port, write_plain
 from swarms import Here
 
 from firsttoken.__main__ import main
-from firsttoken.petals.rest8 import write_8_bits
-from firsttoken.service.config import ServiceConfig
+from firsttoken.petals.int8_checkpoint import write_8_bits
 from firsttoken.service.launch import running
+from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import StageError, SwarmError
 from firsttoken_studies.petals.fleet import Fleet
-from firsttoken_studies.petals.liar import LyingStack
+from firsttoken_studies.petals.swarm_validation import LyingStack
 
 SPANS = ("0:3", "3:6")
 ASKED = {"prompt": "the inn in the north", "max_tokens": 160, "temperature": 0.8, "seed": 5, "logprobs": 1}

@@ -20,8 +20,8 @@ from strangers import NOW, keyed, record, said
 from firsttoken.petals import contacts as contacts_module
 from firsttoken.petals.access import Access
 from firsttoken.petals.addresses import check_kind, check_name, network_of, source_of, spot_of
-from firsttoken.petals.background import wait_for
 from firsttoken.petals.contacts import Contacts
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex
 from firsttoken.petals.messages import (
     ASKED_BYTES,

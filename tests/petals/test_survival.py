@@ -10,8 +10,8 @@ import pytest
 from plain_tokens import check_greedy
 
 from firsttoken.engine.request import Sampling
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.remote import RemoteModel
+from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.study.errors import SwarmError
 from firsttoken_studies.petals.fleet import Fleet
 

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from peft import PeftModel
 
 from firsttoken.assets.models import load_model
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.patience import Patience
-from firsttoken.petals.tuning.adapters import Lora, SoftPrompt
+from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.tuning.client_adapters import Lora, SoftPrompt
 from firsttoken.petals.tuning.passes import Pass, decode_pass, encode_pass
-from firsttoken.petals.tuning.remote import IGNORED, RemoteTraining
+from firsttoken.petals.tuning.remote_training import IGNORED, RemoteTraining
 from firsttoken.petals.wire import MOST_TOKENS
 from firsttoken.study.errors import RequestError, SwarmError
 

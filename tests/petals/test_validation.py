@@ -15,19 +15,19 @@ from swarms import DEPTH, asking, part
 
 from firsttoken.assets.models import load_model
 from firsttoken.engine.request import Sampling
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.blocks import model_sha256
-from firsttoken.petals.conduct import Conduct
+from firsttoken.petals.checkpoint_blocks import model_sha256
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.service import ACCUSE
+from firsttoken.petals.swarm import Conduct
+from firsttoken.petals.trust.arbitration import TOLERANCE
 from firsttoken.petals.trust.auditor import AGREED, CONVICTED, INCONCLUSIVE, WITNESS, Audits
 from firsttoken.petals.trust.commitments import digest_rows, read_commitment
-from firsttoken.petals.trust.court import TOLERANCE
 from firsttoken.petals.trust.evidence import Charge, Evidence
 from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip, tell_slip
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import SwarmError
-from firsttoken_studies.petals.liar import LIES, LyingStack
+from firsttoken_studies.petals.swarm_validation import LIES, LyingStack
 
 CLIENT = server_key(None)
 ANSWER = 8

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.petals.wire8 import BLOCK, pack, packed_bytes, unpack
+from firsttoken.petals.int8_transport import BLOCK, pack, packed_bytes, unpack
 from firsttoken.study.errors import SwarmError
 
 

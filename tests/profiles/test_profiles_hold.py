@@ -17,8 +17,8 @@ from firsttoken.assets import models, needs
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Result
-from firsttoken_studies.cps import online, policies_replayed
-from firsttoken_studies.droidspeak import methods, setting
+from firsttoken_studies.cps import learnt_threshold, policy_comparison
+from firsttoken_studies.droidspeak import reuse_methods, setting
 from firsttoken_studies.droidspeak.setting import HELD_OUT, ReuseConfig, Run
 from firsttoken_studies.progressiveserve import timeline
 from firsttoken_studies.progressiveserve.coldstart import experiments as coldstart
@@ -72,9 +72,9 @@ def true_world(truth: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     for name in ("_from_hub", "converted", "model_files", "check_tensors"):
         monkeypatch.setattr(models, name, lambda *_: tmp_path)
     monkeypatch.setattr(coldstart, "random_checkpoint", stop)
-    monkeypatch.setattr(policies_replayed, "threshold_mix", stop)
-    monkeypatch.setattr(online, "conversations", stop)
-    monkeypatch.setattr(methods, "times_here", lambda: None)  # known where prefill_latency was measured
+    monkeypatch.setattr(policy_comparison, "threshold_mix", stop)
+    monkeypatch.setattr(learnt_threshold, "conversations", stop)
+    monkeypatch.setattr(reuse_methods, "times_here", lambda: None)  # known where prefill_latency was measured
 
 
 @pytest.fixture

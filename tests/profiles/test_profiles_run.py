@@ -37,26 +37,26 @@ from tiny_profiles import FEWER, SHORTER, shorter, tiny_profile
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets import corpora, models, needs, shapes
-from firsttoken.engine.costs.batches import BatchCosts
+from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.workload import sharegpt
-from firsttoken.progressiveserve import examination, training
-from firsttoken.progressiveserve.planes.native import merger
+from firsttoken.progressiveserve import evaluation, training
+from firsttoken.progressiveserve.bitplanes.native_words import merger
 from firsttoken.progressiveserve.recipe import RECIPES
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study import paths, stats
 from firsttoken.study.claims import load_claims
 from firsttoken.study.experiment import EVERY_PROFILE
-from firsttoken.study.measures import Summary
 from firsttoken.study.record import Result
+from firsttoken.study.summary import Summary
 from firsttoken_studies.combined.borrowed import experiment as borrowed
 from firsttoken_studies.combined.fetchers import trial as fetch_trial
-from firsttoken_studies.cps import online
-from firsttoken_studies.droidspeak import gating, methods, profiling, setting, transfer
+from firsttoken_studies.cps import learnt_threshold
+from firsttoken_studies.droidspeak import gating, profile_transfer, profiling, reuse_methods, setting
 from firsttoken_studies.droidspeak import training as reuse_training
-from firsttoken_studies.droidspeak.speedups import TimeShares
+from firsttoken_studies.droidspeak.reuse_methods import TimeShares
 from firsttoken_studies.progressiveserve import frontier
-from firsttoken_studies.progressiveserve.coldstart import deferral, harness, materials, precision
+from firsttoken_studies.progressiveserve.coldstart import bitplane_starts, checkpoints, harness, layer_sweep
 from firsttoken_studies.progressiveserve.coldstart import experiments as coldstart
 from firsttoken_studies.registry import EXPERIMENTS
 from firsttoken_studies.sarathi import bench, changing_load, live_peer, pipeline_bubbles, simulator_error
@@ -127,11 +127,11 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(borrowed, "shaped", lambda address, *_: nullcontext(address))
         patch.setattr(borrowed, "own_request", lambda *_: nullcontext(Busy()))
         patch.setattr(fetch_trial, "fetchers", lending)
-        for place in (coldstart, deferral, precision):
+        for place in (coldstart, layer_sweep, bitplane_starts):
             patch.setattr(place, "disk_speed", lambda read: 100.0)
         for place in ("converted", "_from_hub"):
             patch.setattr(models, place, made.model)
-        for place in (needs, examination, training, materials):
+        for place in (needs, evaluation, training, checkpoints):
             patch.setattr(place, "load_qa", questions)
         for place in (corpora, training):
             patch.setattr(place, "boolq_prompts", passages)
@@ -139,11 +139,11 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
             patch.setattr(place, "load_items", items)
         patch.setattr(frontier, "story_model", lambda: AutoModelForCausalLM.from_config(shapes.shape_config("tiny")))
         patch.setattr(setting, "held_out", lambda task: {})
-        for place in (profiling, methods, gating, transfer):
+        for place in (profiling, reuse_methods, gating, profile_transfer):
             patch.setattr(place, "profiled_groups", plausible)
-        patch.setattr(methods, "times_here", lambda: TimeShares(timed(), 64))
+        patch.setattr(reuse_methods, "times_here", lambda: TimeShares(timed(), 64))
         patch.setattr(gating, "TOKENS", shorter(gating.TOKENS))
-        for place in (sharegpt, online):
+        for place in (sharegpt, learnt_threshold):
             patch.setattr(place, "conversations", few_conversations)
         patch.setattr(Hardware, "read", lambda hardware: BatchCosts())
         for place in (bench, changing_load, pipeline_bubbles):

@@ -18,13 +18,13 @@ from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.lock import load_lock
 from firsttoken.assets.shapes import shape_config
 from firsttoken.progressiveserve import training
+from firsttoken.progressiveserve.base_model import ServedModel
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, staged
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.healing import attach
 from firsttoken.progressiveserve.recipe import Recipe
-from firsttoken.progressiveserve.served import ServedModel
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile, load_profile

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from firsttoken.assets import adapters
 from firsttoken.assets.adapters import WEIGHTS, export_adapter, read_recipe
-from firsttoken.progressiveserve.adapters import check_fit, load_adapter
 from firsttoken.progressiveserve.passlayer import pass_layers, restore_layers
 from firsttoken.progressiveserve.recipe import SEVEN_PROJECTIONS
+from firsttoken.progressiveserve.stage_adapters import check_fit, load_adapter
 from firsttoken.study.errors import StageError
 
 LAYERS, MISSING, BASE = [0, 1, 5], [2, 3, 4], "ba5e" * 16

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from firsttoken.progressiveserve.base_model import load_served
 from firsttoken.progressiveserve.recipe import RECIPES, REPORT
-from firsttoken.progressiveserve.served import load_served
 from firsttoken.study import paths
-from firsttoken_studies.progressiveserve.controls import (
+from firsttoken_studies.progressiveserve.ablations import (
     ControlsConfig,
     control_blocks,
     controls_summary,

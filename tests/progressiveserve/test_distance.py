@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.progressiveserve.distance import (
     Distances,
     angular_distances,

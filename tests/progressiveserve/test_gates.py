@@ -7,7 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from firsttoken.progressiveserve.gates import GATES, column, exp_mean, gate, recoveries, share_recovered, summarise
+from firsttoken.progressiveserve.quality_gates import (
+    GATES,
+    column,
+    exp_mean,
+    gate,
+    recoveries,
+    share_recovered,
+    summarise,
+)
 
 PLACES = {
     "s0": {"stage": 0},

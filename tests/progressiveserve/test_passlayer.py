@@ -11,9 +11,9 @@ from plain_tokens import Plain, check_greedy, generated
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from firsttoken.assets.layers import layers_of
-from firsttoken.progressiveserve.gap_cache import GapCache
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.progressiveserve.passlayer import PassLayer, pass_layers, restore_layers
+from firsttoken.progressiveserve.quality import GapCache
 from firsttoken.study.errors import StageError
 
 DEPTH = 4

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from firsttoken.assets.corpora import QAItem
-from firsttoken.progressiveserve.gap_cache import GapCache
 from firsttoken.progressiveserve.passlayer import pass_layers
-from firsttoken.progressiveserve.quality import AnswerConfig, _decode, answer_scores, perplexity, text_scores
+from firsttoken.progressiveserve.quality import AnswerConfig, GapCache, _decode, answer_scores, perplexity, text_scores
 from firsttoken.progressiveserve.samples import qa_prompt
 from firsttoken.scoring import exact_match, token_f1
 

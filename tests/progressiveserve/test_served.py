@@ -9,9 +9,9 @@ import torch
 from peft import PeftModel
 
 from firsttoken.assets.adapters import export_adapter
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
+from firsttoken.progressiveserve.base_model import ServedConfig, at_stage, load_base, load_served, passing
 from firsttoken.progressiveserve.passlayer import PassLayer
-from firsttoken.progressiveserve.served import ServedConfig, at_stage, load_base, load_served, passing
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError, StageError
 from firsttoken.study.profile import Profile

@@ -10,7 +10,7 @@ import torch
 
 from firsttoken.assets.adapters import WEIGHTS, read_recipe
 from firsttoken.assets.corpora import SPLITS, QAItem, boolq_prompts, load_qa, running_text, sciq
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.progressiveserve import training
 from firsttoken.progressiveserve.healing import Teacher
 from firsttoken.progressiveserve.recipe import OURS, REPORT, TASK

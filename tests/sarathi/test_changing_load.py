@@ -10,8 +10,7 @@ import pytest
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.sarathi import changing_load as module
-from firsttoken_studies.sarathi.changing import ChangingLoad, Phases
-from firsttoken_studies.sarathi.changing_load import changing_load, changing_summary
+from firsttoken_studies.sarathi.changing_load import ChangingLoad, Phases, changing_load, changing_summary
 
 PAIRS = np.array([[length, 8] for length in range(100, 1100, 10)])
 

@@ -17,13 +17,12 @@ from firsttoken.options import parser
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.system.programs import free_port, started, wait_healthy
-from firsttoken_studies.sarathi import aiperf, peers
+from firsttoken_studies.sarathi import live_peer
+from firsttoken_studies.sarathi import live_peer as figures
 from firsttoken_studies.sarathi import live_peer as module
-from firsttoken_studies.sarathi import peer_figures as figures
-from firsttoken_studies.sarathi.live_peer import METRICS, PeerConfig, peer_summary
-from firsttoken_studies.sarathi.peers import OURS, VLLM, PeerModel
+from firsttoken_studies.sarathi.live_peer import METRICS, OURS, VLLM, PeerConfig, PeerModel, peer_summary
 
-LOAD = aiperf.PeerLoad(requests=4, per_s=2.0, prompt_tokens=64, prompt_spread=16, new_tokens=8, seed=3)
+LOAD = live_peer.PeerLoad(requests=4, per_s=2.0, prompt_tokens=64, prompt_spread=16, new_tokens=8, seed=3)
 CONFIG = {"budgets": (64, 256), "requests": 4, "rate": 2.0, "prompt_tokens": 64, "prompt_spread": 16}
 CONFIG |= {"new_tokens": 8, "rounds": 2}
 TIMES = {"unit": "ms", "avg": 20.0, "p50": 15.0, "p99": 90.0, "min": 1.0}
@@ -72,7 +71,7 @@ def options_of(command: list[str]) -> dict[str, str]:
 
 def test_both_servers_are_told_the_same(model: PeerModel) -> None:
     for budget, running in ((32, 32), (256, 64)):
-        ours, theirs = peers.our_command(model, budget, 80), peers.vllm_command(model, budget, 81)
+        ours, theirs = live_peer.our_command(model, budget, 80), live_peer.vllm_command(model, budget, 81)
         asked = parser(COMMANDS).parse_args(ours[ours.index("firsttoken") + 1 :])
         assert (asked.folder, asked.host, asked.port) == (model.folder, "127.0.0.1", 80)
         assert (asked.token_budget, asked.max_running, asked.kv_blocks) == (budget, running, 32_768 // 16)
@@ -85,17 +84,17 @@ def test_both_servers_are_told_the_same(model: PeerModel) -> None:
 
 def test_without_a_compiler_vllm_does_not_compile(model: PeerModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "--enforce-eager" in peers.vllm_command(model, 64, 80)
+    assert "--enforce-eager" in live_peer.vllm_command(model, 64, 80)
 
 
 def test_no_key_reaches_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FIRSTTOKEN_API_KEY", "sk-mine")
-    found = peers.environment(2)
+    found = live_peer.environment(2)
     assert "FIRSTTOKEN_API_KEY" not in found and found["OMP_NUM_THREADS"] == "2"
 
 
 def test_every_server_of_a_round_is_asked_the_same(model: PeerModel, tmp_path: Path) -> None:
-    one, other = (aiperf.aiperf_command(f"http://127.0.0.1:{port}", model.folder, LOAD, tmp_path) for port in (1, 2))
+    one, other = (live_peer.aiperf_command(f"http://127.0.0.1:{port}", model.folder, LOAD, tmp_path) for port in (1, 2))
     assert [words for words in zip(one, other, strict=True) if len(set(words)) > 1] == [
         ("http://127.0.0.1:1", "http://127.0.0.1:2")
     ]
@@ -104,7 +103,7 @@ def test_every_server_of_a_round_is_asked_the_same(model: PeerModel, tmp_path: P
 
 def test_what_aiperf_wrote(tmp_path: Path) -> None:
     (file := tmp_path / "export.json").write_text(json.dumps(EXPORT))
-    row = aiperf.answers(file, 4)
+    row = live_peer.answers(file, 4)
     assert (row["ttft_mean_s"], row["ttft_p50_s"], row["ttft_p99_s"]) == (0.02, 0.015, 0.09)
     assert (row["itl_p99_s"], row["gap_p99_s"], row["latency_p50_s"]) == (0.03, 0.06, 1.5)
     assert (row["requests"], row["errors"], row["tokens_per_s"], row["prompt_tokens"]) == (4, 0, 12.5, 63.5)
@@ -123,27 +122,27 @@ def test_what_aiperf_wrote(tmp_path: Path) -> None:
 def test_an_error_that_aiperf_saw_is_one_line(changed: dict, message: str, tmp_path: Path) -> None:
     (file := tmp_path / "export.json").write_text(json.dumps(EXPORT | changed))
     with pytest.raises(FirstTokenError, match=message) as raised:
-        aiperf.answers(file, 4)
+        live_peer.answers(file, 4)
     assert "\n" not in str(raised.value)
 
 
 def test_an_export_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FirstTokenError, match=r"export\.json cannot be read"):
-        aiperf.answers(tmp_path / "export.json", 4)
+        live_peer.answers(tmp_path / "export.json", 4)
 
 
 def test_an_aiperf_that_fails_says_why(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('first'); raise SystemExit('no route to the server')"]
     with pytest.raises(FirstTokenError, match=r"^live_peer: aiperf ended with 1: no route to the server$"):
-        aiperf.ask(command, LOAD, tmp_path, dict(os.environ))
+        live_peer.ask(command, LOAD, tmp_path, dict(os.environ))
 
 
 def test_an_environment_that_is_missing(model: PeerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "VLLM_PYTHON", tmp_path / "python")
+    monkeypatch.setattr(live_peer, "VLLM_PYTHON", tmp_path / "python")
     with pytest.raises(FirstTokenError, match=r"^live_peer: vLLM's environment is missing; run env/vllm/setup\.sh$"):
         module.turn(OURS, model, 64, LOAD)
     (tmp_path / "python").touch()
-    monkeypatch.setattr(aiperf, "AIPERF", tmp_path / "aiperf")
+    monkeypatch.setattr(live_peer, "AIPERF", tmp_path / "aiperf")
     with pytest.raises(
         FirstTokenError, match=r"^live_peer: aiperf's environment is missing; run env/clients/setup\.sh$"
     ):
@@ -169,10 +168,10 @@ def test_a_server_is_ended_when_aiperf_fails(model: PeerModel, tmp_path: Path, m
 
     monkeypatch.setattr(module.paths, "CACHE", tmp_path)
     for name in ("VLLM_PYTHON", "AIPERF"):
-        monkeypatch.setattr(peers if name == "VLLM_PYTHON" else aiperf, name, Path(sys.executable))
-    monkeypatch.setattr(peers, "started", noted)
+        monkeypatch.setattr(live_peer, name, Path(sys.executable))
+    monkeypatch.setattr(live_peer, "started", noted)
     fake = {OURS: lambda model, budget, port: [sys.executable, "-c", HEALTHY, str(port)]}
-    monkeypatch.setattr(peers, "COMMANDS", fake)
+    monkeypatch.setattr(live_peer, "COMMANDS", fake)
     with pytest.raises(FirstTokenError, match="aiperf ended with 2"):  # there is no script `profile`
         module.turn(OURS, model, 64, LOAD)
     (server,) = processes

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.config import EngineConfig
-from firsttoken.engine.costs.batches import BatchCosts
+from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.engine.engine import Engine
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload.items import Item
+from firsttoken.engine.workload.workload_items import Item
 from firsttoken.sarathi.pipeline import PipelineStages, StagedExecutor, serve_staged
 from firsttoken.study.errors import RequestError
-from firsttoken_studies.sarathi.equal_time import equal_time
+from firsttoken_studies.sarathi.pipeline_bubbles import equal_time
 
 COSTS = BatchCosts()
 

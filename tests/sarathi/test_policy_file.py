@@ -11,23 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.config import EngineConfig
-from firsttoken.engine.costs.batches import BatchCosts
+from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.engine.engine import Engine
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.sarathi.capacity import STRICT
+from firsttoken.sarathi.checked_scheduler import watched
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
-from firsttoken.sarathi.watched import watched
 from firsttoken.study import decisions, paths
 from firsttoken.study.decisions import Decisions
 from firsttoken.study.errors import ProfileError
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
 
-HEAD = """from firsttoken.engine.schedulers.base import Scheduler
-from firsttoken.engine.work import Work
+HEAD = """from firsttoken.engine.schedulers.scheduler import Scheduler
+from firsttoken.engine.request import Work
 
 
 class Mine(Scheduler):

@@ -16,7 +16,7 @@ from firsttoken.study.record import pick, read_result
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies import ledger
 from firsttoken_studies.sarathi.contest import Contest
-from firsttoken_studies.sarathi.standing import enters, record_table, standing
+from firsttoken_studies.sarathi.leaderboard import enters, record_table, standing
 
 POLICY = """from firsttoken.engine.schedulers.sarathi import Sarathi
 

@@ -16,7 +16,7 @@ pytest.importorskip("starlette")
 
 from services import CHATS, COMPLETIONS, GREEDY, events, serving
 
-from firsttoken.service.model import is_staged
+from firsttoken.service.served_model import is_staged
 from firsttoken.service.text import Vocabulary, read_vocabulary
 
 MESSAGES = [{"role": "system", "content": "inn"}, {"role": "user", "content": "the hen"}]

@@ -12,8 +12,8 @@ pytest.importorskip("pydantic")
 from client_bodies import CHAT_PATH, SAID, Sent, combined, recorded, until_lists
 
 from firsttoken.service import neutral
-from firsttoken.service.replies import Chat
-from firsttoken.service.schema import ChatRequest, CompletionRequest, ServedRequest, parse_request
+from firsttoken.service.request_schema import ChatRequest, CompletionRequest, ServedRequest, parse_request
+from firsttoken.service.response_bodies import Chat
 from firsttoken.study.errors import RequestError
 
 TURN = [{"role": "user", "content": "hi"}]

@@ -22,10 +22,10 @@ from services import CHATS, COMPLETIONS, GREEDY, byte_level, events, serving
 from firsttoken.__main__ import COMMANDS
 from firsttoken.assets.chat_template import ChatTemplate
 from firsttoken.options import parser
-from firsttoken.progressiveserve.recovery.limits import POOL_TOKENS
+from firsttoken.progressiveserve.staged_serving.request_limits import POOL_TOKENS
 from firsttoken.service.answer import Answers
-from firsttoken.service.config import ServiceConfig
-from firsttoken.service.schema import ChatRequest
+from firsttoken.service.request_schema import ChatRequest
+from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.text import Vocabulary
 from firsttoken.study.errors import RequestError
 
@@ -216,7 +216,7 @@ class TestRoles:
 
 
 def test_numbers_that_are_none_are_no_answer(small, monkeypatch):
-    from firsttoken.engine.chances import Chance
+    from firsttoken.engine.request import Chance
     from firsttoken.service import choice
 
     real = choice.said

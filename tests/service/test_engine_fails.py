@@ -14,14 +14,13 @@ from services import COMPLETIONS, tiny_model
 from starlette.testclient import TestClient
 
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.request import Sampling
-from firsttoken.engine.work import Work
-from firsttoken.progressiveserve.recovery.limits import GrowthConfig
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.request import Sampling, Work
+from firsttoken.progressiveserve.staged_serving.request_limits import GrowthConfig
 from firsttoken.service.app import build_replica
-from firsttoken.service.config import ServiceConfig
-from firsttoken.service.ready import ReadyServer
-from firsttoken.service.refusals import refusal
+from firsttoken.service.error_responses import refusal
+from firsttoken.service.service_config import ServiceConfig
+from firsttoken.service.static_server import ReadyServer
 from firsttoken.study.errors import EngineError, LengthError, RequestError, StageError
 
 ERRORS = [RuntimeError("out of memory\nand much more"), RequestError("layers [2, 9) are not"), LengthError("too long")]

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from firsttoken.service import cluster, model
-from firsttoken.service.config import ServiceConfig
+from firsttoken.service import cluster, served_model
 from firsttoken.service.launch import running
+from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import FirstTokenError, ModelError, StageError
 
 
@@ -47,9 +47,9 @@ def test_numbers_out_of_range(tmp_path, key):
 
 def test_the_engine_is_told_its_budget(plain, monkeypatch):
     told = []
-    monkeypatch.setattr(model, "GrowingServer", lambda folder, links, limits, **_: told.append(limits.engine))
+    monkeypatch.setattr(served_model, "GrowingServer", lambda folder, links, limits, **_: told.append(limits.engine))
     for asked in ({}, {"token_budget": 96}):
-        model.serve_model(ServiceConfig(plain, **asked), broken=print)
+        served_model.serve_model(ServiceConfig(plain, **asked), broken=print)
     assert [engine.token_budget for engine in told] == [512, 96]
 
 

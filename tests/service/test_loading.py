@@ -17,10 +17,10 @@ pytest.importorskip("starlette")
 from services import COMPLETIONS, ENDLESS, LIMITS
 
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.recovery.limits import GrowthConfig
-from firsttoken.progressiveserve.recovery.server import GrowingServer
+from firsttoken.progressiveserve.staged_serving.request_limits import GrowthConfig
+from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
 from firsttoken.service.app import Replica, build_app
-from firsttoken.service.config import ServiceConfig
+from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.text import read_vocabulary
 
 

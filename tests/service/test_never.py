@@ -16,8 +16,8 @@ from services import free_port
 
 from firsttoken.__main__ import main
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.recovery.limits import GrowthConfig
-from firsttoken.progressiveserve.recovery.server import GrowingServer
+from firsttoken.progressiveserve.staged_serving.request_limits import GrowthConfig
+from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
 
 Change = Callable[[Path], None]
 

@@ -15,11 +15,11 @@ from tokenizers import Tokenizer
 pytest.importorskip("pydantic")
 
 from firsttoken.assets.chat_template import ChatTemplate
-from firsttoken.engine.chances import Chance
-from firsttoken.engine.streams import TokenEvent
+from firsttoken.engine.async_engine import TokenEvent
+from firsttoken.engine.request import Chance
 from firsttoken.service.choice import AnswerChoice, Piece
-from firsttoken.service.likelihood import Said, as_chat, as_completion, said
-from firsttoken.service.replies import event
+from firsttoken.service.logprobs_format import Said, as_chat, as_completion, said
+from firsttoken.service.response_bodies import event
 from firsttoken.service.text import Vocabulary
 
 same_fixture = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)

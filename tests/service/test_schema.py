@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pydantic")
 
-from firsttoken.service.schema import ChatRequest, CompletionRequest, parse_request
+from firsttoken.service.request_schema import ChatRequest, CompletionRequest, parse_request
 from firsttoken.study.errors import RequestError
 
 TURN = [{"role": "user", "content": "hi"}]

@@ -29,7 +29,7 @@ from services import PATIENCE, until
 from transformers import AutoModelForCausalLM
 
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
-from firsttoken.progressiveserve.loading.blobs import part_blobs
+from firsttoken.progressiveserve.loading.read_plan import part_blobs
 from firsttoken.progressiveserve.passlayer import pass_layers
 
 if importlib.util.find_spec("ray") is None:  # importorskip would import it, and that is the service's affair
@@ -44,7 +44,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from firsttoken.service.config import ServiceConfig
+from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.launch import serve_forever
 
 class Gated(ServiceConfig):

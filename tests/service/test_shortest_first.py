@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.progressiveserve.recovery.limits import STALL_FREE
-from firsttoken.service.config import ServiceConfig
-from firsttoken.service.model import serve_model
+from firsttoken.progressiveserve.staged_serving.request_limits import STALL_FREE
+from firsttoken.service.served_model import serve_model
+from firsttoken.service.service_config import ServiceConfig
 
 STEP_S, ANSWER = 0.02, 8
 LONGEST_TURN_S = 2 * ANSWER * STEP_S  # who has a place is served to his end first

@@ -20,7 +20,7 @@ from services import PATIENCE
 from swarms import asking, varied
 
 from firsttoken.__main__ import main
-from firsttoken.petals.remote import RemoteModel
+from firsttoken.petals.remote_model import RemoteModel
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from services import free_port, serving, until, workers
 
-from firsttoken.service.config import ServiceConfig
 from firsttoken.service.launch import running
+from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import StageError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from entries import entry
 
-from firsttoken.study import paths, warm
+from firsttoken.study import kernel_forkserver, paths
 from firsttoken.study.claims import Claim
 from firsttoken.study.record import Result
 
@@ -34,7 +34,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if isinstance(value, Path) and name.isupper() and value.is_relative_to(repository):
             monkeypatch.setattr(paths, name, tmp_path / value.relative_to(repository))
     monkeypatch.setattr(paths, "CACHE", tmp_path / ".cache")
-    monkeypatch.setattr(warm, "MODULES", ("papermill.cli", "ipykernel.kernelapp"))
+    monkeypatch.setattr(kernel_forkserver, "MODULES", ("papermill.cli", "ipykernel.kernelapp"))
     return tmp_path
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from firsttoken.study import paths, warm
+from firsttoken.study import kernel_forkserver, paths
 from firsttoken.study.profile import load_profile
 from firsttoken.study.system.alone import alone
 from firsttoken_studies import running
@@ -184,7 +184,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 def test_two_runs_into_the_same_folder(root: Path, monkeypatch) -> None:
     """The lock is of an open file, so that a thread waits as a process does, which would import torch first."""
-    monkeypatch.setenv(warm.SOCKET, "none is needed")
+    monkeypatch.setenv(kernel_forkserver.SOCKET, "none is needed")
     said = SimpleQueue[str]()
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=said.put, flush=lambda: None))
     with ThreadPoolExecutor() as pool:

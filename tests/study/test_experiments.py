@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from entries import entry
 
-from firsttoken.study import clock, paths
+from firsttoken.study import paths, timing
 from firsttoken.study.claims import digests, load_claims
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.experiment import Experiment
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import Outcome, Result, Rows, git_revision, is_clean, read_result
+from firsttoken.study.summary import Summary
 from firsttoken_studies.experiments import run_experiment
 from firsttoken_studies.registry import EXPERIMENTS
 
@@ -65,12 +65,12 @@ def test_a_result_names_its_commit_the_ledger_and_a_summary_that_anybody_can_mak
 
 def test_a_resumed_run_says_how_long_all_of_it_took(clone, monkeypatch) -> None:
     def resumed(profile: Profile) -> Outcome:
-        clock.kept(1000.0)
+        timing.kept(1000.0)
         return measured(profile)
 
     monkeypatch.setattr(sys.modules["made_up"], "measured", resumed)
     assert 1000 < run_experiment("machine", load_profile("full")).duration_s < 1060
-    clock.kept(1.0)  # outside of a run nobody counts
+    timing.kept(1.0)  # outside of a run nobody counts
 
 
 @pytest.mark.parametrize("changed", ["env/profiles/quick.yaml", "data/claims.yaml", "lib/new.py"])

@@ -9,15 +9,15 @@ import pytest
 
 from firsttoken.study.overlay import PALE, counted, over
 from firsttoken.study.record import load_result
-from firsttoken_studies.droidspeak import choice_figures, gate_figures
+from firsttoken_studies.droidspeak import adaptive_group, gating
 from firsttoken_studies.progressiveserve.coldstart import figures
-from firsttoken_studies.sarathi import batch_figures
+from firsttoken_studies.sarathi import batch_cost
 
 DRAWN = {
     "deferral_sweep": figures.trade_off,
-    "adaptive_group": choice_figures.choices,
-    "quality_gate": gate_figures.areas,
-    "batch_cost": batch_figures.live_costs,
+    "adaptive_group": adaptive_group.choices,
+    "quality_gate": gating.areas,
+    "batch_cost": batch_cost.live_costs,
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from entries import entry
 
 from firsttoken.study import paths
-from firsttoken.study.content import sha256_of
+from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import replacing, write_text
 from firsttoken.study.record import all_results, git_revision, load_result, pick, read_result, write_result

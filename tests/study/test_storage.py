@@ -13,7 +13,7 @@ import pytest
 from safetensors import SafetensorError
 
 from firsttoken.__main__ import main
-from firsttoken.study import ceilings, notebooks, paths, storage
+from firsttoken.study import notebooks, paths, roofline, storage
 from firsttoken.study.errors import StorageError
 from firsttoken.study.plot import save
 from firsttoken.study.profile import load_profile
@@ -61,7 +61,7 @@ def test_a_figure_that_finds_no_room(full: Path) -> None:
 
 
 def test_an_experiment_asks_before_it_measures(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "experiment", lambda profile: pytest.fail("measured for nothing"))
+    monkeypatch.setattr(roofline, "experiment", lambda profile: pytest.fail("measured for nothing"))
     with pytest.raises(StorageError, match="is full"):
         run_experiment("machine", load_profile("quick", **SMALL))
 

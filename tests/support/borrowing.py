@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.request import Request
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.patience import Patience
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.server import Running
+from firsttoken.petals.timeouts import Patience
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
 SHORT = Patience(step_s=0.5, token_s=0.001)  # of who waits for a neighbour that falls silent

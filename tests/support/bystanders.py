@@ -17,12 +17,12 @@ import torch
 from swarms import DEPTH, Asked, Here, asking, varied
 
 from firsttoken.engine.request import Sampling
-from firsttoken.petals.background import begin, wait_for
-from firsttoken.petals.patience import Patience
-from firsttoken.petals.remote import RemoteModel
+from firsttoken.petals.event_loop import begin, wait_for
+from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running
 from firsttoken.petals.service import SESSION
 from firsttoken.petals.session import HEADERS
+from firsttoken.petals.timeouts import Patience
 from firsttoken.petals.wire import VERSION, Stretch, encode
 
 WIDTH, HALF = 32, DEPTH // 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from firsttoken.engine.request import Work
 from firsttoken.engine.schedulers.sarathi import Sarathi
-from firsttoken.engine.work import Work
 
 
 class Chunked(Sarathi):

@@ -29,18 +29,18 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.servable import check_servable
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.link.shaped import Link
-from firsttoken.petals.blocks import load_ends, load_span, model_sha256
+from firsttoken.petals.checkpoint_blocks import load_ends, load_span, model_sha256
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.placement import build_lean
-from firsttoken.progressiveserve.loading.skeleton import Skeleton
-from firsttoken.progressiveserve.recovery.plain import Whole
+from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.tensor_placement import build_lean
+from firsttoken.progressiveserve.staged_serving.unstaged_model import Whole
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.service.text import read_vocabulary
 from firsttoken.study.errors import FirstTokenError

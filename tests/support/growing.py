@@ -10,9 +10,9 @@ from pathlib import Path
 from plain_tokens import Plain, check_greedy, generated, judged
 from transformers import AutoModelForCausalLM
 
-from firsttoken.engine.streams import Stream, TokenEvent
-from firsttoken.progressiveserve.loading.blobs import adapter_blobs, part_blobs
-from firsttoken.progressiveserve.served import at_stage
+from firsttoken.engine.async_engine import Stream, TokenEvent
+from firsttoken.progressiveserve.base_model import at_stage
+from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, part_blobs
 
 PROMPT = [20, 31, 42, 53, 64]
 MOVING = [PROMPT, PROMPT[:1], [7, 8, 9]]

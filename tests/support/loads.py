@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, read_manifest, write_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.skeleton import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import Skeleton
 from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.study.errors import ModelError
 

@@ -20,8 +20,8 @@ from tokenizers import models as kinds
 from transformers import PreTrainedTokenizerFast
 
 from firsttoken.assets.qa_files import QAItem
-from firsttoken.droidspeak.items import TaskItem
 from firsttoken.droidspeak.profile.pareto import Profiled
+from firsttoken.droidspeak.reuse_items import TaskItem
 from firsttoken.engine.workload.conversations import Conversations
 from firsttoken.study.record import Result
 from firsttoken_extras.layer_borrowing.lender import Lender
@@ -33,8 +33,7 @@ from firsttoken_studies.droidspeak import profiling
 from firsttoken_studies.progressiveserve import timeline_trial
 from firsttoken_studies.progressiveserve.coldstart import trial
 from firsttoken_studies.sarathi import live_peer
-from firsttoken_studies.sarathi.aiperf import PeerLoad
-from firsttoken_studies.sarathi.peers import PeerModel
+from firsttoken_studies.sarathi.live_peer import PeerLoad, PeerModel
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:

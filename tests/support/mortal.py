@@ -23,14 +23,14 @@ from starlette.testclient import TestClient
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals import server as server_module
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.blocks import model_sha256
+from firsttoken.petals.checkpoint_blocks import model_sha256
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.limits import ServerLimits
-from firsttoken.petals.patience import Patience
-from firsttoken.petals.remote import RemoteModel
+from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.timeouts import Patience
 from firsttoken.service.app import build_replica
-from firsttoken.service.config import ServiceConfig
+from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import SwarmError
 
 DEPTH, ANSWER = 6, 4

@@ -20,18 +20,16 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from firsttoken.engine.decoder import Decoder
-from firsttoken.engine.edges import Edges
+from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.live import LiveExecutor
-from firsttoken.engine.request import Phase, Request, Sampling
-from firsttoken.engine.segments import LocalSegment
+from firsttoken.engine.hidden_state_cache import Edges
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.model_version import View
+from firsttoken.engine.request import Phase, Request, Sampling, Work
+from firsttoken.engine.scheduler_state import VICTIMS
+from firsttoken.engine.swap.block_copier import Moved, start
+from firsttoken.engine.swap.host_allocator import Span
 from firsttoken.engine.swap.overlapped import OnThread, Overlapped
-from firsttoken.engine.swap.path import Moved, start
-from firsttoken.engine.swap.spans import Span
-from firsttoken.engine.victims import VICTIMS
-from firsttoken.engine.views import View
-from firsttoken.engine.work import Work
 from firsttoken.study.errors import CacheError, RequestError
 
 EDGE = 1  # the layer before which hidden states are kept; the models here have two

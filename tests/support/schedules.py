@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.request import Sampling
+from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.swap import PATHS
-from firsttoken.engine.victims import VICTIMS
 
 LONGEST = 16  # tokens of an answer in a schedule: what shows then shows in eight more as well, for half as much again
 

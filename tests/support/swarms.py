@@ -23,14 +23,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import firsttoken.options  # noqa: F401  (servers are copies of this process, and need it)
 from firsttoken.assets.shapes import shape_config
 from firsttoken.petals.actions import run  # noqa: F401  (as above)
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.blocks import model_sha256
+from firsttoken.petals.block_backend import BlockStack
+from firsttoken.petals.checkpoint_blocks import model_sha256
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.limits import ServerLimits
-from firsttoken.petals.remote import RemoteModel
+from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
-from firsttoken.petals.stack import BlockStack
-from firsttoken.study import warm
-from firsttoken_studies.petals.member import ServerProcess, SwarmMember
+from firsttoken.study import kernel_forkserver
+from firsttoken_studies.petals.fleet import ServerProcess, SwarmMember
 
 DEPTH = 6
 
@@ -98,7 +98,7 @@ def copied(address: Path) -> Iterator[None]:
 
     Made before gRPC has begun, which does not survive being copied.
     """
-    if not warm.possible() or warm.SOCKET in os.environ:
+    if not kernel_forkserver.possible() or kernel_forkserver.SOCKET in os.environ:
         yield  # each server imports everything itself, or there is such a copy
         return
     copy = os.fork()
@@ -109,14 +109,14 @@ def copied(address: Path) -> Iterator[None]:
             for stream in (0, 1, 2):
                 os.dup2(silent, stream)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not what pytest has put there
-            warm.serve(str(address), ())
+            kernel_forkserver.serve(str(address), ())
         finally:
             os._exit(0)
     while not address.exists():
         time.sleep(0.01)
-    os.environ[warm.SOCKET] = str(address)
+    os.environ[kernel_forkserver.SOCKET] = str(address)
     yield
-    del os.environ[warm.SOCKET]
+    del os.environ[kernel_forkserver.SOCKET]
     os.kill(copy, signal.SIGTERM)
     os.waitpid(copy, 0)
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from firsttoken.progressiveserve import examination
+from firsttoken.progressiveserve import evaluation
 from firsttoken.study.profile import Profile, load_profile
 
 SHORTER, FEWER = 32, 4
@@ -115,7 +115,7 @@ def scaled(section: str, key: str, value: Any) -> Any:
 def tiny_profile(name: str, folder: Path) -> Profile:
     """The profile ``name`` by the rule, on a CPU, with adapters below ``folder``."""
     sections = {key: dict(value) for key, value in load_profile(name).sections.items()}
-    sections["quality"].setdefault("max_prompt_tokens", examination.QualityConfig.max_prompt_tokens)
+    sections["quality"].setdefault("max_prompt_tokens", evaluation.QualityConfig.max_prompt_tokens)
     overrides: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
     for section, entries in sections.items():
         overrides |= {f"{section}.{key}": scaled(section, key, value) for key, value in entries.items()}

@@ -12,7 +12,7 @@ import pytest
 from firsttoken.__main__ import main
 from firsttoken.assets.lock import load_lock
 from firsttoken.engine.preemption import PREEMPTION
-from firsttoken.engine.victims import VICTIM, VICTIMS
+from firsttoken.engine.scheduler_state import VICTIM, VICTIMS
 from firsttoken.petals.routing import Reachable
 from firsttoken.sarathi.policy import SCHEDULER
 from firsttoken.study import decisions, paths
@@ -45,7 +45,7 @@ ASKED: dict[str, tuple[PolicyKind, str, Callable]] = {  # a file with a body to 
     "victim": (VICTIM, "def mine(*asked):\n    {}", lambda mine: mine([object()])),
     "transition": (
         TRANSITION,
-        "from firsttoken.progressiveserve.recovery.transitions import Transition\n"
+        "from firsttoken.progressiveserve.staged_serving.transitions import Transition\n"
         "class Mine(Transition):\n    def redo(self, *asked):\n        {}",
         lambda mine: mine().redo(VIEW, VIEW),
     ),
@@ -168,7 +168,7 @@ def test_what_a_policy_may_not_do(write, monkeypatch: pytest.MonkeyPatch, kind: 
 
 def test_what_the_engine_refuses_names_the_file(write, capsys) -> None:
     """A layer whose input was never kept, and a victim that is always the same."""
-    head = "from firsttoken.progressiveserve.recovery.transitions import Transition\n"
+    head = "from firsttoken.progressiveserve.staged_serving.transitions import Transition\n"
     redo = "class Mine(Transition):\n    def redo(self, old, new):\n        return range(6, 8)\n"
     assert run("transition", write(head + redo)) == 2
     (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("firsttoken: ")]

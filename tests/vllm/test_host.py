@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from firsttoken.engine.swap.spans import Span
+from firsttoken.engine.swap.host_allocator import Span
 from firsttoken.study.errors import ProfileError
-from firsttoken_extras.vllm_cross_point.host import HostPool
+from firsttoken_extras.vllm_cross_point.connector import HostPool
 from firsttoken_extras.vllm_cross_point.settings import CrossPointSettings
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from firsttoken.study.errors import StageError
-from firsttoken.study.foreign.faults import Damaged, blaming, read_bytes
-from firsttoken.study.foreign.json_text import parse_json, read_json
-from firsttoken.study.foreign.schema import at_least, between, digits, shaped
+from firsttoken.study.parsing.json_text import parse_json, read_json
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes
+from firsttoken.study.parsing.schema import at_least, between, digits, shaped
 
 CONFIG, WEIGHTS, RECIPE = "adapter_config.json", "adapter_model.safetensors", "recipe.json"
 Kind = TypeVar("Kind")

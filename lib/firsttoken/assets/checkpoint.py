@@ -18,10 +18,10 @@ from pathlib import Path
 from firsttoken.assets.lock import file_sha256
 from firsttoken.assets.model_config import CONFIG, ModelConfig, check_folder, read_config
 from firsttoken.study.errors import ModelError
-from firsttoken.study.foreign.faults import Damaged, blaming, shown
-from firsttoken.study.foreign.json_text import read_json
-from firsttoken.study.foreign.schema import shaped
-from firsttoken.study.foreign.tensors import Header, TensorEntry, read_header
+from firsttoken.study.parsing.json_text import read_json
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
+from firsttoken.study.parsing.safetensors_header import Header, TensorEntry, read_header
+from firsttoken.study.parsing.schema import shaped
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -17,10 +17,18 @@ from typing import Any
 
 import torch
 
-from firsttoken.assets.boolq_file import read_boolq_train
 from firsttoken.assets.lock import asset_path, pinned
-from firsttoken.assets.qa_files import QAItem, read_hub, read_qa, read_squad, read_triviaqa, triviaqa_item
-from firsttoken.assets.rows import arrow_rows, kept_rows
+from firsttoken.assets.qa_files import (
+    QAItem,
+    arrow_rows,
+    kept_rows,
+    read_boolq_train,
+    read_hub,
+    read_qa,
+    read_squad,
+    read_triviaqa,
+    triviaqa_item,
+)
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 

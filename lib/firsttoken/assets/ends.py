@@ -9,9 +9,9 @@ from firsttoken.assets.chat_template import ChatTemplate, read_template
 from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.assets.tokenizer_files import MEND, TokenizerFiles, read_tokenizer_files
 from firsttoken.study.errors import ModelError
-from firsttoken.study.foreign.faults import blaming
-from firsttoken.study.foreign.json_text import read_json
-from firsttoken.study.foreign.schema import Fault, between, shaped
+from firsttoken.study.parsing.json_text import read_json
+from firsttoken.study.parsing.parse_errors import blaming
+from firsttoken.study.parsing.schema import Fault, between, shaped
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -22,7 +22,7 @@ from firsttoken.assets.lock import Asset, Member, asset_path, file_sha256, first
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 from firsttoken.study.files import replacing
-from firsttoken.study.foreign.faults import FAULTS
+from firsttoken.study.parsing.parse_errors import FAULTS
 from firsttoken.study.system.alone import alone
 
 __all__ = ["Asset", "Member", "asset_path", "fetch", "load_lock"]

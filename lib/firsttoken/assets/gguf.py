@@ -18,9 +18,9 @@ from firsttoken.assets.lock import asset_path, file_sha256, pinned
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.study import paths
 from firsttoken.study.errors import ModelError
-from firsttoken.study.foreign.faults import blaming
-from firsttoken.study.foreign.json_text import read_json
-from firsttoken.study.foreign.schema import shaped, some
+from firsttoken.study.parsing.json_text import read_json
+from firsttoken.study.parsing.parse_errors import blaming
+from firsttoken.study.parsing.schema import shaped, some
 from firsttoken.study.system.alone import alone
 
 if TYPE_CHECKING:

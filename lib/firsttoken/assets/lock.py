@@ -10,9 +10,9 @@ from typing import Annotated
 
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
-from firsttoken.study.foreign.faults import blaming
-from firsttoken.study.foreign.schema import at_least, digits, plain_name, shaped, some
-from firsttoken.study.foreign.yaml_text import read_yaml
+from firsttoken.study.parsing.parse_errors import blaming
+from firsttoken.study.parsing.schema import at_least, digits, plain_name, shaped, some
+from firsttoken.study.parsing.yaml_text import read_yaml
 
 
 @dataclass(frozen=True)

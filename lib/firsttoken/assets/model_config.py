@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from firsttoken.assets.positions import check_kinds
 from firsttoken.study.errors import ModelError
-from firsttoken.study.foreign.faults import Damaged, blaming, shown
-from firsttoken.study.foreign.json_text import read_json
-from firsttoken.study.foreign.schema import between, shaped
+from firsttoken.study.parsing.json_text import read_json
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
+from firsttoken.study.parsing.schema import between, shaped
 
 CONFIG = "config.json"
 MOST_LAYERS = 1000  # the deepest published models have fewer than 200

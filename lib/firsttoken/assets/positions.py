@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.study.errors import ModelError
-from firsttoken.study.foreign.faults import Damaged, blaming, shown
-from firsttoken.study.foreign.json_text import read_json
+from firsttoken.study.parsing.json_text import read_json
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
 
 FIXED = ("default", "linear", "yarn", "llama3", "proportional")
 BY_LENGTH = ("dynamic", "longrope")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from firsttoken.assets.checkpoint import CODES, EMBEDDING, HEAD, STORED, ModelFiles, model_files
 from firsttoken.assets.model_config import CONFIG, ModelConfig, read_config
 from firsttoken.study.errors import ModelError
-from firsttoken.study.foreign.faults import blaming, shown
-from firsttoken.study.foreign.json_text import read_json
+from firsttoken.study.parsing.json_text import read_json
+from firsttoken.study.parsing.parse_errors import blaming, shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

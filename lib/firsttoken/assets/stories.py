@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from firsttoken.assets.brought import brought
+from firsttoken.assets.manual_downloads import brought
 from firsttoken.study.errors import AssetError
-from firsttoken.study.foreign.faults import Damaged, blaming, read_bytes
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes
 
 NAME, FILE = "stories15m", "llama2.data"
 _MOST = 1 << 16  # of each size in the header: above every llama2.c model

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.study.errors import ModelError
-from firsttoken.study.foreign.faults import Damaged, blaming, read_bytes
-from firsttoken.study.foreign.json_text import parse_json, read_json
-from firsttoken.study.foreign.schema import shaped
+from firsttoken.study.parsing.json_text import parse_json, read_json
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes
+from firsttoken.study.parsing.schema import shaped
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

@@ -2,7 +2,7 @@
 
 ``store.KVStore`` keeps what a sender computed, ``prefill.partial_prefill`` makes a receiver's cache of it and
 ``pipeline`` brings it over a link meanwhile; ``profile`` finds which layers to recompute,
-``choose`` and ``gate`` decide at run time.
+``group_selection`` and ``gate`` decide at run time.
 """
 
 import warnings

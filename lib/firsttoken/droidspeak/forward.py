@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.positions import kinds_by_length
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.study.errors import ModelError

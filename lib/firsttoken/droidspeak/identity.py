@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firsttoken.assets.layers import layers_of
-from firsttoken.droidspeak.tensors import bytes_of
+from firsttoken.assets.decoder_layers import layers_of
+from firsttoken.droidspeak.tensor_bytes import bytes_of
 from firsttoken.study.errors import CacheError
 
 _MUST_AGREE = {

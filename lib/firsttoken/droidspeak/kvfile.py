@@ -18,15 +18,15 @@ from torch import Tensor
 
 from firsttoken.droidspeak.entry import Entry
 from firsttoken.droidspeak.identity import ModelIdentity
-from firsttoken.droidspeak.tensors import bytes_of
+from firsttoken.droidspeak.tensor_bytes import bytes_of
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, LinkError
 from firsttoken.study.files import replacing
-from firsttoken.study.foreign import tensors
-from firsttoken.study.foreign.faults import Damaged, blaming
-from firsttoken.study.foreign.json_text import parse_json
-from firsttoken.study.foreign.schema import digits, shaped
-from firsttoken.study.foreign.tensors import TensorEntry
+from firsttoken.study.parsing import safetensors_header
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged, blaming
+from firsttoken.study.parsing.safetensors_header import TensorEntry
+from firsttoken.study.parsing.schema import digits, shaped
 
 _FORMAT = "firsttoken-kv-1"
 _TOKENS = "tokens"
@@ -95,7 +95,7 @@ def draft(path: Path, entry: Entry, pieces: Mapping[str, Tensor]) -> Draft:
         dtype, shape = ("I64", [entry.length]) if name == _TOKENS else (_DTYPES[entry.model.dtype], pieces[name].shape)
         stored[name] = TensorEntry(dtype, tuple(shape), start, start + part.nbytes)
         start += part.nbytes
-    table = {tensors.METADATA: metadata} | tensors.header_table(stored, 0)
+    table = {safetensors_header.METADATA: metadata} | safetensors_header.header_table(stored, 0)
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     header = len(text).to_bytes(8, "little") + text
@@ -107,7 +107,7 @@ def draft(path: Path, entry: Entry, pieces: Mapping[str, Tensor]) -> Draft:
 def read_header(path: Path) -> KVFile:
     """What the file at ``path`` holds; of its data only the tokens are read. Raises CacheError when it is torn."""
     with blaming(path, CacheError, "remove it"):
-        header = tensors.read_header(path)
+        header = safetensors_header.read_header(path)
         if header.metadata.pop("format", None) != _FORMAT:
             raise Damaged(f"it is not of the format {_FORMAT}")
         kept = shaped(_Metadata, {name: parse_json(text) for name, text in header.metadata.items()})

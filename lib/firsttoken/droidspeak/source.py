@@ -10,9 +10,9 @@ from torch import Tensor
 
 from firsttoken.droidspeak.entry import edge_name, layer_name
 from firsttoken.droidspeak.identity import ModelIdentity, check_compatible
-from firsttoken.droidspeak.pipeline.live import pieces_of, sent_pieces
+from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, Transfer
+from firsttoken.droidspeak.pipeline.live_loading import pieces_of, sent_pieces
 from firsttoken.droidspeak.pipeline.schedule import Schedule
-from firsttoken.droidspeak.pipeline.transfer import Buffers, Transfer
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link

@@ -15,10 +15,10 @@ from firsttoken.droidspeak.entry import Entry, edge_name, layer_name
 from firsttoken.droidspeak.forward import Forward
 from firsttoken.droidspeak.identity import ModelIdentity, check_compatible
 from firsttoken.droidspeak.kvfile import StoredPiece
-from firsttoken.droidspeak.matching import token_bytes
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
-from firsttoken.droidspeak.shelf import Reading, Shelf
+from firsttoken.droidspeak.prefix_index import token_bytes
+from firsttoken.droidspeak.tiered_store import Reading, Shelf
 from firsttoken.study.errors import RequestError
 
 _RECOMPUTED = LayerKV(torch.empty(0), torch.empty(0))  # stands where the receiver computes its own

@@ -6,24 +6,106 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from firsttoken.engine.admission import check_admission
-from firsttoken.engine.blocks import BlockPool
-from firsttoken.engine.brought import CoveredPrefix, PrefixSource
-from firsttoken.engine.config import USUAL, EngineConfig
+from firsttoken.engine.block_pool import BlockPool, PrefixSharing
+from firsttoken.engine.engine_config import USUAL, EngineConfig
 from firsttoken.engine.executor import DeviceLost, Executor
-from firsttoken.engine.leap import leap
+from firsttoken.engine.model_version import Transition, View
 from firsttoken.engine.preemption import POLICIES, policy_of
-from firsttoken.engine.preemption.base import PreemptionPolicy
+from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
-from firsttoken.engine.prefixes import PrefixSharing
-from firsttoken.engine.request import GREEDY, Request, Sampling
+from firsttoken.engine.request import GREEDY, Kind, PrefixSource, Request, Sampling, Work, parted
+from firsttoken.engine.scheduler_state import CoveredPrefix, victim_named
 from firsttoken.engine.schedulers import scheduler_named
-from firsttoken.engine.schedulers.base import Scheduler
+from firsttoken.engine.schedulers.scheduler import Scheduler
+from firsttoken.engine.simulated import TOKEN, SimulatedExecutor
 from firsttoken.engine.trace import Step, Trace
-from firsttoken.engine.victims import victim_named
-from firsttoken.engine.views import Transition, View
-from firsttoken.engine.work import Kind, Work, parted
+from firsttoken.study.errors import RequestError
+
+if TYPE_CHECKING:
+    from firsttoken.engine.schedulers.scheduler import Scheduler
+
+
+# What can never run is refused before it is taken.
+
+
+def check_admission(request: Request, source: PrefixSource | None, executor: Executor, pool: BlockPool) -> None:
+    """Raises RequestError for more tokens than the model's context or ``pool`` can ever hold, a token outside the
+    vocabulary, and a ``source`` of all tokens of the prompt or more, or of a prompt whose own chances are asked for."""
+    limits, most = executor.limits, request.prompt_tokens + request.sampling.max_tokens
+    asked = f"a prompt of {request.prompt_tokens} tokens and {request.sampling.max_tokens} new ones"
+    if most > limits.context:
+        raise RequestError(f"{asked} exceed the model's context of {limits.context} tokens; ask for fewer")
+    usable = pool.count - pool.watermark
+    if -(-request.most_cached // executor.block_tokens) > usable:
+        room = usable * executor.block_tokens
+        raise RequestError(f"{asked} exceed the KV pool of {room} tokens; ask for fewer or make the pool larger")
+    if min(request.tokens) < 0 or max(request.tokens) >= limits.vocabulary:
+        raise RequestError(f"the prompt holds a token outside the vocabulary of {limits.vocabulary}")
+    if source is None:
+        return
+    if not 0 < source.tokens < request.prompt_tokens:
+        raise RequestError(
+            f"a stored prefix of {source.tokens} tokens does not fit a prompt of {request.prompt_tokens}; "
+            "at least one token has to be computed"
+        )
+    if request.sampling.prompt_logprobs:
+        raise RequestError("the chances of a prompt whose first tokens are brought are not known; ask for no source")
+
+
+# Steps that are alike, taken at once: as long as all who run decode and nobody comes or ends, a simulation only adds
+# up times. The outcome is that of one step after the other (``tests/engine/test_leap.py``).
+
+
+def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
+    """Take the coming steps of ``engine`` up to the one in which a request ends, or that begins after the next arrival.
+
+    To be called after a step, or a leap, that decoded all who ran; whether it took any. It takes none where steps may
+    differ: on a device, under a scheduler that is not ``steady``, while anybody waits or is away, and where blocks are
+    shared.
+    """
+    scheduler, executor = engine.scheduler, engine.executor
+    away = scheduler.waiting or scheduler.swapped or scheduler.restoring
+    if not isinstance(executor, SimulatedExecutor) or not scheduler.steady or away or scheduler.prefixes is not None:
+        return False
+    running = sorted(scheduler.running, key=lambda request: request.order)
+    most = _that_fit(scheduler, min([one.sampling.max_tokens - len(one.times_s) for one in running], default=0))
+    contexts, now, times = tuple([request.cached for request in running]), executor.now(), []
+    while len(times) < most and now < next_arrival_s:
+        start, now = now, executor.charge((), contexts)
+        times.append(now)
+        scheduler.completed((), contexts, now - start)
+        following = tuple([tokens + 1 for tokens in contexts])
+        if engine.trace is not None:
+            works = tuple(map(Work, running, contexts, following, contexts))
+            engine.trace.steps.append(Step(start, now - start, (), contexts, works))
+        contexts = following
+    if not times:
+        return False
+    engine.books[Kind.DECODE] += len(times) * len(running)
+    said, size = [TOKEN] * len(times), scheduler.block_tokens
+    for request, end in zip(running, contexts, strict=True):
+        if end > len(request.blocks) * size:
+            request.blocks += scheduler.pool.take(-(-end // size) - len(request.blocks))
+        request.tokens += said
+        request.times_s += times
+        request.advance(end)
+    for request in running:
+        if len(request.times_s) >= request.sampling.max_tokens:
+            engine.end(request)
+    return True
+
+
+def _that_fit(scheduler: Scheduler, steps: int) -> int:
+    """So many of ``steps``, by halves, that the blocks which are free are enough: nobody is preempted in them."""
+    size, running, free = scheduler.block_tokens, scheduler.running, scheduler.pool.free
+    while steps > 0 and len(running) * (steps // size + 1) > free:  # else they are enough wherever blocks end
+        if sum([max(0, -(-(one.cached + steps) // size) - len(one.blocks)) for one in running]) <= free:
+            break
+        steps //= 2
+    return steps
+
 
 LOOK_S = 0.001  # between two looks at what comes from elsewhere
 
@@ -178,7 +260,7 @@ class Engine:
         first request that ended with one, once the others have ended."""
         while self.busy:
             self.step()
-            while self._all_decoded and leap(self, self._coming[0][0][0] if self._coming else math.inf):
+            while self._all_decoded and fast_forward(self, self._coming[0][0][0] if self._coming else math.inf):
                 pass
         if failed := self.failed():
             raise failed[0].failure

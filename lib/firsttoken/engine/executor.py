@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from firsttoken.engine.request import Request
-from firsttoken.engine.work import Work
+from firsttoken.engine.request import Request, Work
 from firsttoken.study.errors import WorkerError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from firsttoken.engine.views import View
+    from firsttoken.engine.model_version import View
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from firsttoken.engine.attention import interface
 from firsttoken.engine.linear8 import Linear8
 from firsttoken.engine.native.library import NAMES, kernels
-from firsttoken.engine.packed import PackedLinear, packs
+from firsttoken.engine.onednn_prepack import PackedLinear, packs
 
 _LLAMA, _QWEN2 = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2"))
 _LEAN = "firsttoken.lean.layers"

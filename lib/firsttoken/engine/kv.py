@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from firsttoken.study.errors import RequestError
-from firsttoken.study.system.allowance import free_memory_bytes
+from firsttoken.study.system.cgroup_limits import free_memory_bytes
 
 if TYPE_CHECKING:  # a model of ours needs none of it
     from transformers import PretrainedConfig

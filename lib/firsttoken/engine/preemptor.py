@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from firsttoken.engine.executor import DeviceLost, Executor
-from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
-from firsttoken.engine.request import Request
-from firsttoken.engine.work import Work
+from firsttoken.engine.preemption.preemption_policy import Action, Observation, PreemptionPolicy
+from firsttoken.engine.request import Request, Work
 
 MOVED = "moved to another view"
 LOST = "device lost"

@@ -7,17 +7,156 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from firsttoken.engine.work import Redo, Work
 from firsttoken.study.errors import RequestError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
-    from firsttoken.engine.brought import PrefixSource
-    from firsttoken.engine.chances import Chance
-    from firsttoken.engine.views import View
+
+# What brings the keys and values of a request's first tokens from elsewhere.
+
+
+class PrefixSource(Protocol):
+    """What is stored of the first ``tokens`` tokens of a request; the layers in ``redo`` are computed again.
+
+    It brings the hidden states that enter the first of these, if they are not the embedding's, and then every other
+    layer's keys and values. The engine's thread asks it between two steps and never waits for it.
+    """
+
+    tokens: int
+    redo: range
+
+    def begin(self) -> None:
+        """Let it come."""
+
+    def edge(self) -> Tensor | None:
+        """The hidden states [1, tokens or more, hidden] that enter the first of ``redo``, once they are there.
+
+        Raises FirstTokenError when they will not come any more.
+        """
+
+    def arrived(self) -> list[tuple[int, Tensor]]:
+        """(layer, keys and values [2, 1, kv_heads, tokens or more, head_dim]) that have come since this was last asked.
+
+        Raises FirstTokenError when no more will come, and not all has.
+        """
+
+    @property
+    def complete(self) -> bool:
+        """Whether ``arrived`` has told of every layer that is not computed again."""
+
+    def close(self) -> None:
+        """Nothing more is wanted of it; may be called twice."""
+
+
+# How likely a model thought a token, as OpenAI's interface reports it.
+
+LEAST = -9999.0  # stands for the logarithm of 0, which no JSON can carry
+
+
+class Chance(NamedTuple):
+    """Of a token: the natural logarithm of the share that the model gave it, before temperature and nucleus.
+
+    ``likeliest`` are (token id, logarithm) of those that the model gave the largest shares, the largest first. No
+    logarithm is below ``LEAST``.
+    """
+
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
+
+
+# What a step does for a request: which of its tokens it processes, and as what they are booked.
+
+
+class Kind(StrEnum):
+    """What a step does for a token: for the first time, one of the prompt or one that was generated; or once more."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    RECOMPUTE = "recompute"
+
+
+class Booking(NamedTuple):
+    """One line of the books: tokens [start, end) of a request."""
+
+    request: int
+    kind: Kind
+    start: int
+    end: int
+
+
+class Redo(NamedTuple):
+    """What a request has to compute once more: its first ``end`` tokens through ``layers`` (0-based).
+
+    ``hidden`` [1, end, hidden] enters the first of them; None where that is what the model makes of the ids.
+    """
+
+    layers: range
+    end: int
+    hidden: Tensor | None = None
+
+
+class Work(NamedTuple):
+    """Tokens [start, end) of ``request`` in the coming step; those before ``computed`` were computed before.
+
+    With a ``redo`` they go through its layers only, and nothing is said.
+    """
+
+    request: Request
+    start: int
+    end: int
+    computed: int
+    redo: Redo | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.end - self.start
+
+    @property
+    def completes(self) -> bool:
+        """Whether the step gives the request its next token."""
+        return self.redo is None and self.end == len(self.request.tokens)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is one generated token, and the first time that this is processed."""
+        return self.request.prompt_tokens <= self.start == self.computed
+
+    @property
+    def bookings(self) -> list[Booking]:
+        """What is computed again, what is prefilled and what is decoded of it, in the order of its tokens."""
+        if self.decodes:
+            return [Booking(self.request.number, Kind.DECODE, self.start, self.end)]
+        prompt = self.request.prompt_tokens
+        known, prefilled = min(self.computed, self.end), min(max(self.computed, prompt), self.end)
+        cuts = (self.start, max(known, self.start), max(prefilled, self.start), self.end)
+        kinds = (Kind.RECOMPUTE, Kind.PREFILL, Kind.DECODE)
+        return [
+            Booking(self.request.number, *line)
+            for line in zip(kinds, cuts, cuts[1:], strict=False)
+            if line[1] < line[2]
+        ]
+
+
+def parted(works: Sequence[Work]) -> tuple[list[Work], tuple[int, ...]]:
+    """Works that do more than decode, and the cached tokens of each that decodes."""
+    others, contexts = [], []
+    for work in works:
+        if work.request.prompt_tokens <= work.start == work.computed:  # as ``decodes``, without a call: this is hot
+            contexts.append(work.start)
+        else:
+            others.append(work)
+    return others, tuple(contexts)
+
+
+def shapes(works: Sequence[Work]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """What the cost of a step hangs on: (cached, new) tokens of what it prefills, and cached tokens of each decode."""
+    others, contexts = parted(works)
+    return tuple((work.start, work.tokens) for work in others), contexts
 
 
 class Phase(StrEnum):
@@ -90,7 +229,7 @@ class Request:
         self.cached = 0  # tokens whose keys and values are in the pool, or in the host's
         self.computed = 0  # tokens whose keys and values were ever there
         self.moves = moves
-        self.view: View | None = None  # since its first step
+        self.view: Any = None  # what it computes with, an engine.model_version.View, since its first step
         self.redo: Redo | None = None  # before it goes on
         self.source: PrefixSource | None = None  # of its first tokens, until all that is wanted has come
         self.fell_back = ""  # or why its source's tokens were computed after all
@@ -143,7 +282,7 @@ class Request:
         if self.redo is not None and end >= self.redo.end:
             self.redo = None
 
-    def turn(self, view: View, redo: Redo | None = None) -> None:
+    def turn(self, view: Any, redo: Redo | None = None) -> None:
         """It computes with ``view`` from now on, after what there is to ``redo``."""
         if redo is not None and redo is not self.redo:
             self.cached = 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.executor import Limits
-from firsttoken.engine.request import Request
-from firsttoken.engine.work import Work, shapes
+from firsttoken.engine.request import Request, Work, shapes
 
 NO_LIMIT = 1 << 62
 TOKEN = 0  # what every request says

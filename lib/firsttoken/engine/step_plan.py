@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from firsttoken.engine.attention import Attend
-from firsttoken.engine.chances import prompt_rows
-from firsttoken.engine.edges import Edges
+from firsttoken.engine.hidden_state_cache import Edges
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.work import Work
+from firsttoken.engine.request import Work
+from firsttoken.engine.sampling import prompt_rows
 
 if TYPE_CHECKING:
-    from firsttoken.engine.joined import Joined
+    pass
 
 
 @dataclass
@@ -87,3 +87,46 @@ def brought(works: Sequence[Work]) -> Tensor | None:
     if all(hidden is None for _, hidden in rows):
         return None
     return torch.cat([hidden[:, work.start : work.end] for work, hidden in rows], dim=1)
+
+
+# Works that are redone in some layers go through these together with a whole step: weights are read once for both.
+
+
+@dataclass
+class Joined:
+    """``both`` runs the redone layers, for a whole step's works and those that are redone.
+
+    ``entering`` [tokens of both] are its rows among the whole step's hidden states and, behind them, ``redone``
+    [1, tokens, hidden]; ``whole`` [tokens of the whole step] are that step's rows among its own.
+    """
+
+    both: StepPlan
+    redone: Tensor
+    entering: Tensor
+    whole: Tensor
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """The whole step's ``hidden`` [1, tokens, hidden] and those that are redone."""
+        return torch.cat([hidden, self.redone], dim=1)[:, self.entering]
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """The whole step's of them."""
+        return hidden[:, self.whole]
+
+
+def join(step: StepPlan, works: Sequence[Work], plan: Callable[[Sequence[Work]], StepPlan]) -> None:
+    """Let ``works``, all redone in the same layers from the hidden states that they bring, go with a whole ``step``.
+
+    ``plan`` makes a step of works.
+    """
+    both = plan([*step.works, *works])
+    both.layers = works[0].redo.layers
+    first: dict[int, int] = {}
+    end = 0
+    for work in (*step.works, *works):
+        first[work.request.number] = end
+        end += work.tokens
+    spans = [torch.arange(first[work.request.number], first[work.request.number] + work.tokens) for work in both.works]
+    entering = torch.cat(spans).to(step.ids.device)
+    whole = torch.argsort(entering)[: step.ids.shape[1]]
+    step.joined = Joined(both, brought(works), entering, whole)

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from firsttoken.assets.on_meta import on_meta
-from firsttoken.lean.config import LeanConfig, lean_config
 from firsttoken.lean.layers import RotaryEmbedding
-from firsttoken.lean.model import LeanModel
+from firsttoken.lean.lean_config import LeanConfig, lean_config
+from firsttoken.lean.lean_model import LeanModel
 
 
 def lean_on_meta(folder: Path, dtype: torch.dtype) -> LeanModel:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from firsttoken.lean.config import LeanConfig, Rotary
+from firsttoken.lean.lean_config import LeanConfig, Rotary
 
 Attention = Callable[..., tuple[Tensor, None]]
 

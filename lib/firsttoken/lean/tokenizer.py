@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from firsttoken.study.errors import ModelError
-from firsttoken.study.foreign.faults import Damaged, blaming, read_bytes
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes
 
 FILE = "tokenizer.json"
 _MOST_BYTES = 1 << 28  # the largest published vocabularies take 35 MB

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from firsttoken.study.errors import LinkError
-from firsttoken.study.system.reading import read_at
+from firsttoken.study.system.direct_io import read_at
 
 BURST_S = 0.02  # a receive buffer: 2.5 MB at 1 Gbit/s, where Linux lets that of a TCP socket grow to 6 MB
 _SLICE_S = 0.002  # readers take turns this often: 244 KiB at 1 Gbit/s

@@ -15,16 +15,16 @@ from firsttoken.assets.ends import chat_ends
 from firsttoken.assets.tokenizer_files import read_tokenizer_files
 from firsttoken.lean.tokenizer import read_tokenizer
 from firsttoken.petals.access import Access, check_installed
-from firsttoken.petals.blocks import depth_of, model_sha256, parse_blocks
-from firsttoken.petals.fewest_moves import FewestMoves
+from firsttoken.petals.checkpoint_blocks import depth_of, model_sha256, parse_blocks
+from firsttoken.petals.int8_checkpoint import write_8_bits
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.limits import ServerLimits
-from firsttoken.petals.patience import Patience
+from firsttoken.petals.min_move_rebalancing import FewestMoves
 from firsttoken.petals.placement import Rebalancing, interval_to_join
 from firsttoken.petals.records import Record
-from firsttoken.petals.rest8 import write_8_bits
 from firsttoken.petals.server import ServerConfig, serving
 from firsttoken.petals.swarm import Swarm
+from firsttoken.petals.timeouts import Patience
 from firsttoken.study import dtypes
 
 _RULES = {"paper": Rebalancing(), "fewest-moves": FewestMoves()}
@@ -113,9 +113,9 @@ def _rest(options: argparse.Namespace) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    from firsttoken.petals.remote import UNAUDITED, RemoteModel
+    from firsttoken.petals.remote_model import UNAUDITED, RemoteModel
+    from firsttoken.petals.trust.arbitration import TOLERANCE
     from firsttoken.petals.trust.auditor import Audits
-    from firsttoken.petals.trust.court import TOLERANCE
 
     folder = Path(options.model)
     tokenizer, files = read_tokenizer(folder), read_tokenizer_files(folder)

@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from firsttoken.engine.work import Work
+from firsttoken.engine.request import Work
+from firsttoken.petals.block_backend import BlockStack
 from firsttoken.petals.fairness import HERE, Client, Turns
-from firsttoken.petals.room import Room
-from firsttoken.petals.stack import BlockStack
+from firsttoken.petals.kv_slots import Room
 from firsttoken.study.errors import SwarmError
 
 Answer = TypeVar("Answer")

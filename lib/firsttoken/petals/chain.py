@@ -16,10 +16,10 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from firsttoken.engine.edges import Edges
+from firsttoken.engine.hidden_state_cache import Edges
 from firsttoken.petals.cover import check_cover, gaps
-from firsttoken.petals.line import Line, ServerFault
 from firsttoken.petals.records import Record
+from firsttoken.petals.server_session import Line, ServerFault
 from firsttoken.petals.states import check_states
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.trust.auditor import Auditor, DoubtFault

@@ -17,9 +17,9 @@ from firsttoken.petals.keys import check_signature, signature_of
 from firsttoken.petals.records import Record, read_record
 from firsttoken.petals.registry import TwinError
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.foreign.faults import Damaged
-from firsttoken.study.foreign.json_text import parse_json
-from firsttoken.study.foreign.schema import digits, shaped
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.schema import digits, shaped
 
 if TYPE_CHECKING:
     import grpc

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 import torch
 
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.blocks import model_sha256
+from firsttoken.petals.block_backend import BlockStack
+from firsttoken.petals.checkpoint_blocks import model_sha256
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.server import Running, ServerConfig, serving
-from firsttoken.petals.stack import BlockStack
 
 
 class Nearby:

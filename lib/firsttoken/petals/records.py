@@ -12,8 +12,8 @@ from firsttoken.petals.addresses import fault_of
 from firsttoken.petals.keys import check_signature, signature_of
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.foreign.faults import Damaged, shown
-from firsttoken.study.foreign.schema import at_least, between, digits, shaped
+from firsttoken.study.parsing.parse_errors import Damaged, shown
+from firsttoken.study.parsing.schema import at_least, between, digits, shaped
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

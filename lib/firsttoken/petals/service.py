@@ -14,12 +14,12 @@ from firsttoken.petals.addresses import source_of
 from firsttoken.petals.announcer import Announcer
 from firsttoken.petals.contacts import Contacts
 from firsttoken.petals.fairness import client_of
+from firsttoken.petals.kv_slots import LostError
 from firsttoken.petals.messages import ASKED_BYTES, TALK, hear
 from firsttoken.petals.messages import EXCHANGE as EXCHANGE
 from firsttoken.petals.registry import TwinError
-from firsttoken.petals.room import LostError
 from firsttoken.petals.session import IdleError, Sessions
-from firsttoken.petals.trust.court import Court
+from firsttoken.petals.trust.arbitration import Court
 from firsttoken.petals.trust.evidence import read_evidence
 from firsttoken.petals.tuning.frozen import FrozenBlocks
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError

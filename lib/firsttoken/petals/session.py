@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from firsttoken.petals.batcher import Batcher
-from firsttoken.petals.blocks import parse_blocks
+from firsttoken.petals.checkpoint_blocks import parse_blocks
 from firsttoken.petals.ending import Ending
 from firsttoken.petals.fairness import Client, client_of, who_yields
+from firsttoken.petals.kv_slots import LostError, Sequences
 from firsttoken.petals.limits import ServerLimits
-from firsttoken.petals.room import LostError, Sequences
 from firsttoken.petals.states import check_states
 from firsttoken.petals.trust.commitments import Committer
-from firsttoken.petals.trust.places import OFFER, Places
+from firsttoken.petals.trust.priority_queue import OFFER, Places
 from firsttoken.petals.wire import CODINGS, VERSION, decode, encode
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
-from firsttoken.study.foreign.faults import shown
+from firsttoken.study.parsing.parse_errors import shown
 
 if TYPE_CHECKING:
     import grpc

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from firsttoken.petals.int8_transport import pack, unpack
 from firsttoken.petals.states import check_states
-from firsttoken.petals.wire8 import pack, unpack
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.foreign.faults import Damaged
-from firsttoken.study.foreign.json_text import parse_json
-from firsttoken.study.foreign.schema import between, shaped
-from firsttoken.study.foreign.tensors import header_of
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.safetensors_header import header_of
+from firsttoken.study.parsing.schema import between, shaped
 
 VERSION = "1"
 MOST_TOKENS = 512  # of a message; a client cuts what is longer

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.study.errors import StageError
 
 

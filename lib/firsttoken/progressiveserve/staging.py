@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
+from firsttoken.progressiveserve.bitplanes.plan_spec import Mixture
+from firsttoken.progressiveserve.bitplanes.plane_plan import by_planes
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest
 from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.sources import (
@@ -15,11 +18,8 @@ from firsttoken.progressiveserve.checkpoint.sources import (
     TensorSource,
 )
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
-from firsttoken.progressiveserve.examination import QualityConfig
-from firsttoken.progressiveserve.planes.mixture import Mixture
-from firsttoken.progressiveserve.planes.plan import by_planes
+from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.progressiveserve.recipe import RECIPES
-from firsttoken.progressiveserve.served import ServedConfig, ServedModel, load_served
 from firsttoken.study import paths
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
@@ -32,7 +32,7 @@ def stage_model(profile: Profile, folder: Path, recipe: str = "", planes: str = 
 
     Without a recipe they are those of the profile's best; "none" leaves the stages unhealed, as random weights are.
     A folder without a task adapter is copied tensor by tensor, and random weights are drawn so: neither is ever whole
-    in memory. With ``planes`` (as ``planes.mixture`` has them SPELLED) the first bits of weights come first, without
+    in memory. With ``planes`` (as ``bitplanes.plan_spec`` has them SPELLED) the first bits of weights come first, without
     adapters; the other bits, and layers that wait, come in the stages after it.
     Raises StageError for an unknown recipe, a missing adapter and a plan that is none, and what loading and staging
     raise.

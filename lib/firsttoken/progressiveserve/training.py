@@ -16,13 +16,13 @@ from peft import PeftModel
 from firsttoken.assets.adapters import export_adapter, read_recipe
 from firsttoken.assets.corpora import QAItem, boolq_prompts, load_qa, running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, Need, questions_of, text_of
+from firsttoken.progressiveserve.base_model import ServedModel
 from firsttoken.progressiveserve.healing import Curve, Teacher, attach, train
 from firsttoken.progressiveserve.passlayer import pass_layers
 from firsttoken.progressiveserve.quality import AnswerConfig, answer_scores, perplexity, text_scores
 from firsttoken.progressiveserve.recipe import Recipe
 from firsttoken.progressiveserve.samples import Sample, prompt_samples, qa_sample, text_samples
-from firsttoken.progressiveserve.served import ServedModel
-from firsttoken.study import clock
+from firsttoken.study import timing
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.machine import describe
 
@@ -149,7 +149,7 @@ def healed(
     if (folder / "recipe.json").exists():
         found = read_recipe(folder)
         if all(found.get(key) == value for key, value in wanted.items()):
-            clock.kept(found["train_s"])
+            timing.kept(found["train_s"])
             return found
     peft, curve = heal(served, missing, recipe, data, config, teacher)
     machine = describe()

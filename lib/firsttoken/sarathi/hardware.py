@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from firsttoken.assets.brought import brought
-from firsttoken.engine.costs.batches import BatchCosts
-from firsttoken.engine.costs.model import Costs
+from firsttoken.assets.manual_downloads import brought
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.profiled import ProfiledCosts
+from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.study.errors import ProfileError
 
 PUBLISHED = "yi-34b-a100"

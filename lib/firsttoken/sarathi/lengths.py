@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from firsttoken.assets.brought import brought
+from firsttoken.assets.manual_downloads import brought
 from firsttoken.engine.costs.tables import number, rows
 from firsttoken.engine.workload.arrivals import Arrivals
 from firsttoken.engine.workload.conversations import conversations
-from firsttoken.engine.workload.items import Item
 from firsttoken.engine.workload.traces import RequestTrace
+from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study.errors import CorpusError
 
 PINNED = "sharegpt"

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from firsttoken.engine.config import EngineConfig
-from firsttoken.engine.schedulers.base import Scheduler
+from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.sarathi.capacity import Objective
+from firsttoken.sarathi.checked_scheduler import watched
 from firsttoken.sarathi.policy_text import place_of
-from firsttoken.sarathi.watched import watched
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 
 TTFT_S = 2.0  # of schedulers that have an objective for it: the delay that the paper allows
 SCHEDULER = PolicyKind(
-    "scheduler", Scheduler, "write a subclass of firsttoken.engine.schedulers.base.Scheduler with one"
+    "scheduler", Scheduler, "write a subclass of firsttoken.engine.schedulers.scheduler.Scheduler with one"
 )
 
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from firsttoken.engine.request import Sampling
-from firsttoken.progressiveserve.recovery.server import GrowingServer
+from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
 from firsttoken.service.choice import AnswerChoice, Piece
-from firsttoken.service.inbox import Inbox
-from firsttoken.service.metrics import Metrics
-from firsttoken.service.schema import ChatRequest, CompletionRequest, ServedRequest
+from firsttoken.service.prometheus_metrics import Metrics
+from firsttoken.service.request_schema import ChatRequest, CompletionRequest, ServedRequest
 from firsttoken.service.text import Vocabulary
+from firsttoken.service.token_queue import Inbox
 from firsttoken.study.errors import RequestError
 
 _SEEDS = 2**63

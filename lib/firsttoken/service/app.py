@@ -3,34 +3,168 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
+import ipaddress
+import re
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from firsttoken.progressiveserve.recovery.server import GrowingServer
-from firsttoken.service import replies
+from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
+from firsttoken.service import response_bodies
 from firsttoken.service.answer import Answers
-from firsttoken.service.config import ServiceConfig
-from firsttoken.service.doors import Counting, Doors
-from firsttoken.service.guard import Guard
-from firsttoken.service.inbox import ClientGone, Inbox, LoopBridge
-from firsttoken.service.metrics import Metrics
-from firsttoken.service.model import serve_model
-from firsttoken.service.named import RequestIds
-from firsttoken.service.refusals import refusal, refuse, refusing
+from firsttoken.service.error_responses import refusal, refuse, refusing
+from firsttoken.service.prometheus_metrics import Metrics
+from firsttoken.service.request_schema import ChatRequest, CompletionRequest, ServedRequest, parse_request
 from firsttoken.service.responses import Streamed, leaving, whole
-from firsttoken.service.schema import ChatRequest, CompletionRequest, ServedRequest, parse_request
+from firsttoken.service.served_model import serve_model
+from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.text import Vocabulary, read_vocabulary
-from firsttoken.service.unread import MOST_BODY_BYTES, Unread
-from firsttoken.study.errors import FirstTokenError, RequestError
+from firsttoken.service.token_queue import ClientGone, Inbox, LoopBridge
+from firsttoken.service.unread import MOST_BODY_BYTES, MOST_HEAD_BYTES, Unread, head_bytes
+from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError
+
+# Who is inside: requests are counted, and none is taken once the service ends.
+
+_LOOK_S = 0.05
+
+
+class Doors:
+    """Open until :meth:`close`; ``inside`` counts the requests below /v1/ that are read, computed or answered."""
+
+    def __init__(self) -> None:
+        self.inside, self.closed = 0, False
+
+    def close(self) -> None:
+        """Take no more. It may be called by any thread."""
+        self.closed = True
+
+    def check(self) -> None:
+        """Raises ClosedError once they are closed."""
+        if self.closed:
+            raise ClosedError("the service is shutting down and takes nothing new; ask it again when it is back")
+
+    def wait(self, grace_s: float) -> None:
+        """Until nobody is inside, at most ``grace_s`` seconds; called by a thread that has nothing else to do."""
+        until = time.monotonic() + grace_s
+        while self.inside and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+
+
+class Counting:
+    """Lets requests through ``doors`` to ``app``."""
+
+    def __init__(self, app: ASGIApp, doors: Doors) -> None:
+        self._app, self._doors = app, doors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI calls it."""
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._doors.check()
+        except ClosedError as error:
+            await refusing(error)(scope, receive, send)
+            return
+        self._doors.inside += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._doors.inside -= 1
+
+
+# Who is let in: the key, and no page of another origin (a browser sends what that page says to loopback too).
+
+
+class Guard:
+    """Refuses before ``app`` reads anything.
+
+    With a ``key`` everything below /v1/ asks for it. With ``loopback`` the Host must be an address or localhost: a
+    foreign name that resolves to this machine (DNS rebinding) would make its page ours. A POST from a page of another
+    origin is refused whatever its content type, as text/plain needs no leave of ours.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, loopback: bool) -> None:
+        self._app, self._key, self._loopback = app, key, loopback
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI calls it."""
+        if scope["type"] == "http" and head_bytes(scope) > MOST_HEAD_BYTES:
+            told = f"the head of the request is longer than {MOST_HEAD_BYTES:,} bytes; send less in it"
+            await refusing(HTTPException(431, told))(scope, receive, send)
+            return
+        if scope["type"] == "http" and (error := self._odd(scope["method"], scope["path"], Headers(scope=scope))):
+            await refusing(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _odd(self, method: str, path: str, headers: Headers) -> HTTPException | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self._loopback and not _is_local(host):
+            return HTTPException(403, "this service is for its own machine; ask for 127.0.0.1 or localhost")
+        if method not in ("GET", "HEAD") and origin is not None and urlsplit(origin).netloc != host:
+            return HTTPException(403, "pages of another origin are not answered")
+        if self._key is not None and path.startswith("/v1/") and not self._is_key(headers.get("authorization", "")):
+            told = {"WWW-Authenticate": "Bearer"}
+            return HTTPException(401, "the API key is missing or wrong; send Authorization: Bearer KEY", headers=told)
+        return None
+
+    def _is_key(self, given: str) -> bool:
+        scheme, _, key = given.partition(" ")
+        return hmac.compare_digest(key.strip().encode(), self._key.encode()) and scheme.lower() == "bearer"
+
+
+def _is_local(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
+# A name for each request, by which a client's log and a server's can be brought together.
+
+HEADER = b"x-request-id"
+_SANE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+
+
+class RequestIds:
+    """Gives every response of ``app`` the header x-request-id.
+
+    It is the client's own, where it sent one of 128 letters, digits and marks at most, or else a new one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI calls it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        name = given if _SANE.fullmatch(given) else uuid.uuid4().hex
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = message | {"headers": [*message.get("headers", ()), (HEADER, name.encode())]}
+            await send(message)
+
+        await self._app(scope, receive, named)
+
 
 _PAGE = Path(__file__).with_name("page.html")
 _ONLY_OURS = (
@@ -55,11 +189,11 @@ class Replica:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        return await self._answered(request, CompletionRequest, replies.Completion)
+        return await self._answered(request, CompletionRequest, response_bodies.Completion)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        return await self._answered(request, ChatRequest, replies.Chat)
+        return await self._answered(request, ChatRequest, response_bodies.Chat)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -98,7 +232,9 @@ class Replica:
         text = _PAGE.read_text(encoding="utf-8")
         return HTMLResponse(text, headers={"Content-Security-Policy": _ONLY_OURS})
 
-    async def _answered(self, request: Request, kind: type[ServedRequest], reply: type[replies.Reply]) -> Response:
+    async def _answered(
+        self, request: Request, kind: type[ServedRequest], reply: type[response_bodies.Reply]
+    ) -> Response:
         inbox, headers = Inbox(self._bridge), {"X-Replica": self._name}
         answer = None
         try:
@@ -148,9 +284,9 @@ class Replica:
         finally:
             self.unread.give_back(len(body))
 
-    def _described(self) -> replies.Json:
+    def _described(self) -> response_bodies.Json:
         longest = min(self._server.config.longest, self._vocabulary.context)
-        return replies.one_model(self._model, self._created, longest)
+        return response_bodies.one_model(self._model, self._created, longest)
 
     def _check_model(self, model: str | None) -> None:
         if model not in (None, self._model):

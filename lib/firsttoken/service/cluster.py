@@ -16,12 +16,12 @@ from types import ModuleType
 from typing import Any
 
 from firsttoken.assets.lock import first_line
-from firsttoken.service.config import ServiceConfig
 from firsttoken.service.process import listening
+from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.text import read_vocabulary
 from firsttoken.study.devices import check_device
 from firsttoken.study.errors import FirstTokenError, StageError
-from firsttoken.study.system.allowance import cores
+from firsttoken.study.system.cgroup_limits import cores
 
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _ENVIRONMENT = {

@@ -15,10 +15,10 @@ from firsttoken.assets.positions import shortened
 from firsttoken.assets.servable import check_servable
 from firsttoken.progressiveserve.checkpoint.manifest import check_files, read_manifest
 from firsttoken.service.cluster import replicas
-from firsttoken.service.config import ServiceConfig
-from firsttoken.service.model import is_staged
 from firsttoken.service.prefixes import check_prefixes
 from firsttoken.service.process import one_process
+from firsttoken.service.served_model import is_staged
+from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import FirstTokenError
 
 LOOK_S = 0.2

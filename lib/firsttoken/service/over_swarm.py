@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from firsttoken.petals.access import Access, check_installed
-from firsttoken.petals.background import wait_for
 from firsttoken.petals.cover import unserved
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.overview import overview
-from firsttoken.petals.patience import Patience
-from firsttoken.petals.remote import UNAUDITED, RemoteModel
+from firsttoken.petals.remote_model import UNAUDITED, RemoteModel
+from firsttoken.petals.swarm_status import overview
+from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.trust.arbitration import TOLERANCE
 from firsttoken.petals.trust.auditor import Audits
-from firsttoken.petals.trust.court import TOLERANCE
-from firsttoken.progressiveserve.recovery.limits import GrowthConfig
-from firsttoken.service.config import ServiceConfig
-from firsttoken.service.ready import ReadyServer
+from firsttoken.progressiveserve.staged_serving.request_limits import GrowthConfig
+from firsttoken.service.service_config import ServiceConfig
+from firsttoken.service.static_server import ReadyServer
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError
 

@@ -8,13 +8,13 @@ import torch
 
 from firsttoken.assets.checkpoint import stored_dtype, weight_files
 from firsttoken.assets.held import seen
-from firsttoken.engine.apart.config import WorkerConfig
-from firsttoken.engine.apart.executor import ApartExecutor
 from firsttoken.engine.engine import Engine
-from firsttoken.progressiveserve.loading.placement import torch_dtype
-from firsttoken.progressiveserve.recovery.limits import BLOCK_TOKENS, GrowthConfig
-from firsttoken.service.config import ServiceConfig
-from firsttoken.service.ready import ReadyServer
+from firsttoken.engine.worker.remote_executor import ApartExecutor
+from firsttoken.engine.worker.worker_config import WorkerConfig
+from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+from firsttoken.progressiveserve.staged_serving.request_limits import BLOCK_TOKENS, GrowthConfig
+from firsttoken.service.service_config import ServiceConfig
+from firsttoken.service.static_server import ReadyServer
 from firsttoken.study import dtypes
 from firsttoken.study.devices import check_device
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from firsttoken.link.shaped import Link
-from firsttoken.service.config import ServiceConfig
+from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import FirstTokenError, StageError
 
 if TYPE_CHECKING:

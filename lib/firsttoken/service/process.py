@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from firsttoken.service.config import ServiceConfig
+from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import FirstTokenError, StageError
 
 

@@ -12,11 +12,11 @@ from starlette.types import Receive, Scope, Send
 
 from firsttoken.service.answer import Answers
 from firsttoken.service.choice import Piece
-from firsttoken.service.inbox import ClientGone, Inbox
-from firsttoken.service.likelihood import Said
-from firsttoken.service.metrics import Metrics
-from firsttoken.service.refusals import refusal
-from firsttoken.service.replies import DONE, Reply, event, usage
+from firsttoken.service.error_responses import refusal
+from firsttoken.service.logprobs_format import Said
+from firsttoken.service.prometheus_metrics import Metrics
+from firsttoken.service.response_bodies import DONE, Reply, event, usage
+from firsttoken.service.token_queue import ClientGone, Inbox
 
 
 @contextmanager

@@ -14,11 +14,11 @@ import torch
 from firsttoken.assets.lock import first_line
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.actions import chosen_blocks, config_of, line_of
-from firsttoken.petals.blocks import model_sha256
+from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.server import Running, serving
 from firsttoken.service.cluster import check_cluster, import_ray, join, start_node
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.system.allowance import cores
+from firsttoken.study.system.cgroup_limits import cores
 
 _LOOK_S = 1.0  # between two looks whether a server has ended by itself
 _LEAVE_S = 10.0  # that all have to tell the others that they go

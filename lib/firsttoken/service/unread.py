@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
-from firsttoken.service.refusals import RETRY_S
+from firsttoken.service.error_responses import RETRY_S
 
 if TYPE_CHECKING:
     from starlette.types import Scope

@@ -1,6 +1,6 @@
 """The ledger: what the papers say, in ``data/claims.yaml``, fixed before anything is measured.
 
-A claim names the experiment that answers it and, of its summary, the measure and where it holds (``measures.py``); the
+A claim names the experiment that answers it and, of its summary, the measure and where it holds (``summary.py``); the
 verdict is computed (``verdicts.py``), never written down. A result keeps the digest of every claim that it answers as
 it stood when the run began.
 """
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from firsttoken.study.errors import ClaimsError
-from firsttoken.study.foreign.faults import Damaged, blaming, shown
-from firsttoken.study.foreign.schema import at_least, shaped, unknown
-from firsttoken.study.foreign.yaml_text import read_entries
-from firsttoken.study.measures import misnamed
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
+from firsttoken.study.parsing.schema import at_least, shaped, unknown
+from firsttoken.study.parsing.yaml_text import read_entries
+from firsttoken.study.summary import misnamed
 
 NATURES = ("measured", "arithmetic", "configuration")
 _DECIDES = (  # what a verdict hangs on: a change to any of it makes a result *post hoc*

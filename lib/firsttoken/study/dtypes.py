@@ -15,9 +15,9 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from firsttoken.study import paths
-from firsttoken.study.clock import timed
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import identity
+from firsttoken.study.timing import timed
 
 if TYPE_CHECKING:  # a profile is read, and a service listens, before anybody needs it
     import torch

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.summary import Summary
 
 EVERY_PROFILE = ("quick", "review", "full", "gpu", "paper")
 LONG = ("full", "gpu", "paper")  # training runs: half an hour and more on a CPU
@@ -23,7 +23,7 @@ class Experiment:
     parameters, and of nothing else: so anybody can make it again (``tests/study/test_recorded.py`` does). ``reads`` are
     experiments of other systems whose results this one is handed: no system imports another. In those ``in_turns``
     several processes of this machine compute one after the other, as they do where users start them: their idle threads
-    sleep soon (``study/system/waiting.py``).
+    sleep soon (``study/system/openmp_spin.py``).
     """
 
     name: str

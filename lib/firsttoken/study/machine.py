@@ -13,7 +13,7 @@ import subprocess
 from functools import cache
 from typing import Any
 
-from firsttoken.study.system.allowance import cores, memory_bytes
+from firsttoken.study.system.cgroup_limits import cores, memory_bytes
 from firsttoken.study.system.processor import cpu_model, cpuinfo, virtualised
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy")

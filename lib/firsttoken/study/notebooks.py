@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from firsttoken.study import errors as study_errors
-from firsttoken.study import paths, warm
-from firsttoken.study.clock import Stopwatch
+from firsttoken.study import kernel_forkserver, paths
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.files import replacing
 from firsttoken.study.storage import is_full, storing
+from firsttoken.study.timing import Stopwatch
 
 LAST_LINES = 12
 STOP_S = 10  # given to an interrupted kernel to end by itself
@@ -60,12 +60,12 @@ def run_notebook(path: Path, profile: str) -> float:
         # A process of its own: each notebook starts with empty memory, and Ctrl-C reaches this process alone.
         options = ["--kernel", "python3", "--cwd", str(path.parent), "--no-progress-bar", "--log-level", "CRITICAL"]
         run = subprocess.Popen(
-            warm.command("papermill", [str(path), str(copy), "-r", "profile", profile, *options]),
+            kernel_forkserver.command("papermill", [str(path), str(copy), "-r", "profile", profile, *options]),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env=warm.surroundings() | {"TMPDIR": own},
+            env=kernel_forkserver.surroundings() | {"TMPDIR": own},
         )
         try:
             _, complaint = run.communicate()

@@ -10,20 +10,58 @@ of its result.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firsttoken.study import paths, prose
+from firsttoken.study import paths
 from firsttoken.study.claims import Claim
 from firsttoken.study.claims_table import counts, page_table, scoreboard
 from firsttoken.study.errors import ClaimsError, FirstTokenError
 from firsttoken.study.files import write_text
-from firsttoken.study.foreign.schema import unknown
-from firsttoken.study.measures import Entry, Scalar
+from firsttoken.study.notebooks import notebook_paths, read_notebook
+from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.record import Result, known_machine, pick
+from firsttoken.study.summary import Entry, Scalar
 from firsttoken.study.verdicts import show
+
+# The markdown cells of a notebook that state results: written from a template, as the pages are.
+#
+# A template, ``data/templates/notebooks/NN.md``, has a part for each such cell, headed by ``<!-- cell: ID -->``. All
+# other cells are edited in the notebook.
+
+_HEAD = re.compile(r"^<!-- cell: (\S+) -->\n", re.MULTILINE)
+
+
+def templates() -> dict[Path, Path]:
+    """Each notebook that has a template, with it. Raises NotebookError for a template without a notebook."""
+    found = {template.stem: template for template in sorted((paths.TEMPLATES / "notebooks").glob("*.md"))}
+    return dict(zip(notebook_paths(found), found.values(), strict=True)) if found else {}
+
+
+def parts(text: str) -> dict[str, str]:
+    """The markdown of each cell that ``text``, a template or what it gives, has a part for, by the cell's id."""
+    before, *rest = _HEAD.split(text)
+    if before.strip():
+        raise ClaimsError(f"text before the first `<!-- cell: ID -->`: {before.strip()[:40]!r}")
+    return {cell: part.strip() for cell, part in zip(rest[::2], rest[1::2], strict=True)}
+
+
+def filled(notebook: Path, text: str) -> str:
+    """The file ``notebook`` with the cells of ``text`` in place of its own.
+
+    Raises ClaimsError for a cell that it does not have as markdown, and NotebookError for a file that cannot be read.
+    """
+    content = read_notebook(notebook)
+    cells = {cell["id"]: cell for cell in content["cells"] if cell["cell_type"] == "markdown"}
+    for name, markdown in parts(text).items():
+        if name not in cells:
+            raise ClaimsError(f"{notebook.name} has no markdown cell {name!r}; there are: {', '.join(cells)}")
+        cells[name]["source"] = markdown.splitlines(keepends=True)
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
 
 Tables = Mapping[str, Callable[[Result], str]]  # by experiment: systems make them, and ``study`` knows no system
 
@@ -34,7 +72,7 @@ def pages() -> dict[Path, Path]:
     """Each page with its template. Raises NotebookError for a template without a notebook."""
     readme = {paths.ROOT / "README.md": paths.TEMPLATES / "README.md"}
     data = {page: paths.TEMPLATES / page.name for page in (paths.CLAIMS_PAGE, paths.CAPACITY_PAGE)}
-    return readme | data | prose.templates()
+    return readme | data | templates()
 
 
 def recorded_machine() -> str | None:
@@ -113,7 +151,7 @@ def render(
 
 def _written(page: Path, template: Path, *content: Any) -> str:
     text = render(template, *content)
-    return prose.filled(page, text) if page.suffix == ".ipynb" else text
+    return filled(page, text) if page.suffix == ".ipynb" else text
 
 
 def outdated(

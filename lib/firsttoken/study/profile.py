@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from firsttoken.study import dtypes, paths
 from firsttoken.study.dtypes import AUTO, DTYPES
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.foreign.faults import Damaged, blaming
-from firsttoken.study.foreign.schema import between, shaped, unknown
-from firsttoken.study.foreign.yaml_text import read_yaml
+from firsttoken.study.parsing.parse_errors import Damaged, blaming
+from firsttoken.study.parsing.schema import between, shaped, unknown
+from firsttoken.study.parsing.yaml_text import read_yaml
 
 if TYPE_CHECKING:
     import torch

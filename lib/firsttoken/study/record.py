@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from firsttoken.study import paths
-from firsttoken.study.content import dump, not_finite, sha256_of
+from firsttoken.study.canonical_json import dump, not_finite, sha256_of
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import write_text
-from firsttoken.study.foreign.faults import Damaged, blaming, shown
-from firsttoken.study.foreign.json_text import read_json
-from firsttoken.study.foreign.schema import at_least, shaped, unknown
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.measures import Entry, Summary, misplaced
+from firsttoken.study.parsing.json_text import read_json
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
+from firsttoken.study.parsing.schema import at_least, shaped, unknown
 from firsttoken.study.storage import storing
+from firsttoken.study.summary import Entry, Summary, misplaced
 
 if TYPE_CHECKING:
     import pandas

@@ -11,17 +11,47 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from firsttoken.study import kernel_errors, paths, plot
+from firsttoken.study import paths, plot
 from firsttoken.study.errors import FirstTokenError, MechanismError
-from firsttoken.study.foreign.yaml_text import read_yaml
 from firsttoken.study.machine import describe
+from firsttoken.study.parsing.yaml_text import read_yaml
 from firsttoken.study.profile import Profile, load_profile
+from firsttoken.study.progress import kernel
 from firsttoken.study.record import CHANGED, Result
 from firsttoken.study.system import NOT_HERE
 
 if TYPE_CHECKING:
     import pandas
     from IPython.display import Code
+
+
+# In a notebook, a cell that lacks a name says why: the cell that failed before it, or one that has not run yet.
+
+
+class _Causes:
+    """Remembers the first error of a kernel's cells."""
+
+    def __init__(self) -> None:
+        self.said = ""
+
+    def after(self, result: Any) -> None:
+        """Called by IPython after each cell: behind the error of a missing name it prints what failed before, or how to
+        run what has not run yet."""
+        error = result.error_before_exec or result.error_in_exec
+        if isinstance(error, NameError) and self.said:
+            print(f"An earlier cell failed, and this one lacks what it defines. {self.said}")
+        elif isinstance(error, NameError):
+            print("If a cell above this one defines it, run that first: Run > Run All Above Selected Cell.")
+        elif error is not None and not self.said:
+            self.said = f"{type(error).__name__}: {error}"
+
+
+def tell_causes() -> None:
+    """From here on a cell that lacks a name ends with the error of the cell that failed before it, or with advice."""
+    shell = kernel()
+    if shell is not None and not hasattr(shell, "firsttoken_causes"):
+        shell.firsttoken_causes = causes = _Causes()
+        shell.events.register("post_run_cell", causes.after)
 
 
 def opening(name: str, changes: Mapping[str, Any] | None = None) -> Profile:
@@ -34,7 +64,7 @@ def opening(name: str, changes: Mapping[str, Any] | None = None) -> Profile:
     """
     import pandas
 
-    kernel_errors.tell_causes()
+    tell_causes()
     plot.style()
     # what pandas has in a notebook; imported before there is one, as in a warm kernel, it cuts to the terminal's width
     pandas.set_option("display.max_columns", 20)

@@ -16,9 +16,9 @@ from itertools import pairwise
 from typing import Any
 
 from firsttoken.study.claims import Claim, is_number
-from firsttoken.study.measures import named
 from firsttoken.study.record import Result, pick
 from firsttoken.study.stats import FEWEST
+from firsttoken.study.summary import named
 
 WITHIN = 2.0  # an effect is of the report's size where neither is more than so many times the other
 

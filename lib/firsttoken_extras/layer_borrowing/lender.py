@@ -10,8 +10,8 @@ from torch import Tensor
 
 from firsttoken.petals.access import Access
 from firsttoken.petals.cover import check_cover, named
-from firsttoken.petals.line import Line, ServerFault
-from firsttoken.petals.patience import Patience
+from firsttoken.petals.server_session import Line, ServerFault
+from firsttoken.petals.timeouts import Patience
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import SwarmError
 

@@ -1,1 +1,1 @@
-"""What only the systems together can do, on the one engine."""
+"""What only the systems together can do, measured on the one engine."""

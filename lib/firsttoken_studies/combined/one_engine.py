@@ -1,28 +1,220 @@
 """What the one engine is held to, side by side in one run: a stage arrives while sessions run, a stored prefix comes
-over a link beside running requests, many requests share a prompt."""
+over a link beside running requests, many requests share a prompt.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.identity import identify
+from firsttoken.droidspeak.pipeline.kv_transfer import Buffers
+from firsttoken.droidspeak.pipeline.live_loading import first_token, pieces_of, sent_pieces
+from firsttoken.droidspeak.pipeline.schedule import Schedule
+from firsttoken.droidspeak.prefill import Group, full_prefill
+from firsttoken.droidspeak.source import StoredPrefix
+from firsttoken.droidspeak.store import KVStore
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.fused import fuse
-from firsttoken.study.measures import Summary
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.request import Request, Sampling
+from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.progressiveserve.loading.views import StageView, make_view
+from firsttoken.progressiveserve.passlayer import PassLayer
+from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView, moving
+from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
+from firsttoken.study.errors import LinkError
+from firsttoken.study.overlay import Drawn, name_results, over
+from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
-from firsttoken_studies.combined.arrival import stage_arrives
-from firsttoken_studies.combined.restored import over_a_link
-from firsttoken_studies.combined.shared_prompt import shared_prompt
+from firsttoken.study.summary import Summary
+from firsttoken_studies.droidspeak.wire import random_request
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# A stage arrives while sessions run and some of them move: how long the others wait for a token.
+
+STEPS_BEFORE_ARRIVAL = 12
+
+
+def stage_arrives(
+    model: PreTrainedModel,
+    *,
+    sessions: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    budget: int,
+    rounds: int,
+    block: range,
+) -> Rows:
+    """Rows {round, gap_s, moving_s, with_prompt_s, decode_s}, seconds between two tokens of those that stay.
+
+    ``sessions`` of ``prompt_tokens`` run, half of them move when the layers of ``block`` arrive; ``new_tokens`` are
+    enough for nobody to end meanwhile. ``gap_s`` is the longest from the last
+    token before to the end of the moving, ``moving_s`` their median, ``with_prompt_s`` the median while a new prompt is
+    prefilled beside the same sessions under the same ``budget``, ``decode_s`` the median where nobody prefills.
+    """
+    stages = _stages(model, block)
+    blocks = (sessions + 1) * -(-(prompt_tokens + new_tokens) // 16)
+    rows: Rows = []
+    with closing(LiveExecutor(model, blocks)) as executor:
+        for number in range(rounds):
+            views = [GrownView(model, stage, PrefillAgain()) for stage in stages]
+            executor.view = views[0]
+            engine = Engine(
+                executor, EngineConfig(scheduler="sarathi", watermark=0.0, requests=sessions + 1, token_budget=budget)
+            )
+            vocabulary = model.config.vocab_size
+            prompts = [[(7 * n + i) % vocabulary for n in range(prompt_tokens)] for i in range(sessions + 1)]
+            open_ = [
+                engine.submit(prompts[session], Sampling(new_tokens), moves=session < sessions // 2)
+                for session in range(sessions)
+            ]
+            staying = open_[sessions // 2 :]
+            while not all(request.times_s for request in open_):
+                engine.step()
+            for _ in range(STEPS_BEFORE_ARRIVAL):
+                engine.step()
+            plain = np.diff(staying[0].times_s[-STEPS_BEFORE_ARRIVAL:])
+            engine.publish(views[1], moving(PrefillAgain()))
+            moved = _steps(engine, staying, lambda moves=open_: not any(request.redo for request in moves))
+            new = engine.submit(prompts[-1], Sampling(1))
+            beside = _steps(engine, staying, lambda late=new: late.finished)
+            rows.append(
+                {
+                    "round": number,
+                    "gap_s": max(moved),
+                    "moving_s": float(np.median(moved)),
+                    "with_prompt_s": float(np.median(beside)),
+                    "decode_s": float(np.median(plain)),
+                }
+            )
+            for request in open_:
+                engine.cancel(request)
+    return rows
+
+
+def _steps(engine: Engine, watched: Sequence[Request], over: Callable[[], bool]) -> list[float]:
+    """Step until ``over``; the seconds between tokens of ``watched``, from their last ones before on."""
+    before = [len(request.times_s) for request in watched]
+    while not over():
+        engine.step()
+    return [float(gap) for request, n in zip(watched, before, strict=True) for gap in np.diff(request.times_s[n - 1 :])]
+
+
+def _stages(model: PreTrainedModel, block: range) -> list[StageView]:
+    layers = list(model.model.layers)
+    ends = {"embed_tokens": model.model.embed_tokens, "norm": model.model.norm, "lm_head": model.lm_head}
+    first = [PassLayer() if i in block else layer for i, layer in enumerate(layers)]
+    return [make_view(1, first, ends), make_view(2, layers, ends)]
+
+
+# A stored prefix comes over a link, in the engine beside running requests, and alone: what either side pays.
+
+STEPS_BEFORE_RESTORE = 40
+
+
+def over_a_link(
+    model: PreTrainedModel,
+    served: PreTrainedModel,
+    folder: Path,
+    *,
+    tokens: int,
+    group: Group,
+    gbit_per_s: float,
+    running: int,
+    new_tokens: int,
+    budget: int,
+    rounds: int,
+) -> Rows:
+    """Rows {round, alone_s, beside_s, tbt_s, plain_tbt_s} of a prefix of ``tokens`` tokens kept in ``folder``.
+
+    ``alone_s`` is the pipelined first token with nobody else there, ``beside_s`` the same in the engine beside
+    ``running`` requests; ``tbt_s`` the 99th percentile of these requests' times between tokens meanwhile, and
+    ``plain_tbt_s`` that of steps before in which they only decode. ``served`` is ``model`` as the engine runs it. It is
+    its own sender: bytes and operations are those of any other of its shape. Raises LinkError when the link fails.
+    """
+    prefix, suffix = random_request(model, tokens, torch.Generator().manual_seed(0))
+    identity = identify(model, None, "one model")
+    context = prefix.ids[0].tolist()
+    sent = full_prefill(model, prefix, {group.lo} if group.needs_edge else set())
+    room = 2 * (sum(kv.nbytes for kv in sent.kv) + sum(edge.nbytes for edge in sent.edges.values()))
+    store = KVStore(folder, memory_bytes=0, disk_bytes=room)
+    store.store(context, identity, sent)
+    pieces = pieces_of(store.locate(context, identity, group.lo if group.needs_edge else None))
+    link = LinkConfig(gbit_per_s)
+    buffers = Buffers(sent_pieces(pieces, group, model.config.num_hidden_layers, Schedule.PIPELINED))
+    config = EngineConfig(scheduler="sarathi", watermark=0.0, requests=running + 1, token_budget=budget)
+    blocks = running * -(-(16 + new_tokens) // 16) + -(-(tokens + 16) // 16)
+    asked = [*context, *suffix[0].tolist()]
+    rows: Rows = []
+    with closing(LiveExecutor(served, blocks)) as executor:
+        for number in range(-1, rounds):  # the first to warm up
+            told = first_token(model, prefix, pieces, group, Link(link), suffix, Schedule.PIPELINED, buffers=buffers)
+            engine = Engine(executor, config)
+            others = [engine.submit([other + 1] * 16, Sampling(new_tokens)) for other in range(running)]
+            while not all(len(request.times_s) > STEPS_BEFORE_RESTORE for request in others):
+                engine.step()
+            plain = _gaps(others, [STEPS_BEFORE_RESTORE // 2] * running)
+            begun = [len(request.times_s) - 1 for request in others]
+            source = StoredPrefix(store, asked, sender=identity, receiver=identity, group=group, link=Link(link))
+            request = engine.submit(asked, Sampling(1), source=source)
+            while not request.finished:
+                engine.step()
+            if request.fell_back:
+                raise LinkError(f"the prefix was computed after all: {request.fell_back}")
+            row = {"round": number, "alone_s": told.marks.first_token_s, "beside_s": request.ttft_s}
+            meanwhile = _gaps(others, begun)
+            row |= {"tbt_s": float(np.percentile(meanwhile, 99)), "plain_tbt_s": float(np.percentile(plain, 99))}
+            for other in others:
+                engine.cancel(other)
+            if number >= 0:
+                rows.append(row)
+    return rows
+
+
+def _gaps(requests: Sequence[Request], first: Sequence[int]) -> np.ndarray:
+    """Seconds between tokens of each of ``requests`` from its token number ``first`` on."""
+    return np.concatenate([np.diff(request.times_s[n:]) for request, n in zip(requests, first, strict=True)])
+
+
+# A prompt that many requests share: what is prefilled, and how long the last first token takes.
+
+
+def shared_prompt(model: PreTrainedModel, *, requests: int, tokens: int, rounds: int) -> Rows:
+    """Rows {round, shared, prefilled_tokens, seconds} of ``requests`` whose first ``tokens`` tokens are the same."""
+    beginning = [7 * place % model.config.vocab_size for place in range(tokens)]
+    prompts = [[*beginning, number] for number in range(requests)]
+    rows: Rows = []
+    with closing(LiveExecutor(model, requests * (tokens // 16 + 2))) as executor:
+        for number in range(-1, rounds):
+            for shared in (True, False):
+                engine = Engine(executor, EngineConfig(watermark=0.0, requests=requests, share_prefixes=shared))
+                served = engine.serve([(prompt, Sampling(1), 0.0) for prompt in prompts])
+                took = max(request.times_s[0] for request in served) - min(request.begun_s for request in served)
+                if number >= 0:
+                    count = engine.books["prefill"]
+                    rows.append({"round": number, "shared": shared, "prefilled_tokens": count, "seconds": took})
+    return rows
+
 
 ARRIVAL, LINK, PROMPT = "arrival", "link", "prompt"
 MEASURED = {
@@ -141,3 +333,70 @@ def one_engine_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 def _median(values: list[float], unit: str) -> dict[str, Any]:
     return bootstrap(values, "median").summary(unit)
+
+
+# The figure and the table of notebook 60, drawn from a result alone.
+
+_PANELS = (  # scene, unit, what is drawn by the rows' names, and the goal: so many times which
+    (ARRIVAL, "ms", {"decode_s": "nobody prefills", "with_prompt_s": "beside a new prompt"}, 1.25, "with_prompt_s"),
+    (LINK, "s", {"alone_s": "alone, pipelined", "beside_s": "beside those who run"}, 1.15, "alone_s"),
+    (LINK, "ms", {"plain_tbt_s": "only decodes", "tbt_s": "while it comes"}, 1.25, "plain_tbt_s"),
+)
+_MORE = {"moving_s": "half of them move, median", "gap_s": "half of them move, longest"}
+_TITLES = ("Gaps between tokens of those who stay", "First token of a stored prefix", "P99 between tokens of who runs")
+
+
+def goals(recorded: Result, now: Result) -> Figure:
+    """Every round of the three scenes that are timed, their medians, and where the goal lies: the reader's run over the
+    record, each beside its own goal."""
+    import matplotlib.pyplot as plt
+
+    names = [drawn | (_MORE if place == 0 else {}) for place, (_, _, drawn, _, _) in enumerate(_PANELS)]
+    fig, axes = plt.subplots(3, figsize=(9, 7), height_ratios=[len(drawn) + 1 for drawn in names])
+    both = over(recorded, now)
+    for ax, title, drawn, (scene, unit, _, times, base) in zip(axes, _TITLES, names, _PANELS, strict=True):
+        measure, case = MEASURED[base]
+        for one in both:
+            scale = 1e3 if unit == "ms" else 1.0
+            _panel(ax, one, [row for row in one.result.rows if row["scene"] == scene], drawn, scale)
+            goal, label = times * one.result.summary.value(measure, case=case) * scale, f"goal: {times:g} times"
+            style = one.style | {"color": COLOURS["target"], "linestyle": "--", "linewidth": 1.5}
+            ax.axvline(goal, **style, label=label if one.own else None)
+        ax.set_title(title, loc="left", fontsize=11)
+        ax.set_xlabel(unit)
+        ax.set_xlim(left=0)
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize=9, frameon=False, borderaxespad=0.1)
+    fig.suptitle("Who runs feels a stage as a new prompt, and a stored prefix more than that")
+    name_results(fig, both)
+    return fig
+
+
+def _panel(ax: Axes, one: Drawn, rows: Rows, drawn: dict[str, str], scale: float) -> None:
+    look = LOOKS["measured"]
+    for place, name in enumerate(drawn):
+        values, at = sorted(scale * row[name] for row in rows), place + one.shift
+        edge = {"markeredgecolor": "black"} if one.own else {}
+        ax.plot(values, [at] * len(values), look.marker, color=look.colour, markersize=6, **edge, **one.style)
+        ax.plot([median(values)] * 2, [at - 0.2, at + 0.2], color=look.colour, linewidth=2.5, **one.style)
+    ax.set_yticks(range(len(drawn)), list(drawn.values()))
+    ax.set_ylim(len(drawn) - 0.5, -0.5)
+
+
+def goal_rows(result: Result) -> Rows:
+    """The ratios that the goals are of, with the seconds behind them."""
+    found, config = result.summary, result.parameters["one_engine"]
+    said = (
+        ("longest gap / gap beside a prompt", "≤ 1.25", "longest_gap_x", "moving", "with_prompt"),
+        ("median gap meanwhile / gap beside a prompt", "", "median_gap_x", "moving", "with_prompt"),
+        ("stored prefix: first token in the engine / alone", "≤ 1.15", "ttft_x", "beside", "alone"),
+        ("stored prefix: P99 between tokens / of plain steps", "≤ 1.25", "tbt_p99_x", "beside", "plain"),
+        (f"prefills of a prompt that {config['sharing']} share", "1", "prefills", "shared", ""),
+        ("the same, nothing shared", "", "prefills", "apart", ""),
+        ("all first tokens, shared, s", "", "first_tokens_s", "shared", ""),
+        ("all first tokens, nothing shared, s", "", "first_tokens_s", "apart", ""),
+    )
+    rows: Rows = []
+    for what, goal, measure, case, than in said:
+        place = {"case": case, "than": than} if than else {"case": case}
+        rows.append({"measure": what, "goal": goal, "measured": interval(found.of(measure, **place), 2)})
+    return rows

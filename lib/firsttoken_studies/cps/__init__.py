@@ -1,1 +1,1 @@
-"""The experiments of CPS, and how their results are drawn and tabled."""
+"""CPS measured: the environment, what recovery costs, policies, a learnt threshold."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from firsttoken.study.machine import describe
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.summary import Summary
 from firsttoken.study.system import NOT_HERE
 from firsttoken.study.system.pci import link_of_gpu
 

@@ -15,7 +15,7 @@ POLICIES: dict[str, tuple[str, str, str]] = {  # label, colour, marker
     "coin": ("control: toss of a coin", *LOOKS["other"]._replace(marker="X")),
     "swap_overtaking": ("control: Swap, out-of-order resume", *LOOKS["other"]._replace(marker="h")),
 }
-PATHS: dict[str, tuple[str, str, str]] = {
+PATH_LOOKS: dict[str, tuple[str, str, str]] = {
     "per_block": ("a copy per block, layer, K and V", *LOOKS["swap"]),
     "coalesced": ("one coalesced copy", *LOOKS["coalesced"]),
     "overlapped": ("coalesced, beside compute", *LOOKS["overlapped"]),

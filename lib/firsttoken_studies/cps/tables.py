@@ -10,13 +10,12 @@ import numpy as np
 
 from firsttoken.cps.costs.crossing import Crossing, crossing, fit_crossing
 from firsttoken.engine.costs.published import TABLE_2, Table2Row, decomposed
-from firsttoken.engine.workload.items import Item
+from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
-from firsttoken_studies.cps.policies_live import MEANS, OFF
-from firsttoken_studies.cps.policies_replayed import AS_PUBLISHED, BOUND, CONTROLS
+from firsttoken_studies.cps.policy_comparison import AS_PUBLISHED, BOUND, CONTROLS, MEANS, OFF
 from firsttoken_studies.cps.recovery_latency import swap_ms
-from firsttoken_studies.cps.styles import PATHS, POLICIES
+from firsttoken_studies.cps.styles import PATH_LOOKS, POLICIES
 
 
 def environment_rows(result: Result) -> Rows:
@@ -79,7 +78,7 @@ def recovery_rows(result: Result) -> Rows:
     rows = []
     for tokens in sorted({row["tokens"] for row in result.rows if row["what"] == "recompute"}):
         line: dict[str, Any] = {"tokens": tokens}
-        for name in PATHS:
+        for name in PATH_LOOKS:
             mine = [row for row in result.rows if row["what"] == "swap" and row["path"] == name]
             line[f"swap {name}, ms"] = _median([swap_ms(row) for row in mine if row["tokens"] == tokens])
         line["plain copies out and in, ms"] = result.floors[f"swap_{tokens}_tokens"]["value"]
@@ -98,7 +97,7 @@ def part_rows(result: Result, lengths: Sequence[int]) -> Rows:
             continue
         for part in ("out", "prep", "in"):
             found = {"restoring": f"{line.tokens:,} tokens: {part}", "paper, ms": f"{getattr(line, f'{part}_ms'):.3g}"}
-            for name, (label, *_) in PATHS.items():
+            for name, (label, *_) in PATH_LOOKS.items():
                 mine = [row[f"{part}_ms"] for row in of if row["what"] == "swap" and row["path"] == name]
                 found[f"{label}, ms"] = _digits(_median(mine))
             plain = [row["ms"] for row in of if row["what"] == "memcpy" and row["direction"] == part]

@@ -1,1 +1,1 @@
-"""What is measured, and what notebooks 30 to 36 draw of it."""
+"""DroidSpeak measured: layers, groups, loading, latency and quality, transfer, the gate."""

@@ -16,17 +16,17 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from firsttoken.droidspeak.decode import greedy
+from firsttoken.droidspeak.answer_decoding import greedy
 from firsttoken.droidspeak.forward import cache_of, layer_kv
-from firsttoken.droidspeak.items import Encoded
 from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, partial_prefill
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
-from firsttoken.study import clock, paths
+from firsttoken.droidspeak.reuse_items import Encoded
+from firsttoken.study import paths, timing
 from firsttoken.study.files import write_text
+from firsttoken_studies.droidspeak.constructed_tasks import task_of
 from firsttoken_studies.droidspeak.pairs import PairedModel
 from firsttoken_studies.droidspeak.profiling import batch_key
 from firsttoken_studies.droidspeak.setting import Run, batches
-from firsttoken_studies.droidspeak.tasks.load import task_of
 
 OWN, REUSE, DROIDSPEAK = "full prefill", "full reuse", "DroidSpeak"
 _DECODING = "decoded 1"  # another name when what is kept is made in another way
@@ -78,7 +78,7 @@ def decoded_scores(
     for index, part in enumerate(tqdm(parts, desc=f"answers {run.name}", unit="batch", disable=None)):
         kept = folder / f"{index}.json"
         done = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {"seconds": 0.0, "scores": {}}
-        clock.kept(done["seconds"])
+        timing.kept(done["seconds"])
         if missing := [method for method in methods if method.recipe not in done["scores"]]:
             start = time.perf_counter()
             done["scores"] |= _scored(missing, sender, part)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.adapter_files import WEIGHTS, TunedFrom, made_from
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.lock import file_sha256
 from firsttoken.assets.models import PINNED, as_stored, load_model
 from firsttoken.droidspeak.identity import ModelIdentity, check_compatible, identify

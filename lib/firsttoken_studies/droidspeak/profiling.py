@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from firsttoken.droidspeak.items import Encoded
 from firsttoken.droidspeak.prefill import NOTHING, Group
-from firsttoken.droidspeak.profile.bank import Bank, Questions, Score
+from firsttoken.droidspeak.profile.layer_profiler import Bank, Questions, Score
 from firsttoken.droidspeak.profile.pareto import Profiled, critical_layers, smallest_within
-from firsttoken.study import clock, paths
+from firsttoken.droidspeak.reuse_items import Encoded
+from firsttoken.study import paths, timing
 from firsttoken.study.files import write_text
-from firsttoken.study.foreign.json_text import read_json
-from firsttoken.study.foreign.schema import shaped
-from firsttoken.study.measures import Entry, Summary
+from firsttoken.study.parsing.json_text import read_json
+from firsttoken.study.parsing.schema import shaped
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Entry, Summary
 from firsttoken_studies.droidspeak.pairs import Distance, PairedModel
 from firsttoken_studies.droidspeak.setting import Run, Setting, batches, rows_by_run, run_of
 
@@ -106,7 +106,7 @@ def run_profile(
     for index, part in enumerate(tqdm(parts, desc=f"profile {run.name}", unit="batch", disable=None)):
         kept = folder / f"{index}.json"
         if (done := _done(kept)) is not None:
-            clock.kept(done["seconds"])
+            timing.kept(done["seconds"])
         else:
             done = _batch(run, receiver, sender, part)
             write_text(kept, json.dumps(done))

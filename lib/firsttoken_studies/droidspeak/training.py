@@ -2,22 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, get_scheduler
+
+from firsttoken.assets.adapters import export_adapter, read_recipe
 from firsttoken.assets.models import as_stored, load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
-from firsttoken.droidspeak.items import encode
-from firsttoken.study.errors import ProfileError
-from firsttoken.study.measures import Summary
+from firsttoken.droidspeak.reuse_items import Encoded, encode
+from firsttoken.study import timing
+from firsttoken.study.dtypes import autocast
+from firsttoken.study.errors import CorpusError, ProfileError
+from firsttoken.study.machine import describe
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.summary import Summary
+from firsttoken_studies.droidspeak.constructed_tasks import load_items
 from firsttoken_studies.droidspeak.pairs import HALF, adapters_folder, half_the_layers
 from firsttoken_studies.droidspeak.setting import ReuseConfig
-from firsttoken_studies.droidspeak.tasks.load import load_items
-from firsttoken_studies.droidspeak.tuning import TuningConfig, tuned
+
+# Senders and receivers: LoRA adapters that tune one base to different tasks, so that there are models to pair.
+#
+# The package registries hold no two fine-tunes of one small model; the paper's own pairs are folders or Hub ids.
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_WARMUP = 10
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """How a model of a pair is tuned: ``steps`` of ``batch`` items each, drawn from its tasks in turn.
+
+    ``tokens`` is the longest prefix, ``items`` how many of each task there are to draw from (0: all there are).
+    """
+
+    rank: int
+    learning_rate: float
+    steps: int
+    batch: int
+    tokens: int
+    items: int
+
+
+def tune(
+    model: PreTrainedModel, tasks: Sequence[Sequence[Encoded]], config: TuningConfig, seed: int = 0
+) -> tuple[PeftModel, list[dict[str, float]]]:
+    """Train LoRA weights on all projections of ``model`` to continue each item's prefix and suffix with its target.
+
+    Returns the model and one row a step. The base keeps its dtype, the adapter is fp32, bf16 autocast where that is
+    fast; a cosine schedule. Raises CorpusError for a task without items.
+    """
+    if not tasks or not all(tasks):  # before the model gets an adapter
+        raise CorpusError("a task has no training items; lower the profile's reuse_training.items or use a larger file")
+    torch.manual_seed(seed)
+    lora = LoraConfig(
+        r=config.rank, lora_alpha=2 * config.rank, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"
+    )
+    peft = get_peft_model(model, lora)
+    weights = [p for p in peft.parameters() if p.requires_grad]
+    for weight in weights:
+        weight.data = weight.data.float()
+    optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
+    schedule = get_scheduler("cosine", optimizer, _WARMUP, config.steps)
+    drawn, rows = _draws(tasks, seed), []
+    peft.train()
+    for step in tqdm(range(1, config.steps + 1), desc="tuning", unit="step", disable=None):
+        loss = answer_loss(peft.get_base_model(), [next(drawn) for _ in range(config.batch)])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        rows.append({"step": step, "answer_loss": round(loss.item(), 5)})
+    return peft.eval(), rows
+
+
+def tuned(
+    folder: Path,
+    model: PreTrainedModel,
+    base_sha256: str | None,
+    tasks: dict[str, Sequence[Encoded]],
+    config: TuningConfig,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The recipe.json of the adapter in ``folder``, trained now unless exactly this run was finished before."""
+    sequences = [(name, e.prefix, e.suffix, e.target) for name, encoded in tasks.items() for e in encoded]
+    wanted = {
+        "tuning": asdict(config),
+        "tasks": list(tasks),
+        "data_sha256": hashlib.sha256(repr(sequences).encode()).hexdigest(),
+        "base_sha256": base_sha256,
+        "seed": seed,
+    }
+    if (folder / "recipe.json").exists():
+        found = read_recipe(folder)
+        if all(found.get(key) == value for key, value in wanted.items()):
+            timing.kept(found["train_s"])
+            return found
+    start = time.perf_counter()
+    peft, curve = tune(model, list(tasks.values()), config, seed)
+    machine = describe()
+    made = {
+        "curve": curve,
+        "train_s": round(time.perf_counter() - start, 1),
+        "machine": {key: machine[key] for key in ("slug", "cpu", "gpu", "packages")},
+    }
+    export_adapter(peft, folder, wanted | made)
+    peft.unload()
+    return wanted | made
+
+
+def answer_loss(model: PreTrainedModel, items: Sequence[Encoded]) -> Tensor:
+    """Mean cross-entropy of the target's tokens, nats; logits are made at those positions only."""
+    rows = [[*item.prefix, *item.suffix, *item.target] for item in items]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)
+    end = torch.tensor([[len(row) - 1] for row in rows], device=model.device)
+    start = torch.tensor([[len(row) - len(i.target) - 1] for row, i in zip(rows, items, strict=True)]).to(model.device)
+    column = torch.arange(width, device=model.device)
+    asked = (column >= start) & (column < end)
+    with autocast(model):
+        hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
+        logits = model.get_output_embeddings()(hidden[asked]).float()
+    return F.cross_entropy(logits, ids.roll(-1, 1)[asked])
+
+
+def _draws(tasks: Sequence[Sequence[Encoded]], seed: int) -> Iterator[Encoded]:
+    """One item of each task in turn, without end; every item of a task once before any comes again."""
+    draw = torch.Generator().manual_seed(seed)
+    orders: list[list[int]] = [[] for _ in tasks]
+    while True:
+        for task, order in zip(tasks, orders, strict=True):
+            if not order:
+                order.extend(torch.randperm(len(task), generator=draw).tolist())
+            yield task[order.pop()]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from firsttoken.assets.needs import CONTEXT, Need
-from firsttoken.droidspeak.pipeline.live import FirstToken, first_token, pieces_of, sent_pieces
+from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, CachePiece
+from firsttoken.droidspeak.pipeline.live_loading import FirstToken, first_token, pieces_of, sent_pieces
 from firsttoken.droidspeak.pipeline.schedule import Schedule
-from firsttoken.droidspeak.pipeline.transfer import Buffers, CachePiece
 from firsttoken.droidspeak.prefill import Group, full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.store import KVStore

@@ -1,1 +1,1 @@
-"""The engine's experiments, and how their results are drawn and tabled."""
+"""The engine measured beside others, and under load with reused caches."""

@@ -7,32 +7,138 @@ those of Hugging Face's modules; the engine's own are 6 % shorter (``recovery_la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
+from torch import nn
 from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
-from firsttoken.engine.config import EngineConfig
-from firsttoken.engine.costs.fitted import StepSample
+from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.costs.fitted import StepSample, relative_fit
 from firsttoken.engine.engine import Engine
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVShape
-from firsttoken.engine.metrics import serve_items
-from firsttoken.engine.request import Request
+from firsttoken.engine.latency_metrics import serve_items
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.request import GREEDY, Request, Work
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.arrivals import Arrivals, with_arrivals
-from firsttoken.engine.workload.items import Item, with_ids
-from firsttoken.study.errors import ProfileError
-from firsttoken.study.measures import Summary
+from firsttoken.engine.workload.workload_items import Item, with_ids
+from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.stats import bootstrap
-from firsttoken_studies.engine.decode_steps import BLOCK_TOKENS, decode_rows
-from firsttoken_studies.engine.timed import TimedCosts, fit_decode
+from firsttoken.study.summary import Summary
+
+# What a step of decoding takes, by how many requests are in it and how long their contexts are.
+
+BLOCK_TOKENS = 16
+
+
+def decode_rows(model: nn.Module, batches: Sequence[int], contexts: Sequence[int], repeats: int, seed: int) -> Rows:
+    """Rows {what: "decode", requests, context, repeat, ms}, in random order; a first round warms up.
+
+    The keys and values of the contexts are the zeros of a fresh pool: how long attention takes hangs on how many there
+    are, not on what they hold.
+    """
+    rng = random.Random(seed)
+    each = -(-(max(contexts) + 1) // BLOCK_TOKENS)
+    executor = LiveExecutor(model, max(batches) * each, block_tokens=BLOCK_TOKENS)
+    cases, rows = list(product(batches, contexts)), []
+    try:
+        for repeat in tqdm(range(-1, repeats), desc="decode steps", unit="round", disable=None):
+            for count, context in rng.sample(cases, len(cases)):
+                works = [_decoding(number, context, each, executor.limits.vocabulary, rng) for number in range(count)]
+                start = executor.now()
+                executor.execute(works)
+                ms = (executor.now() - start) * 1e3
+                if repeat >= 0:
+                    rows.append({"what": "decode", "requests": count, "context": context, "repeat": repeat, "ms": ms})
+    finally:
+        executor.close()
+    return rows
+
+
+def _decoding(number: int, context: int, blocks: int, vocabulary: int, rng: random.Random) -> Work:
+    """A request of blocks of its own with all but its last token cached."""
+    request = Request(number, [rng.randrange(vocabulary)] * context, GREEDY, 0.0)
+    request.append(rng.randrange(vocabulary), 0.0)
+    request.advance(context)
+    request.blocks = list(range(number * blocks, (number + 1) * blocks))
+    return request.work()
+
+
+# Costs of requests whose prefill was timed by itself, whatever was done to make it shorter; decode steps as fitted.
+
+
+@dataclass(frozen=True)
+class DecodeCosts:
+    """Seconds of a step that decodes: as such, for each request in it, and for each token of their contexts."""
+
+    step: float
+    request: float
+    context_token: float
+
+    def step_s(self, contexts: Sequence[int]) -> float:
+        """One token for each request; ``contexts`` are their cached tokens. Nothing for none."""
+        return self.step + self.request * len(contexts) + self.context_token * sum(contexts) if contexts else 0.0
+
+
+def fit_decode(steps: Sequence[StepSample]) -> DecodeCosts:
+    """Non-negative prices with the least squared relative error. Raises CorpusError for fewer than 3 steps."""
+    if len(steps) < 3:
+        raise CorpusError(f"decode costs: {len(steps)} steps seen; a fit needs at least 3")
+    parts = [[1.0, len(step.contexts), sum(step.contexts)] for step in steps]
+    return DecodeCosts(*relative_fit(parts, [step.seconds for step in steps]).tolist())
+
+
+@dataclass(frozen=True)
+class TimedCosts(Costs):
+    """A prefill of ``lengths`` [k] tokens, ascending, takes ``prefill`` [k] seconds; decoding as ``decode`` says.
+
+    Between the lengths the seconds *a token* are a straight line, as attention's share of them grows with the length;
+    outside they stay those of the nearest. Where ``loaded_token`` is given, so many seconds a token of the context are
+    on the link before the prefill can end, beside the computation: the longer of the two counts. A swap takes
+    ``moved_token`` seconds a token each way.
+    """
+
+    lengths: tuple[int, ...]
+    prefill: tuple[float, ...]
+    decode: DecodeCosts
+    loaded_token: float = 0.0
+    moved_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) != len(self.prefill) or list(self.lengths) != sorted({*self.lengths}) or not self.lengths:
+            raise CorpusError(f"a prefill must be timed once for each length, ascending, not for {list(self.lengths)}")
+
+    def prefill_s(self, tokens: int) -> float:
+        """A prompt of ``tokens`` tokens by itself."""
+        a_token = np.divide(self.prefill, self.lengths)
+        return tokens * max(float(np.interp(tokens, self.lengths, a_token)), self.loaded_token)
+
+    def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        prompts = sum(self.prefill_s(cached + new) - self.prefill_s(cached) for cached, new in prefills)
+        return prompts + self.decode.step_s(contexts)
+
+    def swap_out_s(self, tokens: int) -> float:
+        return self.moved_token * tokens
+
+    def swap_in_s(self, tokens: int) -> float:
+        return self.moved_token * tokens
+
+    def request_s(self, tokens: int, new_tokens: int) -> float:
+        """A request alone: its prefill, and a step for each of ``new_tokens`` after the first."""
+        steps = (self.decode.step_s([tokens + token]) for token in range(new_tokens - 1))
+        return self.prefill_s(tokens) + sum(steps)
+
 
 FULL, PARTIAL, REUSE = "full prefill", "DroidSpeak", "full reuse"
 KNEE = 2.0  # the objective: twice what a request with a full prefill takes alone

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from firsttoken.study.errors import RequestError
-from firsttoken.study.system.allowance import cores
+from firsttoken.study.system.cgroup_limits import cores
 
 BLOCK_TOKENS = 128  # vLLM's own choice on CPU; 32 was no faster
 

@@ -1,1 +1,1 @@
-"""What notebooks 51 and 52 show."""
+"""PETALS measured: survival, 8 bits, chains, training, validation and privacy."""

@@ -2,14 +2,227 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from firsttoken.petals.swarm import Swarm
+from firsttoken.study import kernel_forkserver
 from firsttoken.study.errors import SwarmError
-from firsttoken_studies.petals.member import SwarmMember
+
+# A TCP relay to a port of this machine: a link that is slow, reset or silent, where nobody may shape a real one.
+
+
+class Relay:
+    """Passes bytes on in threads, each ``delay_s`` seconds after it came."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self._port = 0
+        self._open: set[socket.socket] = set()
+        self._opening = threading.Lock()  # no connection is made while others are cut: it would outlive them
+        self._whole = threading.Event()
+        self._flowing = threading.Event()
+        self._flowing.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def lead_to(self, port: int) -> None:
+        """From now on."""
+        self._port = port
+        self._whole.set()
+
+    def cut(self) -> None:
+        """Reset every connection, and refuse new ones until it is healed."""
+        with self._opening:
+            self._whole.clear()
+            cut = list(self._open)
+        for one in cut:
+            self._end(one)
+
+    def hold(self) -> None:
+        """Pass nothing on, and tell nobody."""
+        self._flowing.clear()
+
+    def heal(self) -> None:
+        """As it was."""
+        self._whole.set()
+        self._flowing.set()
+
+    def close(self) -> None:
+        """End every connection, and listen no more."""
+        self.cut()
+        self._listening.close()
+        self._flowing.set()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                with self._opening:
+                    self._connect(near)
+
+    def _connect(self, near: socket.socket) -> None:
+        """Lead ``near`` to the port, or end it where the link is cut or nobody listens."""
+        far = None
+        if self._whole.is_set():
+            with suppress(OSError):
+                far = socket.create_connection(("127.0.0.1", self._port))
+        if far is None:
+            near.close()
+            return
+        for one in (near, far):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._open |= {near, far}
+        for one, other in ((near, far), (far, near)):
+            self._lead(one, other)
+
+    def _lead(self, one: socket.socket, other: socket.socket) -> None:
+        """What ``one`` says, to ``other``."""
+        if not self._delay_s:
+            threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
+            return
+        came: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+        threading.Thread(target=self._hear, args=(one, came), daemon=True).start()
+        threading.Thread(target=self._say_late, args=(came, one, other), daemon=True).start()
+
+    def _pass(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(1 << 16):
+                self._flowing.wait()
+                other.sendall(data)
+        self._end(one)
+        self._end(other)
+
+    def _hear(self, one: socket.socket, came: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+        data = b"."
+        while data:
+            try:
+                data = one.recv(1 << 16)
+            except OSError:
+                data = b""
+            came.put((time.monotonic() + self._delay_s, data))
+
+    def _say_late(self, came: queue.SimpleQueue[tuple[float, bytes]], one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while (said := came.get())[1]:
+                time.sleep(max(0.0, said[0] - time.monotonic()))
+                self._flowing.wait()
+                other.sendall(said[1])
+        self._end(one)
+        self._end(other)
+
+    def _end(self, one: socket.socket) -> None:
+        self._open.discard(one)
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            one.close()
+
+
+# Server processes, some behind a relay of this one, for tests and experiments to kill, stop and cut off.
+
+FAULTS = {
+    "kill": "killed (SIGKILL)",
+    "stop": "stopped (SIGSTOP)",
+    "cut": "its link reset",
+    "hold": "its link silent",
+}
+"""What may befall a member, each the name of its method."""
+
+
+class ServerProcess:
+    """``firsttoken swarm serve`` of ``blocks`` (a:b) in float32, known to others by ``address`` (HOST:PORT; by default
+    where it listens); one that ``trains`` is trained through, too; ``threads`` compute (0: one a core)."""
+
+    def __init__(
+        self, folder: Path, blocks: str, peers: Sequence[str], address: str = "", trains: bool = False, threads: int = 0
+    ) -> None:
+        self.blocks, self.address = blocks, address
+        command = ["swarm", "serve", "--model", str(folder), "--blocks", blocks, "--dtype", "float32"]
+        command += ["--train"] * trains + ["--threads", str(threads)]
+        command += ["--address", address, *(word for peer in peers for word in ("--registry", peer))]
+        self._process = subprocess.Popen(
+            kernel_forkserver.command("firsttoken", command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self._port = self.pid = 0
+
+    def ready(self) -> Self:
+        """Wait until it serves. Raises SwarmError when it ends instead."""
+        if not self.pid:
+            line = self._process.stdout.readline()
+            found = re.search(r"at (\S+) by process (\d+)(?:, on port (\d+) here)?;", line)
+            if not found:
+                said = self._process.stderr.read().strip().splitlines() or ["it says nothing"]
+                raise SwarmError(f"a server of blocks {self.blocks} did not start: {said[-1]}")
+            self.address, self.pid, self._port = found[1], int(found[2]), int(found[3] or 0)
+        return self
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGSTOP: its connections stay open."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def heal(self) -> None:
+        """Undo what does not end it."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()
+        self._process.stderr.close()
+
+
+class SwarmMember(ServerProcess):
+    """Behind a relay, whose link takes ``delay_s`` seconds each way."""
+
+    def __init__(self, folder: Path, blocks: str, peers: Sequence[str], delay_s: float = 0.0) -> None:
+        self.relay = Relay(delay_s)
+        super().__init__(folder, blocks, peers, self.relay.address)
+
+    def ready(self) -> Self:
+        new = not self.pid
+        super().ready()
+        if new:
+            self.relay.lead_to(self._port)
+        return self
+
+    def cut(self) -> None:
+        """Its link is reset."""
+        self.relay.cut()
+
+    def hold(self) -> None:
+        """Its link falls silent."""
+        self.relay.hold()
+
+    def heal(self) -> None:
+        self.relay.heal()
+        super().heal()
+
+    def close(self) -> None:
+        super().close()
+        self.relay.close()
+
 
 _TOGETHER_S = 60.0  # within which a swarm has to come together
 

@@ -15,24 +15,24 @@ import torch
 from torch import nn
 
 from firsttoken.assets.corpora import running_text, token_windows
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import Loaded, load_model
 from firsttoken.assets.quiet import quiet_transformers
+from firsttoken.engine.decoder import LocalSegment
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.fused import fuse_layer
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.segments import LocalSegment
 from firsttoken.petals.access import Access
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.blocks import model_sha256
-from firsttoken.petals.patience import Patience
+from firsttoken.petals.checkpoint_blocks import model_sha256
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.swarm import Swarm
-from firsttoken.study import paths, warm
-from firsttoken.study.clock import Stopwatch
+from firsttoken.petals.timeouts import Patience
+from firsttoken.study import kernel_forkserver, paths
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.profile import Profile
-from firsttoken_studies.petals.member import ServerProcess
+from firsttoken.study.timing import Stopwatch
+from firsttoken_studies.petals.fleet import ServerProcess
 
 _TOGETHER_S, _PAUSE_S = 60.0, 0.02
 IMPORTS = ("firsttoken.options", "transformers.models.llama.modeling_llama")  # of a server that starts
@@ -82,7 +82,7 @@ def stored(profile: Profile) -> Iterator[tuple[Path, Loaded]]:
     members compute in: what is rounded once is the same for all."""
     paths.CACHE.mkdir(parents=True, exist_ok=True)
     loaded = load_model(profile.model, dtype=torch.bfloat16)
-    with warm.warmed(IMPORTS), tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="swarm-") as folder:
+    with kernel_forkserver.warmed(IMPORTS), tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="swarm-") as folder:
         with quiet_transformers():
             loaded.model.save_pretrained(folder)
         here = load_model(folder, with_tokenizer=False)

@@ -14,35 +14,38 @@ import torch
 from torch import Tensor, nn
 
 from firsttoken.assets.corpora import running_text, token_windows
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
 from firsttoken.petals.routing import best_chain, chain_s
 from firsttoken.study import paths
-from firsttoken.study.clock import Stopwatch, timed
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Summary
 from firsttoken.study.system.pagecache import evict
-from firsttoken_studies.petals.bloom_block import HEAD, block_seconds, bloom_block
+from firsttoken.study.timing import Stopwatch, timed
 from firsttoken_studies.petals.chain_costs import (
     BLOOM_BLOCKS,
     BLOOM_BYTES,
     BLOOM_HIDDEN,
+    HEAD,
     NETWORKS,
     OFFLOADING_GBIT_PER_S,
     PUBLISHED_SERVERS,
     PUBLISHED_STEPS_PER_S,
+    block_seconds,
+    bloom_block,
     clients_step_s,
     crossover_bytes,
+    fourteen,
     offload_s,
+    offloaded,
     published_compute_s,
     swarm_s,
+    twelve,
 )
-from firsttoken_studies.petals.offloading import offloaded
-from firsttoken_studies.petals.two_continents import fourteen, twelve
 
 SLOW = "100 Mbit/s, 100 ms"
 NODE_BYTES = 8e9

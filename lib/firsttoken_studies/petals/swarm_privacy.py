@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.measures import Entry, Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Entry, Summary
 
 NEAREST, LINEAR, GUESS = "nearest embedding", "linear probe", "the commonest token"
 RIDGE = 1e-4  # of the mean square of a feature

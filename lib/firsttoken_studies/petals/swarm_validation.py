@@ -11,32 +11,114 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
-from firsttoken.engine.request import Sampling
-from firsttoken.petals.background import wait_for
-from firsttoken.petals.blocks import model_sha256, parse_blocks
+from firsttoken.engine.request import Sampling, Work
+from firsttoken.petals.block_backend import BlockStack
+from firsttoken.petals.checkpoint_blocks import model_sha256, parse_blocks
+from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.limits import ServerLimits
-from firsttoken.petals.patience import Patience
-from firsttoken.petals.remote import RemoteModel
+from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
-from firsttoken.petals.stack import BlockStack
+from firsttoken.petals.swarm import Swarm
+from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.trust.arbitration import TOLERANCE, difference
 from firsttoken.petals.trust.auditor import INCONCLUSIVE, Auditor, Audits
-from firsttoken.petals.trust.court import TOLERANCE
 from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip
-from firsttoken.petals.trust.thanks import tell_keeper
+from firsttoken.petals.trust.receipts import tell_keeper
+from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import ProfileError, SwarmError
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
-from firsttoken_studies.petals.liar import LIES, SELDOM, LyingStack
-from firsttoken_studies.petals.rounding import rounding
+from firsttoken.study.summary import Summary
 from firsttoken_studies.petals.spans import split_evenly, stored
+
+# Blocks that answer what they did not compute, for tests and experiments to catch.
+
+LIES = {
+    "noise": "noise of a hundredth of the answer",
+    "lazy": "its last block left out",
+    "seldom": "such noise, in a quarter of the answers",
+}
+"""What a liar may do, by name."""
+
+NOISE, SELDOM = 0.01, 0.25
+_BOAST = 1e6  # a liar says that it is so many times as fast as it is, and so is asked before others
+
+
+class LyingStack(BlockStack):
+    """A ``BlockStack`` that tells the ``lie``, drawn from ``seed``; ``told`` counts its false answers."""
+
+    def __init__(self, folder: Path, blocks: range, dtype: torch.dtype, kv_tokens: int, *, lie: str, seed: int) -> None:
+        super().__init__(folder, blocks, dtype, kv_tokens)
+        self.lie, self.told = lie, 0
+        self._draw = torch.Generator().manual_seed(seed)
+
+    def run(self, layers: range, works: Sequence[Work], hidden: Sequence[Tensor]) -> list[Tensor]:
+        """As ``BlockStack.run``, and false."""
+        if self.lie == "seldom" and float(torch.rand(1, generator=self._draw)) >= SELDOM:
+            return super().run(layers, works, hidden)
+        self.told += 1
+        if self.lie == "lazy":
+            return super().run(range(layers.start, layers.stop - 1), works, hidden)
+        return [self._noisy(rows) for rows in super().run(layers, works, hidden)]
+
+    def measured_throughput(self) -> float:
+        return _BOAST * super().measured_throughput()
+
+    def _noisy(self, rows: Tensor) -> Tensor:
+        size = rows.pow(2).mean(1, keepdim=True).sqrt()
+        return rows + NOISE * size * torch.randn(rows.shape, generator=self._draw)
+
+
+# What honest servers may differ by: their answers beside those of transformers' own layers, and of float64.
+
+
+@torch.inference_mode()
+def rounding(swarm: Swarm, model: nn.Module, spans: Sequence[range], prompts: Sequence[list[int]]) -> Rows:
+    """Rows {what: rounding, against: float32 | float64, difference}, one for each of ``spans`` and ``prompts``.
+
+    ``model`` is the same one in this process, in float32; it is in float64 afterwards.
+    """
+    entering = []
+    for prompt in prompts:
+        states = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+        entering += [(span, states[span.start][0]) for span in spans]
+    said = [wait_for(_answer(swarm, span, inputs)) for span, inputs in entering]
+    rows: Rows = []
+    for kind in (torch.float32, torch.float64):
+        model.to(kind)
+        for (span, inputs), one in zip(entering, said, strict=True):
+            apart = difference(one.to(kind), _through(model, span, inputs.to(kind)))
+            rows.append({"what": "rounding", "against": str(kind).removeprefix("torch."), "difference": apart})
+    return rows
+
+
+async def _answer(swarm: Swarm, span: range, inputs: Tensor) -> Tensor:
+    """What a server of just ``span`` answers to ``inputs`` [tokens, hidden]."""
+    line = swarm.line(next(one for one in swarm.servers() if one.span == span), span, "float32")
+    try:
+        return await line.run([Stretch(0, 0, len(inputs))], inputs)
+    finally:
+        line.close()
+
+
+def _through(model: nn.Module, span: range, inputs: Tensor) -> Tensor:
+    """``inputs`` [tokens, hidden] after the layers ``span`` of transformers' model, without its last norm."""
+    body = model.model
+    whole = body.layers, body.norm
+    body.layers, body.norm = body.layers[span.start : span.stop], nn.Identity()
+    try:
+        return body(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0]
+    finally:
+        body.layers, body.norm = whole
+
 
 DEPOSIT = 1000  # points of each liar
 _ROUNDED = 8  # prompts whose states are computed in float64, too

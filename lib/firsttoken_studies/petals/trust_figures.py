@@ -9,9 +9,8 @@ from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import wilson
-from firsttoken_studies.petals.liar import LIES
 from firsttoken_studies.petals.swarm_privacy import GUESS, LINEAR, NEAREST
-from firsttoken_studies.petals.swarm_validation import foreseen
+from firsttoken_studies.petals.swarm_validation import LIES, foreseen
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,1 +1,1 @@
-"""ProgressiveServe: layers, healing, cold starts and sessions that change stage, measured."""
+"""ProgressiveServe measured: layers, healing, cold starts, and sessions that change stage."""

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 
 from firsttoken.assets.corpora import running_text, token_windows
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
+from firsttoken.progressiveserve.base_model import ServedConfig, at_stage, load_base, load_served
 from firsttoken.progressiveserve.distance import Distances, angular_distances, check_size, resampled_starts
-from firsttoken.progressiveserve.examination import Examination, QualityConfig
-from firsttoken.progressiveserve.gates import recoveries, summarise
+from firsttoken.progressiveserve.evaluation import Examination, QualityConfig
 from firsttoken.progressiveserve.healing import Teacher
+from firsttoken.progressiveserve.quality_gates import recoveries, summarise
 from firsttoken.progressiveserve.recipe import RECIPES
-from firsttoken.progressiveserve.served import ServedConfig, at_stage, load_base, load_served
 from firsttoken.progressiveserve.training import HealingConfig, heal, healed, materials
 from firsttoken.study.errors import StageError
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Summary
 
 LOGITS = "logits"  # the task of a row that says whether a variant's logits are the full model's
 LETTERS = {1: "A", 2: "AB"}  # the layers that a stage's adapters are for

@@ -14,21 +14,21 @@ from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.base_model import ServedConfig, load_served
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.skeleton import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import Skeleton
 from firsttoken.progressiveserve.loading.views import StageView
-from firsttoken.progressiveserve.recovery.probe import Probe
-from firsttoken.progressiveserve.recovery.transitions import TRANSITIONS, Transition
-from firsttoken.progressiveserve.recovery.views import GrownView
-from firsttoken.progressiveserve.served import ServedConfig, load_served
-from firsttoken.study.clock import synchronise
-from firsttoken.study.measures import Summary
+from firsttoken.progressiveserve.staged_serving.probe import Probe
+from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
+from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap, paired_bootstrap
-from firsttoken_studies.progressiveserve.coldstart.materials import Checkpoint, bare_checkpoint, served_checkpoint
+from firsttoken.study.summary import Summary
+from firsttoken.study.timing import synchronise
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint, bare_checkpoint, served_checkpoint
 
 MOVES = ((1, 2), (2, 3), (1, 3))
 ROUNDING = 0.5  # what right logits may differ by: four steps of bf16 at 16; the naive ones are off by 10 and more

@@ -2,38 +2,196 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
-from firsttoken.progressiveserve.planes.layouts import SPLITS
-from firsttoken.progressiveserve.served import ServedConfig, ServedModel, load_served
-from firsttoken.study.clock import timed
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
+from firsttoken.progressiveserve.bitplanes.layouts import SPLITS
+from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.views import StageView
+from firsttoken.progressiveserve.staged_serving.probe import Probe
+from firsttoken.progressiveserve.staged_serving.request_limits import BLOCK_TOKENS
+from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
+from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.dtypes import named
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.measures import Entry, Summary
+from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
-from firsttoken_studies.progressiveserve.coldstart.harness import make_cold
-from firsttoken_studies.progressiveserve.coldstart.materials import (
+from firsttoken.study.summary import Entry, Summary
+from firsttoken.study.timing import synchronise, timed
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     Checkpoint,
     planes_checkpoint,
     prompt_of,
     whole_checkpoint,
 )
+from firsttoken_studies.progressiveserve.coldstart.harness import make_cold
 from firsttoken_studies.progressiveserve.frontier import PrecisionConfig
-from firsttoken_studies.progressiveserve.handover import handover_rows, handover_summary, same_logits
 from firsttoken_studies.progressiveserve.timeline import peak_growth, timeline_process
 from firsttoken_studies.progressiveserve.timeline_trial import TimelineSpec
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# What keys and values that coarse weights wrote do to the tokens that exact weights make after the hand-over.
+
+KEEP, REDO = TRANSITIONS["naive"], TRANSITIONS["prefill again"]
+
+
+class _Handed:
+    """A checkpoint of which stages are brought one after another, in place, and requests that outlive it."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokens: int, requests: int
+    ) -> None:
+        self._checkpoint, self.device = checkpoint, device
+        self.skeleton = Skeleton(checkpoint.staged, checkpoint.manifest, device, dtype)
+        self._each = -(-tokens // BLOCK_TOKENS)
+        self._executor = LiveExecutor(
+            self.skeleton.model, requests * self._each, block_tokens=BLOCK_TOKENS, device=device
+        )
+        self._view: StageView = self.skeleton.empty_view()
+        self._begun = 0
+
+    def bring(self, *stages: int) -> None:
+        load = StageLoad(
+            self._checkpoint.staged, self._checkpoint.manifest, stages, [Link()], self.skeleton, self._view
+        )
+        self._view = load.wait()
+
+    def view(self, policy: Transition) -> GrownView:
+        return GrownView(self.skeleton.model, self._view, policy)
+
+    def begun(self, ids: Sequence[int]) -> Probe:
+        """A request of ``ids`` under the last stage, with blocks of its own."""
+        blocks = range(self._begun * self._each, (self._begun + 1) * self._each)
+        self._begun += 1
+        probe = Probe(self._executor, self.view(KEEP), blocks)
+        probe.feed(ids)
+        return probe
+
+
+def handover_rows(
+    checkpoint: Checkpoint,
+    windows: Sequence[Sequence[int]],
+    contexts: Sequence[int],
+    following: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Rows:
+    """One row a window, context and position after the hand-over: how far the next token's chances are from those of
+    exact weights on exact keys and values, in nats (KL), where the old ones are kept, and where weights stay coarse.
+
+    The text of ``windows`` is what follows, whatever the model would have said. Rows of position 0 say what a prefill
+    again takes, and a step.
+    """
+    last = len(checkpoint.manifest.stages)
+    cases = [(index, context) for index in range(len(windows)) for context in contexts]
+    model = _Handed(checkpoint, device, dtype, max(contexts) + following, 3 * len(cases))
+    model.bring(1)
+    text = {case: (windows[case[0]][: case[1]], windows[case[0]][case[1] : case[1] + following]) for case in cases}
+    probes = {case: (model.begun(before[:-1]), model.begun(before[:-1])) for case, (before, _) in text.items()}
+    coarse = {
+        case: _told(model.begun(before[:-1]), [before[-1], *after[:-1]])
+        for case, (before, after) in tqdm(text.items(), desc="first bits", unit="text", disable=None)
+    }
+    model.bring(*range(2, last + 1))
+    rows: Rows = []
+    for case, (kept, again) in tqdm(probes.items(), desc="after the hand-over", unit="text", disable=None):
+        before, after = text[case]
+        label = {"row": "handover", "window": case[0], "context_tokens": case[1]}
+        rows.append(label | {"position": 0, "redo_ms": _ms(lambda p=again: p.carry(model.view(REDO), REDO), device)})
+        kept.carry(model.view(KEEP), KEEP)
+        fed = [before[-1], *after[:-1]]
+        exact = _told(again, fed)
+        pairs = zip(exact, _told(kept, fed), coarse.pop(case), strict=True)
+        for position, (right, found, stale) in enumerate(pairs, 1):
+            rows.append(
+                label
+                | {
+                    "position": position,
+                    "kl_kept": _divergence(right, found),
+                    "kl_coarse": _divergence(right, stale),
+                    "same_kept": bool(found.argmax() == right.argmax()),
+                    "same_coarse": bool(stale.argmax() == right.argmax()),
+                }
+            )
+    return rows
+
+
+def same_logits(
+    planes: Checkpoint, whole: Checkpoint, ids: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether what came in planes says after ``ids``, bit by bit, what the plain whole model says."""
+    said = []
+    for checkpoint in (planes, whole):
+        model = _Handed(checkpoint, device, dtype, len(ids), 1)
+        for stage in range(1, len(checkpoint.manifest.stages) + 1):
+            model.bring(stage)
+        said.append(model.begun(ids[:-1]).feed(ids[-1:]))
+    return torch.equal(*said)
+
+
+def _told(probe: Probe, ids: Sequence[int]) -> Tensor:
+    """Logits [tokens, vocabulary] after each of ``ids``."""
+    return torch.stack([probe.feed([token]) for token in ids])
+
+
+def _divergence(right: Tensor, found: Tensor) -> float:
+    """KL of two distributions over the vocabulary in nats, from logits [vocabulary]."""
+    exact, other = (logits.double().log_softmax(-1) for logits in (right, found))
+    return float((exact.exp() * (exact - other)).sum())
+
+
+def _ms(what: Any, device: torch.device) -> float:
+    synchronise(device)
+    begin = time.perf_counter()
+    what()
+    synchronise(device)
+    return 1000 * (time.perf_counter() - begin)
+
+
+def handover_summary(rows: Rows) -> Summary:
+    """By length of the context: mean KL at the first position and over all, and how often the likeliest token
+    is that of the exact weights, where keys and values are kept, beside weights that stay coarse; what a prefill again
+    takes."""
+    summary = Summary()
+    for context in dict.fromkeys(row["context_tokens"] for row in rows):
+        mine = [row for row in rows if row["context_tokens"] == context]
+        after = [row for row in mine if row["position"]]
+        first = [row for row in after if row["position"] == 1]
+        taken = [row["redo_ms"] for row in mine if "redo_ms" in row]
+        summary.add("redo_ms", bootstrap(taken, "median").summary("ms"), context_tokens=context)
+        for name in ("kept", "coarse"):
+            place = {"case": name, "context_tokens": context}
+            summary.add("kl_first_nats", bootstrap([row[f"kl_{name}"] for row in first]).summary("nats"), **place)
+            by_window: dict[int, list[dict[str, Any]]] = {}
+            for row in after:
+                by_window.setdefault(row["window"], []).append(row)
+            for measure, what, unit, scale in (("kl_nats", "kl", "nats", 1), ("same_token_pct", "same", "%", 100)):
+                means = [sum(row[f"{what}_{name}"] for row in part) / len(part) for part in by_window.values()]
+                summary.add(measure, bootstrap(means).summary(unit, scale), **place)
+    return summary
+
 
 WHOLE, STILL, KEPT, AGAIN = "whole", "still", "kept", "again"
 ASKED_FOR_S = 0.5
@@ -221,3 +379,101 @@ def refining(rows: Rows) -> tuple[float, float] | None:
 
 def _within(rows: Rows, start: float, end: float) -> list[float]:
     return [high - low for low, high in token_gaps(rows) if high > start and low < end]
+
+
+# The figures and tables of refinement under load, drawn from results alone.
+
+CASES = {
+    WHOLE: "the plain model, in one stage",
+    STILL: "first bits, nothing comes",
+    KEPT: "planes come, what was written is kept",
+    AGAIN: "planes come, prefilled again",
+}
+HANDOVERS = {
+    "coarse": ("none", "no hand-over: weights stay coarse"),
+    "kept": ("naive", "exact weights, old keys and values"),
+}
+
+
+def refinement(result: Result) -> Figure:
+    """Left, the gaps between tokens over time in one run, with planes that come (shaded) and without; right, the
+    divergence from exact weights on exact keys and values by position after the hand-over."""
+    import matplotlib.pyplot as plt
+
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    for case, look in ((STILL, "other"), (KEPT, "measured")):
+        rows = [row for row in result.rows if row.get("case") == case and row["run"] == 0]
+        gaps = sorted((high, 1000 * (high - low)) for low, high in token_gaps(rows))
+        if gaps:
+            left.plot(
+                *zip(*gaps, strict=True), LOOKS[look].marker, color=COLOURS[look], markersize=4, label=CASES[case]
+            )
+        if window := refining(rows):
+            left.axvspan(*window, color=COLOURS["single"], alpha=0.25, linewidth=0, label="planes come")
+    left.set(xlabel="s from the server's start", ylabel="gap between two tokens of a client, ms", ylim=(0, None))
+    left.legend(loc="upper center", bbox_to_anchor=(0.5, 1.3), fontsize=9)
+    _draw_divergence(right, result)
+    return fig
+
+
+def _draw_divergence(ax: Axes, result: Result) -> None:
+    rows = [row for row in result.rows if row["row"] == "handover" and row["position"]]
+    contexts = list(dict.fromkeys(row["context_tokens"] for row in rows))
+    for context, line in zip(contexts, ("-", "--", ":"), strict=False):
+        mine = [row for row in rows if row["context_tokens"] == context]
+        places = sorted({row["position"] for row in mine})
+        for name, (look, label) in HANDOVERS.items():
+            means = [np.mean([row[f"kl_{name}"] for row in mine if row["position"] == place]) for place in places]
+            ax.plot(places, means, line, color=COLOURS[look], label=f"{label}, {context} tokens")
+    ax.set(xlabel="tokens after the hand-over", ylabel="KL from the exact model, nats", yscale="log")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.3), fontsize=9)
+
+
+def load_rows(result: Result) -> Rows:
+    """Every timeline: a step, the longest gap while planes came, and the peak over the model."""
+    found = result.summary
+    return [
+        {
+            "timeline": name,
+            "step, ms": interval(found.get("step_ms", case=case)),
+            "planes came for, s": interval(found.get("refining_s", case=case), 2),
+            "longest gap meanwhile, ms": interval(found.get("longest_gap_ms", case=case), 0),
+            "of a step": interval(found.get("longest_gap_x", case=case, than="step"), 2),
+            "peak memory / model": interval(found.get("peak_memory_x", case=case, than="model"), 2),
+            "/ plain model's": interval(found.get("peak_memory_x", case=case, than=WHOLE), 2),
+        }
+        for case, name in CASES.items()
+        if found.get("short_requests", case=case)
+    ]
+
+
+def merge_rows(result: Result) -> Rows:
+    """How fast planes are merged, and what that is of a copy's rate in the same memory."""
+    found = result.summary
+    measured = {
+        "merged, GB/s of 16-bit weights": interval(found.get("merge_gb_per_s"), 2),
+        "of the rate of a copy": interval(found.get("merge_x", than="copy"), 3),
+        "longest merge between two steps, ms": interval(found.get("longest_merge_ms"), 1),
+        "logits of the end bit by bit the plain model's": interval(found.of("same_logits")),
+    }
+    return [{"what": name, "measured": shown} for name, shown in measured.items()]
+
+
+def handover_table(result: Result) -> Rows:
+    """By context: KL and agreement where keys and values are kept and where weights stay coarse; a prefill again."""
+    found, rows = result.summary, []
+    for context in result.parameters["refinement"]["contexts"]:
+        kept, coarse = ({"case": case, "context_tokens": context} for case in ("kept", "coarse"))
+        rows.append(
+            {
+                "context, tokens": context,
+                "kept: KL at once": interval(found.of("kl_first_nats", **kept), 4),
+                "kept: KL": interval(found.of("kl_nats", **kept), 4),
+                "kept: same next, %": interval(found.of("same_token_pct", **kept)),
+                "coarse: KL": interval(found.of("kl_nats", **coarse), 4),
+                "coarse: same next, %": interval(found.of("same_token_pct", **coarse)),
+                "prefill again, ms": interval(found.of("redo_ms", context_tokens=context)),
+            }
+        )
+    return rows

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from firsttoken.assets.layers import layers_of
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.shapes import shape_config
 from firsttoken.progressiveserve.healing import attach
 from firsttoken.progressiveserve.recipe import REPORT
 from firsttoken.progressiveserve.stages import REPORT_PLAN, StagePlan
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.summary import Summary
 
 SHAPES = ("llama-2-7b", "tinyllama-1.1b", "qwen2.5-0.5b", "smollm2-135m")
 PUBLISHED_START_S = 114  # the whole model, from the creation of the process to the first token (report, 2.4.1)

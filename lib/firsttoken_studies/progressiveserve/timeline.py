@@ -14,19 +14,19 @@ import numpy as np
 from tqdm import tqdm
 
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, weight_bytes
-from firsttoken.progressiveserve.served import ServedConfig, load_served
+from firsttoken.progressiveserve.base_model import ServedConfig, load_served
 from firsttoken.study.errors import FirstTokenError, ProfileError
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
-from firsttoken_studies.progressiveserve.coldstart.harness import make_cold
-from firsttoken_studies.progressiveserve.coldstart.materials import (
+from firsttoken.study.summary import Summary
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     Checkpoint,
     prompt_of,
     served_checkpoint,
     whole_checkpoint,
 )
+from firsttoken_studies.progressiveserve.coldstart.harness import make_cold
 from firsttoken_studies.progressiveserve.timeline_trial import TimelineSpec
 
 

@@ -18,10 +18,10 @@ import torch
 
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
-from firsttoken.progressiveserve.recovery.limits import GrowthConfig
-from firsttoken.progressiveserve.recovery.server import GrowingServer
-from firsttoken.progressiveserve.recovery.transitions import TRANSITIONS
-from firsttoken.study.system.ending import tell_and_end
+from firsttoken.progressiveserve.staged_serving.request_limits import GrowthConfig
+from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
+from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
+from firsttoken.study.system.fast_exit import tell_and_end
 from firsttoken.study.system.footprint import MemoryGrowth, resident
 from firsttoken_studies.progressiveserve.device_memory import device_now, device_peak
 

@@ -1,1 +1,1 @@
-"""What notebooks 40 to 45 show."""
+"""Sarathi-Serve measured: stalls, capacity, batches, loads that change, beside vLLM."""

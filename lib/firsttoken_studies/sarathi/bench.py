@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.metrics import serve_items
+from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.request import Request
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload.items import Item
 from firsttoken.engine.workload.traces import RequestTrace
+from firsttoken.engine.workload.workload_items import Item
 from firsttoken.sarathi.capacity import TIMES, ClientTimes, Objective, capacity
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.lengths import lengths, replayed, workload

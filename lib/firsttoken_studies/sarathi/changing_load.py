@@ -3,30 +3,140 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from tqdm import tqdm
 
-from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.metrics import serve_items
-from firsttoken.engine.request import Request
+from firsttoken.engine.latency_metrics import serve_items
+from firsttoken.engine.request import Request, Work
+from firsttoken.engine.schedulers.deadline import Deadline
+from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.workload.workload_items import Item
 from firsttoken.sarathi.capacity import STRICT, TIMES, Objective
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.lengths import lengths
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.measures import Summary
+from firsttoken.study.overlay import name_results, over
+from firsttoken.study.plot import COLOURS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
-from firsttoken_studies.sarathi.changing import ChangingLoad, Phases
-from firsttoken_studies.sarathi.own_objectives import OWN_OBJECTIVES
+from firsttoken.study.summary import Summary
+from firsttoken_studies.sarathi.figures import NAMES, told
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# Schedulers that know what each request is promised: Niyama's classes of service (Goel et al., arXiv 2503.22562).
+
+
+def earliest_due(first_s: Sequence[float]) -> type[Sarathi]:
+    """Sarathi with its budget as it is; of the waiting prompts the one whose first token is due first begins first.
+
+    The first token of request ``number`` is due ``first_s[number]`` seconds after its arrival. Where all are promised
+    the same this is first come, first served.
+    """
+
+    class EarliestDue(Sarathi):
+        name: ClassVar[str] = "earliest_due"
+
+        def budget(self, decodes: Sequence[Work]) -> int:
+            self.arrange(lambda request: (request.arrival_s + first_s[request.number], request.number))
+            return self.bounds.token_budget
+
+    return EarliestDue
+
+
+def own_deadline(first_s: Sequence[float]) -> type[Deadline]:
+    """``Deadline`` with a promise for each request, as in ``earliest_due``. Of Niyama's three parts it has two, chunks
+    by slack and prompts by deadline; nobody is put aside who is too late."""
+
+    class OwnDeadline(Deadline):
+        name: ClassVar[str] = "own_deadline"
+
+        def first_s(self, request: Request) -> float:
+            return first_s[request.number]
+
+    return OwnDeadline
+
+
+OWN_OBJECTIVES: dict[str, Callable[[Sequence[float]], type[Sarathi]]] = {
+    "earliest_due": earliest_due,
+    "deadline": own_deadline,
+}
+"""How such a scheduler is made, by the name that a profile has for it."""
+
+
+# A load that changes: requests of many light tenants and of a heavy one, at a rate that is now low and now high.
+
+LIGHT, HEAVY = 50, 90  # percentiles: light tenants' prompts are up to the one, the heavy one's from the other on
+
+
+@dataclass(frozen=True)
+class Phases:
+    """``rate`` requests a second on average of a phase of factor 1; each of ``factors`` holds for ``phase_s`` seconds.
+
+    ``heavy`` is the share of requests that the heavy tenant sends.
+    """
+
+    rate: float
+    factors: tuple[float, ...]
+    phase_s: float
+    heavy: float
+
+    def __post_init__(self) -> None:
+        if not self.factors or min(self.rate, self.phase_s, *self.factors) <= 0 or not 0 < self.heavy < 1:
+            raise ProfileError(
+                "changing load: rate, phase_s and all factors must be above 0, heavy between 0 and 1, and at least "
+                "one factor given"
+            )
+
+    @property
+    def count(self) -> int:
+        """The requests expected in all phases; so many come in every draw."""
+        return max(2, round(self.rate * self.phase_s * sum(self.factors)))
+
+    def times_s(self, seed: int) -> np.ndarray:
+        """Arrival times [count], ascending: a Poisson process of changing rate, given how many come in all."""
+        expected = np.concatenate([[0.0], np.cumsum(self.factors)])
+        drawn = np.sort(np.random.default_rng([seed, 0]).random(self.count)) * expected[-1]
+        return np.interp(drawn, expected, self.phase_s * np.arange(len(expected)))
+
+    def phase_at(self, at_s: np.ndarray) -> np.ndarray:
+        """The number of the phase at each of ``at_s`` [n]; after the last it is still the last."""
+        return np.minimum(np.asarray(at_s) // self.phase_s, len(self.factors) - 1).astype(int)
+
+
+@dataclass(frozen=True)
+class ChangingLoad:
+    """A workload, and which of its requests are the ``heavy`` tenant's [requests]."""
+
+    items: tuple[Item, ...]
+    heavy: np.ndarray
+
+    @classmethod
+    def drawn(cls, pairs: np.ndarray, phases: Phases, seed: int) -> ChangingLoad:
+        """Lengths from ``pairs`` [n, 2] of (prompt, answer) tokens, with replacement; at least one of either kind."""
+        draw, count = np.random.default_rng([seed, 1]), phases.count
+        heavy = np.zeros(count, dtype=bool)
+        heavy[draw.permutation(count)[: min(count - 1, max(1, round(phases.heavy * count)))]] = True
+        low, high = np.percentile(pairs[:, 0], [LIGHT, HEAVY])
+        light = draw.choice(pairs[pairs[:, 0] <= low], size=count)
+        chosen = np.where(heavy[:, None], draw.choice(pairs[pairs[:, 0] >= high], size=count), light).tolist()
+        times = phases.times_s(seed).tolist()
+        items = (Item(at, prompt, answer, (0,) * prompt) for at, (prompt, answer) in zip(times, chosen, strict=True))
+        return cls(tuple(items), heavy)
+
 
 TOLD = ("adaptive_budget", "deadline")  # which know the objective: they are run once for each
 ADAPTIVE, RIVALS = "adaptive_budget", ("sarathi ", "prefill_cap", "deadline")
@@ -186,3 +296,118 @@ def changing_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 def _names(rows: Rows) -> list[str]:
     return list(dict.fromkeys(row["scheduler"] for row in rows))
+
+
+# The figures and tables of notebook 44: schedulers under a load that changes.
+
+COURSE = ("prefill_first", "sarathi 512", "shortest_first 512", "adaptive_budget")
+
+
+def within(recorded: Result | None, now: Result) -> Figure:
+    """The share of requests within each objective by scheduler, coloured by its rank there; the best has a
+    frame. A panel for the record, and one for the reader's run: two tables do not lie over each other."""
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Rectangle
+
+    drawn = over(recorded, now)
+    schedulers = list(dict.fromkeys(name for one in drawn for name in _schedulers(one.result)))
+    fig, axes = plt.subplots(1, len(drawn), figsize=(9, 0.34 * len(schedulers) + 2), sharey=True, squeeze=False)
+    for ax, one in zip(axes[0], drawn, strict=True):
+        result, iteration_s = one.result, one.result.floors["decode_iteration"]["value"]
+        objectives = result.parameters["changing_load"]["objectives"]
+        entries = [
+            [result.summary.get("within_pct", **place_of(name), objective=times) for times in objectives]
+            for name in schedulers
+        ]
+        shares = np.array([[entry["value"] if entry else np.nan for entry in row] for row in entries])
+        ranks = 1 + (shares[None] > shares[:, None]).sum(1)  # the best 1, as have all that are as good
+        ax.imshow(np.where(np.isnan(shares), np.nan, ranks), cmap="Blues_r", vmin=1, vmax=14, aspect="auto")
+        for place, column in np.argwhere(~np.isnan(shares)):
+            dark = "white" if ranks[place, column] <= 5 else "black"
+            ax.text(column, place, f"{shares[place, column]:.0f}", ha="center", va="center", color=dark, fontsize=10)
+            if ranks[place, column] == 1:
+                frame = {"fill": False, "edgecolor": COLOURS["report"], "linewidth": 2.5}
+                ax.add_patch(Rectangle((column - 0.46, place - 0.44), 0.92, 0.88, **frame))
+        ax.set_xticks(range(len(objectives)), [f"{1e3 * times * iteration_s:.0f}" for times in objectives])
+        n = max(entry["n"] for row in entries for entry in row if entry)
+        ax.set_title(f"{one.who(n)}\n{result.provenance['costs']}", fontsize="medium")
+        ax.set(xlabel="gaps of at most, ms")
+        ax.grid(visible=False)
+    axes[0][0].set_yticks(range(len(schedulers)), [told(name) for name in schedulers])
+    fig.suptitle("Every objective has another best scheduler (frame): % of requests within it")
+    return fig
+
+
+def course(recorded: Result | None, now: Result) -> Figure:
+    """Phase by phase, the median first token of who arrived and the P99 of the gaps; bands are the busy phases."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
+
+    drawn, load = over(recorded, now), now.parameters["changing_load"]
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.2))
+    panels = (("ttft_p50_s", 1.0, "median first token, s"), ("tbt_p99_s", 1e3, "P99 between two tokens, ms"))
+    for ax, (column, scale, label) in zip(axes, panels, strict=True):
+        for phase in (phase for phase, factor in enumerate(load["factors"], start=1) if factor > 1):
+            ax.axvspan(phase - 0.5, phase + 0.5, color=COLOURS["other"], alpha=0.35, linewidth=0)
+        for one in drawn:
+            rows = [row for row in one.result.rows if row["what"] == "phase"]
+            rows = [row for row in rows if row.get("objective", TIMES[STRICT]) == TIMES[STRICT]]
+            for name in (name for name in COURSE if name in _schedulers(one.result)):
+                mine = [row for row in rows if row["scheduler"] == name]
+                each = {
+                    phase: [row[column] for row in mine if row["phase"] == phase]
+                    for phase in sorted({row["phase"] for row in mine})
+                }
+                means = [(phase + 1, {"value": np.mean(found)}) for phase, found in each.items() if found]
+                title = {"label": told(name)} if one.own else {}
+                one.line(ax, *zip(*means, strict=True), NAMES[name.partition(" ")[0]][0], scale=scale, **title)
+        ax.set_xticks(range(1, 1 + len(load["factors"])))
+        ax.set(yscale="log", xlabel="phase of the load (band: twice the mean rate)", ylabel=label)
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("")
+    fig.suptitle("Twice the mean rate: whole prompts stall who runs, chunks make who comes wait")
+    names = fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
+    name_results(fig, drawn, legend=names)
+    return fig
+
+
+def load_rows(result: Result) -> Rows:
+    """What clients saw, by scheduler, under the strict objective."""
+    found = result.summary
+    return [
+        {
+            "scheduler": told(name),
+            "P99 between tokens, ms": interval(scaled(found.of("tbt_p99_s", **where), 1e3), 0),
+            "light: P50 TTFT, s": interval(found.of("ttft_p50_s", **where, tenant="light"), 2),
+            "light: P99": interval(found.of("ttft_p99_s", **where, tenant="light"), 1),
+            "heavy: P50 TTFT, s": interval(found.of("ttft_p50_s", **where, tenant="heavy"), 2),
+            "heavy: P99": interval(found.of("ttft_p99_s", **where, tenant="heavy"), 1),
+            "late, % of requests": interval(found.of("late_pct", **where), 0),
+            "longest wait, s": interval(found.of("longest_wait_s", **where), 1),
+        }
+        for name, where in ((name, place_of(name)) for name in _schedulers(result))
+    ]
+
+
+def above_rows(result: Result) -> Rows:
+    """The adaptive budget's share over the best of fixed budgets and rivals, by objective."""
+    iteration_s, found = result.floors["decode_iteration"]["value"], result.summary
+    return [
+        {
+            "gaps of at most, ms": f"{1e3 * times * iteration_s:.0f}",
+            "adaptive, % within": interval(found.of("within_pct", scheduler=ADAPTIVE, objective=times), 0),
+            "above the best of the others, points": interval(above, 1),
+        }
+        for times in result.parameters["changing_load"]["objectives"]
+        if (above := found.get("within_points", **ABOVE_BEST, objective=times))
+    ]
+
+
+def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """An entry of a summary in another unit."""
+    return entry | {name: scale * entry[name] for name in ("value", "low", "high") if name in entry}
+
+
+def _schedulers(result: Result) -> list[str]:
+    return list(dict.fromkeys(row["scheduler"] for row in result.rows if row["what"] == "run"))

@@ -9,8 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from firsttoken.engine.run_table import write_rows
-from firsttoken.engine.trace_events import write_trace
+from firsttoken.engine.trace import write_rows, write_trace
 from firsttoken.engine.workload.traces import RequestTrace
 from firsttoken.sarathi.capacity import STRICT
 from firsttoken.sarathi.hardware import Hardware
@@ -21,7 +20,7 @@ from firsttoken.study.record import Result
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
-from firsttoken_studies.sarathi.standing import enters, standing
+from firsttoken_studies.sarathi.leaderboard import enters, standing
 
 WORKLOAD = ("lengths", "requests", "batch", "start")  # of a capacity section: what must agree, to compare
 

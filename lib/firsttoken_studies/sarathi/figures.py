@@ -14,10 +14,10 @@ from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken_studies.sarathi.generation_stalls import LIVE, SIMULATED
+from firsttoken_studies.sarathi.leaderboard import BASE
 from firsttoken_studies.sarathi.pipeline_bubbles import SIZE, TIME, WHOLE
 from firsttoken_studies.sarathi.simulator_error import METRICS, QUANTILES, VLLM
 from firsttoken_studies.sarathi.simulator_error import SIMULATED as FORETOLD
-from firsttoken_studies.sarathi.standing import BASE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,7 @@ from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.sarathi.capacity import Objective
@@ -23,10 +23,10 @@ from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import engine_config
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import FirstTokenError, ProfileError
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Summary
 
 LIVE, SIMULATED = "live", "simulated"
 BATCH = 16  # requests at once at most

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -20,14 +24,253 @@ from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.engine.kv import KVShape
 from firsttoken.study import paths
 from firsttoken.study.dtypes import AUTO, name_of, resolve, serving
-from firsttoken.study.errors import ProfileError
-from firsttoken.study.measures import Summary
+from firsttoken.study.errors import FirstTokenError, ProfileError
+from firsttoken.study.parsing.json_text import read_json
+from firsttoken.study.parsing.parse_errors import blaming
+from firsttoken.study.parsing.schema import at_least, shaped
+from firsttoken.study.plot import LOOKS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
-from firsttoken_studies.sarathi import aiperf, peers
-from firsttoken_studies.sarathi.aiperf import PeerLoad
-from firsttoken_studies.sarathi.peers import LONGEST_ANSWER, LONGEST_PROMPT, OURS, VLLM, PeerModel
+from firsttoken.study.summary import Scalar, Summary
+from firsttoken.study.system.programs import free_port, last_line, started, wait_healthy
+from firsttoken_studies.engine.throughput import VLLM_PYTHON
+from firsttoken_studies.sarathi.changing_load import scaled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# aiperf, somebody else's client of OpenAI's interface, from its own environment, and what it says of a server.
+
+AIPERF = paths.ROOT / ".venv-clients" / "bin" / "aiperf"
+EXPORT = "profile_export_aiperf.json"
+WARM_UP = 3  # requests that are not counted, one after the other
+_PATIENCE_S = 120.0  # for aiperf to come up and to write what it saw, beside the load itself
+
+
+@dataclass(frozen=True)
+class PeerLoad:
+    """``requests`` completions, ``per_s`` a second on average with Poisson arrivals, of made-up prompts of
+    ``prompt_tokens`` tokens on average and ``prompt_spread`` standard deviation, greedy answers of ``new_tokens``
+    tokens at most. The ``seed`` draws prompts, lengths and arrivals, for every server the same."""
+
+    requests: int
+    per_s: float
+    prompt_tokens: int
+    prompt_spread: int
+    new_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """A count, or a rate."""
+
+    avg: Annotated[float, at_least(0)]
+
+
+@dataclass(frozen=True)
+class Milliseconds:
+    """How long something took, over requests."""
+
+    unit: Literal["ms"]
+    avg: float
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class AiperfExport:
+    """The part of aiperf's JSON export that is used. ``inter_token_latency`` is a request's time after the first token
+    over its other tokens, ``inter_chunk_latency`` every gap between two events of a stream."""
+
+    request_count: Averaged
+    input_sequence_length: Averaged
+    output_sequence_length: Averaged
+    output_token_throughput: Averaged
+    time_to_first_token: Milliseconds
+    inter_token_latency: Milliseconds
+    inter_chunk_latency: Milliseconds
+    request_latency: Milliseconds
+    error_request_count: Averaged | None = None
+    error_summary: tuple[dict[str, Any], ...] | None = None
+    is_complete: bool | None = None
+
+
+def aiperf_command(url: str, folder: Path, load: PeerLoad, out: Path) -> list[str]:
+    """Ask the completions of ``url`` for the model that is called after its ``folder``; the export goes to ``out``."""
+    options = {
+        "endpoint-type": "completions",
+        "url": url,
+        "model": folder.name,
+        "tokenizer": folder,
+        "request-count": load.requests,
+        "num-dataset-entries": load.requests + WARM_UP,
+        "request-rate": load.per_s,
+        "arrival-pattern": "poisson",
+        "warmup-request-count": WARM_UP,
+        "warmup-concurrency": 1,
+        "isl": load.prompt_tokens,
+        "isl-stddev": load.prompt_spread,
+        "osl": load.new_tokens,
+        "extra-inputs": "temperature:0",
+        "random-seed": load.seed,
+        "artifact-dir": out,
+        "ui": "none",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    flags = ["--streaming", "--use-server-token-count", "--no-gpu-telemetry", "--no-server-metrics"]
+    return [str(AIPERF), "profile", *words, *flags]
+
+
+def check_aiperf_there(what: str) -> None:
+    """Raises FirstTokenError where aiperf's environment is missing."""
+    if not AIPERF.exists():
+        raise FirstTokenError(f"{what}: aiperf's environment is missing; run env/clients/setup.sh")
+
+
+def ask(command: list[str], load: PeerLoad, out: Path, environment: dict[str, str]) -> dict[str, float]:
+    """What ``command`` of :func:`aiperf_command` saw. Raises FirstTokenError where it ends with an error, takes too
+    long, or saw one."""
+    log, patience_s = out / "aiperf.log", _PATIENCE_S + 4 * load.requests / load.per_s
+    with started(command, log, environment) as process:
+        try:
+            code = process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            raise FirstTokenError(f"live_peer: aiperf took more than {patience_s:.0f} s: {last_line(log)}") from None
+    if code:
+        raise FirstTokenError(f"live_peer: aiperf ended with {code}: {last_line(log)}")
+    return answers(out / EXPORT, load.requests)
+
+
+def answers(export: Path, requests: int) -> dict[str, float]:
+    """What a row has of aiperf's export: seconds, tokens, and tokens a second.
+
+    Raises FirstTokenError, naming the file, where it cannot be read, and for less than ``requests`` answers without an
+    error.
+    """
+    with blaming(export.name, FirstTokenError, "run live_peer again with the aiperf of env/clients"):
+        found = shaped(AiperfExport, read_json(export), others=True)
+    errors = found.error_request_count.avg if found.error_request_count else 0
+    if errors or found.error_summary or found.is_complete is False or found.request_count.avg != requests:
+        why = f"; the first error: {found.error_summary[0]}"[:300] if found.error_summary else ""
+        raise FirstTokenError(
+            f"live_peer: aiperf saw {found.request_count.avg:.0f} answers to {requests} requests and {errors:.0f} "
+            f"errors{why}"
+        )
+    times = {
+        "ttft": found.time_to_first_token,
+        "itl": found.inter_token_latency,
+        "gap": found.inter_chunk_latency,
+        "latency": found.request_latency,
+    }
+    row = {
+        f"{name}_{what}_s": getattr(entry, key) / 1e3
+        for name, entry in times.items()
+        for what, key in (("mean", "avg"), ("p50", "p50"), ("p99", "p99"))
+    }
+    return row | {
+        "requests": found.request_count.avg,
+        "errors": errors,
+        "prompt_tokens": found.input_sequence_length.avg,
+        "output_tokens": found.output_sequence_length.avg,
+        "tokens_per_s": found.output_token_throughput.avg,
+    }
+
+
+# One model behind two servers of OpenAI's interface: `firsttoken serve`, and vLLM's from its own environment.
+#
+# Both get the same folder, dtype, threads, memory for keys and values, and tokens a step; neither keeps prefixes.
+
+OURS, VLLM = "ours", "vllm"
+RUNNING = 64  # requests in a step at once, at most: as many as the default of `firsttoken serve`
+KV_TOKENS, BLOCK_TOKENS = 32_768, 16
+LONGEST_PROMPT, LONGEST_ANSWER = 2048, 512  # tokens that `firsttoken serve` takes and gives
+_WAITING = 10_000  # vLLM refuses nobody who waits
+_SERVER_PATIENCE_S = 300.0  # for a server to come up: vLLM compiles the model the first time
+
+
+@dataclass(frozen=True)
+class PeerModel:
+    """A plain Hugging Face ``folder`` that the CPU computes in ``dtype`` with ``threads`` threads; a request has
+    ``longest`` tokens at most, and a token ``kv_bytes`` of keys and values."""
+
+    folder: Path
+    dtype: str
+    threads: int
+    longest: int
+    kv_bytes: int
+
+
+def our_command(model: PeerModel, budget: int, port: int) -> list[str]:
+    """`firsttoken serve` with ``budget`` tokens a step."""
+    options = {
+        "host": "127.0.0.1",
+        "port": port,
+        "device": "cpu",
+        "token-budget": budget,
+        "max-running": min(RUNNING, budget),
+        "max-waiting": _WAITING,
+        "kv-blocks": KV_TOKENS // BLOCK_TOKENS,
+    }
+    return [sys.executable, "-m", "firsttoken", "serve", str(model.folder), *_words(options)]
+
+
+def vllm_command(model: PeerModel, budget: int, port: int) -> list[str]:
+    """vLLM's server with ``budget`` tokens a step. Chunked prefill is its default; prompts are not kept, as ours are
+    not."""
+    options = {
+        "model": model.folder,
+        "served-model-name": model.folder.name,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": model.dtype,
+        "max-num-batched-tokens": budget,
+        "max-num-seqs": min(RUNNING, budget),
+        "max-model-len": model.longest,
+        "kv-cache-memory-bytes": KV_TOKENS * model.kv_bytes,
+    }
+    flags = ["--no-enable-prefix-caching"]
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        flags.append("--enforce-eager")  # without a compiler it would not start
+    return [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", *_words(options), *flags]
+
+
+COMMANDS: dict[str, Callable[[PeerModel, int, int], list[str]]] = {OURS: our_command, VLLM: vllm_command}
+
+
+def check_vllm_there(what: str) -> None:
+    """Raises FirstTokenError where vLLM's environment is missing."""
+    if not VLLM_PYTHON.exists():
+        raise FirstTokenError(f"{what}: vLLM's environment is missing; run env/vllm/setup.sh")
+
+
+@contextmanager
+def served(system: str, model: PeerModel, budget: int, log: Path) -> Iterator[str]:
+    """The URL of ``system`` once it answers; it is ended after the block. Raises FirstTokenError where it does not
+    come up."""
+    port = free_port()
+    told = environment(model.threads) | {"HF_HUB_OFFLINE": "1"}  # not for aiperf, which takes no folder then
+    with started(COMMANDS[system](model, budget, port), log, told) as process:
+        wait_healthy(process, port, _SERVER_PATIENCE_S, log, f"live_peer: the server {system!r}")
+        yield f"http://127.0.0.1:{port}"
+
+
+def environment(threads: int) -> dict[str, str]:
+    """What both servers and their client run in: no keys, ``threads`` threads to compute with.
+
+    vLLM on a CPU would bind itself to all cores but one; on two cores it would compute with half of what ours has.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
+    told = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "NO_PROXY": "127.0.0.1"}
+    return kept | told | {"VLLM_NO_USAGE_STATS": "1"}
+
+
+def _words(options: dict[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
 
 Turns = list[tuple[int, int, str]]  # round, budget, system
 TIMES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "gap_p99", "latency_p50")
@@ -114,14 +357,14 @@ def live_peer(profile: Profile) -> Outcome:
 
 def turn(system: str, model: PeerModel, budget: int, load: PeerLoad) -> dict[str, float]:
     """Start ``system``, have it asked, end it: the rest of a row of :func:`live_peer`, which see for what it raises."""
-    peers.check_there("live_peer")
-    aiperf.check_there("live_peer")
+    check_vllm_there("live_peer")
+    check_aiperf_there("live_peer")
     with tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="peer-") as folder:
         out, start = Path(folder), time.perf_counter()
-        with peers.served(system, model, budget, out / "server.log") as url:
+        with served(system, model, budget, out / "server.log") as url:
             start_s = time.perf_counter() - start
-            command = aiperf.aiperf_command(url, model.folder, load, out)
-            return {"start_s": start_s} | aiperf.ask(command, load, out, peers.environment(model.threads))
+            command = aiperf_command(url, model.folder, load, out)
+            return {"start_s": start_s} | ask(command, load, out, environment(model.threads))
 
 
 @contextmanager
@@ -176,3 +419,65 @@ def peer_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             over = bootstrap([ours / other for ours, other in both], "median").summary("x")
             summary.add(f"{name}_x", over, engine=OURS, than=VLLM, **where)
     return summary
+
+
+# The figure and the table of notebook 45: `firsttoken serve` beside vLLM.
+
+SYSTEMS = {OURS: ("sarathi", "firsttoken serve"), VLLM: ("other", "vLLM")}
+PANELS = (
+    ("ttft_p50_s", 1.0, "median first token, s"),
+    ("itl_p99_s", 1e3, "P99 of time between tokens, ms"),
+    ("tokens_per_s", 1.0, "tokens/s"),
+)
+COLUMNS = {  # of the table: a measure, its ratio to vLLM's, digits, and from seconds to the unit
+    "P50 TTFT, s": ("ttft_p50_s", "ttft_p50_x", 2, 1.0),
+    "P99 TTFT, s": ("ttft_p99_s", "ttft_p99_x", 2, 1.0),
+    "P99 ITL, ms": ("itl_p99_s", "itl_p99_x", 1, 1e3),
+    "P99 of single gaps, ms": ("gap_p99_s", "gap_p99_x", 0, 1e3),
+    "tokens/s": ("tokens_per_s", "tokens_per_s_x", 1, 1.0),
+}
+
+
+def beside(result: Result) -> Figure:
+    """What the client saw, by tokens a step: rounds as small dots beside their median, a large mark."""
+    import matplotlib.pyplot as plt
+
+    budgets = result.parameters["live_peer"]["budgets"]
+    fig, axes = plt.subplots(1, len(PANELS), figsize=(12, 3.9))
+    for ax, (column, scale, label) in zip(axes, PANELS, strict=True):
+        for shift, (system, (look, told)) in zip((-0.1, 0.1), SYSTEMS.items(), strict=True):
+            colour, marker = LOOKS[look]
+            for place, budget in enumerate(budgets):
+                mine = [row[column] for row in result.rows if (row["system"], row["budget"]) == (system, budget)]
+                each = [scale * value for value in mine]
+                ax.plot([place + 2 * shift] * len(each), each, ".", color=colour, markersize=7)
+            medians = [scale * result.summary.value(column, engine=system, budget_tokens=budget) for budget in budgets]
+            places = [place + shift for place in range(len(budgets))]
+            ax.plot(places, medians, marker, ls="-", color=colour, markersize=8, label=told)
+        ax.set(xlabel="tokens a step, at most", ylabel=label, xlim=(-0.5, len(budgets) - 0.5))
+        ax.set_xticks(range(len(budgets)), [f"{budget:,}" for budget in budgets])
+        ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+    return fig
+
+
+def peer_rows(result: Result) -> Rows:
+    """Medians by tokens a step and server, and how often vLLM's ours are; in the last row with each at the budget that
+    is best for it."""
+    rows: Rows = []
+    for budget in result.parameters["live_peer"]["budgets"]:
+        for system, (_, told) in SYSTEMS.items():
+            entries = {
+                head: interval(scaled(result.summary.of(column, engine=system, budget_tokens=budget), scale), digits)
+                for head, (column, _, digits, scale) in COLUMNS.items()
+            }
+            rows.append({"tokens a step": f"{budget:,}: {told}"} | entries)
+        rows.append({"tokens a step": f"{budget:,}: over vLLM"} | _over(result.summary, budget_tokens=budget))
+    return [*rows, {"tokens a step": "each at its best: over vLLM"} | _over(result.summary, **BEST)]
+
+
+def _over(summary: Summary, **where: Scalar) -> dict[str, str]:
+    return {
+        head: interval(summary.of(measure, engine=OURS, than=VLLM, **where), 2)
+        for head, (_, measure, _, _) in COLUMNS.items()
+    }

@@ -4,27 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from tqdm import tqdm
 
-from firsttoken.engine.config import EngineConfig
-from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.schedulers.base import Scheduler
+from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.request import Work
+from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.trace import Trace
 from firsttoken.engine.workload.arrivals import Arrivals, with_arrivals
-from firsttoken.engine.workload.items import Item
+from firsttoken.engine.workload.workload_items import Item
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.lengths import lengths, workload
 from firsttoken.sarathi.pipeline import PipelineStages, StagedExecutor, serve_staged
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
-from firsttoken_studies.sarathi.equal_time import equal_time
+from firsttoken.study.summary import Summary
+
+# Chunks that take as long as each other, whatever stands behind them: later ones of a prompt are shorter.
+
+
+def equal_time(costs: Costs, seconds: float) -> type[Sarathi]:
+    """Sarathi with the budget that a step of ``seconds`` holds by ``costs``, and a block more than it decodes at least.
+
+    A chunk attends to all before it, so that of equal chunks the last takes longest; on stages one batch then waits for
+    another (Sarathi-Serve, 3.3). No step prefills more than ``prefill_tokens``.
+    """
+
+    class EqualTime(Sarathi):
+        name: ClassVar[str] = "equal_time"
+
+        def budget(self, decodes: Sequence[Work]) -> int:
+            contexts = [work.start for work in decodes]
+            begun = next((request.cached for request in self.running if not request.decoding), 0)
+            low, high = self.block_tokens, self.bounds.prefill_tokens
+            while low < high:
+                middle = (low + high + 1) // 2
+                fits = costs.step_s([(begun, middle)], contexts) <= seconds
+                low, high = (middle, high) if fits else (low, middle - 1)
+            return len(decodes) + low
+
+    return EqualTime
+
 
 WHOLE, SIZE, TIME = "whole", "equal_size", "equal_time"
 

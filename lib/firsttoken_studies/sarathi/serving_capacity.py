@@ -12,12 +12,12 @@ from firsttoken.sarathi.capacity import STRICT
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import Interval, bootstrap
+from firsttoken.study.summary import Summary
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
-from firsttoken_studies.sarathi.standing import BASE
+from firsttoken_studies.sarathi.leaderboard import BASE
 
 
 def serving_capacity(profile: Profile) -> Outcome:

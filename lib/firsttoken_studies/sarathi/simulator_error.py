@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.assets.brought import brought
-from firsttoken.engine.config import EngineConfig
+from firsttoken.assets.manual_downloads import brought
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.metrics import serve_items
+from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.request import Request
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload.items import Item
+from firsttoken.engine.workload.workload_items import Item
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study.errors import CorpusError
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.summary import Summary
 
 FIELDS = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
 VLLM, SIMULATED = "vllm", "simulated"

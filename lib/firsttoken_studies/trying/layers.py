@@ -10,9 +10,9 @@ import torch
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.models import load_model
+from firsttoken.progressiveserve.base_model import passing
 from firsttoken.progressiveserve.distance import Distances, angular_distances, check_size, choose_block
 from firsttoken.progressiveserve.quality import text_scores
-from firsttoken.progressiveserve.served import passing
 from firsttoken.study.errors import StageError
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile

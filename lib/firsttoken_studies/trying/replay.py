@@ -9,12 +9,12 @@ from typing import Any
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
+from firsttoken.engine.scheduler_state import VICTIM, VICTIMS
 from firsttoken.engine.schedulers.prefill_first import PrefillFirst
-from firsttoken.engine.victims import VICTIM, VICTIMS
-from firsttoken.sarathi.watched import watched
+from firsttoken.sarathi.checked_scheduler import watched
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile
-from firsttoken_studies.cps.policies_replayed import ReplayedConfig, calibrated, drawn, maker_of, run_replayed
+from firsttoken_studies.cps.policy_comparison import ReplayedConfig, calibrated, drawn, maker_of, run_replayed
 from firsttoken_studies.trying.table import Tried, Values, held
 
 POLICIES = ("swap", "recompute", "cross_point", "online", "oracle")

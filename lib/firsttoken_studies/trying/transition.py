@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from firsttoken.assets.models import load_model
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
-from firsttoken.progressiveserve.recovery.probe import Probe
-from firsttoken.progressiveserve.recovery.transitions import TRANSITIONS, Transition
-from firsttoken.progressiveserve.recovery.views import GrownView
+from firsttoken.progressiveserve.staged_serving.probe import Probe
+from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
+from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile
 from firsttoken_studies.trying.table import Tried, Values, held
@@ -40,7 +40,7 @@ def _redone(answer: Any, policy: Transition, old: StageView, new: StageView) -> 
 TRANSITION = PolicyKind(
     "transition",
     Transition,
-    "write a subclass of firsttoken.progressiveserve.recovery.transitions.Transition with a method redo",
+    "write a subclass of firsttoken.progressiveserve.staged_serving.transitions.Transition with a method redo",
     {"keep": _kept, "redo": _redone},
 )
 

@@ -11,8 +11,8 @@ from firsttoken.cps.costs.drift import Drift, scaled
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.online import OnlineCrossPoint
 from firsttoken.cps.policies.replay import draw_noise, replay
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import FittedCosts
-from firsttoken.engine.costs.model import Costs
 from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.preemption import Action, Observation
 

@@ -11,10 +11,9 @@ from firsttoken.droidspeak.prefill import Group
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken_studies.droidspeak import decoding, gating
-from firsttoken_studies.droidspeak.examples import example_rows
 from firsttoken_studies.droidspeak.gating import gate_summary, quality_gate
-from firsttoken_studies.droidspeak.method_summary import choice_of, methods_summary
-from firsttoken_studies.droidspeak.methods import _blend, reuse_methods, where_of
+from firsttoken_studies.droidspeak.reuse_methods import _blend, choice_of, methods_summary, reuse_methods, where_of
+from firsttoken_studies.droidspeak.sensitivity import example_rows
 from firsttoken_studies.droidspeak.setting import Setting
 
 ALWAYS = ["full prefill", "sender", "full reuse", "DroidSpeak"]

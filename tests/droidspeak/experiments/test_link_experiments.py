@@ -7,8 +7,8 @@ import pytest
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import Group
 from firsttoken_studies.droidspeak import profiling
-from firsttoken_studies.droidspeak.adaptive import adaptive_group
-from firsttoken_studies.droidspeak.loading import loading_summary, pipelined_loading
+from firsttoken_studies.droidspeak.adaptive_group import adaptive_group
+from firsttoken_studies.droidspeak.pipelined_loading import loading_summary, pipelined_loading
 
 TOKENS, DEPTH = 48, 4
 KV = 2 * 2 * 8 * 4 * TOKENS  # bytes of a layer: keys and values, 2 heads of 8, fp32

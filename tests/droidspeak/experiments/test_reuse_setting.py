@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from firsttoken.assets.adapters import read_recipe
-from firsttoken.droidspeak.items import Encoded, TaskItem
+from firsttoken.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken.study.errors import CacheError, CorpusError, ModelError, ProfileError
 from firsttoken_studies.droidspeak import setting as setting_module
-from firsttoken_studies.droidspeak import tuning
+from firsttoken_studies.droidspeak import training
 from firsttoken_studies.droidspeak.setting import Run, Setting, batches
 from firsttoken_studies.droidspeak.training import reuse_training, training_summary
 
@@ -136,7 +136,7 @@ def test_adapters_are_trained_and_kept(study, monkeypatch):
     trained = training_summary(outcome.rows, {}).all("train_s")
     assert [entry["where"] for entry in trained] == [{"model": "tuned"}, {"model": "half-hotpotqa"}]
     assert outcome.provenance["base"]["kind"] == "real"
-    monkeypatch.setattr(tuning, "tune", lambda *_: pytest.fail("it was trained before"))
+    monkeypatch.setattr(training, "tune", lambda *_: pytest.fail("it was trained before"))
     assert reuse_training(study.profile()).rows == outcome.rows
 
 

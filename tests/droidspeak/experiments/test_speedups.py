@@ -7,7 +7,7 @@ import pytest
 
 from firsttoken.study.errors import RequestError
 from firsttoken.study.record import Result
-from firsttoken_studies.droidspeak.speedups import TimeShares
+from firsttoken_studies.droidspeak.reuse_methods import TimeShares
 
 
 def result(rows: list[dict]) -> Result:

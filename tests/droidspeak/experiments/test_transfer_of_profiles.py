@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from firsttoken_studies.droidspeak import profiling
-from firsttoken_studies.droidspeak.transfer import (
+from firsttoken_studies.droidspeak.profile_transfer import (
     AT_BOUND,
     OF_SIZE,
     OWN,

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 from firsttoken.assets.models import load_model
 from firsttoken.droidspeak.identity import identify
-from firsttoken.droidspeak.pipeline.live import FirstToken, first_token, pieces_of
+from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, CachePiece
+from firsttoken.droidspeak.pipeline.live_loading import FirstToken, first_token, pieces_of
 from firsttoken.droidspeak.pipeline.schedule import Schedule
-from firsttoken.droidspeak.pipeline.transfer import Buffers, CachePiece
 from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
 from firsttoken.droidspeak.store import KVStore

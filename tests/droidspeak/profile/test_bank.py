@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.droidspeak.forward import cache_of, layer_kv
-from firsttoken.droidspeak.items import Encoded, TaskItem
 from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, partial_prefill, spans
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
-from firsttoken.droidspeak.profile.bank import Bank, Questions, Score
+from firsttoken.droidspeak.profile.layer_profiler import Bank, Questions, Score
+from firsttoken.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken.study.errors import RequestError
 
 DEPTH = 5

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from firsttoken.droidspeak.prefill import NOTHING, Group
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
-from firsttoken.droidspeak.profile.transfer import best_of_size, halves, resampled, taken, transfer
+from firsttoken.droidspeak.profile.profile_transfer import best_of_size, halves, resampled, taken, transfer
 from firsttoken.study.errors import RequestError
 
 ALL, LOW, HIGH = Group(0, 4), Group(0, 2), Group(2, 4)

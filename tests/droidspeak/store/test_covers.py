@@ -25,7 +25,7 @@ from firsttoken.droidspeak.kvfile import file_name
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.droidspeak.tensors import bytes_of
+from firsttoken.droidspeak.tensor_bytes import bytes_of
 from firsttoken.study.errors import CacheError
 
 CONTEXT, EDGES, TIMES = list(range(20)), (0, 2), 120

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.droidspeak.matching import Hit, PrefixIndex, token_bytes
+from firsttoken.droidspeak.prefix_index import Hit, PrefixIndex, token_bytes
 
 contexts = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
 entries = st.tuples(st.sampled_from("AB"), contexts)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from firsttoken.droidspeak.entry import Entry
 from firsttoken.droidspeak.kvfile import draft
-from firsttoken.droidspeak.matching import token_bytes
-from firsttoken.droidspeak.shelf import Shelf
+from firsttoken.droidspeak.prefix_index import token_bytes
 from firsttoken.droidspeak.store import KVStore
+from firsttoken.droidspeak.tiered_store import Shelf
 from firsttoken.study.errors import CacheError, RequestError
 
 BLOCK = 2

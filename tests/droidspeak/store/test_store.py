@@ -12,8 +12,8 @@ from firsttoken.assets.models import load_model
 from firsttoken.droidspeak import prefill
 from firsttoken.droidspeak.forward import layer_kv
 from firsttoken.droidspeak.identity import identify, weights_sha256
-from firsttoken.droidspeak.pipeline.live import first_token
-from firsttoken.droidspeak.pipeline.transfer import CachePiece
+from firsttoken.droidspeak.pipeline.kv_transfer import CachePiece
+from firsttoken.droidspeak.pipeline.live_loading import first_token
 from firsttoken.droidspeak.prefill import Group, full_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.store import KVStore

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from firsttoken.assets.lock import load_lock
 from firsttoken.assets.qa_files import QAItem
-from firsttoken_studies.droidspeak.tasks import constructed
+from firsttoken_studies.droidspeak import constructed_tasks
 
 WORDS = ["abe", "bodu", "cin", "dezo", "eno", "fub", "gaz", "hino", "jeza", "kod", "luna", "medi", "nuz", "quno", "wob"]
 
@@ -101,7 +101,9 @@ def own_passages(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
         texts = _passages(split)
         return [QAItem(str(i), text, f"which name {i}?", (_name(split, i),)) for i, text in enumerate(texts)]
 
-    monkeypatch.setattr(constructed, "load_qa", questions)
-    monkeypatch.setattr(constructed, "boolq_prompts", lambda split: [(p, f"is it {p[:9]}?") for p in _passages(split)])
-    monkeypatch.setattr(constructed, "running_text", _passages)
+    monkeypatch.setattr(constructed_tasks, "load_qa", questions)
+    monkeypatch.setattr(
+        constructed_tasks, "boolq_prompts", lambda split: [(p, f"is it {p[:9]}?") for p in _passages(split)]
+    )
+    monkeypatch.setattr(constructed_tasks, "running_text", _passages)
     return _passages

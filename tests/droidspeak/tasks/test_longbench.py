@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from firsttoken.study.errors import CorpusError
-from firsttoken_studies.droidspeak.tasks import longbench
-from firsttoken_studies.droidspeak.tasks.load import load_items, task_of
+from firsttoken_studies.droidspeak import longbench
+from firsttoken_studies.droidspeak.constructed_tasks import load_items, task_of
 
 
 def row(dataset: str = "hotpotqa", number: int = 0, **changes: object) -> dict:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from firsttoken.engine.attention import Attend
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import GREEDY, Request
 from firsttoken.engine.step_plan import StepPlan
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.varlen import VarlenAttend
+from firsttoken.engine.attention import VarlenAttend
 
 TOLERANCE = 1e-4
 

@@ -13,12 +13,12 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from firsttoken.engine.attention import Attend
 from firsttoken.engine.fused import FusedLayer, fuse
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native import attend
 from firsttoken.engine.native.attend import NativeAttend, TiledAttend
 from firsttoken.engine.native.library import kernels
-from firsttoken.engine.padded import PaddedAttend
 from firsttoken.engine.request import Sampling
+from firsttoken.engine.sdpa_attention import PaddedAttend
 
 TOLERANCE = 1e-4
 KINDS = {"llama": LlamaConfig, "qwen2": Qwen2Config}

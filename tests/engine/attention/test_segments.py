@@ -22,16 +22,15 @@ from transformers import LlamaConfig, PreTrainedModel
 from firsttoken.droidspeak.forward import layer_kv
 from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
-from firsttoken.engine.edges import Edges
+from firsttoken.engine.decoder import LocalSegment
 from firsttoken.engine.fused import FusedLayer, fuse_layer
-from firsttoken.engine.live import LiveExecutor
+from firsttoken.engine.hidden_state_cache import Edges
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.library import kernels
-from firsttoken.engine.padded import PaddedAttend
-from firsttoken.engine.preemption.base import Action, PreemptionPolicy
-from firsttoken.engine.request import GREEDY, Request, Sampling
+from firsttoken.engine.preemption.preemption_policy import Action, PreemptionPolicy
+from firsttoken.engine.request import GREEDY, Redo, Request, Sampling, Work
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.segments import LocalSegment
-from firsttoken.engine.work import Redo, Work
+from firsttoken.engine.sdpa_attention import PaddedAttend
 from firsttoken.study.errors import ModelError, RequestError
 
 TOLERANCE = 1e-4

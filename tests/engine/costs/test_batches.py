@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken.engine.costs.batches import DECODE_MS_PER_TOKEN, PREFILL_MS_PER_TOKEN, BatchCosts
+from firsttoken.engine.costs.sarathi_artifact import DECODE_MS_PER_TOKEN, PREFILL_MS_PER_TOKEN, BatchCosts
 from firsttoken.study.errors import ProfileError
 
 COSTS = BatchCosts()

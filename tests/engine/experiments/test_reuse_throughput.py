@@ -9,13 +9,14 @@ from firsttoken_studies.engine.reuse_throughput import (
     FULL,
     PARTIAL,
     REUSE,
+    DecodeCosts,
     ServingConfig,
+    TimedCosts,
     Way,
     _served,
     most_qps,
     reuse_throughput_summary,
 )
-from firsttoken_studies.engine.timed import DecodeCosts, TimedCosts
 
 CONFIG = ServingConfig(2, 40, 8, 1, (0.2, 0.8, 1.4), 1.0, (1,), 1)
 DECODE = DecodeCosts(1e-3, 0.0, 0.0)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.swap import PATHS, make_path
-from firsttoken.engine.swap.arena import HostArena
+from firsttoken.engine.swap.block_copier import Move, SwapPath
 from firsttoken.engine.swap.coalesced import StagedRows
+from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.engine.swap.host_pool import HostArena
 from firsttoken.engine.swap.overlapped import Overlapped
-from firsttoken.engine.swap.path import Move, SwapPath
-from firsttoken.engine.swap.spans import Span
 from firsttoken.study.errors import ProfileError, RequestError
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from firsttoken.assets.lock import asset_path
 from firsttoken.engine.workload import conversations as kept
-from firsttoken.engine.workload import sharegpt_file
-from firsttoken.engine.workload.items import Item
+from firsttoken.engine.workload.conversations import first_pairs, read_records
 from firsttoken.engine.workload.sharegpt import conversations, pinned_tokenizer, threshold_mix
-from firsttoken.engine.workload.sharegpt_file import first_pairs, read_records
+from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError, CorpusError, ModelError, RequestError
 
@@ -38,7 +37,7 @@ def test_a_file_that_breaks_off_anywhere_gives_its_whole_records(tmp_path_factor
     path = tmp_path_factory.mktemp("cut") / "cut.json"
     path.write_bytes(text[:cut])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharegpt_file, "_CHUNK", data.draw(st.integers(1, len(text))))
+        patch.setattr(kept, "_CHUNK", data.draw(st.integers(1, len(text))))
         found = list(read_records(path))
     assert found == RECORDS[: len(found)]
     whole = [text.index(b'"b"'), text.index(b'"c"'), len(text)]

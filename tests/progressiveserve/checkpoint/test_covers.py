@@ -14,16 +14,15 @@ import pytest
 import torch
 
 from firsttoken.assets.servable import model_shapes
+from firsttoken.progressiveserve.bitplanes.plan_spec import Mixture
+from firsttoken.progressiveserve.bitplanes.plane_plan import by_planes
 from firsttoken.progressiveserve.checkpoint.completeness import check_complete
-from firsttoken.progressiveserve.checkpoint.layout import check_layout, part_file
-from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, StageFiles
+from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, StageFiles, check_layout, part_file
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, by_layers, coarse_first
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
-from firsttoken.progressiveserve.planes.mixture import Mixture
-from firsttoken.progressiveserve.planes.plan import by_planes
 from firsttoken.study.errors import ModelError
-from firsttoken.study.foreign.faults import Damaged
+from firsttoken.study.parsing.parse_errors import Damaged
 
 LAYERS, TIMES = 4, 60
 Parts = list[list[PartFile]]

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from firsttoken.progressiveserve.checkpoint.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from firsttoken.progressiveserve.checkpoint.manifest import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     DTYPES,
     MANIFEST,
     AdapterFiles,
@@ -22,7 +23,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from firsttoken.study.content import sha256_of
+from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import ModelError
 
 

@@ -21,8 +21,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, read_manifest, verify
 from firsttoken.progressiveserve.checkpoint.plan import HEAD, by_layers, coarse_first, staged, whole
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource, ModelSource, Origin, RandomSource
-from firsttoken.progressiveserve.checkpoint.unfinished import LOG
-from firsttoken.progressiveserve.checkpoint.writer import write_staged
+from firsttoken.progressiveserve.checkpoint.writer import LOG, write_staged
 from firsttoken.progressiveserve.passlayer import pass_layers
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study.errors import ModelError, StageError

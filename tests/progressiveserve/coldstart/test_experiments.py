@@ -15,9 +15,9 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, read_result
 from firsttoken_studies.experiments import run_experiment
-from firsttoken_studies.progressiveserve import recovery_tables as recovery_tables
+from firsttoken_studies.progressiveserve import recovery_figures as recovery_tables
 from firsttoken_studies.progressiveserve import timeline_trial
-from firsttoken_studies.progressiveserve.coldstart import tables, trial
+from firsttoken_studies.progressiveserve.coldstart import figures, trial
 from firsttoken_studies.progressiveserve.coldstart.experiments import reachable
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, SERVER, TrialLink
 from firsttoken_studies.progressiveserve.layers import healing_training
@@ -109,9 +109,9 @@ def test_a_cold_start_from_trial_to_table(trained, few_processes):
     assert tokens["whole_streamed"] == last and tokens.get("from_pretrained", last) == last
     over = result.summary.of("ttft_x", variant="progressive", than="whole_streamed", link="0.01gbit")
     assert over["n"] == 1
-    assert [row["link"] for row in tables.link_rows(result)] == ["0.01 Gbit/s"]
-    assert {row["ratio"] for row in tables.target_rows(None, result)} == {
-        row["ratio"] for row in tables.target_rows(result, result)
+    assert [row["link"] for row in figures.link_rows(result)] == ["0.01 Gbit/s"]
+    assert {row["ratio"] for row in figures.target_rows(None, result)} == {
+        row["ratio"] for row in figures.target_rows(result, result)
     }
 
 
@@ -136,10 +136,10 @@ def test_the_sweep_times_and_scores_every_size(trained, few_processes):
     assert [entry["where"] for entry in result.summary.all("ttft_p50_s")] == [{"layers": 0}, {"layers": 2}]
     for variant, layers in (("none", 0), ("distance", 2), ("perplexity", 2), ("healed", 3)):
         assert result.summary.of("f1_pct", variant=variant, layers=layers)
-    assert tables.most_deferred(result) == 2
+    assert figures.most_deferred(result) == 2
     moved = {row["deferred_layers"]: row["bytes"] for row in result.rows if "bytes" in row}
     assert moved[2] < moved[0]
-    assert [row["layers deferred"] for row in tables.deferral_rows(result)] == [0, 2]
+    assert [row["layers deferred"] for row in figures.deferral_rows(result)] == [0, 2]
     sections = dict(trained.sections)
     for sizes, message in (([0, 6], r"deferral\.sizes .*: 7 layers of tiny-llama .*, there are 6"), ([2], "name 0")):
         sections["deferral"] = dict(sections["deferral"]) | {"sizes": sizes}

@@ -9,8 +9,8 @@ import pytest
 
 from firsttoken.study.system import NOT_HERE
 from firsttoken_studies.progressiveserve import recovery_figures as recovery_figures
-from firsttoken_studies.progressiveserve import recovery_tables as recovery_tables
-from firsttoken_studies.progressiveserve.coldstart import figures, tables
+from firsttoken_studies.progressiveserve import recovery_figures as recovery_tables
+from firsttoken_studies.progressiveserve.coldstart import figures
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, NONE, TrialLink, files_were
 from firsttoken_studies.progressiveserve.coldstart.summary import cold_start_summary
 from firsttoken_studies.progressiveserve.timeline import CASES, timeline_summary
@@ -40,7 +40,7 @@ def result() -> SimpleNamespace:
 
 
 def test_a_link_says_who_limits_it_and_why_and_that_files_were_not_verified(result: SimpleNamespace) -> None:
-    one, sixteen = tables.link_rows(result)
+    one, sixteen = figures.link_rows(result)
     assert one["limited by"] == sixteen["limited by"] == "a token bucket (no limit in the kernel: it needs root)"
     assert (one["files"], sixteen["files"]) == ("cold, not verified", "in memory, not verified")
 
@@ -52,7 +52,7 @@ def test_what_was_verified_counts_not_what_was_asked(resident: float, cold: bool
 
 def test_an_unknown_memory_gives_no_measure(result: SimpleNamespace) -> None:
     assert not [entry for entry in result.summary if "memory" in entry["measure"]]
-    assert {row["ratio"] for row in tables.target_rows(None, result)} >= {"peak memory / whole start's"}
+    assert {row["ratio"] for row in figures.target_rows(None, result)} >= {"peak memory / whole start's"}
 
 
 def test_the_figures_are_drawn_all_the_same(result: SimpleNamespace) -> None:

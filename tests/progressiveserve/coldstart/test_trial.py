@@ -13,11 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from firsttoken.link.kernel import available
+from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.manifest import FileEntry, read_manifest, write_manifest
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
-from firsttoken.progressiveserve.served import at_stage
 from firsttoken.study.errors import FirstTokenError, ModelError, ProfileError
 from firsttoken.study.system.pagecache import resident_fraction
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import write_stock
 from firsttoken_studies.progressiveserve.coldstart.harness import (
     BUCKET,
     KERNEL,
@@ -33,7 +34,6 @@ from firsttoken_studies.progressiveserve.coldstart.harness import (
     touch_memory,
     wire_for,
 )
-from firsttoken_studies.progressiveserve.coldstart.materials import write_stock
 from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec
 from firsttoken_studies.progressiveserve.coldstart.trial import main
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS, find_variant

@@ -11,12 +11,11 @@ from loads import ALL, Loads, refused, retold, stock_answer
 from safetensors.torch import load_file, save_file
 
 from firsttoken.assets.lock import file_sha256
-from firsttoken.progressiveserve.checkpoint.layout import CONFIG
-from firsttoken.progressiveserve.checkpoint.manifest import FileEntry, read_manifest, write_manifest
+from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, FileEntry, read_manifest, write_manifest
 from firsttoken.progressiveserve.loading.views import check_whole, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
-from firsttoken.study.foreign.tensors import read_header
+from firsttoken.study.parsing.safetensors_header import read_header
 
 Q, OUT, K = (f"model.layers.4.self_attn.{name}_proj.weight" for name in "qok")
 

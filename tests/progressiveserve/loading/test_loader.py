@@ -11,13 +11,13 @@ from loads import ALL, Held, Loads, stock_answer
 from transformers import AutoModelForCausalLM
 
 from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Stage, by_layers, coarse_first, whole
-from firsttoken.progressiveserve.loading.blobs import open_reader, parts_of
-from firsttoken.progressiveserve.loading.making import Maker
-from firsttoken.progressiveserve.loading.placement import torch_dtype
+from firsttoken.progressiveserve.loading.read_plan import open_reader, parts_of
+from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
 from firsttoken.progressiveserve.loading.views import changed
+from firsttoken.progressiveserve.loading.weight_builder import Maker
 from firsttoken.progressiveserve.passlayer import PassLayer
-from firsttoken.progressiveserve.served import at_stage
 
 # what is loaded
 

@@ -12,13 +12,13 @@ from loads import ALL, Loads, spoil, stock_answer
 from torch import Tensor
 
 from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, write_manifest
 from firsttoken.progressiveserve.loading import loader as loading
-from firsttoken.progressiveserve.loading.blobs import parts_of
+from firsttoken.progressiveserve.loading.host_memory import HostMemory
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.memory import HostMemory
-from firsttoken.progressiveserve.loading.skeleton import Skeleton
-from firsttoken.progressiveserve.served import at_stage
+from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.read_plan import parts_of
 from firsttoken.study.errors import FirstTokenError, LinkError, ModelError, StageError
 
 

@@ -9,10 +9,10 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load, save
 
+from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.loading.lora import CONFIG, WEIGHTS, parse_adapter, shared_copy, with_adapter
 from firsttoken.progressiveserve.loading.views import changed, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer, pass_layers
-from firsttoken.progressiveserve.served import at_stage
 from firsttoken.study.errors import StageError
 
 

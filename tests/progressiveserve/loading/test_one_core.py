@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from firsttoken.progressiveserve.loading.one_core import on_one_core
+from firsttoken.progressiveserve.loading.pinned_thread import on_one_core
 
 
 def test_its_loops_are_its_own_and_nobody_elses():

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from firsttoken.progressiveserve.loading.memory import PassingMemory, WeightRoom, room_for
+from firsttoken.progressiveserve.loading.host_memory import PassingMemory, WeightRoom, room_for
 from firsttoken.study.errors import LinkError
 
 CPU = torch.device("cpu")

@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from firsttoken.progressiveserve.loading import chunked
-from firsttoken.progressiveserve.loading.chunked import read_whole
-from firsttoken.progressiveserve.loading.peers import PEERS, load_with
+from firsttoken.progressiveserve.loading import rival_loaders
+from firsttoken.progressiveserve.loading.rival_loaders import PEERS, load_with, read_whole
 from firsttoken.study.errors import ModelError, StageError
 
 PACKAGES = {"runai": "runai_model_streamer", "fastsafetensors": "fastsafetensors"}
@@ -93,7 +92,7 @@ def test_runai_hands_its_buffers_over(folder: Path, ids: torch.Tensor, monkeypat
 
 @pytest.mark.parametrize("folder", ["sharded"], indirect=True)
 def test_chunks_smaller_than_a_tensor_meet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(rival_loaders, "CHUNK_BYTES", 4096)
     files = sorted(folder.glob("*.safetensors"))
     expected = {name: value for file in files for name, value in load_file(file).items()}
     found = read_whole(files, torch.device("cpu"), threads=3)

@@ -21,7 +21,7 @@ from firsttoken.study.system.pagecache import evict, resident_fraction
 ONLY_STDLIB = """
 import sys
 import firsttoken.link.shaped, firsttoken.progressiveserve.checkpoint.manifest
-import firsttoken.progressiveserve.loading.reader, firsttoken.progressiveserve.loading.blobs
+import firsttoken.progressiveserve.loading.reader, firsttoken.progressiveserve.loading.read_plan
 import firsttoken_studies.progressiveserve.coldstart.trial
 print(sorted({"torch", "numpy", "transformers", "safetensors", "tqdm"} & set(sys.modules)))
 """

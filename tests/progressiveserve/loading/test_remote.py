@@ -18,11 +18,11 @@ import torch
 from firsttoken.link.data_server import DataServer
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
-from firsttoken.progressiveserve.loading.blobs import part_blobs
+from firsttoken.progressiveserve.loading.http_reader import Remote, RemotePath
 from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.read_plan import part_blobs
 from firsttoken.progressiveserve.loading.reader import Blob, BlobReader
-from firsttoken.progressiveserve.loading.remote import Remote, RemotePath
-from firsttoken.progressiveserve.loading.skeleton import Skeleton
 from firsttoken.study.errors import LinkError, ModelError
 
 Serve = Callable[[Path], RemotePath]

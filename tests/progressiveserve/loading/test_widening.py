@@ -13,12 +13,12 @@ from firsttoken.assets.models import as_stored
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
+from firsttoken.progressiveserve.loading.host_memory import WeightRoom
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.making import Maker
-from firsttoken.progressiveserve.loading.memory import WeightRoom
-from firsttoken.progressiveserve.loading.peers import load_with
-from firsttoken.progressiveserve.loading.skeleton import Skeleton
-from firsttoken.progressiveserve.recovery.server import GrowingServer
+from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.rival_loaders import load_with
+from firsttoken.progressiveserve.loading.weight_builder import Maker
+from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
 from firsttoken.study import dtypes
 
 BF16, FP32 = torch.bfloat16, torch.float32

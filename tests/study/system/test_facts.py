@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from firsttoken.study import machine
-from firsttoken.study.system.allowance import cores, memory_bytes
+from firsttoken.study.system.cgroup_limits import cores, memory_bytes
 from firsttoken.study.system.pci import link_of_gpu
 from firsttoken.study.system.processor import cpu_model, cpuinfo, virtualised
 from firsttoken.study.system.sysctl import sysctl

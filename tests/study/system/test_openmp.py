@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from firsttoken.engine.serving import Server
+from firsttoken.engine.async_engine import Server
 from firsttoken.study.system.openmp import give_back_threads, loops_elsewhere, loops_on_one_core
 
 TASKS = Path("/proc/self/task")

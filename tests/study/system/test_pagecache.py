@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from firsttoken.study.system import pagecache
+from firsttoken.study.system.direct_io import read_no_further
 from firsttoken.study.system.pagecache import evict, resident_fraction
-from firsttoken.study.system.reading import read_no_further
 
 SIZE = (1 << 20) + 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.study.system.reading import is_cached, open_uncached, read_at, read_no_further
+from firsttoken.study.system.direct_io import is_cached, open_uncached, read_at, read_no_further
 
 DATA = bytes(range(256)) * 64
 

@@ -16,21 +16,20 @@ from firsttoken.droidspeak.identity import ModelIdentity
 from firsttoken.droidspeak.prefix import LayerKV, PrefixCache
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link
-from firsttoken.petals.blocks import load_span
-from firsttoken.petals.rest8 import write_8_bits
-from firsttoken.progressiveserve.adapters import check_fit
-from firsttoken.progressiveserve.checkpoint.layout import CONFIG
-from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, read_manifest
+from firsttoken.petals.checkpoint_blocks import load_span
+from firsttoken.petals.int8_checkpoint import write_8_bits
+from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
 from firsttoken.progressiveserve.checkpoint.plan import by_layers, whole
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource, Origin, RandomSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.lora import WEIGHTS, parse_adapter
-from firsttoken.progressiveserve.loading.skeleton import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.stage_adapters import check_fit
 from firsttoken.service.text import read_vocabulary
-from firsttoken.study.content import sha256_of
+from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import CacheError, RequestError
-from firsttoken_studies.progressiveserve.coldstart.materials import write_stock
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import write_stock
 from fuzzing import mutators
 from fuzzing.property import Format, from_json
 
@@ -150,7 +149,7 @@ def kv_file() -> str:
     """The name of the first context's file."""
     from firsttoken.droidspeak.entry import Entry
     from firsttoken.droidspeak.kvfile import file_name
-    from firsttoken.droidspeak.matching import token_bytes
+    from firsttoken.droidspeak.prefix_index import token_bytes
 
     return f"kv/{file_name(Entry(MODEL, token_bytes(CONTEXTS[0]), (1,)).key)}"
 

@@ -13,17 +13,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from firsttoken.assets import gguf, rows
+from firsttoken.assets import gguf, qa_files
 from firsttoken.assets.fetch import _extract, _from_folder
 from firsttoken.assets.lock import asset_path, load_lock
-from firsttoken.progressiveserve.examination import QualityConfig
-from firsttoken.progressiveserve.served import ServedConfig
+from firsttoken.progressiveserve.base_model import ServedConfig
+from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.study import paths
-from firsttoken.study.ceilings import MachineConfig
 from firsttoken.study.claims import Claim, load_claims
-from firsttoken.study.measures import Summary
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import Result, read_result, result_path, write_result
+from firsttoken.study.roofline import MachineConfig
+from firsttoken.study.summary import Summary
 from firsttoken.study.verdicts import judge
 from fuzzing.models import sealed
 from fuzzing.property import Format, from_json
@@ -201,12 +201,12 @@ def make_rows(folder: Path) -> None:
 
 def kept_rows(folder: Path) -> list[dict[str, Any]]:
     """The rows, which are made again where their copy is damaged: here from nothing but a list."""
-    before, rows._read_arrow = rows._read_arrow, lambda path: ROWS
+    before, qa_files._read_arrow = qa_files._read_arrow, lambda path: ROWS
     try:
         with here(folder):
-            return rows.arrow_rows("tiny")
+            return qa_files.arrow_rows("tiny")
     finally:
-        rows._read_arrow = before
+        qa_files._read_arrow = before
 
 
 def make_converted(folder: Path) -> None:

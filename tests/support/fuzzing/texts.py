@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.assets.qa_files import read_qa
-from firsttoken_studies.droidspeak.tasks import longbench
+from firsttoken_studies.droidspeak import longbench
 from fuzzing.property import Format, from_json
 from fuzzing.studies import sound
 

@@ -11,8 +11,7 @@ import numpy as np
 from gpu_profiles import write_profile
 
 from firsttoken.engine.costs.profiled import ProfiledCosts
-from firsttoken.engine.workload.conversations import Conversations, _load, _save
-from firsttoken.engine.workload.sharegpt_file import first_pairs
+from firsttoken.engine.workload.conversations import Conversations, _load, _save, first_pairs
 from firsttoken.engine.workload.traces import read_trace
 from fuzzing import mutators
 from fuzzing.property import Format

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from firsttoken.cps.policies import CrossPoint, OnlineCrossPoint
 from firsttoken.cps.policies.curve import CostCurve
-from firsttoken.engine.preemption.base import Action
+from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Phase
-from firsttoken.engine.schedulers.base import Scheduler
+from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.swap import coalesced, per_block
+from firsttoken.engine.swap.block_copier import Move
+from firsttoken.engine.swap.host_allocator import Span
 from firsttoken.engine.swap.overlapped import Overlapped
-from firsttoken.engine.swap.path import Move
-from firsttoken.engine.swap.spans import Span
 from mutants.running import Mutation
 
 

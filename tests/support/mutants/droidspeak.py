@@ -63,7 +63,7 @@ def _no_pipeline() -> None:
 
 def _reuse_everything() -> None:
     """The sender's keys and values are used in the layers that the receiver should compute itself."""
-    from firsttoken.droidspeak.profile.bank import Bank
+    from firsttoken.droidspeak.profile.layer_profiler import Bank
 
     Bank.own = property(lambda self: self.sent.kv)
 
@@ -93,25 +93,27 @@ def _blend_nothing() -> None:
 
 def _blind_to_the_link() -> None:
     """A group is chosen as if the link were endless."""
-    from firsttoken.droidspeak import choose
+    from firsttoken.droidspeak import group_selection
 
-    right = choose.choose_group
-    choose.choose_group = lambda candidates, costs, now, *rest: right(
+    right = group_selection.choose_group
+    group_selection.choose_group = lambda candidates, costs, now, *rest: right(
         candidates, costs, replace(now, bytes_per_s=inf), *rest
     )
 
 
 def _any_loss_is_allowed() -> None:
     """The bound on the loss is not asked."""
-    from firsttoken.droidspeak import choose
+    from firsttoken.droidspeak import group_selection
 
-    right = choose._choices
-    choose._choices = lambda candidates, costs, now, bound, schedule: right(candidates, costs, now, inf, schedule)
+    right = group_selection._choices
+    group_selection._choices = lambda candidates, costs, now, bound, schedule: right(
+        candidates, costs, now, inf, schedule
+    )
 
 
 def _the_first_belief_stays() -> None:
     """What a transfer took changes nothing."""
-    from firsttoken.droidspeak.choose import LinkEstimate
+    from firsttoken.droidspeak.group_selection import LinkEstimate
 
     LinkEstimate.observe = lambda self, nbytes, seconds: None
 

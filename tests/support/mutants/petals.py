@@ -11,21 +11,21 @@ from mutants.running import Mutation
 
 
 def _one_scale_for_all() -> None:
-    from firsttoken.petals import wire8
+    from firsttoken.petals import int8_transport
 
-    def pack(hidden: Tensor, block: int = wire8.BLOCK) -> dict[str, Tensor]:
-        rows = wire8._in_blocks(hidden.float(), block)
+    def pack(hidden: Tensor, block: int = int8_transport.BLOCK) -> dict[str, Tensor]:
+        rows = int8_transport._in_blocks(hidden.float(), block)
         scales = (rows.abs().amax() / 127).expand(rows.shape[:-1]).contiguous()
         codes = (rows / scales[..., None]).round().to(torch.int8).flatten(-2)[..., : hidden.shape[-1]].contiguous()
         return {"codes": codes, "scales": scales, "block": torch.tensor([block], dtype=torch.int32)}
 
-    wire8.pack = pack
+    int8_transport.pack = pack
 
 
 def _nothing_comes_back() -> None:
-    from firsttoken.petals import wire8
+    from firsttoken.petals import int8_transport
 
-    wire8.unpack = lambda tensors, dtype: None
+    int8_transport.unpack = lambda tensors, dtype: None
 
 
 def _outliers_in_the_integers() -> None:
@@ -78,7 +78,7 @@ def _no_successor() -> None:
 
 
 def _nothing_was_kept() -> None:
-    from firsttoken.engine.edges import Edges
+    from firsttoken.engine.hidden_state_cache import Edges
 
     usual = Edges.of
 

@@ -62,25 +62,25 @@ def _layers_stay_away() -> None:
 
 
 def _moves_without_a_prefill() -> None:
-    from firsttoken.progressiveserve.recovery.transitions import PrefillAgain
+    from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 
     PrefillAgain.redo = lambda self, old, new: range(0)
 
 
 def _boundary_moves() -> None:
-    from firsttoken.progressiveserve.recovery.transitions import RequestBoundary
+    from firsttoken.progressiveserve.staged_serving.transitions import RequestBoundary
 
     RequestBoundary.redo = lambda self, old, new: range(len(new.layers))
 
 
 def _no_boundary_state() -> None:
-    from firsttoken.progressiveserve.recovery.transitions import FromBoundary
+    from firsttoken.progressiveserve.staged_serving.transitions import FromBoundary
 
     FromBoundary.keep = lambda self, view: ()
 
 
 def _boundary_a_layer_too_high() -> None:
-    from firsttoken.progressiveserve.recovery.transitions import FromBoundary
+    from firsttoken.progressiveserve.staged_serving.transitions import FromBoundary
 
     right = FromBoundary.redo
 
@@ -92,7 +92,7 @@ def _boundary_a_layer_too_high() -> None:
 
 
 def _transition_raises() -> None:
-    from firsttoken.progressiveserve.recovery.transitions import ChangedLayers
+    from firsttoken.progressiveserve.staged_serving.transitions import ChangedLayers
 
     def redo(self: ChangedLayers, old: object, new: object) -> range:
         raise IndexError("list index out of range")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from firsttoken.engine.request import Work
 from firsttoken.engine.schedulers.adaptive_budget import AdaptiveBudget
-from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.schedulers.sarathi import Sarathi
-from firsttoken.engine.work import Work
+from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.sarathi import capacity as library
 from firsttoken.sarathi.capacity import ClientTimes, Objective
 from mutants.running import Mutation

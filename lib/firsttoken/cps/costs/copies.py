@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.kv import KVShape
 from firsttoken.study.errors import ProfileError
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.study.errors import ProfileError
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import replace
 
 from firsttoken.cps.policies.curve import CostCurve
-from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
+from firsttoken.engine.preemption.preemption_policy import Action, Observation, PreemptionPolicy
 from firsttoken.study.errors import ProfileError
 
 _RECENT = 64  # choices that say what is a small loss

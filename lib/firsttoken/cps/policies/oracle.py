@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from firsttoken.engine.costs.model import Costs
-from firsttoken.engine.preemption.base import Action, PreemptionPolicy
+from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.preemption.preemption_policy import Action, PreemptionPolicy
 
 
 class Oracle(PreemptionPolicy):

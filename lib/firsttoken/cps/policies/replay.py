@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.engine.costs.model import Costs
-from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
+from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.preemption.preemption_policy import Action, Observation, PreemptionPolicy
 from firsttoken.study.errors import RequestError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.nnls import non_negative
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.profile import build_config

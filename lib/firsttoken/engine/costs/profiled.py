@@ -15,21 +15,162 @@ import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from firsttoken.engine.costs.grid import attention_grid
-from firsttoken.engine.costs.lines import follow, line_through
-from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.costs.interpolation import follow, line_through
 from firsttoken.engine.costs.tables import MEND, number, rows
-from firsttoken.engine.costs.uneven import Unevenness
 from firsttoken.study.errors import CorpusError, ProfileError
-from firsttoken.study.foreign.csv_text import columns, numbered
-from firsttoken.study.foreign.faults import Damaged, blaming
-from firsttoken.study.foreign.schema import shaped
-from firsttoken.study.foreign.yaml_text import read_yaml
+from firsttoken.study.parsing.csv_text import columns, numbered
+from firsttoken.study.parsing.parse_errors import Damaged, blaming
+from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.yaml_text import read_yaml
+
+# Attention as profiled: measurements at four coordinates, made a whole grid that lines can be drawn on.
+
+GRID = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+_MOST_CELLS = 10**7  # of the grid: 80 MB; the RTX 4090's has 12,960
+
+
+def attention_grid(path: Path) -> tuple[tuple[tuple[int, ...], ...], np.ndarray]:
+    """The axes, and microseconds [chunks, prefixes, decodes, contexts]."""
+    points: dict[tuple[int, ...], float] = {}
+    for line, row in rows(path, (*GRID, "time_us")):
+        at = tuple(int(number(path, line, row, name)) for name in GRID)
+        if at in points:
+            raise CorpusError(f"{path}, line {line}: the point {at} is there twice; {MEND}")
+        points[at] = number(path, line, row, "time_us")
+    axes = tuple(tuple(sorted({0, *(at[place] for at in points)})) for place in range(len(GRID)))
+    if short := [name for name, axis in zip(GRID, axes, strict=True) if len(axis) < 3]:
+        raise CorpusError(f"{path}: {', '.join(short)} has fewer than two points above 0; {MEND}")
+    if (cells := math.prod(map(len, axes))) > _MOST_CELLS:
+        raise CorpusError(
+            f"{path}: its {len(points):,} points lie on no grid, one of {cells:,} would hold them; {MEND}"
+        )
+    grid = np.full([len(axis) for axis in axes], np.nan)
+    for at, microseconds in points.items():
+        grid[tuple(axis.index(value) for axis, value in zip(axes, at, strict=True))] = microseconds
+    _fill(path, axes, grid)
+    return axes, grid
+
+
+def _fill(path: Path, axes: tuple[tuple[int, ...], ...], grid: np.ndarray) -> None:
+    """Set what cannot be (no decodes at a context, no prefill at a prefix) to 0, what lies between two grids to a line
+    of what was measured, and what the GPU could not hold (the most decodes beside a prefill, or at a long context) to
+    the line through the two points before it."""
+    between = _between_grids(grid)
+    grid[0, 1:] = grid[:, :, 0, 1:] = grid[:, :, 1:, 0] = grid[0, 0, 0, 0] = 0.0
+    while (wanted := between & np.isnan(grid)).any() and _join(axes, grid, wanted):
+        pass  # points of which two coordinates are foreign need those of which one is
+    for hole in map(tuple, np.argwhere(np.isnan(grid))):
+        for place in (2, 3):
+            at, axis = hole[place], axes[place]
+            before = [grid[(*hole[:place], at - back, *hole[place + 1 :])] for back in (1, 2)] if at >= 3 else [np.nan]
+            if not np.isnan(before).any():
+                slope = (before[0] - before[1]) / (axis[at - 1] - axis[at - 2])
+                grid[hole] = max(0.0, before[0] + slope * (axis[at] - axis[at - 1]))
+                break
+        else:
+            point = {name: axis[i] for name, axis, i in zip(GRID, axes, hole, strict=True)}
+            raise CorpusError(f"{path}: there is no measurement at {point}; {MEND}")
+
+
+def _between_grids(grid: np.ndarray) -> np.ndarray:
+    """Where two coordinates are of different grids, as no measurement has both; [chunks, prefixes, decodes, contexts].
+
+    A published table may be the union of a coarse grid and a finer one. A point that is missing from its own grid is
+    none of these: each two of its coordinates stand together somewhere.
+    """
+    measured, apart = ~np.isnan(grid), np.zeros(grid.shape, bool)
+    for kept in combinations(range(grid.ndim), 2):
+        others = tuple(place for place in range(grid.ndim) if place not in kept)
+        apart |= ~measured.any(others, keepdims=True)
+    return apart
+
+
+def _join(axes: tuple[tuple[int, ...], ...], grid: np.ndarray, wanted: np.ndarray) -> bool:
+    """Set ``wanted`` points that have known ones on both sides along an axis to the straight line between the two; of
+    several axes to that on which these are nearest to each other, by their ratio. 0 is a point of its own. Returns
+    whether any was set."""
+    measured, nearest = grid.copy(), np.full(grid.shape, np.inf)
+    for place, axis in enumerate(axes):
+        at = np.array(axis, dtype=float)
+        lines, found, near = (np.moveaxis(one, place, -1) for one in (measured, grid, nearest))
+        for line in map(tuple, np.argwhere(np.moveaxis(wanted, place, -1).any(-1))):
+            known = np.flatnonzero(~np.isnan(lines[line]) & (at > 0))
+            for hole in np.flatnonzero(np.moveaxis(wanted, place, -1)[line]) if len(known) > 1 else ():
+                right = int(np.searchsorted(known, hole))
+                if not 0 < right < len(known):
+                    continue
+                low, high = known[right - 1], known[right]
+                if (ratio := at[high] / at[low]) < near[line][hole]:
+                    near[line][hole] = ratio
+                    share = (at[hole] - at[low]) / (at[high] - at[low])
+                    found[line][hole] = lines[line][low] * (1 - share) + lines[line][high] * share
+    return bool(np.isfinite(nearest).any())
+
+
+# How much longer attention takes where the decoding requests of a batch are unevenly long, as profiled.
+
+_LABEL = re.compile(r"[A-Za-z]+(<=|=|>)(\d+)(k|%)?")
+_UNIT = {"k": 1024.0, "%": 0.01, None: 1.0}
+LABELS = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
+
+
+@dataclass(frozen=True)
+class Unevenness:
+    """Where between a batch at its mean context (0) and one at its longest (1) an uneven batch lies, by bucket.
+
+    ``shares`` are keyed by the upper ends of the buckets: prefill chunk, decodes, evenness, longest context, prefix.
+    ``otherwise`` is the mean over the samples, for a bucket that was not measured.
+    """
+
+    shares: dict[tuple[float, ...], float]
+    ends: tuple[tuple[float, ...], ...]
+    otherwise: float
+
+    @classmethod
+    def read(cls, path: Path) -> Unevenness:
+        """The table that a profile brings. Raises CorpusError naming file, line and mend."""
+        shares: dict[tuple[float, ...], float] = {}
+        samples = total = 0.0
+        for line, row in rows(path, ("pc", *LABELS, "alpha", "n_samples")):
+            key = (number(path, line, row, "pc"), *(_end(path, line, row[name]) for name in LABELS))
+            if key in shares:
+                raise CorpusError(f"{path}, line {line}: this bucket is there twice; {MEND}")
+            shares[key] = number(path, line, row, "alpha", least=-math.inf)
+            weight = number(path, line, row, "n_samples")
+            samples, total = samples + weight, total + weight * shares[key]
+        ends = tuple(tuple(sorted({key[place] for key in shares})) for place in range(1 + len(LABELS)))
+        return cls(shares, ends, total / samples if samples else 0.0)
+
+    def share(self, chunk: float, prefix: float, decodes: int, longest: int, evenness: float) -> float:
+        """The share for a batch; ``evenness`` is (mean - least) / (longest - least) of its contexts."""
+        near = _nearest(self.ends[0], chunk)
+        rest = zip(self.ends[1:], (decodes, evenness, longest, prefix), strict=True)
+        key = (near, *(ends[min(bisect_left(ends, value), len(ends) - 1)] for ends, value in rest))
+        return self.shares.get(key, self.otherwise)
+
+
+@lru_cache(maxsize=4096)  # steps that prefill nothing, or a full budget, are most
+def _nearest(chunks: tuple[float, ...], chunk: float) -> float:
+    """Of ``chunks``, by their ratio."""
+    return min(chunks, key=lambda at: abs(math.log2(1 + at) - math.log2(1 + chunk)))
+
+
+def _end(path: Path, line: int, label: str) -> float:
+    """The upper end of a bucket: 128 of "n<=128", 0 of "kp=0", infinity of "sr>70%"."""
+    found = _LABEL.fullmatch(label or "")
+    if found is None:
+        raise CorpusError(f"{path}, line {line}: {label!r} is no bucket such as n<=128; {MEND}")
+    sign, digits, unit = found.groups()
+    return math.inf if sign == ">" else float(digits) * _UNIT[unit]
+
 
 ONCE, TWICE = frozenset({"embedding", "final_layernorm"}), frozenset({"layernorm"})  # of a pass, and of a layer
 MOST_TOKENS = 1 << 14  # tokens of a batch that the tables are kept for; beyond it they go on as they end

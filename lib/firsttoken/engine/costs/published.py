@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from firsttoken.engine.costs.model import Costs
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.kv import KVShape
 from firsttoken.study.errors import ProfileError
 

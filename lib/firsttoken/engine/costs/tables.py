@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from firsttoken.study.errors import CorpusError
-from firsttoken.study.foreign.csv_text import columns, numbered, plain_number, records
-from firsttoken.study.foreign.faults import Damaged, blaming, shown
+from firsttoken.study.parsing.csv_text import columns, numbered, plain_number, records
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
 
 MEND = "profile it again, or take another copy"
 _MOST = 1e12  # microseconds, tokens, requests: beyond every measurement

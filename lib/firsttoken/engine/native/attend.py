@@ -6,8 +6,8 @@ import torch
 
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.native.library import NAMES, WIDTHS, kernels
-from firsttoken.engine.padded import PaddedAttend
-from firsttoken.engine.work import Work
+from firsttoken.engine.request import Work
+from firsttoken.engine.sdpa_attention import PaddedAttend
 
 
 def supports(shape: KVShape, device: torch.device) -> bool:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from firsttoken.engine.preemption.base import Action, Observation, PreemptionPolicy
+from firsttoken.engine.preemption.preemption_policy import Action, Observation, PreemptionPolicy
 from firsttoken.engine.preemption.recompute import Recompute
 from firsttoken.engine.preemption.swap import Swap
 from firsttoken.study.errors import ProfileError

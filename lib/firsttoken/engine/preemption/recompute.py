@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from firsttoken.engine.preemption.base import Action, PreemptionPolicy
+from firsttoken.engine.preemption.preemption_policy import Action, PreemptionPolicy
 
 
 class Recompute(PreemptionPolicy):

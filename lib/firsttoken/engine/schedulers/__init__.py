@@ -2,13 +2,13 @@
 
 from firsttoken.engine.schedulers.ablation import ChunkedOnly, HybridOnly
 from firsttoken.engine.schedulers.adaptive_budget import AdaptiveBudget
-from firsttoken.engine.schedulers.base import Scheduler
 from firsttoken.engine.schedulers.deadline import Deadline
 from firsttoken.engine.schedulers.iteration_level import IterationLevel
 from firsttoken.engine.schedulers.prefill_cap import PrefillCap
 from firsttoken.engine.schedulers.prefill_first import PrefillFirst
 from firsttoken.engine.schedulers.request_level import RequestLevel
 from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.schedulers.shortest_first import ShortestFirst
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import unknown

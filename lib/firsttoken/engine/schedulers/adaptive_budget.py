@@ -2,12 +2,83 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
-from firsttoken.engine.schedulers.pace import Pace
+import numpy as np
+
+from firsttoken.engine.costs.fitted import relative_fit, step_parts
+from firsttoken.engine.request import Work
 from firsttoken.engine.schedulers.sarathi import Sarathi
-from firsttoken.engine.work import Work
+
+# How long a step will take, learnt from the steps that were: what an adaptive scheduler chooses its chunk by.
+
+SEEN = 128  # steps of a kind that are remembered: a few seconds of a busy GPU, so that a change is soon learnt
+REFIT = 16  # steps between two fits, which take 0.3 ms
+LEAST = 4  # steps of a kind before the first
+GROWTH = (
+    2  # a chunk is at most so many times the largest that is remembered: a line is not trusted far beyond its points
+)
+
+
+class Pace:
+    """Prices of a step's parts by least squares over the last steps, and how far these were off.
+
+    Steps that only decode are remembered apart, lest they crowd out the others.
+    """
+
+    def __init__(self) -> None:
+        self._steps = {mixed: deque[tuple[list[float], float]](maxlen=SEEN) for mixed in (False, True)}
+        self._prices: np.ndarray | None = None
+        self._margin = 1.0
+        self._largest = 0.0
+        self._since = 0
+
+    def observe(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
+        """A step of these parts took ``seconds``."""
+        if seconds > 0:
+            parts = step_parts(prefills, contexts)
+            self._steps[bool(prefills)].append((parts, seconds))
+            self._largest = max(self._largest, parts[1])
+            self._since += 1
+            if prefills and self._prices is not None:  # at once: until the next fit there may be 16 such steps
+                self._margin = max(self._margin, seconds / max(float(np.dot(parts, self._prices)), 1e-9))
+        if self._since >= (REFIT if self._prices is not None else 1) and len(self._steps[True]) >= LEAST:
+            self._fit()
+
+    def decode_s(self, contexts: Sequence[int]) -> float:
+        """Seconds of a step that decodes over ``contexts`` and does nothing else; no bound before enough was seen."""
+        if self._prices is None:
+            return math.inf
+        return float(np.dot(step_parts([], contexts), self._prices)) * self._margin
+
+    def most_tokens(self, contexts: Sequence[int], cached: int, seconds: float, most: int) -> int | None:
+        """Tokens of a prompt with ``cached`` tokens behind it, up to ``most``, with which a step that also decodes over
+        ``contexts`` stays within ``seconds``; None before enough was seen."""
+        if self._prices is None:
+            return None
+        low, high = 0, min(most, int(GROWTH * self._largest))
+        parts = step_parts([], contexts)
+        while low < high:
+            middle = (low + high + 1) // 2
+            parts[1:3] = step_parts([(cached, middle)], [])[
+                1:3
+            ]  # the decodes, of which there are many, stay as they are
+            took = float(np.dot(parts, self._prices)) * self._margin
+            low, high = (middle, high) if took <= seconds else (low, middle - 1)
+        return low
+
+    def _fit(self) -> None:
+        parts, took = (np.array(column) for column in zip(*self._steps[False], *self._steps[True], strict=True))
+        self._prices = relative_fit(parts, took)
+        mixed = slice(len(self._steps[False]), None)
+        off = took[mixed] / np.maximum(parts[mixed] @ self._prices, 1e-9)
+        # the longest that is remembered, and as much as they scatter: the contexts of the next ones are longer
+        self._margin = max(1.0, float(off.max() + off.std()))
+        self._largest = float(parts[mixed, 1].max())
+        self._since = 0
 
 
 class AdaptiveBudget(Sarathi):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from firsttoken.engine.request import Request
+from firsttoken.engine.request import Request, Work
 from firsttoken.engine.schedulers.adaptive_budget import AdaptiveBudget
-from firsttoken.engine.work import Work
 
 
 class Deadline(AdaptiveBudget):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from firsttoken.engine.schedulers.base import Scheduler
-from firsttoken.engine.work import Work
+from firsttoken.engine.request import Work
+from firsttoken.engine.schedulers.scheduler import Scheduler
 
 
 class IterationLevel(Scheduler):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from firsttoken.engine.bounds import Bounds
-from firsttoken.engine.schedulers.base import Scheduler
-from firsttoken.engine.work import Work
+from firsttoken.engine.request import Work
+from firsttoken.engine.scheduler_config import Bounds
+from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.study.errors import ProfileError
 
 

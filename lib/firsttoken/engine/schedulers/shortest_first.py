@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from firsttoken.engine.request import Request
+from firsttoken.engine.request import Request, Work
 from firsttoken.engine.schedulers.sarathi import Sarathi
-from firsttoken.engine.work import Work
 
 
 class ShortestFirst(Sarathi):

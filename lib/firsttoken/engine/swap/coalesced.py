@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.swap.arena import HostArena
-from firsttoken.engine.swap.path import Move, SwapPath
-from firsttoken.engine.swap.spans import Span
+from firsttoken.engine.swap.block_copier import Move, SwapPath
+from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.engine.swap.host_pool import HostArena
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 

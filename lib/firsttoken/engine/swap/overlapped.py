@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import torch
 
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.swap.arena import HostArena
+from firsttoken.engine.swap.block_copier import CopyJob, Moved, Movement, OnStream, start
 from firsttoken.engine.swap.coalesced import Coalesced
-from firsttoken.engine.swap.path import CopyJob, Moved, Movement, OnStream, start
-from firsttoken.engine.swap.spans import Span
+from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.engine.swap.host_pool import HostArena
 
 
 class Overlapped(Coalesced):

@@ -8,9 +8,9 @@ from itertools import chain
 import torch
 
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.swap.arena import HostArena
-from firsttoken.engine.swap.path import Move, SwapPath
-from firsttoken.engine.swap.spans import Span
+from firsttoken.engine.swap.block_copier import Move, SwapPath
+from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.engine.swap.host_pool import HostArena
 
 Pieces = Sequence[torch.Tensor]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from firsttoken.engine.workload.items import Item
+from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study.errors import RequestError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from firsttoken.engine.workload.conversations import Conversations, conversations, pinned_tokenizer
-from firsttoken.engine.workload.items import Item
+from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study.errors import CorpusError, RequestError
 
 __all__ = ["Conversations", "conversations", "pinned_tokenizer", "threshold_mix"]

@@ -14,12 +14,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from firsttoken.engine.workload.items import Item
+from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
-from firsttoken.study.foreign.csv_text import Lines, columns, numbered, plain_number, records
-from firsttoken.study.foreign.faults import Damaged, blaming, shown
-from firsttoken.study.foreign.json_text import parse_json
+from firsttoken.study.parsing.csv_text import Lines, columns, numbered, plain_number, records
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
 
 _MOST = 1e15  # a time in ms; tokens have a limit of their own
 _MOST_TOKENS = 10**8

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from firsttoken.petals.line import Line, ServerFault
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import Hop, Reachable, best_chain
+from firsttoken.petals.server_session import Line, ServerFault
 from firsttoken.petals.service import ACCUSE
 from firsttoken.petals.swarm import Swarm
+from firsttoken.petals.trust.arbitration import TOLERANCE, Sentence, difference
 from firsttoken.petals.trust.commitments import committed, read_commitment
-from firsttoken.petals.trust.court import TOLERANCE, Sentence, difference
 from firsttoken.petals.trust.evidence import Charge, Evidence
 from firsttoken.petals.wire import MOST_TOKENS, Stretch
 from firsttoken.study.errors import FirstTokenError, SwarmError
-from firsttoken.study.foreign.faults import Damaged
-from firsttoken.study.foreign.json_text import parse_json
-from firsttoken.study.foreign.schema import shaped
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.schema import shaped
 
 UNDECIDED, UNWITNESSED = 0.5, 1.0
 """The shares of a server's audits that may be inconclusive, as nobody is convicted or as nobody else has its blocks."""

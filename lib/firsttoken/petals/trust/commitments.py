@@ -18,9 +18,9 @@ from firsttoken.assets.model_config import MOST_LAYERS
 from firsttoken.petals.keys import check_signature, public_hex, signature_of
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.foreign.faults import Damaged
-from firsttoken.study.foreign.json_text import parse_json
-from firsttoken.study.foreign.schema import between, digits, shaped, some
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.schema import between, digits, shaped, some
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -13,9 +13,9 @@ from torch import Tensor
 from firsttoken.petals.trust.commitments import Commitment, CommittedStep, committed
 from firsttoken.petals.wire import MOST_TOKENS, Stretch, decode, encode
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.foreign.faults import Damaged
-from firsttoken.study.foreign.json_text import parse_json
-from firsttoken.study.foreign.schema import between, digits, shaped
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.schema import between, digits, shaped
 
 _INPUTS, _OUTPUTS = 0, 1  # the sequences that they travel as
 

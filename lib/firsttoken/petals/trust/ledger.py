@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from firsttoken.petals.keys import check_signature, signature_of
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.foreign.faults import Damaged
-from firsttoken.study.foreign.json_text import parse_json
-from firsttoken.study.foreign.schema import between, digits, shaped
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.schema import between, digits, shaped
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

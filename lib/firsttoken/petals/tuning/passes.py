@@ -17,10 +17,10 @@ from torch import Tensor
 from firsttoken.petals.states import check_states
 from firsttoken.petals.wire import MOST_TOKENS
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.foreign.faults import Damaged
-from firsttoken.study.foreign.json_text import parse_json
-from firsttoken.study.foreign.schema import between, shaped
-from firsttoken.study.foreign.tensors import header_of
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.safetensors_header import header_of
+from firsttoken.study.parsing.schema import between, shaped
 
 HIDDEN, GRADIENT = "hidden", "gradient"
 _HALF = re.compile(r"(\d{1,6})/([a-z0-9_.]{1,100})/([AB])")

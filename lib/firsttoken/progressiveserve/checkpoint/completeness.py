@@ -7,11 +7,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from firsttoken.progressiveserve.checkpoint.layout import CONFIG
-from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, MEND, Manifest, PartFile
+from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, MANIFEST, MEND, Manifest, PartFile
 from firsttoken.study.errors import ModelError, StageError
-from firsttoken.study.foreign.faults import Damaged, blaming
-from firsttoken.study.foreign.tensors import METADATA, header_table
+from firsttoken.study.parsing.parse_errors import Damaged, blaming
+from firsttoken.study.parsing.safetensors_header import METADATA, header_table
 
 
 def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:

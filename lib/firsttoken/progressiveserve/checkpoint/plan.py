@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from firsttoken.progressiveserve.bitplanes.layouts import SPLITS, planes_of
 from firsttoken.progressiveserve.checkpoint.names import DTYPES, EMBEDDING, HEAD, NORM, layer_of
-from firsttoken.progressiveserve.planes.layouts import SPLITS, planes_of
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study.errors import StageError
 

@@ -19,14 +19,14 @@ from torch import nn
 from firsttoken.assets.empty_model import put
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, check_side
-from firsttoken.progressiveserve.loading.blobs import Folder, adapter_blobs, open_reader, part_blobs, parts_of
+from firsttoken.progressiveserve.loading.host_memory import BUFFERS, Memory, PassingMemory, memory_for
 from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter, shared_copy
-from firsttoken.progressiveserve.loading.making import Made, Maker
-from firsttoken.progressiveserve.loading.memory import BUFFERS, Memory, PassingMemory, memory_for
-from firsttoken.progressiveserve.loading.one_core import on_one_core
+from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.pinned_thread import on_one_core
+from firsttoken.progressiveserve.loading.read_plan import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressiveserve.loading.reader import Blob
-from firsttoken.progressiveserve.loading.skeleton import Skeleton
 from firsttoken.progressiveserve.loading.views import StageView, check_whole, make_view
+from firsttoken.progressiveserve.loading.weight_builder import Made, Maker
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
 

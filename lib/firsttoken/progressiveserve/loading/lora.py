@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from firsttoken.assets.adapter_files import CONFIG, WEIGHTS, LoraConfig, lora_config
 from firsttoken.study.errors import StageError
-from firsttoken.study.foreign.faults import Damaged, blaming, shown
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
 
 __all__ = ["CONFIG", "WEIGHTS", "Adapter", "LoraLinear", "parse_adapter", "shared_copy", "slices", "with_adapter"]
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import LinkError, ModelError
-from firsttoken.study.system.reading import is_cached, open_uncached, read_no_further
+from firsttoken.study.system.direct_io import is_cached, open_uncached, read_no_further
 
 PAGE = 4096  # direct reads want offsets, lengths and addresses in multiples of the disk's block; none is larger
 

@@ -4,19 +4,106 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tqdm import tqdm
 
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.overlay import over
+from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Scalar, Summary
 from firsttoken_studies.combined.borrowed.neighbour import own_request, shaped, warm_neighbour
 from firsttoken_studies.combined.borrowed.setting import StartSetting, start_setting
-from firsttoken_studies.combined.borrowed.summary import ALONE
-from firsttoken_studies.combined.borrowed.trial import BORROWED, PRUNED, WHOLE, BorrowSpec
+from firsttoken_studies.combined.borrowed.trial import BORROWED, PRUNED, WAYS, WHOLE, BorrowSpec
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
+from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# What starts that borrow say: first tokens by link and round trip, whose they are, and what the neighbour lost.
+
+TTFT, LAST = "ttft_request_s", "last_token_s"
+ALONE = "alone"
+
+
+def borrowed_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """By link: TTFT of the three ways, and by round trip that of borrowing over that of waiting, the same for the last
+    token and for all layers being here, and the bytes that were lent; over all of them whose tokens came out; the
+    neighbour's own rate alone, beside a start that waits and beside one that borrows."""
+    starts = [row | {LAST: row["times_s"][-1]} for row in rows if row["what"] == "start"]
+    summary = Summary()
+    for rate in parameters["borrowed"]["gbit_per_s"]:
+        here = [row for row in starts if row["gbit_per_s"] == rate]
+        for way in (WHOLE, PRUNED):
+            first = bootstrap(values(here, way, TTFT), "median").summary("s")
+            summary.add("ttft_p50_s", first, variant=way, gbit_per_s=rate)
+        over = ratio(here, PRUNED, WHOLE, TTFT).summary("x")
+        summary.add("ttft_x", over, variant=PRUNED, than=WHOLE, gbit_per_s=rate)
+        loaded = bootstrap(values(here, WHOLE, "loaded_s"), "median").summary("s")
+        summary.add("loaded_s", loaded, variant=WHOLE, gbit_per_s=rate)
+        for rtt in parameters["borrowed"]["rtt_ms"]:
+            near = [row for row in here if row["variant"] != BORROWED or row["rtt_ms"] == rtt]
+            _borrowed(summary, near, gbit_per_s=rate, rtt_ms=rtt)
+    _whose(summary, starts)
+    _neighbour(summary, [row for row in rows if row["what"] == "neighbour"])
+    return summary
+
+
+def _borrowed(summary: Summary, rows: Rows, **link: Scalar) -> None:
+    waited = [row | {"local_s": row["loaded_s"]} if row["variant"] == WHOLE else row for row in rows]
+    said = [row for row in rows if row["variant"] == BORROWED]
+    place = {"variant": BORROWED, **link}
+    summary.add("ttft_p50_s", bootstrap(values(rows, BORROWED, TTFT), "median").summary("s"), **place)
+    summary.add("ttft_x", ratio(rows, BORROWED, WHOLE, TTFT).summary("x"), **place, than=WHOLE)
+    summary.add("last_token_x", ratio(rows, BORROWED, WHOLE, LAST).summary("x"), **place, than=WHOLE)
+    summary.add("loaded_x", ratio(waited, BORROWED, WHOLE, "local_s").summary("x"), **place, than=WHOLE)
+    summary.add("lent_mb", bootstrap([row["lent_bytes"] / 1e6 for row in said], "median").summary("MB"), **place)
+    summary.add("lent_tokens", bootstrap([_lent_tokens(row) for row in said], "median").summary("tokens"), **place)
+
+
+def _lent_tokens(row: Mapping[str, Any]) -> int:
+    """Tokens that were said before all layers were here."""
+    return sum(at < row["local_s"] for at in row["times_s"])
+
+
+def _whose(summary: Summary, starts: Rows) -> None:
+    """Of how many starts all tokens, and the first, are those of starts that wait for the whole model."""
+    wanted = {tuple(row["tokens"]) for row in starts if row["variant"] == WHOLE}
+    summary.add("answers", {"value": len(wanted), "unit": "answers of starts that wait"}, variant=WHOLE)
+    for variant in (PRUNED, BORROWED):
+        mine = [tuple(row["tokens"]) for row in starts if row["variant"] == variant]
+        same = [100.0 * (tokens in wanted) for tokens in mine]
+        first = [100.0 * (tokens[0] in {one[0] for one in wanted}) for tokens in mine]
+        for measure, found in (("same_tokens_pct", same), ("same_first_token_pct", first)):
+            entry = {"value": float(np.mean(found)), "unit": "% of starts", "n": len(mine)}
+            summary.add(measure, entry, variant=variant, than=WHOLE)
+    refused = [row["gone"] for row in starts if row["variant"] == BORROWED and "all layers" not in row["gone"]]
+    summary.add("loans_that_failed", {"value": len(refused), "unit": "starts"})
+
+
+def _neighbour(summary: Summary, rows: Rows) -> None:
+    """Tokens a second of the neighbour's own request, and the share of them that it lost."""
+    rates = {
+        name: {row["round"]: row["tokens"] / row["seconds"] for row in rows if row["beside"] == name}
+        for name in (ALONE, WHOLE, BORROWED)
+    }
+    for name, found in rates.items() if rows else ():
+        said = bootstrap(list(found.values()), "median").summary("tokens/s")
+        summary.add("neighbour_tokens_per_s", said, case=name)
+        if name != ALONE:
+            lost = [100 * (1 - found[at] / rates[ALONE][at]) for at in found]
+            summary.add("neighbour_lost_pct", bootstrap(lost, "median").summary("%"), case=name, than=ALONE)
+
 
 TRIAL = "firsttoken_studies.combined.borrowed.trial"
 
@@ -123,4 +210,138 @@ def _beside(
         {"what": "neighbour", "beside": name, "round": round_, "seconds": end - start}
         | {"tokens": sum(start <= at < end for at in times)}
         for name, start, end in windows
+    ]
+
+
+# The figures and tables of notebook 56, drawn from a result alone.
+
+WAY_LOOKS = {WHOLE: "S3", PRUNED: "S1", BORROWED: "measured"}
+
+
+def first_tokens(recorded: Result | None, now: Result) -> Figure:
+    """Seconds to the first token by the rate of the link, of the three ways; borrowing at every round trip."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
+
+    fig, ax = plt.subplots(figsize=(9, 4.6))
+    results = over(recorded, now)
+    for drawn in results:
+        asked, summary = drawn.result.parameters["borrowed"], drawn.result.summary
+        rates = sorted(asked["gbit_per_s"])
+        for way, name in WAYS.items():
+            for rtt in sorted(asked["rtt_ms"]) if way == BORROWED else [None]:
+                trip = {} if rtt is None else {"rtt_ms": rtt}
+                entries = [summary.get("ttft_p50_s", variant=way, gbit_per_s=rate, **trip) for rate in rates]
+                label = f"{name}, {drawn.who()}" if rtt in (None, asked["main_rtt_ms"]) else None
+                drawn.line(ax, rates, entries, WAY_LOOKS[way], label=label)
+        if drawn is results[0]:
+            half = [summary.value("ttft_p50_s", variant=WHOLE, gbit_per_s=rate) / 2 for rate in rates]
+            label = f"goal: half of the whole model's, {drawn.who()}"
+            ax.plot(rates, half, "--", color=COLOURS["target"], linewidth=1.2, label=label)
+    ax.set(xscale="log", yscale="log", xlabel="link, Gbit/s", ylabel="first token after the request, s")
+    rates = sorted({rate for drawn in results for rate in drawn.result.parameters["borrowed"]["gbit_per_s"]})
+    ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    ax.set_xticks([], minor=True)
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    ax.yaxis.set_minor_formatter("{x:g}")
+    fig.suptitle("Who borrows layers says the first token first, whatever the round trip to the neighbour")
+    fig.legend(loc="outside lower center", ncols=2, fontsize=9, handlelength=3.2)
+    return fig
+
+
+def taking_over(recorded: Result | None, now: Result) -> Figure:
+    """One start of each way over the main link: its own layers over time, and its tokens."""
+    import matplotlib.pyplot as plt
+
+    results = over(recorded, now)
+    ratios = {"height_ratios": [3, 1.3]}
+    fig, axes = plt.subplots(
+        2, len(results), figsize=(9, 4.6), sharex="col", sharey="row", squeeze=False, gridspec_kw=ratios
+    )
+    for drawn, (upper, lower) in zip(results, axes.T, strict=True):
+        chosen = main_starts(drawn.result)
+        taken = chosen[BORROWED]["taken"]
+        times = [0.0, *(at for at, _ in taken)]
+        shares = [0.0, *(100 * layers / taken[-1][1] for _, layers in taken)]
+        end = max(row["times_s"][-1] for row in chosen.values())
+        upper.fill_between([*times, end], [*shares, 100], step="post", color=COLOURS["single"], alpha=0.5, linewidth=0)
+        upper.step([*times, end], [*shares, 100], where="post", color=COLOURS["measured"])
+        upper.set(ylim=(0, 104), title=drawn.who())
+        for place, (way, row) in enumerate(chosen.items()):
+            look, at = LOOKS[WAY_LOOKS[way]], row["times_s"]
+            lower.plot(at, [place] * len(at), "|", color=look.colour, markersize=14, markeredgewidth=1.5)
+        lower.set(xlim=(0, None), xlabel="after the request, s")
+    axes[0, 0].set_ylabel("layers computed locally, %")
+    axes[1, 0].set_yticks(range(len(WAYS)), [f"tokens, {name}" for name in WAYS.values()])
+    axes[1, 0].set_ylim(len(WAYS) - 0.4, -0.6)
+    fig.suptitle("A borrowing start speaks early and takes the layers over while it speaks")
+    return fig
+
+
+def main_starts(result: Result) -> dict[str, dict[str, Any]]:
+    """Of each way the start over the main link whose first token is the middle one."""
+    asked = result.parameters["borrowed"]
+    chosen = {}
+    for way in WAYS:
+        rows = [
+            row
+            for row in result.rows
+            if row["what"] == "start" and row["variant"] == way and row["gbit_per_s"] == asked["main_gbit_per_s"]
+            if way != BORROWED or row["rtt_ms"] == asked["main_rtt_ms"]
+        ]
+        chosen[way] = sorted(rows, key=lambda row: row[TTFT])[(len(rows) - 1) // 2]
+    return chosen
+
+
+def start_rows(recorded: Result | None, now: Result) -> Rows:
+    """The table of first tokens, of last ones and of bytes, by link and round trip."""
+    rows: Rows = []
+    for drawn in over(recorded, now):
+        summary, asked = drawn.result.summary, drawn.result.parameters["borrowed"]
+        for rate in asked["gbit_per_s"]:
+            for rtt in asked["rtt_ms"]:
+                place = {"variant": BORROWED, "gbit_per_s": rate, "rtt_ms": rtt}
+                beside = place | {"than": WHOLE}
+                rows.append(
+                    {
+                        "link and round trip": f"{rate:g} Gbit/s, {rtt:g} ms",
+                        "whole, s": interval(summary.of("ttft_p50_s", variant=WHOLE, gbit_per_s=rate), 2),
+                        "stage 1, s": interval(summary.of("ttft_p50_s", variant=PRUNED, gbit_per_s=rate), 2),
+                        "borrowing, s": interval(summary.of("ttft_p50_s", **place), 2),
+                        "over whole": interval(summary.of("ttft_x", **beside), 2),
+                        "last token over whole": interval(summary.of("last_token_x", **beside), 2),
+                        "all layers here, over whole": interval(summary.of("loaded_x", **beside), 2),
+                        "lent, MB": interval(summary.of("lent_mb", **place), 2),
+                        "tokens before all are here": interval(summary.of("lent_tokens", **place), 0),
+                        "whose": drawn.who(),
+                    }
+                )
+    return rows
+
+
+def whose_rows(recorded: Result | None, now: Result) -> Rows:
+    """Whose tokens a start says."""
+    rows: Rows = []
+    for drawn in over(recorded, now):
+        for way in (PRUNED, BORROWED):
+            same = drawn.result.summary.of("same_tokens_pct", variant=way, than=WHOLE)
+            first = drawn.result.summary.value("same_first_token_pct", variant=way, than=WHOLE)
+            told = {"first token is the whole model's, %": first, "all tokens are, %": same["value"]}
+            rows.append({"start": WAYS[way], "starts": same["n"], **told, "whose": drawn.who()})
+    return rows
+
+
+def neighbour_rows(recorded: Result | None, now: Result) -> Rows:
+    """What the neighbour's own request had meanwhile; nothing where it was not measured."""
+    names = {ALONE: "alone", WHOLE: "beside a start that waits", BORROWED: "beside a start that borrows"}
+    return [
+        {
+            "the neighbour's own request": name,
+            "tokens/s": interval(drawn.result.summary.get("neighbour_tokens_per_s", case=case), 1),
+            "lost, %": interval(drawn.result.summary.get("neighbour_lost_pct", case=case, than=ALONE), 1),
+            "whose": drawn.who(),
+        }
+        for drawn in over(recorded, now)
+        for case, name in names.items()
     ]

@@ -65,7 +65,7 @@ class OwnRequest:
 def own_request(folder: Path, address: str, cores: Collection[int], threads: int) -> Iterator[OwnRequest]:
     """The neighbour has a request of its own running. Raises SwarmError."""
     with process_of(
-        ["firsttoken_studies.combined.borrowed.own_request", str(folder), address], cores, threads
+        ["firsttoken_studies.combined.borrowed.background_client", str(folder), address], cores, threads
     ) as process:
         yield OwnRequest(process)
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from firsttoken.assets.needs import ModelFacts, check
+from firsttoken.progressiveserve.base_model import ServedConfig, load_served
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
-from firsttoken.progressiveserve.served import ServedConfig, load_served
 from firsttoken.progressiveserve.staging import served_source
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.profile import Profile
 from firsttoken.study.system.cores import two_halves
-from firsttoken_extras.layer_borrowing.ends import ends_first
+from firsttoken_extras.layer_borrowing.embeddings import ends_first
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint, served_checkpoint
 from firsttoken_studies.progressiveserve.coldstart.experiments import trial_specs
-from firsttoken_studies.progressiveserve.coldstart.materials import Checkpoint, served_checkpoint
 
 
 @dataclass(frozen=True)

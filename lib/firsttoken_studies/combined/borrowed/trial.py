@@ -18,26 +18,26 @@ from typing import Any, TypeAlias  # noqa: E402
 
 import torch  # noqa: E402
 
+from firsttoken.engine.decoder import LocalSegment  # noqa: E402
 from firsttoken.engine.engine import Engine  # noqa: E402
-from firsttoken.engine.live import LiveExecutor  # noqa: E402
+from firsttoken.engine.live_executor import LiveExecutor  # noqa: E402
 from firsttoken.engine.request import Request, Sampling  # noqa: E402
-from firsttoken.engine.segments import LocalSegment  # noqa: E402
 from firsttoken.link.shaped import Link, LinkConfig  # noqa: E402
-from firsttoken.petals.patience import Patience  # noqa: E402
+from firsttoken.petals.timeouts import Patience  # noqa: E402
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest  # noqa: E402
 from firsttoken.progressiveserve.loading.loader import StageLoad  # noqa: E402
-from firsttoken.progressiveserve.loading.placement import build_lean  # noqa: E402
-from firsttoken.progressiveserve.loading.skeleton import Skeleton  # noqa: E402
+from firsttoken.progressiveserve.loading.meta_model import Skeleton  # noqa: E402
+from firsttoken.progressiveserve.loading.tensor_placement import build_lean  # noqa: E402
 from firsttoken.study.dtypes import DTYPES, named  # noqa: E402
 from firsttoken.study.system.cores import stay_on  # noqa: E402
-from firsttoken.study.system.ending import tell_and_end  # noqa: E402
+from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402
 from firsttoken_extras.layer_borrowing.arrivals import follow  # noqa: E402
-from firsttoken_extras.layer_borrowing.ends import neighbours_name  # noqa: E402
+from firsttoken_extras.layer_borrowing.embeddings import neighbours_name  # noqa: E402
+from firsttoken_extras.layer_borrowing.lease import Loan  # noqa: E402
 from firsttoken_extras.layer_borrowing.lender import Lender  # noqa: E402
-from firsttoken_extras.layer_borrowing.loan import Loan  # noqa: E402
 from firsttoken_extras.layer_borrowing.replica import CONFIG, BorrowingReplica  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec  # noqa: E402
-from firsttoken_studies.progressiveserve.coldstart.starts import tokenize  # noqa: E402
+from firsttoken_studies.progressiveserve.coldstart.trial_variants import tokenize  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS  # noqa: E402
 
 Lenders: TypeAlias = "Callable[[int], Sequence[Lender]]"

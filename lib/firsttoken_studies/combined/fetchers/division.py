@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest
-from firsttoken.progressiveserve.loading.blobs import parts_of
+from firsttoken.progressiveserve.loading.read_plan import parts_of
 from firsttoken.progressiveserve.loading.reader import even_groups
 from firsttoken.study.errors import StageError
 

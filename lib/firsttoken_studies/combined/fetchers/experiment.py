@@ -3,20 +3,83 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tqdm import tqdm
 
 from firsttoken.assets.needs import LAYERS, ModelFacts, Need, check
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.overlay import name_results, over
+from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Summary
 from firsttoken_studies.combined.borrowed.setting import start_setting
 from firsttoken_studies.combined.borrowed.trial import WHOLE
 from firsttoken_studies.combined.fetchers.division import bytes_of, divided
 from firsttoken_studies.combined.fetchers.trial import FETCHED, FetchSpec
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
+from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# What starts with fetchers say: first tokens by link and number of processes, whose they are, and what was moved.
+
+TTFT, MODEL, SHARE = "ttft_request_s", "model", "T / k"
+
+
+def parallel_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """By link TTFT of the whole start and when all its layers were there; by link and number k of processes TTFT, over
+    the whole start's and over a k-th of it, when the last process had its part, when the first one had all layers over
+    when the whole start had them, and all bytes that came over the links over the model's. Of all of them whose tokens
+    came out, and how many lost a process."""
+    summary, asked = Summary(), parameters["fetchers"]
+    rows = [
+        row | {"parts_s": max(filter(None, row["fetched_s"])), "all_s": row["local_s"] or row["loaded_s"]}
+        for row in rows
+    ]
+    for rate in asked["gbit_per_s"]:
+        here = [row for row in rows if row["gbit_per_s"] == rate]
+        for measure, column in (("ttft_p50_s", TTFT), ("loaded_s", "loaded_s")):
+            found = bootstrap(values(here, WHOLE, column), "median").summary("s")
+            summary.add(measure, found, variant=WHOLE, gbit_per_s=rate)
+        for count in asked["servers"]:
+            _fetched(summary, [row for row in here if row["servers"] in (1, count)], count, rate)
+    _whose(summary, rows)
+    return summary
+
+
+def _fetched(summary: Summary, rows: Rows, count: int, rate: float) -> None:
+    place = {"variant": FETCHED, "servers": count, "gbit_per_s": rate}
+    (model,) = {row["bytes_each"][0] for row in rows if row["variant"] == WHOLE}
+    moved = [sum(row["bytes_each"]) / model for row in rows if row["variant"] == FETCHED]
+    over = ratio(rows, FETCHED, WHOLE, TTFT)
+    summary.add("ttft_p50_s", bootstrap(values(rows, FETCHED, TTFT), "median").summary("s"), **place)
+    summary.add("ttft_x", over.summary("x"), **place, than=WHOLE)
+    summary.add("ttft_x", over.summary("x of T / k", count), **place, than=SHARE)
+    summary.add("parts_s", bootstrap(values(rows, FETCHED, "parts_s"), "median").summary("s"), **place)
+    summary.add("loaded_x", ratio(rows, FETCHED, WHOLE, "all_s").summary("x"), **place, than=WHOLE)
+    summary.add("moved_x", bootstrap(moved, "median").summary("x"), **place, than=MODEL)
+
+
+def _whose(summary: Summary, rows: Rows) -> None:
+    wanted = {tuple(row["tokens"]) for row in rows if row["variant"] == WHOLE}
+    fetched = [row for row in rows if row["variant"] == FETCHED]
+    same = [100.0 * (tuple(row["tokens"]) in wanted) for row in fetched]
+    failed = sum("all layers" not in row["gone"] for row in fetched)
+    summary.add("answers", {"value": len(wanted), "unit": "answers of starts of one process"}, variant=WHOLE)
+    entry = {"value": float(np.mean(same)), "unit": "% of starts", "n": len(same)}
+    summary.add("same_tokens_pct", entry, variant=FETCHED, than=WHOLE)
+    summary.add("loans_that_failed", {"value": failed, "unit": "starts"}, variant=FETCHED)
+
 
 TRIAL = "firsttoken_studies.combined.fetchers.trial"
 
@@ -81,3 +144,74 @@ def parallel_start(profile: Profile) -> Outcome:
 def floor_name(gbit_per_s: float, servers: int) -> str:
     """What the floor of the first token of such a start is called."""
     return f"first token, {servers} over {gbit_per_s:g} Gbit/s"
+
+
+# What notebook 56 shows of starts with fetchers, drawn from a result alone.
+
+
+def first_tokens(recorded: Result | None, now: Result) -> Figure:
+    """Seconds to the first token by the number of processes, one panel a rate: measured, T / k, and the floor."""
+    import matplotlib.pyplot as plt
+
+    results = over(recorded, now)
+    rates = sorted({rate for drawn in results for rate in drawn.result.parameters["fetchers"]["gbit_per_s"]})
+    fig, axes = plt.subplots(1, len(rates), figsize=(9, 4.2), squeeze=False)
+    for ax, rate in zip(axes[0], rates, strict=True):
+        for drawn in results:
+            asked, result = drawn.result.parameters["fetchers"], drawn.result
+            if rate not in asked["gbit_per_s"]:
+                continue
+            counts = [1, *sorted(asked["servers"])]
+            found = [result.summary.of("ttft_p50_s", **_place(rate, count)) for count in counts]
+            for count, entry in zip(counts, found, strict=True):
+                drawn.point(ax, count + 0.5 * drawn.shift, entry, "measured")
+            paper = [found[0]["value"] / count for count in counts]
+            ax.plot(counts, paper, "--", color=COLOURS["paper"], alpha=drawn.style["alpha"])
+            floors = [result.floors[floor_name(rate, count)]["value"] for count in counts]
+            ax.plot(counts, floors, ":", color=COLOURS["floor"], alpha=drawn.style["alpha"])
+            ax.set_xticks(counts if drawn is results[0] else ax.get_xticks())
+        ax.set(xlabel="processes", title=f"links of {rate:g} Gbit/s", ylim=(0, None))
+    axes[0, 0].set_ylabel("first token after the request, s")
+    look = LOOKS["measured"]
+    handles = [
+        plt.Line2D([], [], color=look.colour, marker=look.marker, linestyle="", label="measured"),
+        plt.Line2D([], [], color=COLOURS["paper"], linestyle="--", label="paper: T / k"),
+        plt.Line2D([], [], color=COLOURS["floor"], linestyle=":", label="floor: the largest part over its link"),
+    ]
+    axes[0, -1].legend(handles=handles, loc="lower left", fontsize=8)
+    fig.suptitle("k processes that fetch a part each bring the first token in nearly T / k on slow links")
+    name_results(fig, results, "ttft_p50_s")
+    return fig
+
+
+def fetch_rows(recorded: Result | None, now: Result) -> Rows:
+    """The table of first tokens, of all layers being in the first process, and of bytes, by link and processes."""
+    rows: Rows = []
+    for drawn in over(recorded, now):
+        summary, asked = drawn.result.summary, drawn.result.parameters["fetchers"]
+        for rate in asked["gbit_per_s"]:
+            whole = summary.of("ttft_p50_s", **_place(rate, 1))
+            for count in (1, *asked["servers"]):
+                place = _place(rate, count)
+                rows.append(
+                    {
+                        "links and processes": f"{rate:g} Gbit/s, {count}",
+                        "paper: T / k, s": f"{whole['value'] / count:.2f}",
+                        "measured, s": interval(summary.of("ttft_p50_s", **place), 2),
+                        "floor, s": f"{drawn.result.floors[floor_name(rate, count)]['value']:.2f}",
+                        "over whole": interval(summary.get("ttft_x", **place, than=WHOLE), 2),
+                        "over T / k": interval(summary.get("ttft_x", **place, than=SHARE), 2),
+                        "all layers in the first, over whole": interval(
+                            summary.get("loaded_x", **place, than=WHOLE), 2
+                        ),
+                        "bytes over the model's": interval(summary.get("moved_x", **place, than=MODEL), 2),
+                        "whose": drawn.who(),
+                    }
+                )
+    return rows
+
+
+def _place(rate: float, count: int) -> dict[str, str | float | int]:
+    if count == 1:
+        return {"variant": WHOLE, "gbit_per_s": rate}
+    return {"variant": FETCHED, "servers": count, "gbit_per_s": rate}

@@ -8,12 +8,18 @@ from typing import Any
 
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.link.kernel import available
-from firsttoken.progressiveserve.loading.peers import installed
-from firsttoken.progressiveserve.served import ServedConfig
+from firsttoken.progressiveserve.base_model import ServedConfig
+from firsttoken.progressiveserve.loading.rival_loaders import installed
 from firsttoken.progressiveserve.staging import RANDOM
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
+    Checkpoint,
+    prompt_of,
+    random_checkpoint,
+    served_checkpoint,
+)
 from firsttoken_studies.progressiveserve.coldstart.harness import (
     BUCKET,
     NONE,
@@ -22,12 +28,6 @@ from firsttoken_studies.progressiveserve.coldstart.harness import (
     one_trial,
     run_trials,
     wire_for,
-)
-from firsttoken_studies.progressiveserve.coldstart.materials import (
-    Checkpoint,
-    prompt_of,
-    random_checkpoint,
-    served_checkpoint,
 )
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
 from firsttoken_studies.progressiveserve.coldstart.summary import link_floor

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from firsttoken.progressiveserve.loading.blobs import Folder
+from firsttoken.progressiveserve.loading.read_plan import Folder
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TrialSpec:
         """Where the staged weights are read; connections to a data server are those of one load."""
         if not self.server:
             return Path(self.staged)
-        from firsttoken.progressiveserve.loading.remote import Remote, RemotePath
+        from firsttoken.progressiveserve.loading.http_reader import Remote, RemotePath
 
         return RemotePath(Remote(self.server))
 

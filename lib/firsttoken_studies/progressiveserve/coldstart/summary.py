@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.study.measures import Entry, Summary
 from firsttoken.study.record import Rows
 from firsttoken.study.stats import Along, Interval, bootstrap
+from firsttoken.study.summary import Entry, Summary
 from firsttoken_studies.progressiveserve.coldstart.harness import link_key
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
 

@@ -21,11 +21,11 @@ from typing import Any  # noqa: E402
 from firsttoken.lean.importing import uncollected  # noqa: E402
 from firsttoken.link.shaped import Link, LinkConfig  # noqa: E402
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest  # noqa: E402
-from firsttoken.progressiveserve.loading.blobs import open_reader, part_blobs  # noqa: E402
+from firsttoken.progressiveserve.loading.read_plan import open_reader, part_blobs  # noqa: E402
 from firsttoken.progressiveserve.loading.reader import BlobReader  # noqa: E402
-from firsttoken.study.system.ending import tell_and_end  # noqa: E402
+from firsttoken.study.system.direct_io import read_ahead  # noqa: E402
+from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402
 from firsttoken.study.system.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
-from firsttoken.study.system.reading import read_ahead  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant  # noqa: E402
 
@@ -52,10 +52,10 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         import torch
 
         torch_s = time.monotonic() - INTERPRETER_UP
-        from firsttoken_studies.progressiveserve.coldstart import starts
+        from firsttoken_studies.progressiveserve.coldstart import trial_variants
         from firsttoken_studies.progressiveserve.device_memory import device_peak
 
-        starts.import_libraries(spec, variant)
+        trial_variants.import_libraries(spec, variant)
     if spec.threads:
         torch.set_num_threads(spec.threads)
     marks.phase("imports")
@@ -66,12 +66,12 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         reading = time.monotonic()
         manifest = read_manifest(Path(spec.staged))
         reader = _open(spec, variant, manifest, links)
-    maker = starts.begin_making(spec, variant, manifest, reader) if manifest and reader else None
-    start = starts.start_peer if variant.peer else starts.start_ours
+    maker = trial_variants.begin_making(spec, variant, manifest, reader) if manifest and reader else None
+    start = trial_variants.start_peer if variant.peer else trial_variants.start_ours
     with ExitStack() as failing, torch.inference_mode():
         if maker:
             failing.callback(maker.close)
-        prompt = starts.tokenize(spec, variant)
+        prompt = trial_variants.tokenize(spec, variant)
         marks.phase("config and tokenizer")
         first, more = start(spec, variant, links, maker, prompt, marks)
         failing.pop_all()

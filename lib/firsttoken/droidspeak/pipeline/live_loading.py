@@ -1,0 +1,166 @@
+"""A first token over another model's cache that is still on its way (DroidSpeak, 4.3 and Figure 20).
+
+Those that send run the same code in the same order; they differ in what is sent and in what is waited for, so their
+logits are equal bit by bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from firsttoken.droidspeak.entry import edge_name, layer_name
+from firsttoken.droidspeak.forward import Forward, cache_of, fill
+from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, CachePiece, Transfer
+from firsttoken.droidspeak.pipeline.schedule import Schedule
+from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.prefix import LayerKV, Prefix
+from firsttoken.droidspeak.store import Located
+from firsttoken.link.shaped import Link
+from firsttoken.study.errors import CacheError, LinkError, RequestError
+
+
+@dataclass
+class ReuseMarks:
+    """Seconds since the request at which something was done; None for what did not happen.
+
+    ``last_byte_s`` is that of the last piece. After a fallback ``bytes_moved`` had come in vain, and the rest is of the
+    full prefill.
+    """
+
+    edge_s: float | None = None
+    recompute_start_s: float | None = None
+    recompute_end_s: float | None = None
+    last_byte_s: float | None = None
+    first_token_s: float = 0.0
+    bytes_moved: int = 0
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Next-token ``logits`` [batch, vocabulary] and the ``cache`` of prefix and suffix, for the tokens that follow.
+
+    ``fell_back`` is empty, or why the link's bytes were dropped and everything was computed from the tokens.
+    """
+
+    logits: Tensor
+    cache: DynamicCache
+    marks: ReuseMarks
+    fell_back: str = ""
+
+
+def pieces_of(located: Located) -> dict[str, CachePiece]:
+    """What a store has located, for a transfer."""
+    return {name: CachePiece(name, located.path, *span) for name, span in located.spans.items()}
+
+
+def sent_pieces(pieces: Mapping[str, CachePiece], group: Group, depth: int, schedule: Schedule) -> list[CachePiece]:
+    """What ``schedule`` sends, in order. Raises RequestError when ``pieces`` lacks some of it."""
+    names = [edge_name(group.lo)] if schedule.sends_edge(group) else []
+    names += [layer_name(layer) for layer in schedule.layers(group, depth)]
+    lacking = [name for name in names if name not in pieces]
+    if lacking:
+        raise RequestError(f"no {', '.join(lacking)} was stored for this prefix; store it, or choose another group")
+    return [pieces[name] for name in names]
+
+
+@torch.inference_mode()
+def first_token(
+    model: PreTrainedModel,
+    prefix: Prefix,
+    pieces: Mapping[str, CachePiece],
+    group: Group,
+    link: Link,
+    suffix: Tensor,
+    schedule: Schedule = Schedule.PIPELINED,
+    *,
+    buffers: Buffers | None = None,
+) -> FirstToken:
+    """The first token behind ``prefix`` and ``suffix`` [batch, tokens], with ``group`` recomputed, the rest reused.
+
+    Pipelined, the group's computation starts as soon as the E-cache is there, and the pass over the suffix waits at
+    each reused layer for that layer only. ``pieces`` are a sender's, by name (``pieces_of`` what a store locates); of
+    pieces with more tokens than a prefix of one row the first are used. ``buffers`` serve again once this returns.
+
+    A link that dies costs time, never the answer: the result is then that of a full prefill, and says so.
+    Raises RequestError for a group or piece that is not there, CacheError for a piece that does not fit the model.
+    """
+    start, depth = time.perf_counter(), model.config.num_hidden_layers
+    everything = Group(0, depth)
+    if schedule is Schedule.RECOMPUTE:
+        group = everything
+    sent = sent_pieces(pieces, group.check(depth), depth, schedule)
+    _check_fit(model, prefix, sent)
+    transfer = Transfer(sent, link, buffers or Buffers(sent, prefix.ids.device))
+    try:
+        with transfer:
+            return _received(model, prefix, transfer, group, suffix, schedule, start)
+    except LinkError as error:
+        nothing = Transfer([], link, Buffers([]))
+        result = _received(model, prefix, nothing, everything, suffix, Schedule.RECOMPUTE, start)
+        result.marks.bytes_moved = transfer.bytes_moved
+        return replace(result, fell_back=str(error))
+
+
+def _received(
+    model: PreTrainedModel,
+    prefix: Prefix,
+    transfer: Transfer,
+    group: Group,
+    suffix: Tensor,
+    schedule: Schedule,
+    start: float,
+) -> FirstToken:
+    marks = ReuseMarks()
+    # masks and rotary tables of both passes: made while the first piece is on its way
+    forward, behind = Forward(model, prefix), Forward(model, prefix.followed_by(suffix), new=suffix.shape[1])
+    cache = cache_of([None] * forward.depth)
+    if schedule is not Schedule.PIPELINED:
+        for piece in transfer.pieces:
+            transfer.wait(piece.name)
+    if len(group):
+        hidden = forward.embed()
+        if group.needs_edge:
+            hidden = transfer.wait(edge_name(group.lo))[:, : prefix.tokens]
+            marks.edge_s = transfer.arrived_at(edge_name(group.lo)) - start
+        marks.recompute_start_s = time.perf_counter() - start
+        forward.run(hidden, group.layers, cache)
+        marks.recompute_end_s = _done(prefix) - start
+
+    def receive(layer: int, _: Tensor) -> None:
+        if layer not in group:
+            fill(cache, layer, LayerKV(*transfer.wait(layer_name(layer))[..., : prefix.tokens, :]))
+
+    logits = behind.logits(behind.run(behind.embed(), range(behind.depth), cache, receive)[:, -1])
+    marks.first_token_s = _done(prefix) - start
+    if transfer.pieces:
+        marks.last_byte_s = transfer.arrived_at(transfer.pieces[-1].name) - start
+    marks.bytes_moved = transfer.bytes_moved
+    return FirstToken(logits, cache, marks)
+
+
+def _done(prefix: Prefix) -> float:
+    """The time once the current stream is empty: not the device, whose copies from the link go on beside it."""
+    if prefix.ids.is_cuda:
+        torch.cuda.current_stream(prefix.ids.device).synchronize()
+    return time.perf_counter()
+
+
+def _check_fit(model: PreTrainedModel, prefix: Prefix, sent: Sequence[CachePiece]) -> None:
+    """Raise CacheError for the first piece that is of another shape or dtype than the model computes."""
+    config, (batch, tokens) = model.config, prefix.ids.shape
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for piece in sent:
+        held = piece.shape[-2] if batch == 1 and len(piece.shape) > 1 else tokens
+        kv = (2, batch, config.num_key_value_heads, max(held, tokens), head_dim)
+        wanted = kv if piece.name.startswith("layer") else (batch, max(held, tokens), config.hidden_size)
+        if tuple(piece.shape) != wanted or piece.dtype != model.dtype:
+            raise CacheError(
+                f"{piece.name} is {list(piece.shape)} of {piece.dtype}, {type(model).__name__} computes {list(wanted)} "
+                f"of {model.dtype} for this prefix; it belongs to another model or prefix"
+            )

@@ -1,0 +1,177 @@
+"""One batch of questions, answered over many mixtures of two models' caches without computing anything twice.
+
+A naive profile prefills once for every group, O(L^2) prefills of O(L) layers (DroidSpeak, 4.2). But the keys and values
+that the receiver recomputes from a lower edge do not depend on where its group ends, and what enters a layer behind the
+prefix does not depend on the layers above it. So the prefix is run once for every lower edge, and what follows it
+through a tree of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from firsttoken.droidspeak.forward import Forward, cache_of, fill, layer_kv
+from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, spans, start_of
+from firsttoken.droidspeak.prefix import LayerKV, Prefix
+from firsttoken.droidspeak.reuse_items import Encoded
+from firsttoken.engine.sampling import likeliest
+
+
+@dataclass(frozen=True)
+class Questions:
+    """A batch: what is shared, and what follows it (suffix and target, padded on the right)."""
+
+    prefix: Prefix
+    ids: Tensor  # [batch, width]
+    mask: Tensor  # [batch, width], 0 where padded
+    predicts: Tensor  # [batch, width], true where the next token is one of the target
+
+    @classmethod
+    def of(cls, encoded: Sequence[Encoded], device: torch.device | str = "cpu") -> Questions:
+        """Stack ``encoded`` items."""
+        rows = [[*item.suffix, *item.target] for item in encoded]
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+        column = torch.arange(width, device=device)
+        start = torch.tensor([[len(item.suffix) - 1] for item in encoded], device=device)
+        end = torch.tensor([[len(row) - 1] for row in rows], device=device)
+        return cls(Prefix.of([item.prefix for item in encoded], device), ids, mask, (column >= start) & (column < end))
+
+
+@dataclass(frozen=True)
+class Score:
+    """How one mixture answers, one value an item of the batch.
+
+    ``nll``: mean negative log-likelihood of the target's tokens, nats. ``accuracy``: share of them, the stop included,
+    that are the most likely token where the ones before are given. ``exact``: 1 where all are, which is where greedy
+    decoding gives exactly the target. ``deviation``: distance of the last layer's output from that over the receiver's
+    own cache, relative to the latter's length.
+    """
+
+    nll: Tensor
+    accuracy: Tensor
+    exact: Tensor
+    deviation: Tensor
+
+
+class Bank:
+    """A batch of questions under one sender and one receiver; the sender's E-cache is kept at ``edges``."""
+
+    def __init__(
+        self, sender: PreTrainedModel, receiver: PreTrainedModel, questions: Questions, edges: Iterable[int]
+    ) -> None:
+        self.questions, self._sender = questions, sender
+        self.sent = full_prefill(sender, questions.prefix, {edge for edge in edges if edge > 0})
+        self._over_prefix = Forward(receiver, questions.prefix)
+        whole = questions.prefix.followed_by(questions.ids, questions.mask)
+        self._behind = Forward(receiver, whole, new=questions.ids.shape[1])
+        self.depth = self._behind.depth
+        self._scratch = cache_of([None] * self.depth)
+        self._recomputed: dict[int, list[LayerKV]] = {}
+        self.prefix_layers = self.depth  # layers that were run over a prefix so far, the sender's own included
+
+    @cached_property
+    def own(self) -> list[LayerKV]:
+        """The receiver's own cache of the prefix."""
+        return self.recomputed(Group(0, self.depth))
+
+    @torch.inference_mode()
+    def recomputed(self, group: Group) -> list[LayerKV]:
+        """The receiver's keys and values of ``group``, from the sender's E-cache at its lower edge.
+
+        Raises RequestError for a group that does not fit, or whose lower edge is none of ``edges``.
+        """
+        kept = self._recomputed.get(group.check(self.depth).lo, [])
+        if len(kept) < len(group):
+            cache = cache_of([None] * self.depth)
+            self._over_prefix.run(start_of(self._over_prefix, self.sent, group), group.layers, cache)
+            kept = self._recomputed[group.lo] = [layer_kv(cache, i) for i in group.layers]
+            self.prefix_layers += len(group)
+        return kept[: len(group)]
+
+    def forget(self, lo: int) -> None:
+        """Free what was recomputed from ``lo``."""
+        self._recomputed.pop(lo, None)
+
+    def reuse(self) -> Score:
+        """The score over the sender's cache as it is."""
+        return self._score(self._through(self._behind.embed(), range(self.depth), self.sent.kv.__getitem__))
+
+    def prefill(self) -> Score:
+        """The score over the receiver's own cache."""
+        return self._score(self._own_output)
+
+    @torch.inference_mode()
+    def sender_itself(self) -> Score:
+        """How the sender answers over its own cache; its deviation says nothing."""
+        behind = Forward(self._sender, self._behind.prefix, new=self._behind.new)
+        hidden = behind.run(behind.embed(), range(self.depth), cache_of(self.sent.kv))
+        return self._score(hidden, behind)
+
+    def groups(self, edges: Sequence[int]) -> Iterator[tuple[Group, Score]]:
+        """The score of every contiguous group whose ends are in ``edges`` (rising), and of reusing all layers."""
+        yield NOTHING, self.reuse()
+        below, at = self._behind.embed(), 0
+        for i, lo in enumerate(edges[:-1]):
+            below, at = self._through(below, range(at, lo), self.sent.kv.__getitem__), lo
+            own = self.recomputed(Group(lo, edges[-1]))
+            hidden, top = below, lo
+            for hi in edges[i + 1 :]:
+                hidden, top = self._through(hidden, range(top, hi), lambda layer, lo=lo, own=own: own[layer - lo]), hi
+                yield Group(lo, hi), self._score(self._through(hidden, range(hi, self.depth), self.sent.kv.__getitem__))
+            if lo:  # what starts at the embedding is the receiver's own cache, which is asked for again
+                self.forget(lo)
+
+    def single_layers(self) -> Iterator[tuple[int, Score]]:
+        """The score where one layer alone holds the sender's keys and values and all others the receiver's own."""
+        below = self._behind.embed()
+        for layer in range(self.depth):
+            hidden = self._through(below, [layer], self.sent.kv.__getitem__)
+            yield layer, self._score(self._through(hidden, range(layer + 1, self.depth), self.own.__getitem__))
+            below = self._through(below, [layer], self.own.__getitem__)
+
+    def scattered(self, layers: Iterable[int]) -> Score:
+        """The score where ``layers`` are recomputed, each contiguous run of them from the sender's E-cache below it."""
+        kv = list(self.sent.kv)
+        for group in spans(layers):
+            kv[group.lo : group.hi] = self.recomputed(group)
+        return self._score(self._through(self._behind.embed(), range(self.depth), kv.__getitem__))
+
+    @cached_property
+    def _own_output(self) -> Tensor:
+        return self._through(self._behind.embed(), range(self.depth), self.own.__getitem__)
+
+    @torch.inference_mode()
+    def _through(self, hidden: Tensor, layers: Iterable[int], kv: Callable[[int], LayerKV]) -> Tensor:
+        """Take ``hidden`` [batch, width, hidden] behind the prefix through ``layers`` over the cache ``kv``."""
+        for layer in layers:
+            fill(self._scratch, layer, kv(layer))
+            hidden = self._behind.run(hidden, [layer], self._scratch)
+        return hidden
+
+    @torch.inference_mode()
+    def _score(self, hidden: Tensor, behind: Forward | None = None) -> Score:
+        asked = self.questions.predicts
+        wanted = self.questions.ids.roll(-1, 1)[asked]
+        logits = (behind or self._behind).logits(hidden[asked]).float()
+        right = (likeliest(logits) == wanted).float()
+        away = (hidden[asked].float() - self._own_output[asked].float()).norm(dim=-1)
+        away = away / self._own_output[asked].float().norm(dim=-1)
+        each = asked.sum(1)
+
+        def per_item(values: Tensor) -> Tensor:
+            rows = torch.zeros(asked.shape, device=values.device)
+            rows[asked] = values
+            return rows.sum(1) / each
+
+        nll = per_item(F.cross_entropy(logits, wanted, reduction="none"))
+        accuracy = per_item(right)
+        return Score(nll, accuracy, (accuracy == 1).float(), per_item(away))

@@ -1,0 +1,378 @@
+"""Entries on two tiers, found by prefix, for many readers and one writer at a time.
+
+With a folder every entry lies on disk and the memory is a cache before it; without one the memory is all there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from firsttoken.droidspeak.entry import Entry
+from firsttoken.droidspeak.identity import ModelIdentity, difference
+from firsttoken.droidspeak.kvfile import Draft, KVFile, draft, file_name, read_header, read_piece
+from firsttoken.droidspeak.prefix_index import Hit, PrefixIndex
+from firsttoken.study.errors import CacheError, RequestError
+
+# Least recently used goes first, by bytes.
+
+
+class Recency:
+    """Keys with their bytes in the order of their last use; together they never hold more than ``limit`` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._bytes: OrderedDict[str, int] = OrderedDict()
+
+    def put(self, key: str, size: int) -> list[str]:
+        """Give ``key`` room for ``size`` bytes, at most ``limit``; returns the keys that had to make room."""
+        assert size <= self.limit, "what can never fit is refused before"
+        self.drop(key)
+        gone = []
+        while self.used + size > self.limit:
+            oldest, freed = self._bytes.popitem(last=False)
+            self.used -= freed
+            gone.append(oldest)
+        self._bytes[key] = size
+        self.used += size
+        return gone
+
+    def touch(self, key: str) -> None:
+        """``key``, where it is held, was used just now."""
+        if key in self._bytes:
+            self._bytes.move_to_end(key)
+
+    def drop(self, key: str) -> None:
+        """Take ``key`` out, where it is held."""
+        self.used -= self._bytes.pop(key, 0)
+
+
+# The upper tier: pieces of KV cache in memory. An entry goes as a whole; it may be there in part, layer by layer.
+#
+# Not safe for threads: the store that owns it holds its lock.
+
+
+class MemoryTier:
+    """At most ``limit`` bytes of tensors, by entry and name of the piece."""
+
+    def __init__(self, limit: int) -> None:
+        self._recency = Recency(limit)
+        self._pieces: dict[str, dict[str, Tensor]] = {}
+
+    @property
+    def used(self) -> int:
+        """Bytes of all tensors."""
+        return self._recency.used
+
+    def check(self, length: int, pieces: Mapping[str, Tensor]) -> None:
+        """Raise CacheError when the ``pieces`` of a prefix of ``length`` tokens are larger than the tier."""
+        size = sum(piece.nbytes for piece in pieces.values())
+        if size > self._recency.limit:
+            raise CacheError(
+                f"the KV cache of {length} tokens takes {size:,} bytes, all of the store has {self._recency.limit:,}; "
+                "raise memory_bytes"
+            )
+
+    def add(self, key: str, pieces: Mapping[str, Tensor]) -> list[str]:
+        """Keep ``pieces`` with those of ``key`` that are there, unless all of them together are larger than the tier.
+
+        Returns the entries that made room for them.
+        """
+        held = self._pieces.get(key, {}) | dict(pieces)
+        size = sum(piece.nbytes for piece in held.values())
+        if size > self._recency.limit:
+            return []
+        gone = self._recency.put(key, size)
+        for other in gone:
+            del self._pieces[other]
+        self._pieces[key] = held
+        return gone
+
+    def pieces(self, key: str) -> Mapping[str, Tensor]:
+        """What is held of ``key``, which counts as a use; it stays as it is when the entry goes."""
+        self._recency.touch(key)
+        return self._pieces.get(key, {})
+
+    def drop(self, key: str) -> None:
+        """Forget ``key``."""
+        self._recency.drop(key)
+        self._pieces.pop(key, None)
+
+
+# The lower tier: a folder of KV files. It outlives the process, and keeps the order of use in the files' times.
+#
+# Not safe for threads: the store that owns it holds its lock, except while a draft is written.
+
+
+class DiskTier:
+    """The KV files in ``folder``, at most ``limit`` bytes; other files there, temporary ones too, are left alone.
+
+    Torn files are removed when the folder is opened, and the least recently used of those that do not fit. Raises
+    CacheError for a folder that cannot be had.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self._recency = Recency(limit)
+        self._files: dict[str, KVFile] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(folder.glob(file_name("*")), key=lambda path: path.lstat().st_mtime_ns):
+                if re.fullmatch(file_name("[0-9a-f]{32}"), path.name):
+                    self._adopt(path)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    @property
+    def used(self) -> int:
+        """Bytes of all files."""
+        return self._recency.used
+
+    @property
+    def entries(self) -> list[Entry]:
+        """What is in the files."""
+        return [file.entry for file in self._files.values()]
+
+    def draft(self, entry: Entry, pieces: Mapping[str, Tensor]) -> Draft:
+        """The file to write for ``entry``. Raises CacheError when it is larger than the tier."""
+        made = draft(self.folder / file_name(entry.key), entry, pieces)
+        if made.file.nbytes > self.limit:
+            raise CacheError(
+                f"the KV cache of {entry.length} tokens takes {made.file.nbytes:,} bytes on disk, all of the store has "
+                f"{self.limit:,}; raise disk_bytes"
+            )
+        return made
+
+    def reserve(self, made: Draft) -> list[str]:
+        """Set room aside for a draft; returns the entries that must be dropped for it, before it is written."""
+        return self._recency.put(made.file.entry.key, made.file.nbytes)
+
+    def write(self, made: Draft) -> None:
+        """Write a draft into its room. Raises CacheError when the disk is full or does not take it."""
+        try:
+            made.write()
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def publish(self, made: Draft) -> None:
+        """What was written can be opened from now on."""
+        self._files[made.file.entry.key] = made.file
+        self.file(made.file.entry.key)  # writing stamps a coarser time than a use does: the order would turn round
+
+    def file(self, key: str) -> KVFile:
+        """Where ``key`` lies, which counts as a use."""
+        file = self._files[key]
+        self._recency.touch(key)
+        now = time.time_ns()
+        with contextlib.suppress(OSError):  # a file that is gone is found out by opening it
+            os.utime(file.path, ns=(now, now))
+        return file
+
+    def drop(self, key: str) -> None:
+        """Remove ``key`` with its file, or its room; who has the file open can read on.
+
+        Raises CacheError when the folder does not let go of the file.
+        """
+        self._recency.drop(key)
+        if file := self._files.pop(key, None):
+            try:
+                file.path.unlink(missing_ok=True)
+            except OSError as error:
+                raise self._unusable(error) from error
+
+    def _adopt(self, path: Path) -> None:
+        try:
+            file = read_header(path)
+        except CacheError:
+            with contextlib.suppress(OSError):  # a folder of that name, or a file that is not this user's: left alone
+                path.unlink()
+            return
+        if file.nbytes > self.limit:
+            path.unlink()
+            return
+        gone = self._recency.put(file.entry.key, file.nbytes)
+        self._files[file.entry.key] = file
+        for key in gone:
+            self.drop(key)
+
+    def _unusable(self, error: OSError) -> CacheError:
+        return CacheError(
+            f"no KV cache can be kept in {self.folder}: {error.strerror}; mend that or use another folder"
+        )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An entry while it is read, of which the first ``tokens`` tokens are wanted; ``piece`` is one of its tensors.
+
+    Memory's pieces and the open file are held from the beginning, so the entry stays whole when it is evicted.
+    """
+
+    shelf: Shelf
+    entry: Entry
+    tokens: int
+    pieces: Mapping[str, Tensor]
+    file: KVFile | None
+    handle: int | None
+
+    def piece(self, name: str) -> Tensor:
+        """All of the piece ``name``. Raises CacheError when its file is torn; the entry is then removed."""
+        if (held := self.pieces.get(name)) is not None:
+            return held
+        try:
+            piece = read_piece(self.handle, self.file.spans[name])
+        except CacheError as error:
+            self.shelf.discard(self.entry)
+            raise CacheError(
+                f"{name} in {self.file.path} is torn ({error}); the file was removed: compute the prefix again"
+            ) from error
+        self.shelf.keep(self.entry, name, piece)
+        return piece
+
+
+class Shelf:
+    """At most ``memory_bytes`` of tensors, and ``disk_bytes`` of files in ``folder``, which keeps what it holds.
+
+    Safe for threads. Raises RequestError for a negative size and CacheError for a folder that cannot be had.
+    """
+
+    def __init__(self, folder: Path | None, memory_bytes: int, disk_bytes: int, block_tokens: int) -> None:
+        if min(memory_bytes, disk_bytes) < 0 or block_tokens < 1:
+            raise RequestError(
+                f"store: memory_bytes {memory_bytes}, disk_bytes {disk_bytes} and block_tokens {block_tokens} must be "
+                "at least 0, 0 and 1"
+            )
+        self._lock = threading.Lock()  # of all that follows; never held while tensors are read, written or hashed
+        self._writing = threading.Lock()  # so that the room set aside for a file stays its own
+        self._memory = MemoryTier(memory_bytes)
+        self._disk = DiskTier(folder, disk_bytes) if folder else None
+        self._index = PrefixIndex(block_tokens)
+        self._entries: dict[str, Entry] = {}
+        for entry in self._disk.entries if self._disk else ():
+            self._enter(entry)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def used(self) -> tuple[int, int]:
+        """Bytes in memory and on disk."""
+        with self._lock:
+            return self._memory.used, self._disk.used if self._disk else 0
+
+    def put(self, entry: Entry, pieces: Mapping[str, Tensor]) -> None:
+        """Keep an entry in place of an earlier one of its key; what was used least recently makes room.
+
+        Raises CacheError when it is larger than the shelf, which then stays as it was, or when the disk is full.
+        """
+        if self._disk is None:
+            self._memory.check(entry.length, pieces)
+            with self._lock:
+                self._remove(entry.key)
+                for key in self._memory.add(entry.key, pieces):
+                    self._remove(key)
+                self._enter(entry)
+            return
+        draft = self._disk.draft(entry, pieces)
+        with self._writing:
+            with self._lock:
+                self._remove(entry.key)
+                for key in self._disk.reserve(draft):
+                    self._remove(key)
+            try:
+                self._disk.write(draft)
+            except BaseException:
+                with self._lock:
+                    self._disk.drop(entry.key)
+                raise
+            with self._lock:
+                self._disk.publish(draft)
+                self._memory.add(entry.key, pieces)
+                self._enter(entry)
+
+    def longest(self, tokens: bytes, model: ModelIdentity, edge: int | None = None) -> int:
+        """How many of the first ``tokens`` are there for ``model``, with the E-cache at layer ``edge``."""
+        with self._lock:
+            hit = self._find(tokens, model, edge)
+        return hit.tokens if hit else 0
+
+    @contextlib.contextmanager
+    def open(self, tokens: bytes, model: ModelIdentity, edge: int | None = None) -> Iterator[Reading]:
+        """The entry with the longest prefix of ``tokens``. Raises CacheError, with the reason, when there is none."""
+        with self._lock:
+            hit = self._hit(tokens, model, edge)
+            entry, pieces = self._entries[hit.key], self._memory.pieces(hit.key)
+            file = self._disk.file(hit.key) if self._disk else None
+            try:
+                handle = os.open(file.path, os.O_RDONLY) if file else None
+            except OSError as error:
+                self._remove(hit.key)
+                raise CacheError(f"{file.path}: {error.strerror}; compute the prefix again") from error
+        try:
+            yield Reading(self, entry, hit.tokens, pieces, file, handle)
+        finally:
+            if handle is not None:
+                os.close(handle)
+
+    def locate(self, tokens: bytes, model: ModelIdentity, edge: int | None = None) -> tuple[KVFile, int]:
+        """The file that ``open`` would read, and the tokens wanted of it. Raises CacheError as ``open`` does."""
+        with self._lock:
+            if self._disk is None:
+                raise CacheError("this store keeps everything in memory, where a link reads nothing; give it a folder")
+            hit = self._hit(tokens, model, edge)
+            return self._disk.file(hit.key), hit.tokens
+
+    def keep(self, entry: Entry, name: str, piece: Tensor) -> None:
+        """Hold in memory what was read of ``entry``, unless it has gone meanwhile."""
+        with self._lock:
+            if self._entries.get(entry.key) is entry:
+                self._memory.add(entry.key, {name: piece})
+
+    def discard(self, entry: Entry) -> None:
+        """Remove an entry that turned out to be torn, unless it has been replaced meanwhile."""
+        with self._lock:
+            if self._entries.get(entry.key) is entry:
+                self._remove(entry.key)
+
+    def _enter(self, entry: Entry) -> None:
+        self._entries[entry.key] = entry
+        self._index.add(entry.key, entry.model.key, entry.tokens)
+
+    def _remove(self, key: str) -> None:
+        if entry := self._entries.pop(key, None):
+            self._index.remove(key, entry.model.key, entry.tokens)
+            self._memory.drop(key)
+            if self._disk:
+                self._disk.drop(key)
+
+    def _find(self, tokens: bytes, model: ModelIdentity, edge: int | None = None) -> Hit | None:
+        if edge is None:
+            return self._index.longest(model.key, tokens)
+        return self._index.longest(model.key, tokens, lambda key: edge in self._entries[key].edges)
+
+    def _hit(self, tokens: bytes, model: ModelIdentity, edge: int | None) -> Hit:
+        if hit := self._find(tokens, model, edge):
+            return hit
+        if hit := self._find(tokens, model):
+            there = ", ".join(map(str, self._entries[hit.key].edges)) or "none"
+            raise CacheError(
+                f"no E-cache at layer {edge} is stored for this context (there: {there}); store that edge too"
+            )
+        for other in dict.fromkeys(entry.model for entry in self._entries.values()):
+            if self._find(tokens, other):
+                reason = difference(other, model) or "other weights, so ask for it under its own identity"
+                raise CacheError(f"this context is stored by {other}, not by {model}: {reason}")
+        raise CacheError(
+            f"no stored context of {model} shares its first {self._index.block_tokens} tokens with this one; compute "
+            "and store it"
+        )

@@ -1,0 +1,264 @@
+"""The engine in a thread of its own: clients submit from anywhere and read their tokens as they come."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from firsttoken.assets.lock import first_line
+from firsttoken.engine.request import GREEDY, Sampling
+from firsttoken.study.errors import BusyError, EngineError, FirstTokenError, RequestError
+from firsttoken.study.system.openmp import give_back_threads
+
+if TYPE_CHECKING:
+    from firsttoken.engine.engine import Engine
+    from firsttoken.engine.model_version import Transition, View
+    from firsttoken.engine.request import Chance, PrefixSource, Request
+
+
+# The tokens of a request on their way from the engine's thread to whoever asked for them.
+
+
+class TokenSink(Protocol):
+    """Where a stream's tokens go: each in its turn, then None, or the error that ended it."""
+
+    def put(self, item: TokenEvent | Exception | None) -> None:
+        """Called from the engine's thread."""
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A generated token, the stage that computed it (0: the model has none), and when (``time.monotonic`` seconds);
+    how likely it was, where that was asked for."""
+
+    token_id: int
+    stage: int
+    at_s: float
+    chance: Chance | None = None
+
+
+class Stream:
+    """The tokens of one request, in order; iterating waits for the next. ``request`` is None until an engine has it.
+
+    A client that goes away closes the stream (or leaves its ``with`` block): the request ends and its blocks are free.
+    ``leave`` is called for it, and ``ended`` before the client can know that there is no more. What goes to another
+    ``inbox`` cannot be read here.
+    """
+
+    def __init__(
+        self,
+        leave: Callable[[Stream, bool], None],
+        ended: Callable[[Stream], None] | None = None,
+        inbox: TokenSink | None = None,
+    ) -> None:
+        self.request: Request | None = None
+        self._leave = leave
+        self._ended = ended
+        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._inbox = inbox or self._events
+
+    def __iter__(self) -> Iterator[int]:
+        """The tokens' ids; raises as ``events``."""
+        for event in self.events():
+            yield event.token_id
+
+    def events(self) -> Iterator[TokenEvent]:
+        """The tokens as they come. Raises what ended the request before it was done: a RequestError when the server was
+        closed or could not take it."""
+        while (event := self._events.get()) is not None:
+            if isinstance(event, Exception):
+                self._events.put(event)
+                raise event
+            yield event
+        self._events.put(None)  # who asks again does not wait for ever
+
+    def close(self) -> None:
+        """End the request, and wait until it has ended; does nothing when it is over."""
+        self._leave(self, True)
+
+    def cancel(self) -> None:
+        """End the request before the engine's next step, without waiting for it."""
+        self._leave(self, False)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def put(self, event: TokenEvent) -> None:
+        """Hand a token to the client."""
+        self._inbox.put(event)
+
+    def end(self, error: Exception | None = None) -> None:
+        """No more tokens."""
+        if self._ended is not None:
+            self._ended(self)
+        self._inbox.put(error)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How many requests run, wait (also for keys and values that are elsewhere), and how many KV blocks they have."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    blocks: int = 0
+
+
+def step_failure(error: Exception) -> FirstTokenError:
+    """What those whose step met ``error`` are told: itself where it was foreseen, else an EngineError. So is a
+    RequestError: whoever asked wrongly was told when he asked. The traceback goes to the log: nobody else sees it."""
+    if isinstance(error, FirstTokenError) and not isinstance(error, RequestError):
+        return error
+    logging.getLogger(__name__).error("a step failed", exc_info=error)
+    return EngineError(f"the engine failed: {first_line(error)}; ask again, and if it stays, look at the server's log")
+
+
+class Server:
+    """Steps ``engine`` as long as requests are open. At most ``most`` are; use it as a context manager.
+
+    Only its thread touches the engine. What others want is done between two steps, so a submission waits for one.
+    ``failed`` makes of what a step raises what the clients that were open are told; it may wait. ``sources``, once
+    it is set, says what is stored of how a prompt begins; only the engine's thread asks it.
+    """
+
+    def __init__(
+        self, engine: Engine, most: int = 256, failed: Callable[[Exception], Exception] = step_failure
+    ) -> None:
+        self._engine = engine
+        self._most = most
+        self._failed = failed
+        self._streams: dict[int, Stream] = {}
+        self._wishes: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
+        self._closed = False
+        self.sources: Callable[[Sequence[int]], PrefixSource | None] | None = None
+        give_back_threads()  # of who will wait from now on, for the engine's
+        self._thread = threading.Thread(target=self._loop, name="firsttoken-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Stream:
+        """Begin a request. Raises RequestError for one that can never run, BusyError when too many are open."""
+        stream = Stream(self.leave)
+        self.between(lambda: self._accept(stream, prompt, sampling, False))
+        return stream
+
+    def add(self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool) -> None:
+        """Begin the request of ``stream``, which ``moves`` or does not, before the next step, and do not wait for it:
+        an error is the stream's end."""
+
+        def accept() -> None:
+            try:
+                self._accept(stream, prompt, sampling, moves)
+            except Exception as error:
+                stream.end(error)
+
+        self.soon(accept)
+
+    def leave(self, stream: Stream, wait: bool) -> None:
+        """The client of ``stream`` goes."""
+        if stream.request is not None and stream.request.finished:
+            return
+        (self.between if wait else self.soon)(lambda: self._drop(stream))
+
+    def publish(self, view: View, transition: Transition) -> None:
+        """As :meth:`Engine.publish`, called between two steps; who could not move is told why."""
+        for request, error in self._engine.publish(view, transition):
+            self._streams.pop(request.number).end(error)
+
+    def between(self, what: Callable[[], Any]) -> Any:
+        """What ``what`` returns or raises when the engine's thread has called it, between two steps."""
+        answer = self.soon(what)
+        while True:
+            try:
+                return answer.result(timeout=1)
+            except TimeoutError:
+                if not self._thread.is_alive():
+                    raise RequestError("the server is closed; start another") from None
+
+    def soon(self, what: Callable[[], Any]) -> Future:
+        """Let the engine's thread call ``what`` between two steps."""
+        answer: Future = Future()
+        self._wishes.put((what, answer))
+        return answer
+
+    def standing(self) -> Standing:
+        """What the engine holds, read between or within steps: each number is right, they may be of two moments."""
+        held, pool = self._engine.scheduler, self._engine.pool
+        running, away = len(held.running), len(held.swapped) + len(held.restoring)
+        return Standing(running, len(held.waiting) + away, pool.count - pool.free, pool.count)
+
+    def close(self, error: Exception | None = None) -> None:
+        """End every open request with ``error``, and the thread."""
+        error = error or RequestError("the server was closed before the request was done")
+        if self._thread.is_alive():
+            self.soon(lambda: self._shut(error))  # answered or not: somebody else may have closed it by then
+            self._thread.join()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _loop(self) -> None:
+        while not self._closed:
+            while not self._closed and not (self._engine.busy and self._wishes.empty()):
+                what, answer = self._wishes.get()
+                try:
+                    answer.set_result(what())
+                except Exception as error:  # whatever one client asked for, the others' thread goes on
+                    answer.set_exception(error)
+            if not self._closed:
+                self._step()
+
+    def _step(self) -> None:
+        try:
+            produced = self._engine.step()
+        except Exception as error:  # out of memory, a failing kernel: those who were open learn it, the next may run
+            self._end_all(self._failed(error))
+            return
+        self._end_failed()
+        now = time.monotonic()
+        for request, token in produced:
+            stage = 0 if request.view is None else request.view.stage
+            chance = request.chances[-1] if request.chances else None
+            self._streams[request.number].put(TokenEvent(token, stage, now, chance))
+            if request.finished:
+                self._streams.pop(request.number).end()
+
+    def _accept(self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool) -> None:
+        if len(self._streams) >= self._most:
+            raise BusyError(f"{self._most} requests are open; ask again later")
+        asks = self.sources is not None and not sampling.prompt_logprobs  # which are of tokens that are computed
+        source = self.sources(prompt) if asks else None
+        stream.request = self._engine.submit(prompt, sampling, moves=moves, source=source)
+        self._streams[stream.request.number] = stream
+
+    def _drop(self, stream: Stream) -> None:
+        if stream.request is not None and self._streams.pop(stream.request.number, None) is not None:
+            self._engine.cancel(stream.request)
+            stream.end()
+            self._end_failed()
+
+    def _end_failed(self) -> None:
+        for request in self._engine.failed():
+            self._streams.pop(request.number).end(request.failure)
+
+    def _shut(self, error: Exception) -> None:
+        self._closed = True
+        self._end_all(error)
+
+    def _end_all(self, error: Exception) -> None:
+        for stream in self._streams.values():
+            self._engine.cancel(stream.request)
+            stream.end(error)
+        self._streams.clear()
+        self._engine.failed()  # they were among them

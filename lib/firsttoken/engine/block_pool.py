@@ -1,0 +1,186 @@
+"""Numbered blocks: who has which is kept here, and nowhere else (after PagedAttention, Kwon et al., SOSP 2023)."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from itertools import takewhile
+
+from firsttoken.engine.request import Request, Work
+from firsttoken.study.errors import RequestError
+
+
+class BlockPool:
+    """``count`` numbered blocks, each with none, one or several owners.
+
+    ``watermark`` blocks are held back from those who ask for less than they may need later (admission): vLLM keeps 1 %
+    to preempt less often, CPS switches it off (3.1). A block with a key can be found and shared by whoever wants what
+    it holds, also when nobody has it: until blocks without a key are used up, and it was given back before the others.
+    """
+
+    def __init__(self, count: int, watermark: int = 0) -> None:
+        if count < 1 or not 0 <= watermark < count:
+            raise RequestError(f"block pool: {count} blocks with {watermark} held back; keep at least one to give out")
+        self.count = count
+        self.watermark = watermark
+        self._owners = [0] * count
+        self._blank = list(range(count - 1, -1, -1))  # nobody's, without a key; the last in is the first out
+        self._kept: OrderedDict[int, None] = OrderedDict()  # nobody's, with a key; the first in is the first out
+        self._keys: dict[int, bytes] = {}
+        self._found: dict[bytes, int] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody has."""
+        return len(self._blank) + len(self._kept)
+
+    def owners(self, block: int) -> int:
+        """How many have ``block``."""
+        return self._owners[block]
+
+    def take(self, wanted: int, *, admission: bool = False, shared: Sequence[int] = ()) -> list[int] | None:
+        """``shared`` blocks, that hold what is wanted already, and ``wanted`` more that nobody has.
+
+        None when there are not as many; for an ``admission`` the watermark stays free.
+        """
+        idle = [block for block in shared if not self._owners[block]]
+        if wanted + len(idle) > self.free - (self.watermark if admission else 0):
+            return None
+        for block in idle:
+            del self._kept[block]
+        blank = self._blank[: -wanted - 1 : -1]
+        del self._blank[len(self._blank) - len(blank) :]
+        taken = [*shared, *blank, *(self._evict() for _ in range(wanted - len(blank)))]
+        for block in taken:
+            self._owners[block] += 1
+        return taken
+
+    def give(self, blocks: Iterable[int]) -> None:
+        """Give blocks back. Raises RequestError for one that was not taken: two owners would share its keys."""
+        for block in reversed(list(blocks)):  # of a prefix, the end is evicted first
+            if not 0 <= block < self.count or not self._owners[block]:
+                raise RequestError(f"block pool: block {block} was given back, but nobody has it")
+            self._owners[block] -= 1
+            if not self._owners[block]:
+                if block in self._keys:
+                    self._kept[block] = None
+                else:
+                    self._blank.append(block)
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Let ``block``, which somebody has and nobody will write to, be found by ``key``; of two the first is."""
+        if key not in self._found:
+            self._found[key], self._keys[block] = block, key
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of the first ``keys``, up to one that no block has."""
+        return [self._found[key] for key in takewhile(self._found.__contains__, keys)]
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """``blocks``, which somebody has, hold nothing that may be found."""
+        for block in blocks:
+            if (key := self._keys.pop(block, None)) is not None:
+                del self._found[key]
+
+    def forget(self) -> None:
+        """No block holds what it held: none can be found until it is published again."""
+        self._blank += self._kept
+        self._kept.clear()
+        self._keys.clear()
+        self._found.clear()
+
+    def check(self) -> None:
+        """Assert that every block is free or has owners, none is both or twice, and keys and blocks are pairs."""
+        free = [*self._blank, *self._kept]
+        assert len(free) == len(set(free)), "a block is free twice"
+        assert sorted(free) == [block for block, owners in enumerate(self._owners) if not owners], "a block is lost"
+        assert self._found == {key: block for block, key in self._keys.items()}, "a block is found by another's key"
+        assert set(self._kept) == set(free) & set(self._keys), "a block is kept without a key, or blank with one"
+
+    def _evict(self) -> int:
+        block, _ = self._kept.popitem(last=False)
+        del self._found[self._keys.pop(block)]
+        return block
+
+
+# Prefix sharing: who begins like another shares its full blocks (after vLLM's automatic prefix caching).
+
+_NEVER = sys.maxsize  # blocks published of a request of which none ever shall
+
+
+class PrefixSharing:
+    """Finds blocks of ``pool`` by the tokens up to their end, and publishes those that a step fills.
+
+    A block's key is a digest of its tokens and of the key before it; the first follows ``salt(request)``, which says
+    what else decides its keys and values (an adapter, a view). Only full blocks are shared, and never the one of a
+    request's last token, which has to be computed: nobody writes to a block that another reads, so nothing is ever
+    copied on a write.
+    """
+
+    def __init__(self, pool: BlockPool, block_tokens: int, salt: Callable[[Request], str]) -> None:
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._salt = salt
+        self.asked_tokens = 0
+        self.found_tokens = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of tokens that needed not be computed, of all that admitted requests came with."""
+        return self.found_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+    def find(self, request: Request) -> list[int]:
+        """Blocks that hold what ``request`` begins with; none for a prompt whose chances are asked for, as computing
+        it is how they come."""
+        start = self._salt(request).encode()
+        if not request.keys or request.keys[0] != start:
+            request.keys = [start]
+        if request.sampling.prompt_logprobs:
+            return []
+        return self._pool.find(self._keys(request, (len(request.tokens) - 1) // self._block_tokens))
+
+    def admitted(self, request: Request, blocks: int) -> None:
+        """``request`` has been given so many found ``blocks``."""
+        request.published = blocks
+        request.advance(blocks * self._block_tokens)
+        self.asked_tokens += len(request.tokens)
+        self.found_tokens += request.cached
+
+    def returned(self, request: Request) -> None:
+        """``request`` is back from the host, in other blocks, which nobody knows yet."""
+        if request.published < _NEVER:
+            request.published = 0
+
+    def part(self, request: Request) -> None:
+        """What ``request`` computes from now on stands on keys and values of another view: nobody may share it."""
+        request.published = _NEVER
+
+    def publish(self, work: Work) -> None:
+        """Who is admitted after ``work`` may share what it fills, in its step too: there each layer writes all keys and
+        values before it reads any."""
+        request, full = work.request, work.end // self._block_tokens
+        if request.published >= full:
+            return
+        keys = self._keys(request, full)[request.published :]
+        for block, key in zip(request.blocks[request.published : full], keys, strict=True):
+            self._pool.publish(block, key)
+        request.published = full
+
+    def withdraw(self, work: Work) -> list[int]:
+        """``work`` was not done; the blocks that do not hold what it was to write."""
+        request, full = work.request, work.start // self._block_tokens
+        if request.published < _NEVER:
+            request.published = min(request.published, full)
+        self._pool.withdraw(request.blocks[full:])
+        return request.blocks[full:]
+
+    def _keys(self, request: Request, full: int) -> list[bytes]:
+        """The keys of the first ``full`` blocks."""
+        keys, size = request.keys, self._block_tokens
+        for block in range(len(keys) - 1, full):
+            tokens = array("q", request.tokens[block * size : (block + 1) * size])
+            keys.append(blake2b(keys[-1] + tokens.tobytes(), digest_size=32).digest())
+        return keys[1 : full + 1]

@@ -1,0 +1,225 @@
+"""The executor that runs a model: an unmodified Hugging Face decoder over the paged pool, PEFT adapters included."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from firsttoken.assets.positions import context_of
+from firsttoken.engine.attention import NAME, Attend, VarlenAttend, page
+from firsttoken.engine.decoder import Decoder, Segment
+from firsttoken.engine.executor import Limits
+from firsttoken.engine.hidden_state_cache import Edges
+from firsttoken.engine.kv import KVPool, KVShape
+from firsttoken.engine.model_version import View
+from firsttoken.engine.native.attend import fastest, supports
+from firsttoken.engine.request import Redo, Request, Work
+from firsttoken.engine.sampling import next_tokens, read_prompts
+from firsttoken.engine.sdpa_attention import PaddedAttend
+from firsttoken.engine.step_plan import StepPlan, join
+from firsttoken.engine.swap import make_path
+from firsttoken.engine.swap.block_copier import Moved, Movement, SwapPath
+from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.engine.swap.host_pool import HostArena
+from firsttoken.study.errors import CacheError, ModelError
+
+
+class LiveExecutor:
+    """Runs ``model`` where it lies, with ``blocks`` KV blocks there and ``host_blocks`` in host memory (0: never swap).
+
+    The model's attention is switched to the paged one, and back by ``close``; ``attend`` names the way it is computed,
+    by default the fastest for this model here. ``segments`` run in the place of its layers, and ``edges`` keep hidden
+    states; this is the ``view`` that requests begin with until another is set. ``device`` is where the weights will be
+    (where they are, unless given), and ``touched`` as of ``KVPool``.
+
+    Raises ModelError for a model whose layers do not all see the whole context, whose attention cannot be replaced,
+    whose rotary positions are of an unknown kind, that PEFT learned a prompt for, or that runs in an engine already,
+    and for other layers in ``segments``; RequestError for a pool or block size below 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: int,
+        *,
+        block_tokens: int = 16,
+        host_blocks: int = 0,
+        swap: str = "coalesced",
+        attend: type[Attend] | None = None,
+        segments: Sequence[Segment] | None = None,
+        edges: Edges | None = None,
+        device: torch.device | None = None,
+        touched: bool = True,
+    ) -> None:
+        config = model.config
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None and getattr(config, "sliding_window", None):
+            kinds = ["sliding_attention"]  # Mistral has a window, and no list as all of its layers are alike
+        if odd := set(kinds or []) - {"full_attention"}:
+            raise ModelError(f"{config.model_type} has layers of {min(odd)}; the engine runs full_attention only")
+        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._stock = self._base.config._attn_implementation
+        if self._stock == NAME:
+            raise ModelError(f"the {config.model_type} model runs in an engine already; close that one first")
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ModelError("a prompt that PEFT has learned comes before every other; the engine runs adapters only")
+        self.view = View(Decoder(self._base, segments), edges)
+        parameter = next(model.parameters())
+        self._adapted = _adapted(model)
+        self.model = model
+        self.limits = Limits(context_of(config), config.vocab_size)
+        self.block_tokens = block_tokens
+        shape = KVShape.of(config, parameter.dtype, block_tokens)
+        self.pool = KVPool(shape, blocks, device or parameter.device, touched=touched)
+        self.arena: HostArena | None = None
+        self.path: SwapPath | None = None
+        if host_blocks:
+            self.arena = HostArena(self.pool.shape, host_blocks, pinned=self.pool.device.type == "cuda")
+            self.path = make_path(swap, self.pool, self.arena)
+        self._attend = attend or fastest_attend(self.pool)
+        page(self._base)
+        if self._base.config._attn_implementation != NAME:  # transformers only warns; each token would see all others
+            self.close()
+            raise ModelError(f"{config.model_type} has an attention of its own, which the engine cannot page")
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the pool."""
+        return self.pool.blocks
+
+    @property
+    def salt(self) -> str:
+        """The adapters that are on."""
+        on = self._adapted is not None and not self._adapted.disable_adapters
+        return ",".join(self._adapted.active_adapters) if on else ""
+
+    def now(self) -> float:
+        """The machine's monotonic clock."""
+        return time.perf_counter()
+
+    def wait_until(self, moment_s: float) -> None:
+        """Sleep until ``moment_s``."""
+        time.sleep(max(0.0, moment_s - self.now()))
+
+    @torch.inference_mode()
+    def execute(self, works: Sequence[Work]) -> list[int]:
+        """One forward pass for each view, over the new tokens of all its ``works``, laid end to end. What is redone in
+        some layers, from hidden states that it brings, joins it there; other redone works go through their layers in a
+        pass of their own. The other layers' keys and values stay what they are.
+
+        Raises RequestError as ``Decoder.run``, and ModelError once closed.
+        """
+        if self._base.config._attn_implementation != NAME:
+            raise ModelError("the engine was closed, or the model's attention changed: its tokens would be wrong")
+        views: dict[View, dict[range | None, list[Work]]] = defaultdict(lambda: defaultdict(list))
+        for work in works:
+            views[work.request.view or self.view][self._some(work.redo)].append(work)
+        tokens: dict[int, int] = defaultdict(int)  # nothing is said by what is redone
+        for view, parts in views.items():
+            if whole := parts.pop(None, []):
+                joins = next((layers for layers in parts if layers.start), None)
+                tokens |= self._whole(view, whole, parts.pop(joins) if joins else [])
+            for layers, mine in parts.items():
+                step = self.plan(view, mine)
+                step.redo(layers)
+                view.decoder.run(step)
+        return [tokens[work.request.number] for work in works]
+
+    def _some(self, redo: Redo | None) -> range | None:
+        """The layers of ``redo``; None for all of them from the tokens on, which any other work goes through too."""
+        whole = redo is None or (redo.hidden is None and len(redo.layers) == self.pool.shape.layers)
+        return None if whole else redo.layers
+
+    def _whole(self, view: View, works: Sequence[Work], joining: Sequence[Work]) -> dict[int, int]:
+        """The next token by request of each of ``works``, which means nothing where it does not complete."""
+        step = self.plan(view, works)
+        if joining:
+            join(step, joining, partial(self.plan, view))
+        logits = view.decoder.logits(step)
+        chosen = next_tokens(logits[: len(works)], step.works)
+        read_prompts(logits[len(works) :], step.works)
+        return {work.request.number: token for work, token in zip(step.works, chosen, strict=True)}
+
+    def plan(self, view: View, works: Sequence[Work]) -> StepPlan:
+        """``works`` as a step over this pool, through all layers of ``view``."""
+        return StepPlan.of(works, self.pool, self._attend, view.edges)
+
+    @torch.inference_mode()
+    def fill(self, request: Request, layer: int, kv: torch.Tensor) -> None:
+        """Write keys and values [2, 1, kv_heads, tokens, head_dim] of its first tokens into its blocks at ``layer``.
+
+        Raises CacheError for those of another shape or dtype.
+        """
+        shape = self.pool.shape
+        tokens = kv.shape[3] if kv.dim() == 5 else -1
+        wanted = [2, 1, shape.kv_heads, tokens, shape.head_dim]
+        if list(kv.shape) != wanted or kv.dtype != shape.dtype or tokens > len(request.blocks) * shape.block_tokens:
+            raise CacheError(
+                f"keys and values {list(kv.shape)} of {kv.dtype} for layer {layer} do not fit: the pool holds "
+                f"{shape.kv_heads} heads of {shape.head_dim} in {shape.dtype}"
+            )
+        places = torch.arange(tokens)
+        blocks = torch.tensor(request.blocks)[places // shape.block_tokens].to(self.pool.device)
+        offsets = (places % shape.block_tokens).to(self.pool.device)
+        self.pool.rows[blocks, layer, :, offsets] = kv[:, 0].permute(2, 0, 1, 3).to(self.pool.device)
+
+    def edge_of(self, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The first ``tokens`` of ``hidden`` [1, tokens or more, hidden] on this device.
+
+        Raises CacheError for those of another width, dtype or length.
+        """
+        width, dtype = self._base.config.hidden_size, self.pool.shape.dtype
+        fits = hidden.dim() == 3 and hidden.shape[0] == 1 and hidden.shape[1] >= tokens and hidden.shape[2] == width
+        if not fits or hidden.dtype != dtype:
+            raise CacheError(
+                f"hidden states {list(hidden.shape)} of {hidden.dtype} do not fit: "
+                f"{tokens} tokens of {width} numbers in {dtype} are wanted"
+            )
+        return hidden[:, :tokens].to(self.pool.device)
+
+    def forget(self, request: Request) -> None:
+        """Drop the hidden states that are kept of it."""
+        (request.view or self.view).forget(request)
+
+    def swap_out(self, request: Request) -> Moved | None:
+        """Copy what the request has cached to the host pool; None when that is full, or there is none."""
+        count = self.pool.shape.blocks(request.cached)
+        span = self.arena.take(count) if self.arena else None
+        if span is None:
+            return None
+        request.host = span
+        return self.path.out(request.blocks[:count], span)
+
+    def swap_in(self, request: Request) -> Movement:
+        """Begin to copy it back."""
+        return self.path.into(request.host, request.blocks[: request.host.blocks])
+
+    def drop(self, host: Span) -> None:
+        """Give the span back to the host pool."""
+        self.arena.give(host)
+
+    def close(self) -> None:
+        """Give the model its own attention back, and end the swap path's threads."""
+        if self.path is not None:
+            self.path.close()
+        self._base.set_attn_implementation(self._stock)
+
+
+def _adapted(model: nn.Module) -> nn.Module | None:
+    """A module that carries an adapter of PEFT, which nobody can have made without having imported it."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    return peft and next((module for module in model.modules() if isinstance(module, peft.BaseTunerLayer)), None)
+
+
+def fastest_attend(pool: KVPool) -> type[Attend]:
+    """The way to compute attention over ``pool`` that is fastest here."""
+    half = pool.shape.dtype in (torch.float16, torch.bfloat16)
+    if pool.device.type == "cuda" and half:
+        return VarlenAttend
+    return fastest(pool) if supports(pool.shape, pool.device) else PaddedAttend

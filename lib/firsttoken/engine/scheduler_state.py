@@ -1,0 +1,333 @@
+"""Who has which blocks: requests come, lose them, have them back, move to another view, and end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from firsttoken.engine.block_pool import BlockPool, PrefixSharing
+from firsttoken.engine.executor import Executor
+from firsttoken.engine.preemption.preemption_policy import Action
+from firsttoken.engine.preemptor import Preemptor
+from firsttoken.engine.request import Phase, PrefixSource, Redo, Request, Work
+from firsttoken.study.errors import CacheError, FirstTokenError, ProfileError, RequestError
+from firsttoken.study.parsing.schema import unknown
+from firsttoken.study.policy_file import PolicyKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from firsttoken.engine.model_version import View
+
+
+# Who is preempted when a block is missing.
+
+Victim = Callable[[list[Request]], Request]
+
+VICTIMS: dict[str, Victim] = {
+    "last_arrived": lambda running: max(running, key=lambda request: request.order),  # LIFO, CPS 2.2
+    "first_arrived": lambda running: min(running, key=lambda request: request.order),
+    "longest": lambda running: max(running, key=lambda request: (request.cached, request.order)),
+    "shortest": lambda running: min(running, key=lambda request: (request.cached, request.order)),
+}
+
+_NOT_ONE = "a victim must be one of the running requests that it is given"
+VICTIM = PolicyKind(
+    "victim",
+    None,
+    "write one function of the running requests that returns one of them, as in firsttoken.engine.scheduler_state",
+    {"": lambda victim, running: "" if any(victim is one for one in running) else f"{_NOT_ONE}, not {victim!r:.60}"},
+)
+
+
+def victim_named(victim: str | Victim) -> Victim:
+    """The choice of that name, or one's own. Raises ProfileError for a name that is unknown."""
+    if isinstance(victim, str) and victim not in VICTIMS:
+        raise ProfileError(f"engine: no victim choice {victim!r}; {unknown(victim, VICTIMS)}")
+    return VICTIMS[victim] if isinstance(victim, str) else victim
+
+
+# Where requests stand: four queues, one a phase.
+
+
+class Queues:
+    """``waiting`` (new, or to be recomputed; those go first), ``running`` and ``restoring`` (they have blocks),
+    ``swapped``. Only here does a request's phase change: it is the queue that it stands in."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.restoring: list[Request] = []
+        self.swapped: list[Request] = []
+        self._queues: dict[Phase, deque[Request] | list[Request]] = {
+            Phase.WAITING: self.waiting,
+            Phase.RUNNING: self.running,
+            Phase.RESTORING: self.restoring,
+            Phase.SWAPPED: self.swapped,
+        }
+
+    @property
+    def full(self) -> int:
+        """Requests that have blocks."""
+        return len(self.running) + len(self.restoring)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Requests in each of the queues."""
+        return tuple(map(len, self._queues.values()))
+
+    def arrange(self, turn: Callable[[Request], Any]) -> None:
+        """Whoever waits stands in the order of ``turn``, the least first."""
+        ordered = sorted(self.waiting, key=turn)
+        self.waiting.clear()
+        self.waiting.extend(ordered)
+
+    def stand(self, request: Request, phase: Phase) -> None:
+        """Out of the queue of its phase, if it had come there, and to the end of the next one's."""
+        if request in self._queues[request.phase]:
+            self._queues[request.phase].remove(request)
+        request.phase = phase
+        if phase is not Phase.FINISHED:
+            self._queues[phase].append(request)
+
+    def go_first(self, request: Request) -> None:
+        """It waits before all who never ran."""
+        self.stand(request, Phase.WAITING)
+        self.waiting.rotate(1)
+
+
+# A cache from elsewhere: keys and values of how a request begins, computed by another model or at another time.
+
+
+class CoveredPrefix:
+    """``source``, held to what it says: each layer of a model of ``depth`` layers that is not computed again comes
+    once, with keys and values of all its tokens, before it is complete. ``arrived`` and ``complete`` raise CacheError
+    where it is not so.
+
+    Raises RequestError for layers to compute again that the model does not have.
+    """
+
+    def __init__(self, source: PrefixSource, depth: int) -> None:
+        self.tokens, self.redo = source.tokens, source.redo
+        if not 0 <= self.redo.start <= self.redo.stop <= depth or self.redo.step != 1:
+            raise RequestError(f"a stored prefix computes {self.redo} again, and the model has layers [0, {depth})")
+        self._source = source
+        self._left = set(range(depth)) - set(self.redo)
+
+    def begin(self) -> None:
+        """As the source."""
+        self._source.begin()
+
+    def edge(self) -> Tensor | None:
+        """As the source."""
+        return self._source.edge()
+
+    def arrived(self) -> list[tuple[int, Tensor]]:
+        """As the source, each layer once and whole."""
+        came = self._source.arrived()
+        for layer, kv in came:
+            if layer not in self._left:
+                raise CacheError(f"a stored prefix brought layer {layer}, which had come or was not to come")
+            if kv.dim() != 5 or kv.shape[3] < self.tokens:
+                raise CacheError(f"a stored prefix brought {list(kv.shape)} of {self.tokens} tokens for layer {layer}")
+            self._left.remove(layer)
+        return came
+
+    @property
+    def complete(self) -> bool:
+        """As the source, which has brought every layer then."""
+        if (complete := self._source.complete) and self._left:
+            raise CacheError(f"a stored prefix ended without layer {min(self._left)}")
+        return complete
+
+    def close(self) -> None:
+        """As the source."""
+        self._source.close()
+
+
+class Bringing:
+    """Takes in what the sources of requests bring, and says when a request can run."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def look(self, request: Request) -> bool:
+        """Take in what has come for ``request``; whether it has something to compute now.
+
+        That is what it computes again, as soon as this can begin, and what follows its prefix, once that is whole.
+        Where the source fails, or brings what does not fit, everything is computed from the tokens, and
+        ``request.fell_back`` says why.
+        """
+        source = request.source
+        try:
+            for layer, kv in source.arrived():
+                self._executor.fill(request, layer, kv[..., : source.tokens, :])
+            if request.computed < source.tokens:
+                return self._begun(request, source)
+            if request.redo is None and source.complete:
+                request.give_up_source()
+            return request.redo is not None or request.source is None
+        except FirstTokenError as error:
+            request.forget()
+            request.computed, request.fell_back = 0, str(error)
+            return True
+
+    def _begun(self, request: Request, source: PrefixSource) -> bool:
+        if not source.redo:
+            if source.complete:
+                request.advance(source.tokens)
+                request.give_up_source()
+            return request.source is None
+        edge = source.edge() if source.redo.start else None
+        if source.redo.start and edge is None:
+            return False
+        hidden = None if edge is None else self._executor.edge_of(edge, source.tokens)
+        request.computed = source.tokens
+        request.redo = Redo(source.redo, source.tokens, hidden)
+        return True
+
+
+class Holdings(Queues):
+    """The queues, and what each request in them holds.
+
+    Blocks are counted in ``pool``; ``block_tokens`` tokens fill one, and ``prefixes``, if given, shares them.
+    ``preemptor`` saves and restores what ``victim`` chooses to give way.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_tokens: int,
+        preemptor: Preemptor,
+        victim: Victim,
+        prefixes: PrefixSharing | None = None,
+    ) -> None:
+        super().__init__()
+        self.pool = pool
+        self.block_tokens = block_tokens
+        self.preemptor = preemptor
+        self.victim = victim
+        self.prefixes = prefixes
+        self.planned: list[Work] = []  # for the coming step, by now
+        self.preempted = 0  # how often so far
+        self.brought: list[Request] = []  # they have blocks, and a prefix on its way into them
+        self._bringing = Bringing(preemptor.executor)
+
+    def arrive(self, request: Request) -> None:
+        """A new request."""
+        self.stand(request, Phase.WAITING)
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Requests whose keys and values have come run; with ``wait``, wait for the first that comes back."""
+        self.brought = [request for request in self.brought if request.source is not None]
+        for request in self.brought:
+            phase = Phase.RUNNING if self._bringing.look(request) else Phase.RESTORING
+            if phase is not request.phase:
+                self.stand(request, phase)
+        for request in [request for request in self.restoring if request.source is None]:
+            if self.preemptor.poll(request, wait=wait):
+                self.stand(request, Phase.RUNNING)
+                wait = False
+
+    def end(self, request: Request) -> None:
+        """The request is over, wherever it stands; its blocks are free again. Raises DeviceLost, once it is."""
+        try:
+            self.preemptor.forget(request)
+        finally:
+            self._release(request)
+            self.stand(request, Phase.FINISHED)
+
+    def preempt(self, victim: Request) -> None:
+        """Take the blocks of ``victim`` away; it waits, before all who never ran, or is swapped out."""
+        self.preempted += 1
+        action = self.preemptor.evict(victim)
+        self._release(victim)
+        if action is Action.SWAP:
+            self.stand(victim, Phase.SWAPPED)
+        else:
+            self.go_first(victim)
+
+    def move(self, request: Request, view: View, layers: range) -> None:
+        """``request``, which has begun, computes with ``view`` from now on, and ``layers`` again under the budgets of
+        the coming steps. Raises RequestError where hidden states that this begins with were not kept."""
+        if request.source is not None:  # what was to come would be of another view
+            request.forget()
+            request.computed = 0
+        again = bool(layers) and (request.cached > 0 or request.redo is not None)
+        elsewhere = request.phase is Phase.SWAPPED or self.prefixes is not None  # or in blocks that others read too
+        redo = request.view.redo(request, layers) if again and not elsewhere else request.redo
+        view.take_over(request)
+        if not again:
+            if self.prefixes is not None:
+                self.prefixes.part(request)
+            if request.phase is Phase.RESTORING and request.host is None:
+                self.stand(request, Phase.RUNNING)
+        else:
+            self.preemptor.move(request)
+            if elsewhere:
+                self._release(request)
+                request.forget()
+                self.go_first(request)
+            else:
+                self.stand(request, Phase.RUNNING)
+        request.turn(view, None if again and elsewhere else redo)
+
+    def lose(self) -> list[Request]:
+        """The device is lost, with all keys and values: who had any there, or in its host, waits before all who never
+        ran, and computes them again. Those requests, the first come first."""
+        self.pool.forget()
+        self.brought.clear()
+        had = sorted([*self.running, *self.restoring, *self.swapped], key=lambda request: request.order)
+        for request in reversed(had):
+            self.preemptor.lose(request)
+            self._release(request)
+            self.go_first(request)
+        return had
+
+    def _await(self, request: Request) -> None:
+        """Its prefix comes from elsewhere; nobody else may share what is computed upon it."""
+        if self.prefixes is not None:
+            self.prefixes.part(request)
+        request.source.begin()
+        self.brought.append(request)
+        self.stand(request, Phase.RESTORING)
+
+    def _grow(self, request: Request) -> bool:
+        """Take the block that the next token of ``request`` may need; False when it had to give up its own."""
+        if request.cached < len(request.blocks) * self.block_tokens:
+            return True
+        while (blocks := self.pool.take(self._missing(request, request.cached + 1))) is None:
+            fixed = {work.request.number for work in self.planned}
+            victim = self.victim([other for other in self.running if other.number not in fixed])
+            self.preempt(victim)
+            if victim is request:
+                return False
+        request.blocks += blocks
+        return True
+
+    def _shared(self, request: Request) -> list[int]:
+        return [] if self.prefixes is None else self.prefixes.find(request)
+
+    def _needs(self, waiting: Request) -> int:
+        """Tokens to process once it is admitted."""
+        return waiting.todo - len(self._shared(waiting)) * self.block_tokens
+
+    def _missing(self, request: Request, tokens: int) -> int:
+        return max(0, -(-tokens // self.block_tokens) - len(request.blocks))
+
+    def _release(self, request: Request) -> None:
+        self.pool.give(request.blocks)
+        request.blocks = []
+
+    def withdraw(self) -> None:
+        """The step failed: what it was to write is not there. Nobody may find it, and who has it from another, admitted
+        for that same step, waits before all who never ran, and computes it."""
+        if self.prefixes is None:
+            return
+        absent = {block for work in self.planned for block in self.prefixes.withdraw(work)}
+        for request in sorted(self.running, key=lambda request: request.order, reverse=True):
+            if not absent.isdisjoint(request.blocks[: request.cached // self.block_tokens]):
+                self._release(request)
+                request.forget()
+                self.go_first(request)

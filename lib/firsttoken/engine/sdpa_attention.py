@@ -1,0 +1,117 @@
+"""Paged attention with stock SDPA, on any device: the reference.
+
+Decodes share one call, padded to the longest context; query heads of one KV head are packed into the query axis, so
+keys and values are never repeated. Each prefill has a call of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from firsttoken.engine.attention import Attend, layer_steps
+from firsttoken.engine.kv import KVPool
+from firsttoken.engine.request import Work
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """Tokens ``start`` to ``end`` of the step; ``reads`` [layers, 2 * blocks] and ``mask`` where some are cached."""
+
+    start: int
+    end: int
+    reads: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+class PaddedAttend(Attend):
+    """``works`` in the order of the step's tokens, the shorter ones first."""
+
+    together = 1  # works of at most so many tokens share one call
+
+    def __init__(self, pool: KVPool, works: list[Work], blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+        super().__init__(pool, blocks, offsets)
+        few = sum(work.tokens <= self.together for work in works)
+        if few:
+            self._plan(works[:few])
+        self.shared = start = sum(work.tokens for work in works[:few])
+        self.prefills: list[_Prefill] = []
+        for work in works[few:]:
+            self.prefills.append(self._plan_prefill(work, start))
+            start += work.tokens
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        _, heads, tokens, width = query.shape
+        scaling = width**-0.5 if scaling is None else scaling
+        if self.shared == tokens:
+            return self._attend(layer, query[0].transpose(0, 1), scaling)[None]
+        out = query.new_empty(tokens, heads, width)
+        if self.shared:
+            out[: self.shared] = self._attend(layer, query[0, :, : self.shared].transpose(0, 1), scaling)
+        for part in self.prefills:
+            new = slice(part.start, part.end)
+            q, k, v, mask = query[:, :, new], key[:, :, new], value[:, :, new], part.mask
+            if mask is not None:
+                k, v = (half[:, :, : mask.shape[-1]] for half in self._read(part.reads[layer], 1))
+            grouped = heads > self.pool.shape.kv_heads
+            seen = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+            )
+            out[new] = seen[0].transpose(0, 1)
+        return out[None]
+
+    def _attend(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """What the shared tokens see: ``query`` [tokens, heads, head_dim] -> the same shape."""
+        requests, heads, width = query.shape
+        keys, values = self._read(self.reads[layer], requests)
+        keys[self.stale] = values[self.stale] = 0
+        packed = query.reshape(requests, self.pool.shape.kv_heads, -1, width)
+        seen = F.scaled_dot_product_attention(packed, keys, values, attn_mask=self.mask, scale=scaling)
+        return seen.reshape(requests, heads, width)
+
+    def _read(self, rows: torch.Tensor, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [requests, kv_heads, context, head_dim] of block rows [requests * 2 * blocks]."""
+        shape = self.pool.shape
+        both = self.pool.block_rows.index_select(0, rows)
+        both = both.view(requests, 2, -1, shape.kv_heads, shape.head_dim)
+        return both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
+
+    def _plan(self, works: list[Work]) -> None:
+        """The shared works: block tables padded with a request's own first block; a mask hides what is no context."""
+        shape, device = self.pool.shape, self.pool.device
+        contexts = torch.tensor([work.end for work in works])
+        width = shape.blocks(int(contexts.max()))
+        tables = [self._table(work, width) for work in works]
+        self.reads = self._rows(torch.tensor(tables))
+        columns, ends = torch.arange(width * shape.block_tokens), contexts[:, None]
+        hidden = columns >= ends
+        # the rest of a last block holds what its owner before left there: of what is no number a share of 0 is none
+        rest = columns < -(-ends // shape.block_tokens) * shape.block_tokens
+        rows, columns = (hidden & (rest | (ends < shape.block_tokens))).nonzero(as_tuple=True)
+        self.stale = rows.to(device), slice(None), columns.to(device)
+        mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf"))
+        self.mask = mask[:, None, None].to(device)
+
+    def _table(self, work: Work, width: int) -> list[int]:
+        """The blocks of what ``work`` sees, ``width`` of them: filled up with the first, which it has written."""
+        blocks = work.request.blocks[: self.pool.shape.blocks(work.end)]
+        return blocks + blocks[:1] * (width - len(blocks))
+
+    def _plan_prefill(self, work: Work, start: int) -> _Prefill:
+        end = start + work.tokens
+        if not work.start:
+            return _Prefill(start, end, None, None)
+        shape = self.pool.shape
+        table = torch.tensor([work.request.blocks[: shape.blocks(work.end)]])
+        hidden = torch.arange(work.end) > torch.arange(work.start, work.end)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf"))
+        return _Prefill(start, end, self._rows(table), mask.to(self.pool.device))
+
+    def _rows(self, tables: torch.Tensor) -> torch.Tensor:
+        """Block tables [requests, blocks] as rows of ``KVPool.block_rows`` [layers, requests * 2 * blocks]."""
+        keys = (tables * (self.pool.shape.layers * 2)).to(self.pool.device)
+        return torch.stack([keys, keys + 1], 1).flatten() + layer_steps(self.pool, 2)

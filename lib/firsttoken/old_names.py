@@ -1,0 +1,79 @@
+"""Modules under the names that README files and policies of readers had for them before: they work for this version, and
+one line names the new one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_BORROWING, _COMBINED = "firsttoken_extras.layer_borrowing", "firsttoken_studies.combined"
+RENAMED = {  # the longest that a name begins with counts
+    "firsttoken.chunked": "firsttoken.sarathi",
+    "firsttoken.crosspoint": "firsttoken.cps",
+    "firsttoken.crosspoint.on_vllm": "firsttoken_extras.vllm_cross_point",
+    "firsttoken.engine.apart": "firsttoken.engine.worker",
+    "firsttoken.engine.apart.config": "firsttoken.engine.worker.worker_config",
+    "firsttoken.engine.apart.executor": "firsttoken.engine.worker.remote_executor",
+    "firsttoken.engine.config": "firsttoken.engine.engine_config",
+    "firsttoken.engine.edges": "firsttoken.engine.hidden_state_cache",
+    "firsttoken.engine.live": "firsttoken.engine.live_executor",
+    "firsttoken.engine.schedulers.base": "firsttoken.engine.schedulers.scheduler",
+    "firsttoken.engine.segments": "firsttoken.engine.decoder",
+    "firsttoken.engine.views": "firsttoken.engine.model_version",
+    "firsttoken.experiments": "firsttoken_studies.experiments",
+    "firsttoken.kvreuse": "firsttoken.droidspeak",
+    "firsttoken.ledger": "firsttoken_studies.ledger",
+    "firsttoken.progressive": "firsttoken.progressiveserve",
+    "firsttoken.progressive.recovery": "firsttoken.progressiveserve.staged_serving",
+    "firsttoken.swarm": "firsttoken.petals",
+    "firsttoken.swarm.remote": "firsttoken.petals.remote_model",
+    "firsttoken.swarm.trust.places": "firsttoken.petals.trust.priority_queue",
+    "firsttoken.swarm.trust.thanks": "firsttoken.petals.trust.receipts",
+    "firsttoken.swarm.tuning.adapters": "firsttoken.petals.tuning.client_adapters",
+    "firsttoken.swarm.tuning.remote": "firsttoken.petals.tuning.remote_training",
+    "firsttoken.together": _COMBINED,
+    "firsttoken.together.borrowed": _BORROWING,
+    "firsttoken.together.borrowed.ends": f"{_BORROWING}.embeddings",
+    "firsttoken.together.borrowed.loan": f"{_BORROWING}.lease",
+    "firsttoken.together.fetchers.pipeline": f"{_COMBINED}.fetchers.trial",
+}
+
+
+def renamed(name: str) -> str | None:
+    """What the module ``name`` is called now; None where that is its name."""
+    parts = name.split(".")
+    for end in range(len(parts), 1, -1):
+        if (now := RENAMED.get(".".join(parts[:end]))) is not None:
+            return ".".join([now, *parts[end:]])
+    return None
+
+
+class OldNames(MetaPathFinder, Loader):
+    """Finds a module by its old name: it is the same module, and a line on stderr names the new one."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module that is called otherwise now, and None for all others."""
+        now = renamed(fullname) if fullname.startswith("firsttoken.") else None
+        return None if now is None else ModuleSpec(fullname, self, origin=now)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module under its new name. Raises ModuleNotFoundError where there is none."""
+        module = importlib.import_module(str(spec.origin))
+        spec.loader_state = module.__spec__
+        print(f"firsttoken: the module {spec.name} is called {spec.origin} now", file=sys.stderr)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing runs again; the module keeps the spec of its new name, which the import system has replaced."""
+        module.__spec__ = module.__spec__.loader_state
+
+
+def install() -> None:
+    """Let old names be found. It goes first, as a module that moved within its package has both names there."""
+    sys.meta_path.insert(0, OldNames())

@@ -1,0 +1,106 @@
+"""A span of blocks with its own pool of keys and values: the engine's segment, for whoever sends hidden states."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from firsttoken.assets.model_config import read_config
+from firsttoken.assets.positions import context_of
+from firsttoken.engine.attention import page
+from firsttoken.engine.decoder import LocalSegment
+from firsttoken.engine.fused import fuse_layer
+from firsttoken.engine.kv import KVPool, KVShape
+from firsttoken.engine.live_executor import fastest_attend
+from firsttoken.engine.request import Work
+from firsttoken.engine.step_plan import StepPlan
+from firsttoken.petals.checkpoint_blocks import load_span
+from firsttoken.petals.kv_slots import Room
+from firsttoken.petals.wire import Stretch
+from firsttoken.study.errors import ModelError, SwarmError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_TIMED = 5  # steps of one token that say how fast a span is
+
+
+class BlockStack:
+    """``blocks`` of the model in ``folder``, computed in ``dtype``, and keys and values of ``kv_tokens`` tokens.
+
+    Raises ModelError for a folder without these blocks, or layers that do not all see the whole context.
+    """
+
+    def __init__(
+        self, folder: Path, blocks: range, dtype: torch.dtype, kv_tokens: int, *, block_tokens: int = 16
+    ) -> None:
+        self.depth: int = read_config(folder).num_hidden_layers
+        if not 0 <= blocks.start < blocks.stop <= self.depth:
+            raise SwarmError(f"blocks [{blocks.start}, {blocks.stop}) are not among the model's [0, {self.depth})")
+        self._folder, self.dtype = folder, dtype
+        model = self._span(blocks)
+        if odd := set(getattr(model.config, "layer_types", None) or []) - {"full_attention"}:
+            raise ModelError(f"{model.config.model_type} has layers of {min(odd)}; a swarm runs full_attention only")
+        self.blocks = blocks
+        self.width: int = model.config.hidden_size
+        self.context: int = context_of(model.config)
+        shape = replace(KVShape.of(model.config, dtype, block_tokens), layers=len(blocks))
+        self.pool = KVPool(shape, -(-kv_tokens // block_tokens), touched=False)
+        self._rotary = model.model.rotary_emb
+        self._segment = LocalSegment(model.model.layers)
+        self._attend = fastest_attend(self.pool)
+
+    @torch.inference_mode()
+    def run(self, layers: range, works: Sequence[Work], hidden: Sequence[Tensor]) -> list[Tensor]:
+        """``hidden`` [tokens, hidden] of each of ``works`` through ``layers`` of the model -> the same shapes."""
+        order = sorted(range(len(works)), key=lambda place: works[place].tokens)  # as a step lays them
+        step = StepPlan.of(works, self.pool, self._attend)
+        step.layers = range(layers.start - self.blocks.start, layers.stop - self.blocks.start)
+        states = torch.cat([hidden[place] for place in order])[None]
+        step.arguments = (
+            (),
+            {
+                "attention_mask": None,
+                "position_ids": step.positions,
+                "past_key_values": None,
+                "use_cache": False,
+                "position_embeddings": self._rotary(states, step.positions),
+                "paged": step.paged,
+            },
+        )
+        parts = self._segment.run(states, step)[0].split([works[place].tokens for place in order])
+        out: list[Tensor] = [states] * len(works)
+        for place, part in zip(order, parts, strict=True):
+            out[place] = part
+        return out
+
+    def move(self, blocks: range) -> None:
+        """As many other ``blocks`` in the place of those that were here, whose memory is given back first; nobody may
+        use the pool meanwhile. Raises ModelError, and holds nothing then, for blocks that cannot be loaded."""
+        self.blocks, self._segment = blocks, LocalSegment([])
+        self._segment = LocalSegment(self._span(blocks).model.layers)
+
+    def _span(self, blocks: range) -> PreTrainedModel:
+        """The model with ``blocks`` as its only layers, numbered from 0, as a step runs them."""
+        model = load_span(self._folder, blocks, self.dtype)
+        page(model)
+        model.model.layers = nn.ModuleList(fuse_layer(layer) for layer in model.model.layers)
+        return model
+
+    def measured_throughput(self) -> float:
+        """Tokens a second through one block, from steps of one token; nobody may use the pool meanwhile."""
+        room = Room(1, self.pool.shape.block_tokens, 1, self.context)
+        hidden, seconds = [torch.zeros(1, self.width, dtype=self.dtype)], []
+        works = room.place({}, [Stretch(0, 0, 1)])
+        for _ in range(_TIMED):
+            begun = time.perf_counter()
+            self.run(self.blocks, works, hidden)
+            seconds.append(time.perf_counter() - begun)
+        return len(self.blocks) / sorted(seconds)[_TIMED // 2]

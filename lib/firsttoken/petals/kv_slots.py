@@ -1,0 +1,227 @@
+"""Who has which blocks of a server's pool: the sequences of all sessions, within its limits, and steps that run.
+
+A step has every block that it reads or writes from when it is handed over until it has run or was taken out, whatever
+becomes of its sequence meanwhile: a block is given to nobody else before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from firsttoken.engine.block_pool import BlockPool
+from firsttoken.engine.request import GREEDY, Sampling, Work
+from firsttoken.petals.fairness import HERE, Client, busy, who_yields
+from firsttoken.petals.wire import Stretch
+from firsttoken.study.errors import BusyError, RequestError, SwarmError
+
+
+class LostError(SwarmError):
+    """The server does not have the tokens before a step any more (or never had): send them again."""
+
+
+class SoonError(BusyError):
+    """The blocks come free when the steps that are under way have run."""
+
+
+class Rows(NamedTuple):
+    """What stands for a request in the engine's step: nothing but where its keys and values are."""
+
+    number: int
+    blocks: list[int]
+    tokens: range  # a server is never told the ids; positions stand in their place
+    sampling: Sampling = GREEDY  # what is asked of logits, of which a server has none
+
+
+@dataclass
+class Tenant:
+    """One sequence of a session: its blocks, and tokens whose keys and values are in them, from layer ``first`` on;
+    ``trail`` are digests of what entered. It is ``client``'s, and was ``used`` when it was last placed or computed."""
+
+    blocks: list[int] = field(default_factory=list)
+    cached: int = 0
+    first: int = 0
+    trail: list[bytes] = field(default_factory=list)
+    client: Client = field(default=HERE, compare=False)
+    used: float = field(default=-math.inf, compare=False)
+
+
+Sequences = dict[int, Tenant]
+"""Those of one session, by the numbers that its client gives them."""
+
+
+class Room:
+    """At most ``sequences`` of at most ``context`` tokens each, in ``blocks`` blocks of ``block_tokens`` tokens.
+
+    Where there is no room left, sequences of clients that have more than their share make room, and those of which
+    nothing was computed for ``spare_s`` seconds. Their sessions learn it at their next step, and send them again.
+    """
+
+    def __init__(self, blocks: int, block_tokens: int, sequences: int, context: int, spare_s: float = math.inf) -> None:
+        self.pool = BlockPool(blocks)
+        self.block_tokens = block_tokens
+        self.sequences = sequences
+        self.context = context
+        self.spare_s = spare_s
+        self._homes: dict[int, tuple[Sequences, int, Tenant]] = {}  # of all sessions, by the tenant's id
+        self._leased: Counter[int] = Counter()  # in how many steps under way a block is
+        self._written: set[int] = set()  # by a step under way
+        self._turn = asyncio.Lock()
+        self._released = asyncio.Event()
+
+    @property
+    def held(self) -> int:
+        """Sequences, of all sessions."""
+        return len(self._homes)
+
+    async def placed(
+        self, mine: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
+    ) -> list[Work]:
+        """As ``place``, when the steps have run whose blocks it needs; who needs blocks waits in one line."""
+        if not sum(self._needs(mine, stretches, first)):
+            return self.place(mine, stretches, first, client)
+        async with self._turn:
+            while True:
+                try:
+                    return self.place(mine, stretches, first, client)
+                except SoonError:
+                    self._released.clear()
+                    await self._released.wait()
+
+    def place(self, mine: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE) -> list[Work]:
+        """The works of a step of a session of ``client`` whose sequences are ``mine``; takes the blocks that they
+        need, or none.
+
+        The step begins at layer ``first``: a client may leave layers out from then on, as they have come to it.
+        Raises LostError for a step that begins behind what is cached, or at layers that were left out, RequestError
+        beyond the context, BusyError where there is no room, SoonError where there will be.
+        """
+        needs = self._needs(mine, stretches, first)
+        new = [one.number for one in stretches if one.number not in mine]
+        keep = {id(mine[one.number]) for one in stretches if one.number in mine}
+        for number, tenant in self._yielding(client, keep, sum(needs), len(new)):
+            self.leave(self._homes[id(tenant)][0], [number])
+        if (taken := self.pool.take(sum(needs))) is None:
+            raise SoonError("blocks are free when the steps have run that are under way")
+        works, now = [], time.monotonic()
+        for one, need in zip(stretches, needs, strict=True):
+            if (tenant := mine.get(one.number)) is None:
+                tenant = mine[one.number] = Tenant(client=client)
+                self._homes[id(tenant)] = mine, one.number, tenant
+            tenant.blocks += [taken.pop() for _ in range(need)]
+            tenant.cached, tenant.first, tenant.used = one.start, first, now  # what lies behind is written anew
+            rows = Rows(one.number, list(tenant.blocks), range(self.context))
+            works.append(Work(rows, one.start, one.end, one.start))
+        return works
+
+    def lease(self, works: Sequence[Work]) -> None:
+        """A step is under way: the blocks of its works are its own, too, until ``release``.
+
+        Raises RuntimeError, and takes nothing, where another step that is under way writes to one of them.
+        """
+        written = self._writes(works)
+        if len(set(written)) < len(written) or self._written & set(written):
+            raise RuntimeError("two steps would write to one block of keys and values")
+        self._written.update(written)
+        for work in works:
+            self.pool.take(0, shared=work.request.blocks)
+            self._leased.update(work.request.blocks)
+
+    def release(self, works: Sequence[Work]) -> None:
+        """A step has run, or will not: blocks whose sequences have gone meanwhile are free now."""
+        self._written.difference_update(self._writes(works))
+        for work in works:
+            self.pool.give(work.request.blocks)
+            self._leased -= Counter(work.request.blocks)
+        self._released.set()
+
+    def computed(self, mine: Sequences, stretches: Sequence[Stretch]) -> None:
+        """A step has left the keys and values of ``stretches`` in the pool."""
+        for one in stretches:
+            if one.number in mine:
+                mine[one.number].cached, mine[one.number].used = one.end, time.monotonic()
+
+    def leave(self, mine: Sequences, numbers: Iterable[int]) -> None:
+        """These sequences of a session are over; their blocks are free, those of a step under way when it has run.
+        Numbers that it does not have are passed by."""
+        for number in numbers:
+            if (tenant := mine.pop(number, None)) is not None:
+                del self._homes[id(tenant)]
+                self.pool.give(tenant.blocks)
+
+    def check(self) -> None:
+        """Assert that each block is of one sequence at most, and has no owners but that one and steps under way."""
+        self.pool.check()
+        tenants = [tenant for _, _, tenant in self._homes.values()]
+        assert all(mine.get(number) is tenant for mine, number, tenant in self._homes.values()), "a sequence is lost"
+        had = Counter(block for tenant in tenants for block in tenant.blocks)
+        assert max(had.values(), default=0) <= 1, "two sequences have one block"
+        assert self._written <= set(self._leased), "a block is written to that no step has"
+        owners = {block: self.pool.owners(block) for block in range(self.pool.count) if self.pool.owners(block)}
+        assert owners == dict(had + self._leased), "a block has another number of owners than sequences and steps"
+
+    def _needs(self, mine: Sequences, stretches: Sequence[Stretch], first: int) -> list[int]:
+        """The blocks that each of ``stretches`` lacks. Raises as ``place`` for a step that cannot be."""
+        needs: list[int] = []
+        for one in stretches:
+            cached = mine[one.number].cached if one.number in mine else 0
+            if one.start > cached:
+                raise LostError(f"sequence {one.number} has {cached} tokens here, and the step begins at {one.start}")
+            if one.start and first < mine[one.number].first:
+                raise LostError(f"sequence {one.number} has nothing here of layer {first}, where the step begins")
+            if one.end > self.context:
+                raise RequestError(f"sequence {one.number} of {one.end} tokens exceeds the context of {self.context}")
+            had = len(mine[one.number].blocks) if one.number in mine else 0
+            needs.append(max(0, -(-one.end // self.block_tokens) - had))
+        return needs
+
+    def _yielding(self, client: Client, keep: Collection[int], blocks: int, new: int) -> list[tuple[int, Tenant]]:
+        """Sequences, with their numbers, that make room for so many ``blocks`` and ``new`` sequences of ``client``,
+        but those with an id in ``keep``. Raises BusyError where there cannot be room."""
+        coming = sum(self.pool.owners(block) == steps for block, steps in self._leased.items())
+        lacks = {"blocks": blocks - self.pool.free - coming, "sequences": self.held + new - self.sequences}
+        if max(lacks.values()) <= 0:
+            return []
+        now, homes = time.monotonic(), [(number, tenant) for _, number, tenant in self._homes.values()]
+        held = {"blocks": Counter[Client](), "sequences": Counter[Client]()}
+        for _, tenant in homes:
+            held["blocks"][tenant.client] += len(tenant.blocks)
+            held["sequences"][tenant.client] += 1
+        rest = [one for one in homes if id(one[1]) not in keep]
+        rest.sort(key=lambda one: (self._runs(one[1]), one[1].used))  # who was idle longest first
+        gone: list[tuple[int, Tenant]] = []
+        while max(lacks.values()) > 0:
+            what = max(lacks, key=lacks.__getitem__)
+            wanted = blocks if what == "blocks" else new
+            yields = who_yields(held[what], client, wanted, [one[1].client for one in rest])
+            found = next((one for one in rest if one[1].client == yields), None)
+            if found is None:
+                spare = (one for one in rest if not self._runs(one[1]) and one[1].used + self.spare_s <= now)
+                found = next(spare, None)
+            if found is None:
+                raise self._full(what, [tenant for _, tenant in rest], now)
+            rest.remove(found)
+            gone.append(found)
+            for name, size in (("blocks", len(found[1].blocks)), ("sequences", 1)):
+                held[name][found[1].client] -= size
+                lacks[name] -= size
+        return gone
+
+    def _full(self, what: str, others: Sequence[Tenant], now: float) -> BusyError:
+        said = f"the pool of {self.pool.count * self.block_tokens} tokens is full"
+        if what == "sequences":
+            said = f"{self.held} sequences are open here, and at most {self.sequences} are taken"
+        return busy(said, [one.used + self.spare_s - now for one in others])
+
+    def _runs(self, tenant: Tenant) -> bool:
+        """Whether a step of it is under way."""
+        return tenant.blocks[0] in self._leased
+
+    def _writes(self, works: Sequence[Work]) -> list[int]:
+        size = self.block_tokens
+        return [block for one in works for block in one.request.blocks[one.start // size : -(-one.end // size)]]

@@ -1,0 +1,158 @@
+"""A swarm as a segment of the engine's decoder, and as a model to generate with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.engine_config import USUAL, EngineConfig
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.request import Sampling
+from firsttoken.engine.step_plan import StepPlan
+from firsttoken.petals.access import Access
+from firsttoken.petals.chain import Chain
+from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
+from firsttoken.petals.event_loop import begin, wait_for
+from firsttoken.petals.swarm import Swarm
+from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.trust.auditor import Auditor, Audits
+from firsttoken.petals.trust.priority_queue import Bid
+from firsttoken.petals.wire import CODINGS, Stretch
+from firsttoken.study.errors import RequestError, SwarmError
+
+UNAUDITED = (
+    "no answer is audited: whatever the servers of this swarm compute is believed; `firsttoken swarm generate "
+    "--audit-rate 0.1` has a share of it computed again by others"
+)
+"""What a user is told once where answers are not audited."""
+
+
+class RemoteSegment:
+    """``chain`` as a segment of a decoder; it is asked by the engine's thread, and lives in the swarm's."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.layers = chain.layers
+        self._chain = chain
+
+    def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
+        """``hidden`` [1, tokens, hidden] through all of its layers -> the same shape.
+
+        Raises SwarmError when nobody serves them in time, RequestError for a step through a part of them.
+        """
+        through = step.within(self.layers)
+        if not len(through):
+            return hidden
+        if through != self.layers:
+            raise RequestError(
+                f"layers [{through.start}, {through.stop}) lie among [{self.layers.start}, {self.layers.stop}) of a "
+                "swarm, which a step runs as a whole"
+            )
+        if step.edges is not None:
+            step.edges.enter(self.layers.start, hidden, step.works)
+        stretches = [Stretch(work.request.number, work.start, work.end) for work in step.works]
+        out = wait_for(self._chain.run(stretches, hidden[0].cpu()))
+        return out[None].to(hidden.device)
+
+    def drop(self, request: int) -> None:
+        """Forget the request of this number, here and on the servers."""
+        begin(self._chain.forget([request]))
+
+
+class RemoteModel:
+    """The model in ``folder`` with its ends here, and its blocks on the swarm that ``peers`` (HOST:PORT) belong to.
+
+    ``engine`` is the engine over it, for what serves and schedules; hidden states travel in ``coding`` (by default what
+    the ends compute in). ``audits`` are the spot checks that it makes, ``bid`` what it offers for a place at a server
+    that is full. Use it as a context manager. Raises ModelError for a folder that holds no ends, SwarmError for a
+    coding that is unknown or cannot be audited, and when nobody answers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        peers: Sequence[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        coding: str = "",
+        patience: Patience | None = None,
+        access: Access | None = None,
+        audits: Audits | None = None,
+        bid: Bid | None = None,
+        tokens: int = 16384,
+        config: EngineConfig = USUAL,
+    ) -> None:
+        coding = coding or str(dtype).removeprefix("torch.")
+        if coding not in CODINGS:
+            raise SwarmError(f"no coding is called {coding!r}; known: {', '.join(CODINGS)}")
+        if audits is not None and (dtype, CODINGS[coding]) != (torch.float32, torch.float32):
+            raise SwarmError("audits compare float32: what is rounded on the way or by a server is no lie")
+        if config.share_prefixes:
+            raise SwarmError("requests over a swarm share no prefixes: their keys and values are not here")
+        self.model = load_ends(folder, dtype)
+        width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
+        self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), patience or Patience(), bid=bid)
+        wait_for(self.swarm.meet())
+        auditor = None if audits is None else Auditor(self.swarm, audits)
+        self.chain = Chain(self.swarm, range(depth), coding, auditor)
+        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[RemoteSegment(self.chain)], touched=False)
+        self.engine = Engine(self.executor, config)
+        self._looking = begin(self.swarm.keep_looking())
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int = 16,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        eos_token_id: int | Sequence[int] = (),
+        pad_token_id: int = 0,
+        seed: int = 0,
+    ) -> Tensor:
+        """``input_ids`` [batch, tokens] -> [batch, tokens + at most ``max_new_tokens``], rows that end early padded.
+
+        Row i draws with ``seed`` + i; temperature 0 is greedy. Raises RequestError for ids that are no batch or that
+        the model cannot take, SwarmError when blocks stay unserved.
+        """
+        if input_ids.dim() != 2 or input_ids.is_floating_point():
+            raise RequestError(f"input_ids must be whole numbers [batch, tokens], not {list(input_ids.shape)}")
+        stop = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+        engine = self.engine
+        requests = []
+        try:
+            for row, prompt in enumerate(input_ids.tolist()):
+                sampling = Sampling(max_new_tokens, temperature, top_p, stop, seed + row)
+                requests.append(engine.submit(prompt, sampling))
+            engine.run()
+        finally:
+            for request in requests:
+                engine.cancel(request)  # does nothing for one that is done
+        longest = max((len(request.output) for request in requests), default=0)
+        said = [request.output + [pad_token_id] * (longest - len(request.output)) for request in requests]
+        new = torch.tensor(said, dtype=input_ids.dtype).view(len(said), longest)
+        return torch.cat([input_ids, new.to(input_ids.device)], dim=1)
+
+    def close(self) -> None:
+        """End all sessions."""
+        self.executor.close()
+        self._looking.cancel()
+
+        async def end() -> None:
+            self.chain.close()
+            await self.swarm.close()
+
+        wait_for(end())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,138 @@
+"""A client's session with one server, for consecutive blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from firsttoken.petals.service import SESSION
+from firsttoken.petals.session import HEADERS
+from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.wire import VERSION, Stretch, decode, encode
+from firsttoken.study.errors import SwarmError
+
+if TYPE_CHECKING:
+    import grpc
+
+
+REFUSALS = frozenset({"INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "OUT_OF_RANGE"})
+"""The names of gRPC's codes by which a server says that what it was asked is wrong, whoever is asked."""
+
+
+class ServerFault(SwarmError):
+    """This server cannot go on with this; ``lasting`` unless it only has lost its sequences.
+
+    One that has ``refused`` says that the client is wrong. Whether it is, only another server can tell.
+    """
+
+    def __init__(self, text: str, lasting: bool = True, refused: bool = False) -> None:
+        super().__init__(text)
+        self.lasting = lasting
+        self.refused = refused
+
+
+class Line:
+    """``layers`` of ``model`` (sha256) on the server that ``name`` tells and ``channel`` leads to.
+
+    Hidden states travel in ``coding``. ``known`` are the tokens of each sequence that the server has seen,
+    ``commitment`` what it vouches for of its latest answer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        channel: grpc.aio.Channel,
+        layers: range,
+        model: str,
+        coding: str,
+        patience: Patience,
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.name = name
+        self.layers = layers
+        self.known: dict[int, int] = {}
+        self._over: set[int] = set()  # sequences that the server was not yet told to be over
+        self.steps = 0
+        self.answered_s = 0.0  # when it did so last, on the monotonic clock
+        self.commitment = ""
+        self.moved_bytes = 0  # of messages, both ways
+        self._coding, self._patience = coding, patience
+        opened = zip(HEADERS, (VERSION, model, f"{layers.start}:{layers.stop}", coding), strict=True)
+        self._call = channel.stream_stream(SESSION)(metadata=(*opened, *headers))
+        self._turn = asyncio.Lock()
+
+    async def run(self, stretches: Sequence[Stretch], hidden: Tensor, first: int = 0) -> Tensor:
+        """``hidden`` [tokens, hidden] of ``stretches``, end to end, after the layers, or after those from ``first`` on.
+
+        Raises ServerFault when this server does not answer in time, or nonsense, or refuses.
+        """
+        rows, over = hidden.shape[0], list(self._over)
+        limit_s = self._patience.limit_s(rows)
+        message = encode(hidden, self._coding, stretches, over, first)
+        try:
+            async with asyncio.timeout(limit_s):
+                data = await self._exchange(message)
+        except TimeoutError:
+            raise ServerFault(f"{self.name} did not answer within {limit_s:.1f} s") from None
+        self._over.difference_update(over)
+        self.moved_bytes += len(message) + len(data)
+        try:
+            answer = decode(data, self._coding, hidden.shape[1], hidden.dtype, rows)
+        except Exception as error:  # whatever goes wrong with its answer is this server's fault
+            raise ServerFault(f"{self.name}: {error}") from error
+        self.steps, self.answered_s = self.steps + 1, time.monotonic()
+        for one in stretches:
+            self.known[one.number] = one.end
+        self.commitment = answer.commitment
+        return answer.hidden
+
+    async def forget(self, numbers: Sequence[int]) -> None:
+        """Tell the server that these sequences are over; one that is not there any more knows anyway."""
+        import grpc
+
+        self._over.update(number for number in numbers if self.known.pop(number, None) is not None)
+        if not (over := list(self._over)):
+            return
+        try:
+            async with asyncio.timeout(self._patience.answer_s), self._turn:
+                await self._call.write(encode(None, self._coding, over=over))
+            self._over.difference_update(over)
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError, TimeoutError):
+            pass  # the next step tells it, or finds out
+        except asyncio.CancelledError:  # of the call, as the session was ended meanwhile, or of whoever asks
+            if asyncio.current_task().cancelling():
+                raise
+
+    def close(self) -> None:
+        """End the session."""
+        self._call.cancel()
+
+    async def _exchange(self, message: bytes) -> bytes:
+        import grpc
+
+        try:
+            async with self._turn:
+                await self._call.write(message)
+            data = await self._call.read()
+            if data is not grpc.aio.EOF:
+                return data
+            code, said = await self._call.code(), await self._call.details()
+        except grpc.aio.AioRpcError as error:
+            code, said = error.code(), error.details()
+        except grpc.aio.BaseError as error:
+            raise ServerFault(f"{self.name}: its connection was closed ({error})", lasting=False) from None
+        except asyncio.InvalidStateError:  # the call is over, and its status says why
+            code, said = await self._call.code(), await self._call.details()
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            raise ServerFault(f"{self.name}: its connection was closed", lasting=False) from None
+        if code.name in REFUSALS:
+            raise ServerFault(f"{self.name} refuses: {said or code.name}", refused=True)
+        said = "it ended the session without a word" if code is grpc.StatusCode.OK else said or code.name
+        # a session that was never answered has nothing that could be lost
+        raise ServerFault(f"{self.name}: {said}", lasting=code is not grpc.StatusCode.ABORTED or not self.steps)

@@ -1,0 +1,81 @@
+"""A running swarm as one of its clients sees it, for people to look at: who holds which blocks, and how it stands."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from firsttoken.petals.chain import Chain
+from firsttoken.petals.records import Record
+from firsttoken.petals.server_session import Line
+from firsttoken.petals.trust.auditor import Auditor
+
+MOST_SERVERS, MOST_REPLACED, MOST_TEXT = 64, 20, 160  # that are told: records and reasons are what strangers sent
+_STATES = ("serves", "shunned", "silent", "convicted", "another version")
+
+
+def overview(chain: Chain, now: float) -> dict[str, Any]:
+    """What is known of the swarm of ``chain`` at ``now`` (seconds of the wall clock), as JSON takes it.
+
+    ``servers``, those of the chain first, ``more`` that are left out, the blocks that are ``unserved``, and who was
+    ``replaced`` by whom. Of ``audits`` it says how many ended how, and why the last one showed nothing. A server's
+    ``requests`` are this client's that are open there, ``served`` their tokens x blocks, ``throughput`` tokens/s
+    through one block as it says itself.
+    """
+    swarm, asked, lines = chain.swarm, defaultdict(list), list(chain.lines)
+    for line, record in lines:
+        asked[record.server].append(line)
+    known = {record.server: record for _, record in lines}  # also one whose record has expired meanwhile
+    known |= {one.server: one for one in swarm.registry.live(now) if one.span}
+    states = {server: swarm.state(one) for server, one in known.items()}
+
+    def rank(one: Record) -> tuple[Any, ...]:
+        first = min((line.layers.start for line in asked.get(one.server, ())), default=len(chain.layers))
+        return first, _STATES.index(states[one.server][0]), one.blocks, one.server
+
+    return {
+        "layers": len(chain.layers),
+        "version": swarm.model,
+        "servers": [
+            _told(one, asked.get(one.server, ()), *states[one.server], now) | {"served": swarm.served[one.server]}
+            for one in sorted(known.values(), key=rank)[:MOST_SERVERS]
+        ],
+        "more": max(0, len(known) - MOST_SERVERS),
+        "audits": None if chain.auditor is None else _audits(chain.auditor),
+        "unserved": chain.unserved(),
+        "replaced": [
+            {"key": key, "why": _text(why), "by": [_named(record) | {"blocks": _ends(blocks)} for record, blocks in by]}
+            for (key, why), by in list(zip(chain.faults, chain.heirs, strict=False))[-MOST_REPLACED:]
+        ],
+    }
+
+
+def _audits(auditor: Auditor) -> dict[str, Any]:
+    return {"ends": dict(auditor.ends), "undecided": _text(auditor.why)}
+
+
+def _told(one: Record, lines: list[Line], state: str, ping_s: float | None, now: float) -> dict[str, Any]:
+    return _named(one) | {
+        "blocks": list(one.blocks),
+        "version": one.model,
+        "throughput": one.throughput,
+        "state": state,
+        "ping_s": ping_s,
+        "asked": [_ends(line.layers) for line in lines],
+        "requests": max((len(line.known) for line in lines), default=0),
+        "expires_s": one.expires - now,
+    }
+
+
+def _named(one: Record) -> dict[str, str]:
+    return {"key": one.server, "address": _text(one.address)}
+
+
+def _ends(blocks: range) -> list[int]:
+    return [blocks.start, blocks.stop]
+
+
+def _text(said: str) -> str:
+    """One line of at most ``MOST_TEXT`` characters that show as what they are."""
+    line = "".join(one if one.isprintable() else "?" for one in " ".join(said.split()))
+    return line if len(line) <= MOST_TEXT else line[: MOST_TEXT - 3] + "..."

@@ -1,0 +1,134 @@
+"""Who decides whether a server has signed what it did not compute: a third that has the model computes it again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from firsttoken.petals.block_backend import BlockStack
+from firsttoken.petals.kv_slots import Room
+from firsttoken.petals.registry import Registry
+from firsttoken.petals.shares import Shares
+from firsttoken.petals.trust.evidence import Evidence
+from firsttoken.petals.trust.ledger import Ledger
+from firsttoken.petals.wire import Stretch
+from firsttoken.study.errors import BusyError, SwarmError
+from firsttoken.study.parsing.schema import at_least
+from firsttoken.study.system.openmp import loops_on_one_core
+
+TOLERANCE = 1e-3
+"""Of a row's norm, that honest float32 servers may differ by: the order in which they add. Notebook 54 measures it."""
+
+_ACCUSATIONS, _AGAIN_S = 4, 60.0  # of one place at once, and until it has another
+_MOST = 4  # accusations that are heard at once
+_MOST_CONVICTED = 4096
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """Whether the accused is ``convicted``, by what ``difference`` of a row's norm, and the points ``taken`` of it."""
+
+    convicted: bool
+    difference: Annotated[float, at_least(0.0)]
+    taken: Annotated[int, at_least(0)]
+
+
+class Court:
+    """Judges servers of ``model`` (sha256), whose copy is in ``folder``, and takes deposits from their accounts in
+    ``ledger``. Only servers that ``registry`` has met are judged.
+
+    An accusation costs the accuser first: each place that they come from has ``_ACCUSATIONS`` and one more every
+    ``_AGAIN_S``, and has it back where it was right. Cases are computed one at a time, on one core, below all else
+    that this machine does.
+    """
+
+    def __init__(
+        self, folder: Path, model: str, ledger: Ledger, registry: Registry, tolerance: float = TOLERANCE
+    ) -> None:
+        self.folder, self.model, self.ledger, self.tolerance = folder, model, ledger, tolerance
+        self.computed = 0  # cases
+        self._registry = registry
+        self._convicted: dict[str, None] = {}
+        self._shares = Shares(_ACCUSATIONS, _AGAIN_S)
+        self._open = 0
+        self._thread = ThreadPoolExecutor(1, "firsttoken-court", _below_others)
+
+    @asynccontextmanager
+    async def case(self) -> AsyncIterator[None]:
+        """The time in which one accusation is heard. Raises BusyError where ``_MOST`` are being heard."""
+        if self._open >= _MOST:
+            raise BusyError(f"{self._open} accusations are being heard here, and no more at once")
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    async def judge(self, evidence: Evidence, source: str) -> Sentence:
+        """Compute what the accused says it has, and convict it if that differs by more than the tolerance.
+
+        Who was convicted before is convicted by its signature alone. Raises BusyError where who is at ``source`` has
+        accused too often; SwarmError, before anything is computed, for evidence that proves nothing, another model, and
+        a server that nobody has met here; and for blocks that cannot be loaded.
+        """
+        self._shares.take(source)
+        evidence.check()
+        commitment = evidence.charge.commitment
+        if commitment.model != self.model:
+            raise SwarmError(f"this court has the model {self.model[:12]}, not {commitment.model[:12]}")
+        if commitment.server in self._convicted:
+            return Sentence(True, 0.0, 0)
+        if not self._registry.met(commitment.server, time.time()):
+            raise SwarmError(f"{commitment.server[:8]} is no server that is known here: it is not judged")
+        compute = partial(recomputed, self.folder, range(*commitment.layers), evidence.inputs)
+        there = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+        self.computed += 1
+        apart = difference(evidence.outputs, there[-len(evidence.outputs) :])
+        if apart <= self.tolerance:
+            return Sentence(False, apart, 0)
+        self._shares.give_back(source)
+        self._convicted[commitment.server] = None
+        if len(self._convicted) > _MOST_CONVICTED:
+            del self._convicted[next(iter(self._convicted))]
+        return Sentence(True, apart, self.ledger.convict(commitment.server, evidence.charge.accuser))
+
+    def close(self) -> None:
+        """End the thread when its case is done."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _below_others() -> None:
+    loops_on_one_core()
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def recomputed(folder: Path, layers: range, inputs: Tensor) -> Tensor:
+    """``inputs`` [tokens, hidden] float32 after ``layers`` of the model in ``folder``, loaded for this.
+
+    Raises SwarmError and ModelError as ``BlockStack``, RequestError beyond the context.
+    """
+    stack = BlockStack(folder, layers, torch.float32, len(inputs))
+    room = Room(stack.pool.blocks, stack.pool.shape.block_tokens, 1, stack.context)
+    (out,) = stack.run(layers, room.place({}, [Stretch(0, 0, len(inputs))]), [inputs])
+    return out
+
+
+def difference(said: Tensor, there: Tensor) -> float:
+    """The largest, over the rows of two [tokens, hidden], of their distance over the norm of what should be there."""
+    apart = torch.linalg.vector_norm(said - there, dim=1)
+    return float((apart / torch.linalg.vector_norm(there, dim=1).clamp_min(1e-30)).max())

@@ -1,0 +1,69 @@
+"""The ordinary checkpoint that planes come from: for whoever wants one file, or another program."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from firsttoken.progressiveserve.bitplanes.decode import STORED, Planes, Scratch, first_weights
+from firsttoken.progressiveserve.checkpoint.manifest import PartFile, read_manifest, verify
+from firsttoken.progressiveserve.loading.read_plan import parts_of
+from firsttoken.study.errors import ModelError, StageError
+
+CPU = torch.device("cpu")
+
+
+def assemble(folder: Path, target: Path) -> Path:
+    """Write the model that is staged in ``folder``, in planes or not, to ``target`` as one safetensors file with its
+    side files: bit by bit what was staged, as stock ``from_pretrained`` reads it.
+
+    Every file is held against its sha256 first, and every tensor that came in planes against its own. Raises ModelError
+    for what does not fit, and StageError where ``target`` is there already.
+    """
+    from safetensors.torch import load_file
+
+    manifest = read_manifest(folder)
+    if target.exists():
+        raise StageError(f"{target} is there already: remove it or choose another folder")
+    verify(folder, manifest)
+    tensors: dict[str, Tensor] = {}
+    planes = Planes()
+    for part in parts_of(manifest, range(1, len(manifest.stages) + 1)):
+        whole = load_file(folder / part.file)
+        tensors |= {name: whole[name] for name in part.brought if name not in part.cut}
+        if part.cut:
+            file = memoryview(bytearray((folder / part.file).read_bytes()))
+            _add(part, file, tensors, planes)
+    for part in (part for stage in manifest.stages for part in stage.parts):
+        for name, tensor in part.cut.items():
+            if hashlib.sha256(tensors[name].view(torch.int16).numpy()).hexdigest() != tensor.sha256:
+                raise ModelError(f"the planes of {name} in {folder} are not of one tensor; stage it again")
+    return _written(folder, target, tensors, manifest.side)
+
+
+def _add(part: PartFile, file: memoryview, tensors: dict[str, Tensor], planes: Planes) -> None:
+    if part.plane == 0:
+        for name, cut in part.cut.items():
+            tensors[name] = torch.empty(cut.shape, dtype=STORED[cut.dtype])
+            first_weights(part, name, file, tensors[name], Scratch())
+    else:
+        planes.place(part, file, lambda name: nn.Parameter(tensors[name], requires_grad=False))
+
+
+def _written(folder: Path, target: Path, tensors: dict[str, Tensor], side: dict[str, object]) -> Path:
+    draft = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        for name in side:
+            shutil.copyfile(folder / name, draft / name)
+        save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target

@@ -1,0 +1,80 @@
+"""A model as its first stage makes it, in memory: what a start in planes answers with, and what its bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from firsttoken.progressiveserve.bitplanes.codec import encode
+from firsttoken.progressiveserve.bitplanes.encode import cutter
+from firsttoken.progressiveserve.bitplanes.layouts import planes_of
+from firsttoken.progressiveserve.bitplanes.plan_spec import UNCUT, Mixture
+from firsttoken.progressiveserve.checkpoint.names import layer_of
+from firsttoken.progressiveserve.passlayer import pass_layers, restore_layers
+
+STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of the weights of a model or a layer: as they are stored, in the first plane, in all planes; streams coded."""
+
+    plain: int = 0
+    first: int = 0
+    planes: int = 0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.plain + other.plain, self.first + other.first, self.planes + other.planes)
+
+
+def layer_bytes(model: PreTrainedModel, mixture: Mixture, dtype: str) -> dict[int | None, Bytes]:
+    """What the layers of ``model`` weigh in planes of ``dtype`` ("BF16"), and, under None, what is of no layer.
+
+    Vectors travel whole with the first. That a layer waits is not looked at.
+    """
+    found: dict[int | None, Bytes] = {}
+    for name, parameter in model.named_parameters():
+        layer = layer_of(name)
+        split, plain = mixture.split_of(layer), 2 * parameter.numel()
+        sizes = [plain]
+        if parameter.dim() > 1 and split != UNCUT:
+            words = parameter.data.to("cpu", STORED[dtype]).contiguous().view(-1).view(torch.int16)
+            made = cutter(split, dtype)
+            planes = (made.cut(words, plane) for plane in range(planes_of(split)))
+            sizes = [sum(len(encode(stream.numpy().tobytes())[1]) for stream in streams) for streams in planes]
+        found[layer] = found.get(layer, Bytes()) + Bytes(plain, sizes[0], sum(sizes))
+    return found
+
+
+def coded_bytes(model: PreTrainedModel, mixture: Mixture, dtype: str) -> Bytes:
+    """What ``model`` weighs, of which the first stage brings the first planes of the layers that do not wait."""
+    each = layer_bytes(model, mixture, dtype)
+    first = sum(size.first for layer, size in each.items() if layer not in mixture.waiting)
+    return Bytes(sum(size.plain for size in each.values()), first, sum(size.planes for size in each.values()))
+
+
+@contextmanager
+def coarse(model: PreTrainedModel, mixture: Mixture, dtype: str) -> Iterator[PreTrainedModel]:
+    """``model`` as the first stage of its weights in ``dtype`` makes it, vectors whole; as it was after it.
+
+    Raises StageError for layers that the model does not have.
+    """
+    exact = {parameter: parameter.data for parameter in model.parameters()}
+    removed = pass_layers(model, mixture.waiting)
+    try:
+        for name, parameter in model.named_parameters():
+            data, split = parameter.data, mixture.split_of(layer_of(name))
+            words = data.to(STORED[dtype]).contiguous().view(-1).view(torch.int16)
+            if parameter.dim() > 1 and split != UNCUT:
+                made = cutter(split, dtype)
+                words = made.first(made.cut(words, 0), len(words))
+            parameter.data = words.view(STORED[dtype]).view(data.shape).to(data.dtype)
+        yield model
+    finally:
+        restore_layers(model, removed)
+        for parameter, data in exact.items():
+            parameter.data = data

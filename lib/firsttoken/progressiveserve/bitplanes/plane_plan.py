@@ -1,0 +1,48 @@
+"""Plans that bring the first bits of every weight first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from firsttoken.progressiveserve.bitplanes.layouts import planes_of
+from firsttoken.progressiveserve.bitplanes.plan_spec import UNCUT, Mixture
+from firsttoken.progressiveserve.checkpoint.names import EMBEDDING, layer_of
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage, by_layers
+
+
+def by_planes(shapes: Mapping[str, tuple[int, ...]], mixture: Mixture) -> LoadPlan:
+    """The first plane of every matrix, but for layers that come later; then these; then plane after plane of all.
+
+    ``shapes`` are those of the tensors by name. Vectors (norms, biases) come whole with the first plane. Each stage is
+    in the order of the forward pass. Raises StageError as ``by_layers`` does, and for layers that do not fit.
+    """
+    depth = len({layer_of(name) for name in shapes} - {None})
+    plan = by_layers(list(shapes), mixture.groups(depth))
+    matrices = {name for name, shape in shapes.items() if len(shape) > 1 and 0 not in shape}
+
+    def first(part: Part) -> Part:
+        split = mixture.split_of(part.layer)
+        if split == UNCUT or matrices.isdisjoint(part.tensors):
+            return part
+        return replace(part, split=split, whole=tuple(name for name in part.tensors if name not in matrices))
+
+    stages = [replace(stage, parts=tuple(map(first, stage.parts))) for stage in plan.stages]
+    cut = sorted((part for stage in stages for part in stage.parts if part.split), key=_forward)
+    for plane in range(1, max(planes_of(part.split) for part in cut)):
+        parts = tuple(_refining(part, plane) for part in cut if plane < planes_of(part.split))
+        stages.append(Stage(f"plane-{plane + 1}", parts))
+    made = LoadPlan(tuple(stages))
+    made.check(list(shapes))
+    return made
+
+
+def _refining(part: Part, plane: int) -> Part:
+    tensors = tuple(name for name in part.tensors if name not in part.whole)
+    return replace(part, tensors=tensors, action="refine", plane=plane, whole=())
+
+
+def _forward(part: Part) -> float:
+    if part.layer is not None:
+        return part.layer
+    return -1.0 if EMBEDDING in part.tensors else float("inf")

@@ -1,0 +1,90 @@
+"""A scheduler of the reader's own, every step of which is looked at before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from firsttoken.engine.request import Request, Work
+from firsttoken.engine.schedulers.scheduler import Scheduler
+from firsttoken.study.decisions import Decisions
+from firsttoken.study.errors import ProfileError
+
+LAPS = 20  # times that all open requests could have been processed while none of them ended
+EMPTY = 1000  # steps without work in a row; a preemption that makes room takes one
+
+
+def watched(kind: type[Scheduler], file: Path, decisions: Decisions) -> type[Scheduler]:
+    """``kind`` of ``file``, that raises ProfileError for a step that it may not take, and where nothing ever ends.
+
+    ``decisions`` know when one is being taken.
+    """
+    return type(kind.__name__, (_Watched, kind), {"file": file, "decisions": decisions, "steady": False})
+
+
+class _Watched(Scheduler):
+    file: ClassVar[Path]
+    decisions: ClassVar[Decisions]
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self._empty = 0  # steps without work in a row
+        self._processed = self._most = 0  # tokens since a request ended, and how many there may be
+
+    def plan(self) -> list[Work]:
+        with self.decisions.one():
+            works = super().plan()
+        self._may(works)
+        self._goes_on(works)
+        return works
+
+    def end(self, request: Request) -> None:
+        super().end(request)
+        self._processed = self._most = 0
+
+    def _may(self, works: Sequence[Work]) -> None:
+        """Known requests, once each, their next tokens, blocks for these, and no more than the budget."""
+        if not isinstance(works, list) or not all(isinstance(work, Work) for work in works):
+            raise self._wrong("schedule must return a list of what self.work gives")
+        running, seen = set(map(id, self.running)), set[int]()
+        for work in works:
+            request = work.request
+            if id(request) not in running:
+                raise self._wrong(f"a step for request {request.number}, which is not running; admit it first")
+            if id(request) in seen:
+                raise self._wrong(f"request {request.number} is twice in a step; give it one piece")
+            seen.add(id(request))
+            if work != request.work(work.tokens) or not 0 < work.tokens <= request.todo:
+                raise self._wrong(
+                    f"tokens {work.start} to {work.end - 1} of request {request.number}, whose next is "
+                    f"{request.cached} of {len(request.tokens)}; make works by self.work"
+                )
+            if work.end > (room := len(request.blocks) * self.block_tokens):
+                raise self._wrong(
+                    f"request {request.number} would have {work.end} tokens and has blocks for {room}; "
+                    "admit it or let it grow before"
+                )
+        tokens = sum(work.tokens for work in works)
+        if tokens > (budget := self.bounds.token_budget):
+            raise self._wrong(
+                f"a step of {tokens} tokens with a budget of {budget}; name what it needs, as in '{self.file} {tokens}'"
+            )
+
+    def _goes_on(self, works: Sequence[Work]) -> None:
+        """Something ends before long; without works, they come before long."""
+        self._empty = 0 if works else self._empty + 1
+        if self._empty > EMPTY:
+            raise self._wrong(f"never finishes: {EMPTY:,} steps in a row without work, and requests are open")
+        self._processed += sum(work.tokens for work in works)
+        if self._processed > self._most:
+            queues = self.waiting, self.running, self.restoring, self.swapped
+            self._most = LAPS * sum(request.most_cached for queue in queues for request in queue)
+            if self._processed > self._most:
+                raise self._wrong(
+                    f"never finishes: {self._processed:,} tokens processed since a request ended, {LAPS} times what "
+                    "all open ones need"
+                )
+
+    def _wrong(self, what: str) -> ProfileError:
+        return ProfileError(f"{self.file}: {what}")

@@ -1,0 +1,129 @@
+"""What a service is told before it starts."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from firsttoken.progressiveserve.staged_serving.request_limits import BLOCK_TOKENS, POOL_TOKENS
+from firsttoken.study.errors import StageError
+from firsttoken.study.parsing.parse_errors import blaming, read_bytes
+
+KEY_VARIABLE = "FIRSTTOKEN_API_KEY"
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """A model, the wire it comes over, how the engine shares itself, and the limits of the service.
+
+    ``folder`` is a staged checkpoint or a plain Hugging Face folder. Each of the ``replicas`` loads it by itself, a
+    staged one over a link of its own of ``gbit_per_s`` (0: unshaped) that ``threads`` readers share. Per replica
+    ``max_running`` requests are in the engine's steps and ``max_waiting`` wait for that; one more is refused, and so
+    are prompts and answers of more than ``max_model_len`` tokens together, prompts of more than ``max_prompt_tokens``,
+    answers of more than ``max_new_tokens`` (None, of each: as many as the model's context and the KV pool have room
+    for), more than ``max_choices`` answers to one request, and bodies that take longer than ``body_s`` seconds. A
+    client that takes nothing of what is sent to it for ``stalled_s`` seconds has gone. When the service ends it takes
+    nothing new, and what runs has ``grace_s`` seconds to end by itself.
+    ``scheduler``, ``preemption``, ``share_prefixes``, ``token_budget`` (None: its default) as of the engine's
+    configuration; ``kv_blocks`` None: as many as the limits ask for. ``prefix_store`` is a folder of KV files of a
+    model that is not staged. The replicas run on the Ray ``cluster`` at that address, or on this machine. With an
+    ``api_key`` nobody else is served.
+
+    With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends here; who is silent for
+    ``swarm_step_s`` seconds is replaced. ``swarm_token_file`` and ``swarm_tls_ca`` as the swarm's own commands have
+    them. A share ``swarm_audit_rate`` of its servers' answers is audited (None: of no server), with the shares
+    ``swarm_audit_undecided`` and ``swarm_audit_unwitnessed`` as those commands have them.
+
+    With a ``worker`` the model computes in a process of its own, which is replaced where it dies or hangs.
+    """
+
+    folder: Path
+    gbit_per_s: float = 0.0
+    replicas: int = 1
+    cluster: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    device: str = "cpu"
+    scheduler: str = "sarathi"
+    preemption: str = "recompute"
+    share_prefixes: bool = False
+    token_budget: int | None = None
+    prefix_store: Path | None = None
+    kv_blocks: int | None = None
+    max_running: int = 64
+    max_waiting: int = 64
+    max_model_len: int | None = None
+    max_prompt_tokens: int | None = None
+    max_new_tokens: int | None = None
+    max_choices: int = 16
+    body_s: float = 30.0
+    stalled_s: float = 60.0
+    grace_s: float = 0.0
+    threads: int = 8
+    api_key: str | None = field(default=None, repr=False)
+    swarm: tuple[str, ...] = ()
+    swarm_token_file: Path | None = None
+    swarm_tls_ca: Path | None = None
+    swarm_step_s: float = 5.0
+    swarm_audit_rate: float | None = None
+    swarm_audit_undecided: float = 0.5
+    swarm_audit_unwitnessed: float = 1.0
+    worker: bool = False
+
+    def __post_init__(self) -> None:
+        lengths = ("max_model_len", "max_prompt_tokens", "max_new_tokens")
+        for key in ("replicas", "max_running", *lengths, "max_choices", "threads"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                raise StageError(f"serve: {key} must be 1 or more, not {getattr(self, key)}")
+        if self.swarm and (self.replicas > 1 or self.preemption != "recompute" or self.gbit_per_s):
+            raise StageError("serve: over a swarm there is one replica, preemption recomputes, and no link is shaped")
+        if self.worker and (self.swarm or self.gbit_per_s):
+            raise StageError("serve: a worker hosts a whole model of this machine: no swarm, and no link is shaped")
+        if (self.worker or self.swarm) and (self.prefix_store is not None or self.cluster is not None):
+            raise StageError("serve: stored prefixes and a cluster are for models that this process loads itself")
+        if self.max_waiting < 0:
+            raise StageError(f"serve: max_waiting must be 0 or more, not {self.max_waiting}")
+        for key in ("body_s", "stalled_s", "swarm_step_s"):
+            if not getattr(self, key) > 0:
+                raise StageError(f"serve: {key} must be above 0, not {getattr(self, key)}")
+        if not 0 <= self.grace_s < math.inf:
+            raise StageError(f"serve: grace_s must be seconds, 0 or more, not {self.grace_s}")
+        if not 1 <= self.port <= 65535:
+            raise StageError(f"serve: the port must be 1 to 65535, not {self.port}")
+        if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
+            raise StageError("serve: an API key is one line of printable ASCII; make another")
+
+    def max_len(self, context: int) -> int:
+        """Tokens of a prompt and its answer together at most, for a model of a ``context`` of so many tokens.
+
+        Where neither is limited, or only one of them, the other has what a pool of the usual size has room for.
+        """
+        wanted = self.max_model_len
+        if wanted is None and (self.max_prompt_tokens or self.max_new_tokens):
+            wanted = (self.max_prompt_tokens or POOL_TOKENS) + (self.max_new_tokens or POOL_TOKENS)
+        room = sys.maxsize if self.kv_blocks is None else self.kv_blocks * BLOCK_TOKENS
+        return min(context, wanted or POOL_TOKENS, room)
+
+    @property
+    def model(self) -> str:
+        """The name that clients know the model by: that of its folder."""
+        return self.folder.resolve().name
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
+
+
+def read_key(file: Path | None) -> str | None:
+    """The API key in ``file``, or without one that of the environment; None: no key is asked for.
+
+    Raises StageError for a file that cannot be read.
+    """
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    with blaming(file, StageError, "put the API key there, on one line"):
+        return read_bytes(file, 4096).decode("utf-8").strip()

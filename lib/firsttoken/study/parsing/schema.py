@@ -1,0 +1,235 @@
+"""A dataclass as the schema of what a file holds (standard library only).
+
+A schema library would say this in as many words, but a worker reads a manifest before its first byte moves, and the
+import alone took 80 ms; and a bare GPU machine need not have one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
+from dataclasses import is_dataclass
+from functools import cache
+from itertools import repeat
+from typing import Any, Literal, TypeVar
+
+from firsttoken.study.parsing.parse_errors import Damaged, shown
+
+Kind = TypeVar("Kind")
+Fault = Callable[[Any], str]  # what is wrong with a value, "" if nothing: stands in `Annotated[int, at_least(0)]`
+
+
+def at_least(least: float) -> Fault:
+    """A number of ``least`` or more."""
+    return lambda value: "" if value >= least else f"expected {least} or more"
+
+
+def between(least: float, most: float) -> Fault:
+    """A number within both ends."""
+    return lambda value: "" if least <= value <= most else f"expected {least:,} to {most:,}"
+
+
+def digits(count: int) -> Fault:
+    """A text of so many lower-case hexadecimal digits."""
+    return lambda value: (
+        "" if len(value) == count and set(value) <= set("0123456789abcdef") else f"expected {count} hex"
+    )
+
+
+def plain_name(value: str) -> str:
+    """The name of a file in a folder that is known, and of no other."""
+    return "" if re.fullmatch(r"[\w-][\w.+-]{0,200}", value) else "expected the name of a file, without a folder"
+
+
+def some(value: Sized) -> str:
+    """At least one."""
+    return "" if len(value) else "expected at least one"
+
+
+def shaped(kind: type[Kind], value: Any, place: str = "", *, others: bool = False) -> Kind:
+    """``value``, as JSON or YAML gives it, as ``kind``: dataclasses, tuples, dicts, unions, literals and plain types.
+
+    Lists become tuples and whole numbers floats; nothing else is converted. ``others``: keys that no field has are
+    passed over, as in a file of another project, of which a part is used. Raises Damaged, naming the place, for an
+    unknown key, a missing one, and a value of another type or out of its range.
+    """
+    try:
+        return _reader(kind, others)(value)
+    except _Fault as fault:
+        where = (place + "".join(reversed(fault.path))).lstrip(".")
+        raise Damaged(f"{where}: {fault}" if where else str(fault)) from fault
+
+
+def unknown(name: Any, known: Iterable[str]) -> str:
+    """The tail of an error about an unknown name: what exists, and what was probably meant."""
+    names = sorted(known)
+    nearest = difflib.get_close_matches(str(name), names, n=1)
+    return f"known: {', '.join(names) or 'none'}" + (f" (did you mean {nearest[0]!r}?)" if nearest else "")
+
+
+class _Fault(ValueError):
+    """What is wrong; the place is put together on the way out, so that what is right costs none."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.path: list[str] = []
+
+
+@cache
+def _reader(hint: Any, others: bool) -> Callable[[Any], Any]:
+    """What makes a value of the type ``hint``, or raises _Fault."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: value
+    if is_dataclass(hint):
+        return _dataclass_reader(hint, others)
+    if origin is typing.Annotated:
+        return _checked_reader(_reader(inner[0], others), inner[1:])
+    if origin in (typing.Union, types.UnionType):
+        return _union_reader(hint, inner, others)
+    if origin is Literal:
+        return _literal_reader(inner)
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return _row_reader(hint, [_reader(kind, others) for kind in inner])
+    if origin in (tuple, list):
+        return _sequence_reader(hint, origin, _reader(inner[0], others))
+    if origin is dict:
+        return _mapping_reader(hint, _reader(inner[1], others))
+    return _float_reader if hint is float else _plain_reader(hint)
+
+
+def _plain_reader(kind: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if type(value) is kind:  # exactly: True is no number
+            return value
+        raise _unlike(kind, value)
+
+    return read
+
+
+def _float_reader(value: Any) -> float:
+    if type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    raise _unlike(float, value)
+
+
+def _checked_reader(read: Callable[[Any], Any], checks: Iterable[Fault]) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        made = read(value)
+        for check in checks:
+            if fault := check(made):
+                raise _Fault(f"{fault}, not {shown(value)}")
+        return made
+
+    return checked
+
+
+def _union_reader(hint: Any, inner: tuple[Any, ...], others: bool) -> Callable[[Any], Any]:
+    readers = {option: _reader(option, others) for option in inner if option is not types.NoneType}
+    optional, only = types.NoneType in inner, next(iter(readers.values()))
+
+    def read(value: Any) -> Any:
+        if value is None and optional:
+            return None
+        if len(readers) == 1:
+            return only(value)
+        for option in sorted(readers, key=lambda option: type(value) is not option):
+            with suppress(_Fault):
+                return readers[option](value)
+        raise _unlike(hint, value)
+
+    return read
+
+
+def _literal_reader(known: tuple[Any, ...]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if any(type(value) is type(one) and value == one for one in known):
+            return value
+        raise _Fault(f"{shown(value)} is not known; {unknown(value, map(str, known))}")
+
+    return read
+
+
+def _row_reader(hint: Any, readers: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not isinstance(value, list | tuple) or len(value) != len(readers):
+            raise _unlike(hint, value)
+        return tuple(_each(readers, value))
+
+    return read
+
+
+def _sequence_reader(hint: Any, kind: type, read_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not (isinstance(value, list) or (kind is tuple and isinstance(value, tuple))):
+            raise _unlike(hint, value)
+        return kind(_each(repeat(read_one), value))
+
+    return read
+
+
+def _each(readers: Iterable[Callable[[Any], Any]], values: Iterable[Any]) -> Iterator[Any]:
+    for index, (read, value) in enumerate(zip(readers, values, strict=False)):
+        try:
+            yield read(value)
+        except _Fault as fault:
+            fault.path.append(f"[{index}]")
+            raise
+
+
+def _mapping_reader(hint: Any, read_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _unlike(hint, value)
+        made = {}
+        for key, item in value.items():
+            try:
+                made[key] = read_one(item)
+            except _Fault as fault:
+                fault.path.append(f"[{shown(key)}]")
+                raise
+        return made
+
+    return read
+
+
+def _dataclass_reader(kind: type, others: bool) -> Callable[[Any], Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = [entry for entry in dataclasses.fields(kind) if entry.init]
+    readers = {entry.name: _reader(hints[entry.name], others) for entry in fields}
+    missing = dataclasses.MISSING
+    required = [entry.name for entry in fields if entry.default is missing and entry.default_factory is missing]
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _Fault(f"expected a mapping, not {shown(value)}")
+        made = {}
+        for key, item in value.items():
+            if (read_one := readers.get(key)) is not None:
+                try:
+                    made[key] = read_one(item)
+                except _Fault as fault:
+                    fault.path.append(f".{key}")
+                    raise
+            elif not others:
+                raise _Fault(f"unknown key {shown(key)}; {unknown(key, readers)}")
+        for key in required:
+            if key not in made:
+                raise _Fault(f"missing key {key!r}")
+        try:
+            return kind(**made)
+        except Damaged as error:
+            raise _Fault(str(error)) from error
+
+    return read
+
+
+def _unlike(hint: Any, value: Any) -> _Fault:
+    name = hint.__name__ if type(hint) is type else str(hint).replace("typing.", "")
+    return _Fault(f"expected {name}, not {shown(value)}")

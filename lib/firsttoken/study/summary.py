@@ -1,0 +1,130 @@
+"""What an experiment found, entry by entry: *what* was measured, and *where* it holds.
+
+An entry is ``{measure, where: {key: value}, value, low, high, n, unit}``; no two of one summary have both measure and
+where in common. Whoever writes one and whoever reads it, a claim, a figure, a page, name it in the same words, and the
+keys of ``where`` are those of ``WHERE`` for every experiment, so that a thing has one name in all results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+
+from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.parsing.parse_errors import shown
+from firsttoken.study.parsing.schema import unknown
+
+Scalar = str | int | float | bool
+Entry = dict[str, Any]
+
+WHERE = {
+    "across": "one number for several entries that differ elsewhere: mean, sum, worst, least, most",
+    "than": "what the measure is a ratio or a difference to",
+    "source": "how it was come by: live, measured, simulated, replayed, foreseen, published, table, arithmetic",
+    "gbit_per_s": "rate of the link",
+    "link": "a link by its name: a rate with what else it does, unshaped",
+    "rtt_ms": "round trip to the other end",
+    "machine": "a machine, a network or a device by its name",
+    "model": "a model or its shape",
+    "dtype": "what is computed or kept in",
+    "bits": "of a weight",
+    "variant": "one of several ways to do the same, by its name",
+    "stage": "of a progressive model, 1 the first; 0 the model that never lacked a layer",
+    "recipe": "how a stage was healed",
+    "layers": "how many, or which as first-last",
+    "policy": "what is done with a preempted request or an open session",
+    "threshold_tokens": "up to how many a preempted request is swapped",
+    "scheduler": "what makes the batch of a step",
+    "budget_tokens": "most tokens of a step or a chunk",
+    "objective": "the bound on a time, between tokens or of a request, that capacity keeps",
+    "metric": "the time that an objective bounds: ttft, tbt, e2e",
+    "costs": "the cost table that a replay stands on",
+    "engine": "what computes: this engine, another, another library",
+    "method": "how another model's cache is used",
+    "share": "of the tokens of a prefix, those that are computed again",
+    "bound_pct": "most of the own score that a chosen group loses, as a share of it",
+    "bound_points": "the same in points of the score",
+    "chosen_by": "what a group was chosen by: decoded answers, token accuracy",
+    "signal": "what a gate before the answer looks at",
+    "receiver": "model that reuses a cache",
+    "sender": "model whose cache is reused",
+    "task": "the questions that are asked",
+    "items": "how many questions a choice was made on",
+    "chosen_on": "the task whose questions a choice was made on",
+    "transitions": "contiguous runs of layers that are computed again",
+    "context_tokens": "tokens before those that are measured",
+    "tenant": "whose requests: light, heavy",
+    "requests": "at once",
+    "clients": "at once, each with one request after the other",
+    "batch": "requests in a step",
+    "servers": "of a chain or a swarm; 0 all blocks in one process",
+    "audited": "share of a server's answers that a client audits",
+    "case": "one of the situations that the experiment sets up, by its name",
+}
+
+
+class Summary(list[Entry]):
+    """The entries of one result, in the order in which the experiment made them."""
+
+    def add(self, measure: str, entry: Mapping[str, Any], /, **where: Scalar) -> Entry:
+        """Note ``entry`` (value, and where they exist low, high, n, unit, range) as ``measure`` where ``where`` holds,
+        and return it.
+
+        Raises FirstTokenError for a key that ``WHERE`` has not, and for what is there already.
+        """
+        plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in where.items()}
+        if fault := misnamed(plain):
+            raise FirstTokenError(f"{measure}: {fault}")
+        if self.get(measure, **plain) is not None:
+            raise FirstTokenError(f"{named(measure, plain)} is there already")
+        values = {name: value for name, value in entry.items() if name not in ("measure", "where")}
+        self.append({"measure": measure, "where": plain} | values)
+        return self[-1]
+
+    def get(self, measure: str, /, **where: Scalar) -> Entry | None:
+        """The entry of ``measure`` at exactly ``where``, or None."""
+        return next((entry for entry in self if entry["measure"] == measure and entry["where"] == where), None)
+
+    def of(self, measure: str, /, **where: Scalar) -> Entry:
+        """As ``get``. Raises FirstTokenError where there is none, naming what there is."""
+        if (found := self.get(measure, **where)) is not None:
+            return found
+        asked, there = named(measure, where), [named(entry["measure"], entry["where"]) for entry in self]
+        raise FirstTokenError(f"no measure {asked}; {unknown(asked, there)}")
+
+    def value(self, measure: str, /, **where: Scalar) -> Any:
+        """The value of :meth:`of`."""
+        return self.of(measure, **where)["value"]
+
+    def all(self, measure: str, /, **where: Scalar) -> list[Entry]:
+        """Every entry of ``measure`` whose place includes ``where``, in order."""
+        return [e for e in self if e["measure"] == measure and where.items() <= e["where"].items()]
+
+
+def named(measure: str, where: Mapping[str, Scalar]) -> str:
+    """An entry's name as a person reads it: "p99_tpot_ms (policy swap, requests 16)"."""
+    return measure + (f" ({', '.join(f'{key} {value}' for key, value in where.items())})" if where else "")
+
+
+def misnamed(where: Mapping[str, Any]) -> str:
+    """What is wrong with ``where`` as a place, "" if nothing."""
+    for key, value in where.items():
+        if key not in WHERE:
+            return f"no place {key!r}; {unknown(key, get_close_matches(key, WHERE, n=3) or WHERE)}"
+        if not isinstance(value, Scalar):
+            return f"{key}: expected a number, yes or no, or text, not {shown(value)}"
+    return ""
+
+
+def misplaced(entries: Iterable[Entry]) -> str:
+    """What is wrong with ``entries`` that a file holds as a summary, "" if nothing."""
+    summary = Summary()
+    try:
+        for entry in entries:
+            summary.add(entry["measure"], entry, **entry["where"])
+    except (FirstTokenError, KeyError, TypeError) as error:
+        return str(error)
+    return ""

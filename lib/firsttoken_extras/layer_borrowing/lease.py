@@ -1,0 +1,137 @@
+"""What others lend: steps through the layers that have not come, in one session with each for as long as that lasts.
+
+A session is for all layers that the lender has. Each step names the layer that it begins at, so that a layer that has
+come is left out from then on, and the keys and values of those above it stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+import torch
+from torch import Tensor
+
+from firsttoken.engine.hidden_state_cache import Edges
+from firsttoken.petals.access import Access
+from firsttoken.petals.chain import messages_of
+from firsttoken.petals.cover import check_cover
+from firsttoken.petals.event_loop import begin, wait_for
+from firsttoken.petals.server_session import ServerFault
+from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.wire import Stretch
+from firsttoken.study.errors import FirstTokenError, SwarmError
+from firsttoken_extras.layer_borrowing.lender import Lender, LentSpan, check_lenders
+
+HURRY_S = 0.5  # that an answer may still take when all layers have come
+
+
+class NeighbourGone(SwarmError):
+    """Nothing is lent any more, for the reason that it says."""
+
+
+class Loan:
+    """The layers of ``lenders``, one behind the other, up to the last of the ``depth`` of ``model`` (the lenders' name
+    of it); states are ``width`` wide. Nobody lends those below ``first``.
+
+    Opening it waits for nobody: a lender that cannot be reached is found out by the first step. When one of them is
+    gone, all is. Raises SwarmError for lenders that leave a layer out or have one twice, and for an address that may
+    not be asked.
+    """
+
+    def __init__(
+        self,
+        lenders: Sequence[Lender],
+        model: str,
+        depth: int,
+        width: int,
+        *,
+        access: Access | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        check_lenders(lenders, depth)
+        self.first = lenders[0].layers.start
+        self.gone = ""  # why nothing is lent any more
+        self._depth = depth
+        self._spans: list[LentSpan] = []
+        self._asked = lenders[0].address  # who was asked last
+        wait_for(self._connect(lenders, model, width, access or Access(), patience or Patience()))
+
+    @property
+    def steps(self) -> int:
+        """Messages that were answered."""
+        return sum(line.steps for span in self._spans for line in span.lines)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of messages and answers so far."""
+        return sum(line.moved_bytes for span in self._spans for line in span.lines)
+
+    def run(self, first: int, stretches: Sequence[Stretch], edges: Edges, over: Future[None]) -> Tensor:
+        """The step of ``stretches`` through the layers from ``first`` on, which ``edges`` have what enters of.
+
+        The states behind the last layer, [tokens, hidden]. Raises NeighbourGone when a lender does not answer in time
+        or refuses, and soon when ``over``, where own layers can be waited for no longer.
+        """
+        if self.gone:
+            raise NeighbourGone(self.gone)
+        answer = begin(self._through(first, stretches, edges))
+        wait([answer, over], return_when=FIRST_COMPLETED)
+        try:
+            return answer.result(None if answer.done() else HURRY_S)
+        except TimeoutError:
+            answer.cancel()
+            why = f"{self._asked} had not answered when all layers were here"
+        except FirstTokenError as error:
+            why = str(error)
+        self.close(why)
+        raise NeighbourGone(why)
+
+    def forget(self, request: int) -> None:
+        """No lender need keep this one's keys and values."""
+        for span in () if self.gone else self._spans:
+            begin(span.lines[-1].forget([request]))
+
+    def close(self, why: str = "all layers are here") -> None:
+        """End the sessions; nothing is lent from now on."""
+        if not self.gone:
+            self.gone = why
+            wait_for(self._end())
+
+    async def _connect(
+        self, lenders: Sequence[Lender], model: str, width: int, access: Access, patience: Patience
+    ) -> None:
+        for lender in lenders:
+            self._spans.append(LentSpan(lender, model, width, access, patience))
+
+    async def _end(self) -> None:
+        for span in self._spans:
+            await span.close()
+
+    async def _through(self, first: int, stretches: Sequence[Stretch], edges: Edges) -> Tensor:
+        for _ in self._spans:  # each may have lost its session, of which it heard nothing for long
+            try:
+                return await self._send(first, stretches, edges)
+            except ServerFault as fault:
+                if fault.lasting:
+                    raise
+        return await self._send(first, stretches, edges)
+
+    async def _send(self, first: int, stretches: Sequence[Stretch], edges: Edges) -> Tensor:
+        """The step behind all of its sequences that one of the lenders that it goes through has not seen."""
+        spans = [span for span in self._spans if first < span.layers.stop]
+        entered = [range(max(first, span.layers.start), span.layers.stop) for span in spans]
+        check_cover(entered, range(first, self._depth))
+        behind = [
+            Stretch(one.number, min(one.start, *(span.known(one.number) for span in spans)), one.end)
+            for one in stretches
+        ]
+        parts: dict[int, list[Tensor]] = {one.number: [] for one in behind}
+        for message in messages_of(behind):
+            said = torch.cat([edges.of(one.number, first)[0, one.start : one.end] for one in message]).cpu()
+            for span in spans:
+                self._asked = span.address
+                said = await span.run(message, said, first)
+            for one, part in zip(message, said.split([one.end - one.start for one in message]), strict=True):
+                parts[one.number].append(part)
+        return torch.cat([torch.cat(parts[one.number])[one.start - one.end :] for one in stretches])

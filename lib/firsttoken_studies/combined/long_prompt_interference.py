@@ -1,0 +1,210 @@
+"""A long prompt arrives at a server whose streams all run: what they notice of it, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
+from firsttoken.engine.async_engine import Server, Stream, TokenEvent
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.fused import fuse
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.request import Sampling
+from firsttoken.study.errors import FirstTokenError, ProfileError
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Summary
+
+FIXED, STRETCHED = "fixed", "stretched"
+BLOCK_TOKENS = 16
+STREAM_PROMPT = 16
+
+
+@dataclass(frozen=True)
+class UnderChunksConfig:
+    """A prompt of ``prompt_tokens`` joins ``streams`` that have said ``plain_tokens`` each, ``rounds`` times: with
+    ``budget`` tokens a step, and with steps that may take ``stretch`` times what their decodes alone would.
+    ProfileError for what is none."""
+
+    streams: int
+    prompt_tokens: int
+    plain_tokens: int
+    budget: int
+    stretch: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        if min(self.streams, self.prompt_tokens, self.rounds) < 1 or self.plain_tokens < 2:
+            raise ProfileError("under_chunks: every number must be at least 1, plain_tokens at least 2")
+        if not self.streams + BLOCK_TOKENS <= self.budget < self.prompt_tokens or self.stretch < 1:
+            raise ProfileError(
+                "under_chunks: budget must hold the streams and a block, not the whole prompt; stretch is at least 1"
+            )
+
+    def needs(self) -> list[Need]:
+        """The context for the prompt."""
+        return [Need("under_chunks.prompt_tokens", self.prompt_tokens + 1, CONTEXT)]
+
+
+def under_chunks(profile: Profile) -> Outcome:
+    """Rows {steps: fixed | stretched, ...} as ``prompt_under_streams`` gives them."""
+    config = profile.section("under_chunks", UnderChunksConfig)
+    check(config.needs(), ModelFacts(profile.model))
+    loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device(), with_tokenizer=False)
+    shared = {"requests": config.streams + 1, "watermark": 0.0}
+    ways = {
+        FIXED: EngineConfig(scheduler="sarathi", token_budget=config.budget, **shared),
+        STRETCHED: EngineConfig(
+            scheduler="adaptive_budget",
+            token_budget=config.streams + 2 * BLOCK_TOKENS,
+            stretch=config.stretch,
+            **shared,
+        ),
+    }
+    model, rows = fuse(loaded.model), []
+    for way, engine in tqdm(ways.items(), desc="under chunks", disable=None):
+        found = prompt_under_streams(
+            model,
+            engine,
+            streams=config.streams,
+            prompt_tokens=config.prompt_tokens,
+            plain_tokens=config.plain_tokens,
+            rounds=config.rounds,
+        )
+        rows += [{"steps": way} | row for row in found]
+    return Outcome(rows, provenance=loaded.provenance.as_dict())
+
+
+def under_chunks_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """By kind of steps: P99 of the time between tokens without the prompt and beside it, one over the other in the
+    same round, the prompt's first token, and tokens that came wrong."""
+    summary = Summary()
+    for way in dict.fromkeys(row["steps"] for row in rows):
+        here = [row for row in rows if row["steps"] == way]
+        for case in ("plain", "beside"):
+            seconds = bootstrap([row[f"{case}_tbt_s"] for row in here], "median")
+            summary.add("tbt_p99_ms", seconds.summary("ms", 1000), variant=way, case=case)
+        over = bootstrap([row["beside_tbt_s"] / row["plain_tbt_s"] for row in here], "median")
+        summary.add("tbt_p99_x", over.summary("x"), variant=way, case="beside", than="plain")
+        first = bootstrap([row["ttft_s"] for row in here], "median")
+        summary.add("ttft_p50_s", first.summary("s"), variant=way)
+        summary.add("tokens_wrong", {"value": sum(row["wrong"] for row in here), "n": len(here)}, variant=way)
+    return summary
+
+
+def prompt_under_streams(
+    model: PreTrainedModel, config: EngineConfig, *, streams: int, prompt_tokens: int, plain_tokens: int, rounds: int
+) -> Rows:
+    """Rows {round, plain_tbt_s, beside_tbt_s, ttft_s, wrong} of ``streams`` that a prompt of ``prompt_tokens`` joins.
+
+    The times between two tokens are P99s of all streams' gaps that lie, in part at least, between the prompt's arrival
+    and its first token, which takes ``ttft_s``: beside it, and plain, of the same tokens of the same streams where no
+    prompt comes. (Their own contexts grow meanwhile; what came before its arrival would be no measure.)
+    ``plain_tokens`` of each stream pass before. ``wrong`` counts tokens that came to a client other than the engine has
+    made them: lost, doubled, or out of turn.
+    """
+    most = model.config.max_position_embeddings - STREAM_PROMPT
+    longest = min(
+        most, 2 * plain_tokens + prompt_tokens // BLOCK_TOKENS
+    )  # the prompt goes on by a block a step at least
+    blocks = streams * -(-(STREAM_PROMPT + longest) // BLOCK_TOKENS) + -(-prompt_tokens // BLOCK_TOKENS) + 1
+    asked = [_prompt(STREAM_PROMPT, stream, model.config.vocab_size) for stream in range(streams)]
+    rows: Rows = []
+    with closing(LiveExecutor(model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
+        for number in range(rounds):
+            with Server(Engine(executor, config)) as server:
+                running = [server.submit(ids, Sampling(longest)) for ids in asked]
+                seen = [list(islice(stream.events(), plain_tokens)) for stream in running]
+                long = server.submit(_prompt(prompt_tokens, streams, model.config.vocab_size), Sampling(1))
+                (first,) = long.events()
+                for events, stream in zip(seen, running, strict=True):
+                    events += _past(stream, first.at_s)  # a gap that the prompt made may end after its first token
+                    stream.close()
+                for events, stream in zip(seen, running, strict=True):
+                    events += stream.events()
+            arrived_s = first.at_s - long.request.ttft_s
+            places = [_between(events, arrived_s, first.at_s) for events in seen]
+            with Server(Engine(executor, config)) as server:
+                alone = [
+                    server.submit(ids, Sampling(max(place.stop, 1))) for ids, place in zip(asked, places, strict=True)
+                ]
+                plain = [list(stream.events()) for stream in alone]
+            rows.append(
+                {
+                    "round": number,
+                    "plain_tbt_s": _p99(plain, places),
+                    "beside_tbt_s": _p99(seen, places),
+                    "ttft_s": long.request.ttft_s,
+                    "wrong": sum(_wrong(events, stream) for events, stream in zip(seen, running, strict=True)),
+                }
+            )
+    return rows
+
+
+def _prompt(tokens: int, number: int, vocabulary: int) -> list[int]:
+    return [(7 * place + 31 * number) % (vocabulary - 1) + 1 for place in range(tokens)]
+
+
+def _past(stream: Stream, at_s: float) -> Iterator[TokenEvent]:
+    """Its next tokens up to the first that came after ``at_s``."""
+    for event in stream.events():
+        yield event
+        if event.at_s > at_s:
+            return
+
+
+def _between(events: Sequence[TokenEvent], after_s: float, until_s: float) -> range:
+    """The places of the tokens that end a gap of which a part lies between the two."""
+    pairs = enumerate(pairwise(events), start=1)
+    places = [place for place, (before, event) in pairs if after_s < event.at_s and before.at_s < until_s]
+    return range(places[0], places[-1] + 1) if places else range(0)
+
+
+def _p99(streams: Sequence[Sequence[TokenEvent]], places: Sequence[range]) -> float:
+    """Of the seconds between the tokens of ``streams`` at ``places`` and those before them."""
+    gaps = [
+        events[place].at_s - events[place - 1].at_s for events, at in zip(streams, places, strict=True) for place in at
+    ]
+    if not gaps:
+        raise FirstTokenError(
+            "under_chunks: no stream got a token after the prompt's arrival: there is no gap to measure"
+        )
+    return float(np.percentile(gaps, 99))
+
+
+def _wrong(events: Sequence[TokenEvent], stream: Stream) -> int:
+    said, made = [event.token_id for event in events], stream.request.output
+    return abs(len(said) - len(made)) + sum(one != other for one, other in zip(said, made, strict=False))
+
+
+# What notebook 40 shows of a server under chunks, from a result alone.
+
+
+def under_chunks_rows(result: Result) -> Rows:
+    """What streams notice of a long prompt, with a fixed budget and with steps that may be stretched so far."""
+    found, config = result.summary, result.parameters["under_chunks"]
+    named = {FIXED: f"{config['budget']} tokens", STRETCHED: f"stretched {config['stretch']:g} times"}
+    return [
+        {
+            "steps": name,
+            "P99 without the prompt, ms": interval(found.of("tbt_p99_ms", variant=way, case="plain"), 0),
+            "P99 beside it, ms": interval(found.of("tbt_p99_ms", variant=way, case="beside"), 0),
+            "times as long": interval(found.of("tbt_p99_x", variant=way, case="beside", than="plain"), 2),
+            "goal": "1.3" if way == STRETCHED else "",
+            "the prompt's first token, s": interval(found.of("ttft_p50_s", variant=way), 1),
+            "tokens lost or doubled": found.value("tokens_wrong", variant=way),
+        }
+        for way, name in named.items()
+    ]

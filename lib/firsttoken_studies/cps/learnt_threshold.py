@@ -1,0 +1,267 @@
+"""A threshold that learns while serving (CPS section 5, future work): its regret where links, models and load change.
+
+Replayed: one fixed sequence of preemptions a seed, the same for every policy, on the published costs and changes of
+them. So totals differ by the choices alone, and the oracle is the least that any choice could pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.cps.costs.copies import CopyCosts
+from firsttoken.cps.costs.drift import Drift, scaled
+from firsttoken.cps.policies import make_policy
+from firsttoken.cps.policies.replay import draw_noise, replay
+from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
+from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
+from firsttoken.engine.workload.conversations import conversations
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.overlay import name_results, over
+from firsttoken.study.plot import COLOURS
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import Interval, bootstrap
+from firsttoken.study.summary import Summary
+from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
+from firsttoken_studies.cps.styles import POLICIES as LOOKS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+STATIC = ("swap", "recompute", "cross_point")
+POLICIES = (*STATIC, "online", "oracle")
+EVERY_S = 0.1  # between two preemptions, on average
+POINTS = 100  # of a curve that is kept for the figure
+
+
+@dataclass(frozen=True)
+class OnlineConfig:
+    """``preemptions`` of ShareGPT lengths in each of ``seeds`` sequences, and as many ordinary prefills among them.
+
+    ``noise`` is the standard deviation of the logarithm of a cost around its expectation.
+    """
+
+    seeds: int
+    preemptions: int
+    noise: float
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1 or self.preemptions < 10 or self.noise < 0:
+            raise ProfileError("online: seeds must be at least 1, preemptions 10, and noise 0 or more")
+
+
+def settings(seconds: float) -> dict[str, Callable[[float], Costs]]:
+    """What may happen in ``seconds``, by name: from the time in s to the costs that hold then."""
+    published = PublishedCosts(decode_s=0.0)
+    per_copy_s = decomposed(LONG, PCIE_4_X16).out_us_per_copy / 1e6
+    coalesced = CopyCosts(published, PAPER_SHAPE, per_copy_s, PCIE_4_X16, coalesced=True)
+    half, turn = seconds / 2, seconds / 6
+    loaded = [(turn * number, scaled(published, compute=1 + number % 2)) for number in range(6)]
+    changes: dict[str, list[tuple[float, Costs]]] = {
+        "as published": [(0, published)],
+        "coalesced copies": [(0, coalesced)],
+        "link 4 times slower": [(0, scaled(published, swap=4))],
+        "link slows 4 times at half": [(0, published), (half, scaled(published, swap=4))],
+        "link 8 times faster from half": [(0, published), (half, scaled(published, swap=1 / 8))],
+        "model 3 times larger from half": [(0, published), (half, scaled(published, compute=3))],
+        "compute busy every other sixth": loaded,
+    }
+    return {name: Drift(tuple(steps)).at for name, steps in changes.items()}
+
+
+def online_crosspoint(profile: Profile) -> Outcome:
+    """Rows {what: "total", setting, seed, policy, seconds, swapped} and, of the first seed, {what: "course", ...}."""
+    config = profile.section("online", OnlineConfig)
+    pool = conversations(None)
+    totals = pool.prompt_tokens + pool.output_tokens
+    lengths = totals[(totals >= 128) & (totals <= 2048)]
+    seconds = EVERY_S * config.preemptions
+    rows: Rows = []
+    for seed in tqdm(range(profile.seed, profile.seed + config.seeds), desc="online", disable=None):
+        sequence = _sequence(lengths, seconds, config, seed)
+        for setting, costs_at in settings(seconds).items():
+            for name in POLICIES:
+                policy = make_policy(name, costs_at=costs_at) if name == "oracle" else make_policy(name)
+                paid = _pay(policy, costs_at, sequence)
+                case = {"setting": setting, "seed": seed, "policy": name}
+                swapped = sum(row["action"] == "swap" for row in paid)
+                spent = sum(row["seconds"] for row in paid)
+                rows.append({"what": "total", **case, "seconds": spent, "swapped": swapped})
+                if seed == profile.seed:
+                    rows += [{"what": "course", **case, **point} for point in _course(paid)]
+    source = "ShareGPT lengths on the costs of CPS Table 2 and changes of them; no model runs"
+    return Outcome(rows, provenance={"source": source, "kind": "replayed"})
+
+
+def _sequence(lengths: np.ndarray, seconds: float, config: OnlineConfig, seed: int) -> dict[str, Any]:
+    """When which lengths are preempted, the noise on their costs, and the ordinary prefills in between.
+
+    A victim is somewhere in its answer: it holds between half and all of its conversation.
+    """
+    rng, count = np.random.default_rng(seed), config.preemptions
+    held = (rng.choice(lengths, count) * rng.uniform(0.5, 1, count)).astype(int)
+    prompts = (rng.choice(lengths, count) * rng.uniform(0.1, 0.6, count)).astype(int).clip(1)
+    times, between = np.sort(rng.uniform(0, seconds, (2, count)))
+    factors = rng.lognormal(-(config.noise**2) / 2, config.noise, count)
+    return {
+        "lengths": held.tolist(),
+        "times_s": times.tolist(),
+        "noise": draw_noise(count, config.noise, seed),
+        "ordinary_prefills": list(zip(between.tolist(), prompts.tolist(), factors.tolist(), strict=True)),
+    }
+
+
+def _pay(policy: PreemptionPolicy, costs_at: Callable[[float], Costs], sequence: dict[str, Any]) -> Rows:
+    return replay(policy, costs_at=costs_at, **sequence)
+
+
+def _course(paid: Rows) -> Rows:
+    """Regret so far at some of the preemptions: the expected cost of the choices less the least possible."""
+    lost = np.cumsum([row[f"{row['action']}_s"] - min(row["swap_s"], row["recompute_s"]) for row in paid])
+    chosen = np.unique(np.linspace(0, len(paid) - 1, POINTS).astype(int))
+    return [{"at_s": paid[index]["at_s"], "regret_s": float(lost[index])} for index in chosen]
+
+
+def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """The learning policy over the best static one, the oracle, and the fixed threshold, by setting and at worst."""
+    spent = {(row["setting"], row["policy"], row["seed"]): row["seconds"] for row in rows if row["what"] == "total"}
+    named = list(dict.fromkeys(setting for setting, _, _ in spent))
+    seeds = sorted({seed for _, _, seed in spent})
+    summary = Summary()
+    worst: dict[str, list[Interval]] = {"best_static": [], "oracle": []}
+    beaten = wrong = 0
+    for setting in named:
+        by_policy = {name: np.array([spent[setting, name, seed] for seed in seeds]) for name in POLICIES}
+        best = min(STATIC, key=lambda name: by_policy[name].sum())
+        over = {"best_static": _over(by_policy["online"], by_policy[best])}
+        over |= {name: _over(by_policy["online"], by_policy[name]) for name in ("oracle", "cross_point")}
+        for name, ratio in over.items():
+            summary.add("recovery_x", ratio.summary("x"), policy="online", than=name, case=setting)
+        summary.add("best_static", {"value": best}, case=setting)
+        for name in worst:
+            worst[name].append(over[name])
+        if by_policy["cross_point"].sum() > 1.02 * by_policy["oracle"].sum():
+            wrong += 1
+            beaten += over["cross_point"].estimate < 1
+    for name, intervals in worst.items():
+        largest = max(intervals, key=lambda interval: interval.estimate)
+        summary.add("recovery_x", largest.summary("x"), policy="online", than=name, across="worst")
+    summary.add("wrong_settings", {"value": wrong, "n": len(named)}, policy="cross_point")
+    summary.add("beaten_settings", {"value": beaten, "n": wrong}, policy="cross_point")
+    return summary
+
+
+def _over(mine: np.ndarray, other: np.ndarray) -> Interval:
+    """The ratio of totals over seeds; seeds are resampled with both their runs."""
+    return bootstrap(np.column_stack([mine, other]), lambda sample: float(np.divide(*sample.sum(0))))
+
+
+# The figures of notebook 23: the reader's run over the record.
+
+CHANGES = ("link slows 4 times at half", "link 8 times faster from half", "model 3 times larger from half")
+
+
+def totals(recorded: Result | None, now: Result) -> Figure:
+    """What each policy paid in each setting, over what the oracle paid, with intervals over sequences."""
+    import matplotlib.pyplot as plt
+
+    results = over(recorded, now)
+    named = list(_by_setting(results[0].result))
+    fig, ax = plt.subplots(figsize=(9, 0.75 * len(named) + 1.4))
+    for drawn in results:
+        for setting, by_policy in _by_setting(drawn.result).items():
+            for shift, name in enumerate(POLICIES[:-1]):
+                at = named.index(setting) + 0.2 * (shift - 1.5) + drawn.shift / 4
+                pairs = np.column_stack([by_policy[name], by_policy["oracle"]])
+                paid = bootstrap(pairs, lambda sample: float(np.divide(*sample.sum(0)))).summary("x")
+                label = LOOKS[name][0] if drawn.own and setting == named[0] else None
+                drawn.point(ax, at, paid, name.replace("cross_", "cross-"), along="x", label=label)
+    ax.axvline(1, color=COLOURS["floor"], linestyle=":", label="floor: the oracle")
+    ax.set(xscale="log", xlabel="total recovery cost / the oracle's")
+    ticks = (1, 1.25, 1.5, 2, 3, 5, 10, 20)
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.xaxis.set_minor_formatter("")
+    ax.set_yticks(range(len(named)), named)
+    ax.grid(axis="y", visible=False)
+    ax.invert_yaxis()
+    ax.legend(loc="lower right")
+    fig.suptitle("Each fixed policy costs more than twice the least somewhere, the learned one nowhere")
+    name_results(fig, results, "recovery_x")
+    return fig
+
+
+def courses(recorded: Result | None, now: Result) -> Figure:
+    """Regret as it grows in one sequence, where something changes at half of it."""
+    import matplotlib.pyplot as plt
+
+    results = over(recorded, now)
+    fig, axes = plt.subplots(1, len(CHANGES), figsize=(9, 3.9))
+    for ax, setting in zip(axes, CHANGES, strict=True):
+        for drawn in results:
+            rows = [row for row in drawn.result.rows if row["what"] == "course" and row["setting"] == setting]
+            count, ends_s = drawn.result.parameters["online"]["preemptions"], max(row["at_s"] for row in rows)
+            for name in POLICIES[:-1]:
+                mine = [row for row in rows if row["policy"] == name]
+                regret = [{"value": 1e3 * row["regret_s"] / count} for row in mine]
+                places = [100 * row["at_s"] / ends_s for row in mine]
+                options = {"marker": "", "linewidth": 2.6 if drawn.own else 1.6}
+                label = LOOKS[name][0] if drawn.own else None
+                drawn.line(ax, places, regret, name.replace("cross_", "cross-"), label=label, **options)
+        ax.axvline(50, color=COLOURS["mark"], linestyle=":")
+        ax.set_title(setting, fontsize=10.5)
+        ax.set_xlabel("of the sequence, %")
+    axes[0].set_ylabel("regret against the oracle so far,\nms / preemptions in all")
+    axes[1].legend(loc="upper left")
+    fig.suptitle("After a change the learned policy pays for a few preemptions, then no more")
+    name_results(fig, results)
+    return fig
+
+
+def one_change(courses: Mapping[str, np.ndarray], oracle: np.ndarray, times_s: Sequence[float], title: str) -> Figure:
+    """The same of notebook 23's scene: what two policies and ``oracle`` have paid by ``times_s``, s. Axes and their few
+    letters, which take longest to draw, are the same for every change."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(7.2, 2.8), layout="none")
+    fig.subplots_adjust(left=0.1, right=0.79, bottom=0.18, top=0.89)
+    for (name, paid), side in zip(courses.items(), ("bottom", "top"), strict=True):
+        colour, regret = COLOURS[name.replace("cross_", "cross-")], 1e3 * (paid - oracle)
+        ax.step(times_s, regret, where="post", color=colour)
+        ax.text(times_s[-1], regret[-1], f"  {LOOKS[name][0]}", color=colour, va=side)
+    ax.axvline(times_s[len(times_s) // 2], color=COLOURS["mark"], linestyle=":")
+    ax.set_title(title, fontsize="medium")
+    ax.set(xlim=(0, 12), xticks=range(0, 13, 3), ylim=(-90, 900), yticks=range(0, 801, 400))
+    ax.set(xlabel="time, s; the link changes at 6 s", ylabel="regret so far, ms")
+    return fig
+
+
+def setting_rows(result: Result) -> Rows:
+    """The ratios by setting."""
+    rows = []
+    for best in result.summary.all("best_static"):
+        line = {"setting": best["where"]["case"], "best static policy": LOOKS[best["value"]][0]}
+        for name, label in (("best_static", "best static"), ("oracle", "oracle"), ("cross_point", "CrossPoint")):
+            over = result.summary.of("recovery_x", policy="online", than=name, case=line["setting"])
+            line[f"online / {label}"] = interval(over, 3)
+        rows.append(line)
+    return rows
+
+
+def _by_setting(result: Result) -> dict[str, dict[str, np.ndarray]]:
+    """setting -> policy -> seconds paid [seeds]."""
+    rows = [row for row in result.rows if row["what"] == "total"]
+    return {
+        setting: {
+            name: np.array([row["seconds"] for row in rows if row["setting"] == setting and row["policy"] == name])
+            for name in POLICIES
+        }
+        for setting in dict.fromkeys(row["setting"] for row in rows)
+    }

@@ -1,0 +1,571 @@
+"""The cross-point policy against the others on the paper's own costs (CPS Figure 2): replayed, by the engine itself."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
+from firsttoken.cps.costs.copies import CopyCosts
+from firsttoken.cps.policies import make_policy
+from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.costs.fitted import FittedCosts, StepSample, SwapSample, fit_costs
+from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.executor import Executor
+from firsttoken.engine.fused import fuse
+from firsttoken.engine.latency_metrics import client_metrics, recovery_metrics, serve_items
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
+from firsttoken.engine.preemption.preemption_policy import Action
+from firsttoken.engine.preemptor import Recovery
+from firsttoken.engine.request import Phase
+from firsttoken.engine.scheduler_state import VICTIM, Victim, victim_named
+from firsttoken.engine.schedulers.scheduler import Scheduler
+from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.trace import Trace
+from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
+from firsttoken.engine.workload.workload_items import Item, with_ids
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.overlay import Drawn, legend, name_results, over
+from firsttoken.study.plot import COLOURS
+from firsttoken.study.policy_file import PolicyFile
+from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.stats import Interval, bootstrap
+from firsttoken.study.summary import Summary
+from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
+from firsttoken_studies.cps.styles import POLICIES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# The least mean TTFT that any policy could have on a workload that a pool cannot hold at once.
+
+PAPER_TPOT_MS = 36.55  # mean TPOT of CPS (4.2.2), to which the price of a decode step is set
+BOUND = "bound"  # policy and costs of a row that no run made
+
+
+def least_mean_ttft_s(items: Sequence[Item], blocks: int, step_s: float) -> float:
+    """A bound on the mean TTFT of requests that all arrive at once, whatever the policy, where a step takes ``step_s``.
+
+    A request holds prompt + k tokens in its k-th step, and a pool of C tokens serves at most C token-steps a step, so
+    the i-th request to end cannot end before the i smallest needs are served. A mean TTFT is the mean end less the mean
+    time from first token to last, taken as a step for each token between them: ``step_s`` is the TPOT, and a request
+    that waits between two tokens has a longer one. Shorter steps with long waits in between lower the bound.
+    """
+    capacity = blocks * PAPER_SHAPE.block_tokens
+    needs = sorted(sum(range(item.prompt_tokens, item.total_tokens)) for item in items)
+    ends = np.cumsum(needs) / capacity
+    return max(0.0, float(ends.mean() - np.mean([item.output_tokens - 1 for item in items]))) * step_s
+
+
+def bound_row(items: Sequence[Item], blocks: int) -> dict[str, Any]:
+    """The bound on the mean TTFT of a workload as a row like those of its runs."""
+    least_s = least_mean_ttft_s(items, blocks, PAPER_TPOT_MS / 1e3)
+    return {"costs": BOUND, "policy": BOUND, "decode_ms": PAPER_TPOT_MS, "mean_ttft_ms": least_s * 1e3}
+
+
+# Policies that nobody would run, to find out what a gain is owed to.
+
+
+class Inverse(PreemptionPolicy):
+    """The paper's rule the wrong way round: recompute up to ``threshold`` tokens, swap above."""
+
+    name = "inverse"
+
+    def __init__(self, threshold: float = 1024) -> None:
+        self.threshold = threshold
+
+    def choose(self, tokens: int, now_s: float) -> Action:
+        return Action.RECOMPUTE if tokens <= self.threshold else Action.SWAP
+
+
+class Coin(PreemptionPolicy):
+    """Swap or recompute by the toss of a coin, whatever the length."""
+
+    name = "coin"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, tokens: int, now_s: float) -> Action:
+        return self._random.choice((Action.SWAP, Action.RECOMPUTE))
+
+
+# The same policies live, at a size that fits, and the simulator held against what happened.
+
+BLOCK_TOKENS = 16
+POOL = "tokens in all of its KV blocks"
+MEANS = {  # over runs: measure -> column of the rows, unit
+    "ttft_mean_ms": ("mean_ttft_ms", "ms"),
+    "tpot_mean_ms": ("mean_tpot_ms", "ms"),
+    "tpot_p99_ms": ("p99_tpot_ms", "ms"),
+    "recovery_s": ("recovery_s", "s"),
+    "preemptions": ("preemptions", ""),
+}
+OFF = {"ttft_mean_off_pct": "mean_ttft_ms", "tpot_mean_off_pct": "mean_tpot_ms", "tpot_p99_off_pct": "p99_tpot_ms"}
+
+
+@dataclass(frozen=True)
+class LivePoliciesConfig:
+    """``short`` + ``long`` conversations of ShareGPT, their lengths times ``scale``, for each of ``seeds`` draws.
+
+    They share ``blocks`` of 16 tokens, with as many host blocks as they could need. ``policies`` run in random order,
+    each on every draw, over the swap path ``swap``; the threshold of cross_point is 1,024 x ``scale``. ``model``
+    overrides the profile's ("" keeps it).
+    """
+
+    model: str
+    seeds: int
+    short: int
+    long: int
+    scale: float
+    blocks: int
+    policies: tuple[str, ...]
+    swap: str
+
+    def __post_init__(self) -> None:
+        if min(self.seeds, self.short, self.long, self.blocks) < 1:
+            raise ProfileError("live_policies: seeds, short, long and blocks must be at least 1")
+
+    def needs(self) -> list[Need]:
+        """Context and pool hold the longest conversation, and so the threshold below it."""
+        longest = math.ceil(LONGEST * self.scale)
+        return [
+            Need("live_policies.scale", longest, CONTEXT),
+            Need("live_policies.scale", longest, POOL, "lower it, or raise live_policies.blocks"),
+        ]
+
+
+def crosspoint_live(profile: Profile) -> Outcome:
+    """Rows {seed, policy, run: live | simulated, metrics}.
+
+    The costs are fitted to the live runs of the first draw (of an extra one, where there is one draw only) and foretell
+    the others: the simulator is the same engine on a cost model.
+    """
+    config = profile.section("live_policies", LivePoliciesConfig)
+    check(config.needs(), ModelFacts(config.model or profile.model, {POOL: config.blocks * BLOCK_TOKENS}))
+    loaded = load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
+    fuse(loaded.model)
+    vocabulary = loaded.model.config.vocab_size
+    loads = {
+        seed: with_ids(_mix(config, loaded.tokenizer, seed), vocabulary, seed)
+        for seed in range(profile.seed, profile.seed + config.seeds + 1)
+    }
+    fitting, *others = loads
+    executor = LiveExecutor(loaded.model, config.blocks, host_blocks=4 * config.blocks, swap=config.swap)
+    try:
+        traces = [_run(executor, loads[fitting], name, config)[1] for name in ("recompute", "swap")]
+        costs = fit_costs(*samples(traces))
+        rows = _compare(executor, costs, {seed: loads[seed] for seed in others}, config, profile.seed)
+    finally:
+        executor.close()
+    return Outcome(rows, provenance=loaded.provenance.as_dict() | {"costs": costs.as_dict()})
+
+
+def samples(traces: Iterable[Trace]) -> tuple[list[StepSample], list[SwapSample]]:
+    """What the fit of a cost model takes, from what engines have seen. First steps of a run are warm-up."""
+    steps: list[StepSample] = []
+    swaps: list[SwapSample] = []
+    for trace in traces:
+        steps += [StepSample(step.prefills, step.contexts, step.seconds) for step in trace.steps[1:]]
+        swaps += [_swap_sample(recovery) for recovery in trace.recoveries if recovery.action is Action.SWAP]
+    return steps, swaps
+
+
+def _swap_sample(recovery: Recovery) -> SwapSample:
+    return SwapSample(recovery.tokens, recovery.out_s, recovery.prep_s + recovery.in_s)
+
+
+def _compare(
+    executor: LiveExecutor, costs: FittedCosts, loads: dict[int, Sequence[Item]], config: LivePoliciesConfig, seed: int
+) -> Rows:
+    cases = [(number, name) for number in loads for name in config.policies]
+    random.Random(seed).shuffle(cases)
+    rows = []
+    for number, name in tqdm(cases, desc="live policies", disable=None):
+        simulated = SimulatedExecutor(costs, executor.blocks, host_blocks=executor.arena.blocks)
+        for run, where in (("live", executor), ("simulated", simulated)):
+            metrics, _ = _run(where, loads[number], name, config)
+            rows.append({"seed": number, "policy": name, "run": run} | metrics)
+    return rows
+
+
+def _run(
+    executor: Executor, items: Sequence[Item], name: str, config: LivePoliciesConfig
+) -> tuple[dict[str, Any], Trace]:
+    trace = Trace()
+    policy = make_policy(name, threshold=1024 * config.scale) if name == "cross_point" else make_policy(name)
+    engine = Engine(executor, EngineConfig(watermark=0.0), policy=policy, trace=trace)
+    requests = serve_items(engine, items)
+    return client_metrics(requests) | recovery_metrics(trace), trace
+
+
+def _mix(config: LivePoliciesConfig, tokenizer: Any | None, seed: int) -> tuple[Item, ...]:
+    return threshold_mix(tokenizer, config.short, config.long, scale=config.scale, seed=seed)
+
+
+def live_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Means of the live runs, and how far the simulated ones are off, by metric: the mean over runs and the worst."""
+    summary = Summary()
+    live = {(row["seed"], row["policy"]): row for row in rows if row["run"] == "live"}
+    simulated = {(row["seed"], row["policy"]): row for row in rows if row["run"] == "simulated"}
+    for policy in parameters["live_policies"]["policies"]:
+        for measure, (name, unit) in MEANS.items():
+            values = [row[name] for (_, which), row in live.items() if which == policy]
+            summary.add(measure, bootstrap(values).summary(unit), policy=policy)
+    for measure, name in OFF.items():
+        off = [100 * abs(simulated[key][name] / row[name] - 1) for key, row in live.items()]
+        worst = {"value": max(off), "n": len(off), "unit": "%"}
+        summary.add(measure, bootstrap(off).summary("%"), source="simulated", than="live", across="mean")
+        summary.add(measure, worst, source="simulated", than="live", across="worst")
+    return summary
+
+
+COMPARED = ("swap", "recompute", "cross_point")  # in Figure 2; they run always
+CONTROLS = ("inverse", "coin", "swap_overtaking")
+OTHERS = ("bandwidth_only", "online", "oracle", *CONTROLS)
+BELOW = {  # measure -> column of the rows
+    "ttft_mean_below_pct": "mean_ttft_ms",
+    "tpot_mean_below_pct": "mean_tpot_ms",
+    "tpot_p99_below_pct": "p99_tpot_ms",
+    "recovery_below_pct": "recovery_s",
+}
+HOST_BLOCKS = 1 << 20  # the paper does not state the swap space (errata I19); here it never fills
+OWN = ".py"  # ends the path of a file of one's own
+OVERTAKING = "_overtaking"  # ends the name of a policy whose swapped requests may overtake each other
+AS_PUBLISHED = "cross_point as published"  # what Swap with coalesced copies is held against
+FLOP_PER_TOKEN, A6000_FLOP_PER_S = 0.72e9, 155e12  # Qwen2.5-0.5B without embeddings; dense fp16 of an RTX A6000
+
+
+@dataclass(frozen=True)
+class ReplayedConfig:
+    """``seeds`` draws of ``short`` + ``long`` conversations, all at once into ``blocks`` KV blocks of 16 tokens.
+
+    ``thresholds`` are swept; ``decode_ms`` are other prices of a decode step than the calibrated one. CrossPoint swaps
+    up to ``threshold`` tokens, and ``policies`` run beside it, Swap and Recompute; ``victim`` says who is preempted. Of
+    both one may be the path of a file of one's own.
+    """
+
+    seeds: int
+    short: int
+    long: int
+    blocks: int
+    thresholds: tuple[int, ...]
+    decode_ms: tuple[float, ...]
+    threshold: float = 1024
+    policies: tuple[str, ...] = OTHERS
+    victim: str = "last_arrived"
+
+    def __post_init__(self) -> None:
+        if min(self.seeds, self.short, self.long, self.blocks) < 1:
+            raise ProfileError("replayed: seeds, short, long and blocks must be at least 1")
+        if odd := next((name for name in self.policies if not name.endswith(OWN) and name not in OTHERS), ""):
+            raise ProfileError(f"replayed.policies: no policy {odd!r}; {unknown(odd, OTHERS)}, or a file")
+        if not self.victim.endswith(OWN):
+            victim_named(self.victim)
+
+    def needs(self) -> list[Need]:
+        """The pool holds the longest conversation, and a request as long as the highest threshold."""
+        mend = "raise replayed.blocks"
+        return [
+            Need("replayed.blocks", LONGEST, POOL, mend),
+            Need("replayed.thresholds", max(self.thresholds, default=0), POOL, f"lower it, or {mend}"),
+        ]
+
+
+def crosspoint_replayed(profile: Profile) -> Outcome:
+    """Rows {seed, policy, costs, decode_ms, metrics}: every policy on the same workloads and costs.
+
+    And a row for each workload with the least mean TTFT that any policy could have: policy and costs are "bound".
+    """
+    config = profile.section("replayed", ReplayedConfig)
+    check(config.needs(), {POOL: config.blocks * BLOCK_TOKENS}, where="the replayed engine")
+    loads = [drawn(config, profile.seed + number) for number in range(config.seeds)]
+    own = {name: PolicyFile.read(Path(name), PREEMPTION) for name in config.policies if name.endswith(OWN)}
+    chosen = PolicyFile.read(Path(config.victim), VICTIM) if config.victim.endswith(OWN) else None
+    victim = chosen.watched() if chosen else config.victim
+    decode_s = calibrated(loads[: min(3, len(loads))], config.blocks)
+    cases = list(_cases(config, decode_s, {name: file.watched() for name, file in own.items()}))
+    rows = []
+    for number, items in enumerate(tqdm(loads, desc="replay", disable=None)):
+        seed = {"seed": profile.seed + number}
+        rows.append(seed | bound_row(items, config.blocks))
+        for case, costs, policy in cases:
+            overtake = case["policy"].endswith(OVERTAKING)
+            with ExitStack() as judged:
+                for file in filter(None, (chosen, own.get(case["policy"]))):
+                    judged.enter_context(file.judged())
+                rows.append(seed | case | run_replayed(items, costs, policy(costs), config.blocks, overtake, victim))
+    why = f"what {config.blocks} blocks of 16 tokens can hold, shortest requests first, {PAPER_TPOT_MS} ms a step"
+    floors = {"mean_ttft": {"value": float(np.mean(column(rows, BOUND, "mean_ttft_ms"))), "unit": "ms", "why": why}}
+    source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
+    return Outcome(rows, floors, provenance={"source": source, "kind": "replayed"})
+
+
+def run_replayed(
+    items: Sequence[Item],
+    costs: Costs,
+    policy: PreemptionPolicy,
+    blocks: int,
+    overtake: bool = False,
+    victim: str | Victim = "last_arrived",
+    scheduler: str | type[Scheduler] = "prefill_first",
+) -> dict[str, Any]:
+    """One run of the paper's set-up (3.1, 4.1): prefill-first, LIFO, watermark off; or of another ``victim``."""
+    trace = Trace()
+    executor = SimulatedExecutor(costs, blocks, host_blocks=HOST_BLOCKS)
+    bounds = {"watermark": 0.0, "prefill_tokens": 2560, "token_budget": 1 << 20, "overtake": overtake}
+    config = EngineConfig(scheduler=scheduler, victim=victim, **bounds)
+    requests = serve_items(Engine(executor, config, policy=policy, trace=trace), items)
+    return client_metrics(requests) | recovery_metrics(trace)
+
+
+def calibrated(loads: Sequence[Sequence[Item]], blocks: int) -> float:
+    """Seconds of a decode step with which CPS has the paper's mean TPOT: the one number that Table 2 lacks.
+
+    TPOT is the step plus stalls that hardly depend on it, so that a few secant steps find it.
+    """
+    target, guess = PAPER_TPOT_MS / 1e3, PAPER_TPOT_MS / 1e3
+    for _ in range(4):
+        costs = PublishedCosts(decode_s=guess)
+        runs = [run_replayed(items, costs, make_policy("cross_point"), blocks) for items in loads]
+        guess *= target / (float(np.mean([run["mean_tpot_ms"] for run in runs])) / 1e3)
+    return guess
+
+
+def drawn(config: ReplayedConfig, seed: int) -> tuple[Item, ...]:
+    """The workload of ``seed``."""
+    return with_ids(threshold_mix(None, config.short, config.long, seed=seed), vocabulary=1)
+
+
+def _cases(
+    config: ReplayedConfig, decode_s: float, own: Mapping[str, Callable[[], PreemptionPolicy]]
+) -> Iterable[tuple[dict[str, Any], Costs, Callable[[Costs], PreemptionPolicy]]]:
+    """(columns, costs, policy) of every case: policies, thresholds, other decode prices, coalesced copies."""
+    published = PublishedCosts(decode_s=decode_s)
+    base = {"costs": "published", "decode_ms": decode_s * 1e3}
+    for name in (*COMPARED, *config.policies):
+        kind = own.get(name)
+        maker = maker_of(name, config.threshold) if kind is None else lambda costs, kind=kind: kind()
+        yield base | {"policy": name}, published, maker
+    for threshold in config.thresholds:
+        named = base | {"policy": f"threshold_{threshold}", "threshold": threshold}
+        yield named, published, lambda costs, t=threshold: make_policy("cross_point", threshold=t)
+    parts = decomposed(LONG, PCIE_4_X16)
+    coalesced = CopyCosts(published, PAPER_SHAPE, parts.out_us_per_copy / 1e6, PCIE_4_X16, coalesced=True)
+    for name in ("swap", "cross_point", "swap_overtaking"):
+        yield base | {"costs": "coalesced", "policy": name}, coalesced, maker_of(name, config.threshold)
+    for other_ms in config.decode_ms:
+        for name in COMPARED:
+            columns = {"costs": "published", "decode_ms": other_ms, "policy": name}
+            yield columns, PublishedCosts(decode_s=other_ms / 1e3), maker_of(name, config.threshold)
+
+
+def maker_of(name: str, threshold: float = 1024) -> Callable[[Costs], PreemptionPolicy]:
+    """Makes the policy of that name for the costs of a run."""
+    if name == "oracle":
+        return lambda costs: make_policy(name, costs_at=lambda now_s: costs)
+    if name == "bandwidth_only":
+        theory = (PAPER_SHAPE.bytes_per_token, PCIE_4_X16, FLOP_PER_TOKEN, A6000_FLOP_PER_S)
+        names = ("bytes_per_token", "bytes_per_s", "flop_per_token", "flop_per_s")
+        return lambda costs: make_policy(name, **dict(zip(names, theory, strict=True)))
+    if name in ("inverse", "coin"):
+        return lambda costs: {"inverse": Inverse, "coin": Coin}[name]()
+    if name == "cross_point":
+        return lambda costs: make_policy(name, threshold=threshold)
+    return lambda costs: make_policy(name.removesuffix(OVERTAKING))
+
+
+def replayed_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Means by policy, and by how much CPS lies below each static policy, paired by workload."""
+    moved = [row for row in rows if row["costs"] == "coalesced"]
+    decode_ms = moved[0]["decode_ms"]  # the calibrated price, as in every row but those of other prices
+    main = [row for row in rows if row["costs"] == "published" and row["decode_ms"] == decode_ms]
+    summary = Summary()
+    summary.add("decode_ms", {"value": decode_ms, "unit": "ms"})
+    least = column(rows, BOUND, "mean_ttft_ms")
+    summary.add("ttft_mean_ms", {"value": float(np.mean(least)), "n": len(least), "unit": "ms"}, policy=BOUND)
+    for policy, threshold in {row["policy"]: row.get("threshold") for row in main}.items():
+        place = {"policy": "threshold", "threshold_tokens": threshold} if threshold is not None else {"policy": policy}
+        for measure, (name, unit) in MEANS.items():
+            summary.add(measure, bootstrap(column(main, policy, name)).summary(unit), **place, costs="published")
+
+    def gained(measure: str, runs: Rows, policy: str, other: str, costs: str = "published") -> None:
+        entry = below(runs, policy, other, BELOW[measure]).summary("%", 100)
+        summary.add(measure, entry, policy=policy, than=other, costs=costs)
+
+    for other in ("swap", "recompute"):
+        for measure in BELOW:
+            gained(measure, main, "cross_point", other)
+    for name in (name for name in CONTROLS if column(main, name, "seed")):
+        for other in ("swap", "cross_point"):
+            gained("tpot_p99_below_pct", main, name, other)
+    as_published = [row | {"policy": AS_PUBLISHED} for row in main if row["policy"] == "cross_point"]
+    gained("recovery_below_pct", moved + as_published, "swap", AS_PUBLISHED, "coalesced")
+    gained("tpot_p99_below_pct", moved, "cross_point", "swap", "coalesced")
+    pairs = np.column_stack([column(main, "cross_point", name) for name in ("recovery_s", "makespan_s")])
+    share = bootstrap(pairs, lambda sample: float(np.divide(*sample.sum(0))))
+    summary.add("recovery_share_pct", share.summary("%", 100), policy="cross_point", costs="published")
+    return summary
+
+
+def column(rows: Rows, policy: str, name: str) -> list[float]:
+    """``name`` of the runs of ``policy``, by seed."""
+    return [row[name] for row in sorted(rows, key=lambda row: row["seed"]) if row["policy"] == policy]
+
+
+def below(rows: Rows, policy: str, other: str, name: str) -> Interval:
+    """1 - the mean of ``policy`` over the mean of ``other``; workloads are resampled, each with both its runs."""
+    pairs = np.column_stack([column(rows, policy, name), column(rows, other, name)])
+    return bootstrap(pairs, lambda sample: float(1 - np.divide(*sample.mean(0))))
+
+
+# The figures of notebook 22: the reader's run over the record, and the queue of its scene.
+
+PAPER_P99_MS = 70.57
+# Figure 2 and 4.2.2: CPS in ms; the P99 TPOT of the others from its percentages, and from these theirs below Swap
+PAPER = {
+    "ttft_mean_ms": {"cross_point": 1648.35},
+    "tpot_mean_ms": {"cross_point": PAPER_TPOT_MS},
+    "tpot_p99_ms": {"cross_point": PAPER_P99_MS, "swap": PAPER_P99_MS / 0.869, "recompute": PAPER_P99_MS / 0.799},
+}
+SAID = {"ttft_mean_ms": "mean TTFT, s", "tpot_mean_ms": "mean TPOT, ms", "tpot_p99_ms": "P99 TPOT, ms"}
+PHASES = {Phase.RUNNING: "measured", Phase.SWAPPED: "swap", Phase.WAITING: "recompute"}
+
+
+def policy_bars(recorded: Result | None, now: Result) -> Figure:
+    """Figure 2 of the paper on its own costs: three bars in three groups, and each policy's gain paired with Swap."""
+    import matplotlib.pyplot as plt
+
+    results = over(recorded, now)
+    fig = plt.figure(figsize=(9, 6.6))
+    above, under = fig.subfigures(2, 1, height_ratios=(1, 1.15))
+    axes = above.subplots(1, len(SAID))
+    for ax, (measure, label) in zip(axes, SAID.items(), strict=True):
+        scale = 1e-3 if "ttft" in measure else 1.0
+        for place, name in enumerate(COMPARED):
+            for drawn in results:
+                entry = drawn.result.summary.of(measure, policy=name, costs="published")
+                drawn.bar(ax, place, entry, _look(name), width=0.8, scale=scale)
+            if (ms := PAPER[measure].get(name)) is not None:
+                ax.hlines(scale * ms, place - 0.44, place + 0.44, **_paper())
+        ax.set_title(label)
+        ax.set_xticks(range(len(COMPARED)), [POLICIES[name][0] for name in COMPARED])
+        ax.grid(axis="x", visible=False)
+    least = results[0].result.summary.value("ttft_mean_ms", policy=BOUND) / 1e3
+    axes[0].axhline(least, color=COLOURS["floor"], linestyle=":", zorder=6)
+    said = {"va": "bottom", "ha": "center", "fontsize": 9, "zorder": 7, "bbox": {"color": "white", "pad": 1}}
+    axes[0].text(1, least + 3, f"no policy is below {least:.0f} s", **said)
+    _gains(under.subplots(), results)
+    fig.suptitle("CPS has the shorter tail, and so has Swap alone if its queue may be overtaken")
+    name_results(fig, results, "tpot_p99_ms")
+    return fig
+
+
+def _gains(ax: Axes, results: Sequence[Drawn]) -> None:
+    """P99 TPOT below Swap's on the same workloads, by policy."""
+    there = [name for name in POLICIES if name != "swap" and column(published_runs(results[0].result), name, "seed")]
+    for drawn in results:
+        runs = published_runs(drawn.result)
+        for place, name in enumerate(there):
+            if column(runs, name, "seed"):
+                gain = below(runs, name, "swap", MEANS["tpot_p99_ms"][0]).summary("%", 100)
+                drawn.point(ax, place + drawn.shift, gain, _look(name), along="x")
+    theirs = PAPER["tpot_p99_ms"]
+    for name in ("recompute", "cross_point"):
+        gain, at = 100 * (1 - theirs[name] / theirs["swap"]), there.index(name)
+        said = "the paper" if name == "cross_point" else None
+        ax.vlines(gain, at - 0.44, at + 0.44, **_paper(), label=said)
+    ax.axvline(0, color=COLOURS["floor"], linewidth=1)
+    ax.set_yticks(range(len(there)), [POLICIES[name][0] for name in there])
+    ax.set(xlabel="P99 TPOT below Swap's on the same workloads, %")
+    ax.grid(axis="y", visible=False)
+    ax.invert_yaxis()
+    ax.legend(loc="center right")
+
+
+def _paper() -> dict[str, Any]:
+    """How the paper's number is drawn: grey, within white, as it may lie over a bar."""
+    from matplotlib.patheffects import withStroke
+
+    within = [withStroke(linewidth=4.5, foreground="white")]
+    return {"color": COLOURS["paper"], "linewidth": 2.5, "path_effects": within, "zorder": 6}
+
+
+def published_runs(result: Result) -> Rows:
+    """The runs on the costs of Table 2 at the calibrated price of a decode step."""
+    price = result.summary.value("decode_ms")
+    return [row for row in result.rows if row["costs"] == "published" and row["decode_ms"] == price]
+
+
+def _look(name: str) -> str:
+    """What ``LOOKS`` calls a policy; controls stand beside."""
+    look = name.replace("_", "-") if name == "cross_point" else name.replace("_", " ")
+    return look if look in COLOURS else "other"
+
+
+def threshold_gains(recorded: Result | None, now: Result) -> Figure:
+    """What another threshold than the paper's is worth, paired by workload: tail, and cost of the recoveries."""
+    import matplotlib.pyplot as plt
+
+    results = over(recorded, now)
+    fig, axes = plt.subplots(1, 2, figsize=(9, 3.9))
+    said = {"p99_tpot_ms": "P99 TPOT below CrossPoint's, %", "recovery_s": "recovery cost below CrossPoint's, %"}
+    for ax, (name, label) in zip(axes, said.items(), strict=True):
+        for drawn in results:
+            runs = published_runs(drawn.result)
+            at = {row["threshold"]: row["policy"] for row in runs if "threshold" in row} | {0: "recompute"}
+            at[drawn.result.parameters["replayed"].get("threshold", 1024)] = "cross_point"
+            gains = {t: below(runs, at[t], "cross_point", name).summary("%", 100) for t in sorted(at)}
+            places = [max(t, 128) for t in gains]
+            drawn.line(ax, places, list(gains.values()), "cross-point", linestyle="-")
+        ax.axhline(0, color=COLOURS["floor"], linewidth=1)
+        ax.axvline(1024, color=COLOURS["paper"], linewidth=2.5, label="the paper's 1,024")
+        ax.axvline(927, color=COLOURS["mark"], linestyle=":", label="Table 2 crosses at 927")
+        ax.set(xscale="log", xlabel="CrossPoint swaps up to this many tokens", ylabel=label)
+        ax.set_xticks([128, 256, 512, 1024, 2048, 4096], ["never", "256", "512", "1,024", "2,048", "always"])
+        ax.minorticks_off()
+    fig.suptitle("Any threshold from 256 to 1,024 serves the tail; above, the gain is gone")
+    legend(fig, axes[0], results)
+    return fig
+
+
+def queue_lanes(scenes: Mapping[str, tuple[Sequence[str], Sequence[tuple[float, float, Sequence[Phase]]]]]) -> Figure:
+    """Where requests stand over time, a lane each, by policy. A scene is the names of its requests and its steps, each
+    with when it began and ended and the phase of every request after it."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(len(scenes), 1, figsize=(9, 1.5 * len(scenes) + 0.9), sharex=True)
+    for ax, (title, (names, steps)) in zip(axes, scenes.items(), strict=True):
+        for lane in range(len(names)):
+            for phase, group in groupby(steps, key=lambda step, lane=lane: step[2][lane]):
+                (began, ended, _), *later = group
+                height = 0.8 if phase is Phase.RUNNING else 0.35
+                if phase in PHASES:
+                    width = (later[-1][1] if later else ended) - began
+                    ax.barh(lane, width, height, left=began, color=COLOURS[PHASES[phase]], linewidth=0)
+        ax.set_title(title, loc="left", fontsize=10.5)
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        ax.grid(axis="y", visible=False)
+    said = {"measured": "has blocks and runs", "swap": "swapped out, waits", "recompute": "waits to be computed again"}
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[look]) for look in said]
+    fig.legend(handles, said.values(), loc="outside lower center", ncols=3)
+    axes[-1].set_xlabel("simulated time, s")
+    fig.suptitle("The long request blocks the short ones, though there is room for them")
+    return fig

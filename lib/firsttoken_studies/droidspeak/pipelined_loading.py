@@ -1,0 +1,369 @@
+"""The cache on its way over a shaped link: the four ways of Figures 13 and 20."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.droidspeak.pipeline.schedule import LINK, PROCESSOR, BusySpan, ReuseRequest, Schedule, simulate
+from firsttoken.droidspeak.profile.pareto import smallest_within
+from firsttoken.link.shaped import LinkConfig
+from firsttoken.study.overlay import legend, over
+from firsttoken.study.plot import COLOURS
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Summary
+from firsttoken_studies.droidspeak.profiling import BOUND, setting_profile
+from firsttoken_studies.droidspeak.published import FIGURE_13, PUBLISHED_UNITS, SHAPES, edge_over_kv, kv_bytes
+from firsttoken_studies.droidspeak.setting import Setting
+from firsttoken_studies.droidspeak.styles import LOOK_OF, METHODS, SCHEDULES
+from firsttoken_studies.droidspeak.wire import LoadingConfig, WiredPair
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def pipelined_loading(profile: Profile) -> Outcome:
+    """One row a link, schedule and round, with the floor of its request: the longer of transfer and computation.
+
+    The computation is that of the same round's unpipelined request after its last byte; the transfer is the bytes over
+    the link's own rate.
+    """
+    config = profile.section("loading", LoadingConfig)
+    setting = Setting(profile, config.needs())
+    receiver, sender, profiled = setting_profile(setting, setting.runs[0])
+    group = smallest_within(profiled, BOUND).group
+    rng, rows = random.Random(profile.seed), []
+    with tempfile.TemporaryDirectory(prefix="firsttoken-") as folder:
+        wire = WiredPair(sender, receiver, config.tokens, [group], Path(folder))
+        schedules = [Schedule.RECOMPUTE, Schedule.SEND_ALL, Schedule.SEND_REUSED, Schedule.PIPELINED]
+        for schedule in schedules:
+            wire.ask(group, LinkConfig(), schedule)  # warms up, and touches the buffers
+        cells = [(rate, step) for step in range(config.rounds) for rate in config.gbit_per_s]
+        for rate, step in tqdm(cells, desc="links", unit="link", disable=None):
+            for schedule in rng.sample(schedules, len(schedules)):
+                marks = wire.ask(group, LinkConfig(rate), schedule).marks
+                rows.append(
+                    {"gbit_per_s": rate, "schedule": str(schedule), "round": step, "group": str(group)}
+                    | {"tokens": config.tokens, "ttft_s": round(marks.first_token_s, 6), "bytes": marks.bytes_moved}
+                    | {"kv_token_bytes": wire.kv_token_bytes, "edge_token_bytes": wire.edge_token_bytes}
+                    | _rounded(edge_s=marks.edge_s, last_byte_s=marks.last_byte_s, start_s=marks.recompute_start_s)
+                )
+    _add_floors(rows)
+    return Outcome(rows, provenance={"models": setting.models.provenance})
+
+
+def _add_arithmetic(summary: Summary) -> None:
+    """What the paper's formulas and its Figure 13 give, exactly."""
+    for name in ("Llama-3-8B", "Llama-3.1-70B", "Llama-2-7B"):
+        entry = {"value": edge_over_kv(*SHAPES[name][:3]), "unit": "x of one layer's KV"}
+        summary.add("edge_bytes_x", entry, model=name.lower(), than="kv of a layer")
+    for schedule in PUBLISHED_UNITS:
+        entry = {"value": simulate(FIGURE_13, schedule).total, "unit": "units, two requests"}
+        summary.add("ttft_units", entry, method=schedule, case="figure 13")
+    for layers in (6, 4):  # the report's toy, and the one that its number fits (errata I36)
+        entry = {"value": kv_bytes(layers, 1, 2, 4), "unit": "bytes"}
+        summary.add("kv_bytes", entry, model="toy", layers=layers)
+
+
+def _add_floors(rows: Rows) -> None:
+    """To each row of a request that computes on what was sent: ``floor_s``."""
+    for row in rows:
+        same = (r for r in rows if (r["gbit_per_s"], r["round"]) == (row["gbit_per_s"], row["round"]))
+        plain = next(r for r in same if r["schedule"] == Schedule.SEND_REUSED)
+        last_byte_s = plain.get("last_byte_s", 0.0)  # nothing is sent where the group is all layers
+        compute = plain["ttft_s"] - last_byte_s
+        if row["schedule"] == Schedule.RECOMPUTE:
+            continue
+        transfer = row["bytes"] / (row["gbit_per_s"] * 1e9 / 8) if row["gbit_per_s"] else last_byte_s
+        row |= {"compute_s": round(compute, 6), "transfer_s": round(transfer, 6)}
+        row["floor_s"] = round(max(compute, transfer), 6)
+
+
+def loading_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """By link: pipelined over its floor, and its gain over the other ways; the group, sizes, and the arithmetic.
+
+    The size of this model's E-cache is left out where the rows do not have it.
+    """
+    summary, pipelined = Summary(), Schedule.PIPELINED
+    for rate in sorted({row["gbit_per_s"] for row in rows}):
+        of = {
+            schedule: sorted(
+                (r for r in rows if r["gbit_per_s"] == rate and r["schedule"] == schedule), key=lambda r: r["round"]
+            )
+            for schedule in Schedule
+        }
+        over = [row["ttft_s"] / row["floor_s"] for row in of[pipelined]]
+        entry = bootstrap(over, "median").summary("x of max(transfer, compute)")
+        summary.add("ttft_x", entry, method=pipelined, than="floor", gbit_per_s=rate)
+        for other in (Schedule.RECOMPUTE, Schedule.SEND_ALL, Schedule.SEND_REUSED):
+            gains = [a["ttft_s"] / b["ttft_s"] for a, b in zip(of[other], of[pipelined], strict=True)]
+            entry = bootstrap(gains, "median").summary("x")
+            summary.add("ttft_x", entry, method=other, than=pipelined, gbit_per_s=rate)
+    reused = {"method": Schedule.SEND_REUSED, "than": pipelined}
+    summary.add("ttft_x", max(summary.all("ttft_x", **reused), key=lambda e: e["value"]), **reused, across="most")
+    if fastest := max(row["gbit_per_s"] for row in rows):  # at 0 a link is not shaped
+        full, floor = {"method": Schedule.RECOMPUTE, "than": pipelined}, {"method": pipelined, "than": "floor"}
+        shaped = [entry for entry in summary.all("ttft_x", **floor) if entry["where"]["gbit_per_s"]]
+        summary.add("ttft_x", summary.of("ttft_x", **full, gbit_per_s=fastest), **full, link="fastest")
+        summary.add("ttft_x", max(shaped, key=lambda entry: entry["value"]), **floor, across="worst")
+    one = rows[0]  # the group and what a token weighs are the same in all
+    if "edge_token_bytes" in one:
+        ratio = one["edge_token_bytes"] / one["kv_token_bytes"]
+        summary.add("edge_bytes_x", {"value": ratio, "unit": "x of one layer's KV"}, than="kv of a layer")
+    summary.add("group", {"value": one["group"], "unit": "layers"})
+    _add_arithmetic(summary)
+    return summary
+
+
+def _rounded(**seconds: float | None) -> dict[str, float]:
+    """Those that are there, to microseconds."""
+    return {name: round(value, 6) for name, value in seconds.items() if value is not None}
+
+
+# The tables of notebook 32: sizes, the schedules of Figure 13, and the live run, from arithmetic and results alone.
+
+
+def edge_rows(result: Result) -> Rows:
+    """E-cache over KV of one layer, by shape; of the model that was run, as it was measured, too."""
+    measured = result.summary.get("edge_bytes_x", than="kv of a layer")
+    return [
+        {
+            "model": name,
+            "hidden": hidden,
+            "KV heads x head dimension": f"{kv_heads} x {head_dim}",
+            "E-cache / KV of a layer": edge_over_kv(hidden, kv_heads, head_dim),
+            "paper": paper,
+            "measured": measured["value"] if measured and "(here)" in name else "",
+        }
+        for name, (hidden, kv_heads, head_dim, paper) in SHAPES.items()
+    ]
+
+
+def toy_rows() -> Rows:
+    """The report's toy example: 1 head of 2, 4 tokens, 2 bytes (errata I36)."""
+    return [
+        {"layers": layers, "KV, bytes": size, "KV, GB": f"{size / 1e9:.2e}", "report, GB": "1.28e-07"}
+        for layers, size in ((layers, kv_bytes(layers, 1, 2, 4)) for layers in (6, 4))
+    ]
+
+
+def schedule_rows() -> Rows:
+    """Figure 13: the sums of both requests, as published and under other assumptions, and each request alone."""
+    free = tuple(replace(job, edge_units=0) for job in FIGURE_13)
+    rows = []
+    for schedule, paper in PUBLISHED_UNITS.items():
+        timeline = simulate(FIGURE_13, schedule)
+        rows.append(
+            {"schedule": str(schedule), "paper": paper, "sum": timeline.total}
+            | {f"request {job.name}": timeline.ttft[job.name] for job in FIGURE_13}
+            | {
+                "requests overlap": simulate(FIGURE_13, schedule, overlap=True).total,
+                "E-cache free": simulate(free, schedule).total,
+                "both": simulate(free, schedule, overlap=True).total,
+            }
+        )
+    return rows
+
+
+def loading_rows(result: Result) -> Rows:
+    """Figure 20 in numbers: median TTFT of every schedule by link, the floor, and what pipelining gains."""
+    rows = []
+    for rate, of in by_rate(result.rows):
+        line: dict[str, Any] = {"link, Gbit/s": f"{rate:g}" if rate else "not shaped"}
+        for schedule in Schedule:
+            line[f"{schedule}, s"] = f"{median_ttft(of, schedule):.3f}"
+        piped = [row for row in of if row["schedule"] == Schedule.PIPELINED]
+        line["floor, s"] = f"{np.median([row['floor_s'] for row in piped]):.3f}"
+        ratios = [(Schedule.PIPELINED, "floor")]
+        ratios += [(other, Schedule.PIPELINED) for other in (Schedule.SEND_REUSED, Schedule.RECOMPUTE)]
+        for schedule, than in ratios:
+            over = result.summary.of("ttft_x", method=schedule, than=than, gbit_per_s=rate)
+            line[f"{schedule} / {than}"] = interval(over, 2)
+        rows.append(line)
+    return rows
+
+
+def by_rate(rows: Rows) -> Iterator[tuple[float, Rows]]:
+    """The rows of each link, from slow to fast; 0 Gbit/s, a link that is not shaped, comes last."""
+    for rate in sorted({row["gbit_per_s"] for row in rows}, key=lambda rate: rate or float("inf")):
+        yield rate, [row for row in rows if row["gbit_per_s"] == rate]
+
+
+def median_ttft(rows: Rows, schedule: Schedule) -> float:
+    """Seconds, over the rounds of one link."""
+    return float(np.median([row["ttft_s"] for row in rows if row["schedule"] == schedule]))
+
+
+def loading_comparison(result: Result) -> Rows:
+    """Paper, measured and floor: the arithmetic of Figure 13 and 4.1, and the live run at its worst link."""
+    value = result.summary.value
+    rows: Rows = [
+        {
+            "what": f"Figure 13, {schedule}, two requests",
+            "paper": paper,
+            "measured": value("ttft_units", method=schedule, case="figure 13"),
+            "floor": sum(job.floor for job in FIGURE_13),
+            "unit": "units",
+        }
+        for schedule, paper in PUBLISHED_UNITS.items()
+    ]
+    rows += [
+        {
+            "what": f"E-cache over KV, {name}",
+            "paper": paper,
+            "measured": value("edge_bytes_x", model=name.lower(), than="kv of a layer"),
+            "unit": "x",
+        }
+        for name, paper in (("Llama-3-8B", 2), ("Llama-3.1-70B", 4))
+    ]
+    rows += [
+        {
+            "what": f"KV of the toy example, {layers} layers",
+            "paper": 128,
+            "measured": value("kv_bytes", model="toy", layers=layers),
+            "unit": "B",
+        }
+        for layers in (4, 6)
+    ]
+    if worst := result.summary.get("ttft_x", method=Schedule.PIPELINED, than="floor", across="worst"):
+        what = "pipelined TTFT over max(transfer, compute), worst link"
+        rows.append({"what": what, "measured": worst["value"], "floor": 1.0, "unit": "x"})
+    return rows
+
+
+# The figures of notebook 32: the schedules of Figure 13 as timelines, and the live run over shaped links.
+
+KV, EDGE, COMPUTED, IN_VAIN = (
+    METHODS["full reuse"].colour,
+    COLOURS["E-cache"],
+    METHODS["full prefill"].colour,
+    COLOURS["in vain"],
+)
+
+
+def timelines(overlap: bool = False) -> Figure:
+    """Figure 13, unit by unit: what link and processor do for both requests under each schedule."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(3, 1, figsize=(9, 5.4), sharex=True)
+    jobs = {job.name: job for job in FIGURE_13}
+    for ax, (schedule, paper) in zip(axes, PUBLISHED_UNITS.items(), strict=True):
+        timeline = simulate(FIGURE_13, schedule, overlap=overlap)
+        for span in timeline.spans:
+            _draw(ax, span, jobs[span.job])
+        for job in FIGURE_13:
+            end = job.arrival + timeline.ttft[job.name]
+            ax.plot([job.arrival] * 2, [-0.5, 1.5], color=COLOURS["mark"], linestyle=":", linewidth=1.2)
+            ax.plot([end] * 2, [-0.5, 1.5], color=COLOURS["mark"], linewidth=1.8)
+        sums = " + ".join(f"{timeline.ttft[job.name]:g}" for job in FIGURE_13)
+        ax.set_title(f"{schedule}: {sums} = {timeline.total:g} (paper: {paper})", fontsize=11, loc="left")
+        ax.set_yticks([0, 1], ["link", "processor"])
+        ax.set_ylim(1.5, -0.5)
+        ax.grid(axis="y", visible=False)
+    axes[-1].set_xlabel("time, units (one layer moved or computed)")
+    axes[-1].set_xlim(0, None)
+    last = axes[-1]
+    for colour, label in (
+        (EDGE, "E-cache"),
+        (KV, "KV that is reused"),
+        (IN_VAIN, "KV sent in vain"),
+        (COMPUTED, "layer recomputed"),
+    ):
+        last.barh(0, 0, color=colour, label=label, edgecolor="white")
+    last.plot([], [], color=COLOURS["mark"], linestyle=":", label="request arrives")
+    last.plot([], [], color=COLOURS["mark"], label="first token")
+    fig.legend(*last.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8.5)
+    fig.suptitle("Sent first, the E-cache lets link and processor work at the same time", fontsize=12)
+    return fig
+
+
+def ttft_by_link(recorded: Result | None, now: Result) -> Figure:
+    """Figure 20, live over shaped links: the TTFT of the four ways, and how many times pipelined's the others take.
+
+    Left, medians over rounds; right, the median of the ratios within a round, as the summary has it.
+    """
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    fig, (times, ratios) = plt.subplots(1, 2, figsize=(9, 4.6))
+    for one in drawn:
+        links = [(rate, rows) for rate, rows in by_rate(one.result.rows) if rate]
+        rates = [rate for rate, _ in links]
+        for schedule, look in LOOK_OF.items():
+            each = [[r["ttft_s"] for r in rows if r["schedule"] == schedule] for _, rows in links]
+            one.line(times, rates, [bootstrap(seconds, "median").summary() for seconds in each], look)
+            than = {"method": schedule, "than": Schedule.PIPELINED}
+            one.line(ratios, rates, [one.result.summary.get("ttft_x", **than, gbit_per_s=rate) for rate in rates], look)
+        times.plot(rates, [_floor(rows) for _, rows in links], ":", color=COLOURS["mark"], **one.style)
+    ratios.axhline(1, color=SCHEDULES[Schedule.PIPELINED].colour)
+    links = [(rate, rows) for rate, rows in by_rate(drawn[0].result.rows) if rate]
+    ticks, balance = [rate for rate, _ in links], _balance(links[0][1])
+    for ax in (times, ratios):
+        ax.set(xscale="log", yscale="log", xlabel="link, Gbit/s (shaped)")
+        ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+        ax.xaxis.set_minor_formatter("")
+        low, high = ax.get_ylim()
+        places = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 5)]
+        ax.set_yticks([place for place in places if low <= place <= high])
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("")
+        if balance and ticks[0] / 2 <= balance <= ticks[-1] * 2:
+            ax.axvline(balance, color=COLOURS["mark"], linestyle="--", linewidth=1.2)
+    for style in SCHEDULES.values():
+        times.plot([], [], marker=style.marker, color=style.colour, label=style.label)
+    times.plot([], [], ":", color=COLOURS["mark"], label="max(transfer, computation)")
+    times.plot([], [], color=COLOURS["mark"], linestyle="--", linewidth=1.2, label="both equally long (record)")
+    times.set_ylabel("time to first token, s")
+    ratios.set_ylabel("times pipelined's, of the same round")
+    row = links[0][1][0]
+    ratios.set_title(f"{row['tokens']} tokens, layers {row['group']} recomputed (record)", fontsize=10)
+    legend(fig, times, drawn, "ttft_x")
+    fig.suptitle("E-cache first hides the shorter of transfer and computation on every link", fontsize=12)
+    return fig
+
+
+def _draw(ax: Axes, span: BusySpan, job: ReuseRequest) -> None:
+    """One unit of work, with its layer counted from 1 as the paper does; the second request is outlined."""
+    lane = {LINK: 0, PROCESSOR: 1}[span.resource]
+    name = span.what.removeprefix("KV ")
+    colour = COMPUTED if span.resource == PROCESSOR else EDGE
+    if span.what.startswith("KV"):
+        colour = IN_VAIN if int(name) in job.group else KV
+    second = job is FIGURE_13[1]
+    width = span.end - span.start
+    ax.barh(
+        lane,
+        width - 0.08,
+        left=span.start + 0.04,
+        color=colour,
+        edgecolor="black" if second else colour,
+        linewidth=1.2,
+        height=0.82,
+    )
+    text = f"{job.name}\n{name if name == 'E' else int(name) + 1}"
+    light = colour in (IN_VAIN, KV)
+    middle = (span.start + span.end) / 2
+    ax.text(middle, lane, text, ha="center", va="center", fontsize=7.5, color="black" if light else "white")
+
+
+def _floor(rows: Rows) -> float:
+    """Median floor of the pipelined requests of one link, s."""
+    return float(np.median([row["floor_s"] for row in rows if row["schedule"] == Schedule.PIPELINED]))
+
+
+def _balance(rows: Rows) -> float | None:
+    """The rate at which the pipelined request's transfer takes as long as its computation, Gbit/s."""
+    piped = [row for row in rows if row["schedule"] == Schedule.PIPELINED]
+    compute = float(np.median([row["compute_s"] for row in piped]))
+    return piped[0]["bytes"] * 8 / 1e9 / compute if compute and piped[0]["bytes"] else None

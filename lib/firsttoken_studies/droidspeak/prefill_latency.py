@@ -1,0 +1,298 @@
+"""How long each method computes: partial prefill by the size of its group, CacheBlend, the smaller model (Figure 14).
+
+The share of layers matters, not which: one pair of random weights of the profile's shape would do, and on a GPU does.
+Which share is chosen comes from the profile of the runs all the same, whatever model is timed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
+from firsttoken.droidspeak.blend import blended_cache, tokens_per_layer
+from firsttoken.droidspeak.forward import cache_of
+from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.prefix import Prefix, PrefixCache
+from firsttoken.droidspeak.profile.pareto import smallest_within
+from firsttoken.study.overlay import Drawn, legend, over
+from firsttoken.study.plot import COLOURS
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.stats import Interval, bootstrap
+from firsttoken.study.summary import Summary
+from firsttoken.study.timing import Stopwatch
+from firsttoken_studies.droidspeak.pairs import half_the_layers
+from firsttoken_studies.droidspeak.profiling import BOUND, setting_profile
+from firsttoken_studies.droidspeak.reuse_methods import DROIDSPEAK, OWN
+from firsttoken_studies.droidspeak.setting import Run, Setting, run_of
+from firsttoken_studies.droidspeak.styles import METHODS, style_of
+from firsttoken_studies.droidspeak.wire import SUFFIX, random_request
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+_BOUNDS = {  # of token accuracy: 5 % of it as the paper has it, 5 points (errata I41)
+    "relative": {"bound_pct": round(100 * BOUND)},
+    "absolute": {"bound_points": round(100 * BOUND)},
+}
+
+
+@dataclass(frozen=True)
+class LatencyConfig:
+    """Prefixes of ``tokens`` tokens, groups of ``layers`` layers, CacheBlend at ``shares``; ``rounds`` of all of it.
+
+    ``model`` is timed where it is given ("random:llama-3.1-8b"), else the profile's.
+    """
+
+    model: str
+    tokens: tuple[int, ...]
+    layers: tuple[int, ...]
+    shares: tuple[float, ...]
+    rounds: int
+
+    def needs(self) -> list[Need]:
+        """The timed model's context holds a prefix and what follows it, its layers every group."""
+        return [
+            Need("latency.tokens", max(self.tokens) + SUFFIX, CONTEXT, "ask for fewer, or name another latency.model"),
+            Need("latency.layers", max(self.layers), LAYERS, "ask for fewer, or name another latency.model"),
+        ]
+
+
+def prefill_latency(profile: Profile) -> Outcome:
+    """One row a method, length and round: seconds to the first token, and of the pass behind the prefix alone.
+
+    Within a round the order is random. Partial prefill is held against k / L of the full prefill of the same round plus
+    the work of the first token. Its rows name the runs in which a bound chooses as many layers (``chosen_relative``,
+    ``chosen_absolute``); ``depth`` counts all of the timed model.
+    """
+    config, device = profile.section("latency", LatencyConfig), profile.torch_device()
+    name = config.model or profile.model
+    check(config.needs(), ModelFacts(name))
+    shares = chosen_shares(Setting(profile))
+    loaded, again = (
+        load_model(name, dtype=profile.torch_dtype(), device=device, with_tokenizer=False) for _ in range(2)
+    )
+    model, depth, half = loaded.model, loaded.model.config.num_hidden_layers, half_the_layers(again.model)
+    chosen = {bound: {key: round(share * depth) for key, share in of.items()} for bound, of in shares.items()}
+    rng, rows = random.Random(profile.seed), []
+    draw = torch.Generator().manual_seed(profile.seed)
+    for tokens in config.tokens:
+        prefix, suffix = random_request(model, tokens, draw)
+        sizes = {*config.layers, *(layers for of in chosen.values() for layers in of.values())}
+        groups = [Group((depth - k) // 2, (depth - k) // 2 + k) for k in sorted(sizes)]
+        sent = full_prefill(model, prefix, {group.lo for group in groups if group.needs_edge})
+        ways = _ways(model, half, prefix, sent, groups, config.shares)
+        for step in tqdm(range(-1, config.rounds), desc=f"prefill, {tokens} tokens", unit="round", disable=None):
+            for name, compute in rng.sample(list(ways), len(ways)):
+                row = _timed(half if name == "smaller model" else model, ways[name, compute], prefix, suffix)
+                if name == "DroidSpeak":
+                    layers = round(compute * depth)
+                    row |= {f"chosen_{bound}": [key for key in of if of[key] == layers] for bound, of in chosen.items()}
+                if step >= 0:  # the first round warms up
+                    way = {"method": name, "tokens": tokens, "compute": round(compute, 4), "depth": depth}
+                    rows.append(way | {"round": step} | row)
+    return Outcome(rows, provenance=loaded.provenance.as_dict())
+
+
+def chosen_shares(setting: Setting) -> dict[str, dict[str, float]]:
+    """By bound and run, the share of the receiver's layers in the smallest group that keeps to the bound.
+
+    "relative" is within 5 % of its score, "absolute" within 5 points.
+    """
+    found: dict[str, dict[str, float]] = {bound: {} for bound in _BOUNDS}
+    for run in setting.runs:
+        receiver, _, profiled = setting_profile(setting, run)
+        depth = receiver.model.config.num_hidden_layers
+        for bound, shares in found.items():
+            shares[run.key] = len(smallest_within(profiled, BOUND, absolute=bound == "absolute").group) / depth
+    return found
+
+
+def _ways(
+    model: PreTrainedModel,
+    half: PreTrainedModel,
+    prefix: Prefix,
+    sent: PrefixCache,
+    groups: Sequence[Group],
+    shares: Sequence[float],
+) -> dict[tuple[str, float], Callable[[], DynamicCache]]:
+    """How to come by a cache, by method and share of a prefill that it computes."""
+    depth = model.config.num_hidden_layers
+    ways: dict[tuple[str, float], Callable[[], DynamicCache]] = {
+        ("full prefill", 1.0): lambda: cache_of(full_prefill(model, prefix).kv),
+        ("smaller model", half.config.num_hidden_layers / depth): lambda: cache_of(full_prefill(half, prefix).kv),
+    }
+    for group in groups:
+        ways["DroidSpeak", len(group) / depth] = partial(partial_prefill, model, prefix, sent, group)
+    for share in shares:
+        ways["CacheBlend", _blended(prefix.tokens, depth, share)] = partial(blended_cache, model, prefix, sent, share)
+    return ways
+
+
+def _blended(tokens: int, depth: int, share: float) -> float:
+    """The share of a prefill that CacheBlend computes with a ``share`` of the tokens."""
+    return sum(tokens_per_layer(tokens, depth, share)) / (tokens * depth)
+
+
+@torch.inference_mode()
+def _timed(
+    model: PreTrainedModel, make: Callable[[], DynamicCache], prefix: Prefix, suffix: torch.Tensor
+) -> dict[str, float]:
+    with Stopwatch(prefix.ids.device) as watch:
+        cache = make()
+        prefilled = watch.seconds
+        suffix_logits(model, prefix, suffix, cache, keep=1)
+    return {"prefill_s": round(prefilled, 6), "first_token_s": round(watch.seconds, 6)}
+
+
+def over_share(rows: Sequence[dict[str, Any]]) -> dict[float, Interval]:
+    """By share of layers: partial prefill's time over (k + first token) / L of the same round's full prefill.
+
+    ``rows`` are of one length.
+    """
+    full = {row["round"]: row for row in rows if row["method"] == "full prefill"}
+    ratios: dict[float, list[float]] = {}
+    for row in sorted(rows, key=lambda row: row["compute"]):
+        if row["method"] == "DroidSpeak" and row["compute"] < 1:
+            whole = full[row["round"]]
+            share = row["compute"] * whole["prefill_s"] + whole["first_token_s"] - whole["prefill_s"]
+            ratios.setdefault(row["compute"], []).append(row["first_token_s"] / share)
+    return {share: bootstrap(values, "median") for share, values in ratios.items()}
+
+
+def latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """By length: the worst ratio of partial prefill to (k + first token) / L of a full one, and speed-ups of all ways.
+
+    By run: the speed-up at the longest prefix with the group that is chosen. Speed-ups are left out where the rows lack
+    the depth, those of runs where they lack the choice.
+    """
+    summary, lengths, shares = Summary(), sorted({row["tokens"] for row in rows}), parameters["latency"]["shares"]
+    for tokens in lengths:
+        of = [row for row in rows if row["tokens"] == tokens]
+        if each := over_share(of):
+            worst = max(each.values(), key=lambda interval: interval.estimate).summary("x of (k + first token) / L")
+            over = {"method": "DroidSpeak", "than": "its share of a full prefill"}
+            summary.add("ttft_x", worst, **over, context_tokens=tokens, across="worst")
+        if "depth" in rows[0]:
+            _add_ways(summary, of, tokens, shares)
+    longest = [row for row in rows if row["tokens"] == lengths[-1]]
+    if blends := [row for row in longest if row["method"] == "CacheBlend"]:
+        usual = min(row["compute"] for row in blends)  # with the paper's share of tokens, its least
+        gain = _gain(longest, [row for row in blends if row["compute"] == usual])
+        summary.add("speedup_x", gain.summary("x"), method="CacheBlend", share=min(shares))
+    _add_speedups(summary, longest, [Run.parse(text) for text in parameters["reuse"]["runs"]])
+    return summary
+
+
+def _add_ways(summary: Summary, rows: Rows, tokens: int, shares: Sequence[float]) -> None:
+    """How much earlier the first token comes by every way; ``rows`` are of one length."""
+    depth = rows[0]["depth"]
+    blended = {round(_blended(tokens, depth, share), 4): share for share in shares}
+    for name in ("DroidSpeak", "CacheBlend", "smaller model"):
+        for compute in sorted({row["compute"] for row in rows if row["method"] == name}):
+            mine = [row for row in rows if row["method"] == name and row["compute"] == compute]
+            size = {"share": blended[compute]} if name == "CacheBlend" else {"layers": round(compute * depth)}
+            summary.add("speedup_x", _gain(rows, mine).summary("x"), method=name, **size, context_tokens=tokens)
+
+
+def _add_speedups(summary: Summary, rows: Rows, runs: Sequence[Run]) -> None:
+    """How much earlier the first token comes with each run's chosen share of layers; computation only.
+
+    The share is in the whole layers of the timed model that come nearest. ``rows`` are of one length.
+    Mean and least are over the runs in which something must be recomputed: where full reuse keeps to the bound, there
+    is nothing for the method to win.
+    """
+    for bound, where in _BOUNDS.items():
+        chosen, gains = {"method": "DroidSpeak"} | where, []
+        for run in runs:
+            mine = [row for row in rows if run.key in row.get(f"chosen_{bound}", ())]
+            if not mine:
+                continue
+            gain = _gain(rows, mine)
+            summary.add("speedup_x", gain.summary("x"), **chosen, **run_of(run.row()))
+            if mine[0]["compute"]:
+                gains.append(gain)
+        if gains:
+            mean, least = bootstrap([gain.estimate for gain in gains]), min(gains, key=lambda gain: gain.estimate)
+            summary.add("speedup_x", mean.summary("x"), **chosen, across="mean")
+            summary.add("speedup_x", least.summary("x"), **chosen, across="least")
+
+
+def _gain(rows: Rows, mine: Rows) -> Interval:
+    """How many times earlier the first token comes in ``mine`` than in the full prefill of the same round."""
+    full = {row["round"]: row["first_token_s"] for row in rows if row["method"] == "full prefill"}
+    return bootstrap([full[row["round"]] / row["first_token_s"] for row in mine], "median")
+
+
+# How long each method computes, and partial prefill against its share of a full one, in notebook 33.
+
+TARGET = 1.10  # of (k + first token) / L
+SHARE = COLOURS["mark"]  # the line of what is in proportion
+
+
+def partial_times(recorded: Result | None, now: Result) -> Figure:
+    """Left: the time by the share that is computed. Right: partial prefill over that share of a full prefill.
+
+    The share is a measure, not a floor: a round's full prefill may be slower than its partial ones.
+    """
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4.8))
+    lengths = sorted({row["tokens"] for one in drawn for row in one.result.rows})
+    for one in drawn:
+        edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
+        there = sorted({row["tokens"] for row in one.result.rows})
+        _times(left, [row for row in one.result.rows if row["tokens"] == there[-1]], one, f"{there[-1]:,}")
+        for tokens in there:
+            over_it = over_share([row for row in one.result.rows if row["tokens"] == tokens])
+            shares = [100 * share for share in over_it]
+            low, middle, high = np.array([[found.low, found.estimate, found.high] for found in over_it.values()]).T
+            right.errorbar(shares, middle, [middle - low, high - middle], marker="os^Dv"[lengths.index(tokens)],
+                           color=METHODS[DROIDSPEAK].colour, capsize=2, **edge, **one.style)  # fmt: skip
+    for tokens, marker in zip(lengths, "os^Dv", strict=False):
+        right.plot([], [], marker, color=METHODS[DROIDSPEAK].colour, label=f"{tokens:,} tokens")
+    right.axhline(TARGET, color=COLOURS["target"], linestyle="--", label=f"target: at most {TARGET:.2f}")
+    right.axhline(1, color=SHARE, linewidth=1.2)
+    right.set(xlabel="layers recomputed, % of all", ylabel="partial prefill / its share of a full one")
+    right.set_xlim(-3, 103)
+    right.legend(fontsize=9)
+    left.set(xlabel="computed, % of a prefill's token-layers", ylabel="time to first token, s")
+    left.set_ylim(bottom=0)
+    legend(fig, left, drawn, "ttft_x", columns=4)
+    fig.suptitle("Partial prefill costs its share of a full one", fontsize=12)
+    return fig
+
+
+def _times(ax: Axes, rows: Rows, one: Drawn, tokens: str) -> None:
+    edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
+    by: dict[str, dict[float, list[float]]] = {}
+    for row in rows:
+        by.setdefault(row["method"], {}).setdefault(row["compute"], []).append(row["first_token_s"])
+    for name, line in by.items():
+        points = sorted((100 * share, float(np.median(times))) for share, times in line.items())
+        look = style_of(name)
+        ax.plot(*zip(*points, strict=True), f"{look.marker}-", color=look.colour, **edge, **one.style)
+        known = ax.get_legend_handles_labels()[1]
+        if look.label not in known:
+            ax.plot([], [], f"{look.marker}-", color=look.colour, label=look.label)
+    full = [row for row in rows if row["method"] == OWN]
+    prefill, first = (
+        float(np.median(v))
+        for v in ([r["prefill_s"] for r in full], [r["first_token_s"] - r["prefill_s"] for r in full])
+    )
+    in_share = {} if "in proportion" in ax.get_legend_handles_labels()[1] else {"label": "in proportion"}
+    ax.plot([0, 100], [first, prefill + first], color=SHARE, linewidth=1.2, **(one.style | {"zorder": 1}), **in_share)
+    ax.annotate(f"{tokens} tokens", (100, prefill + first), ha="right", va="bottom", fontsize=9)

@@ -1,0 +1,336 @@
+"""A group chosen by the profile of one task, used on another task of the same pair (DroidSpeak, Figure 17)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
+from firsttoken.droidspeak.profile.profile_transfer import Chooser, best_of_size, resampled, transfer
+from firsttoken.study.overlay import Drawn, name_results, over
+from firsttoken.study.plot import COLOURS
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Scalar, Summary
+from firsttoken_studies.droidspeak.pairs import Pair
+from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, run_profile
+from firsttoken_studies.droidspeak.setting import Run, Setting
+from firsttoken_studies.droidspeak.styles import METHODS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+SEEN = "the same items"  # in place of a task's name: the choice was made on the very items that judge it
+OWN = "own choice"  # of the task that judges, made on other items of it
+AT_BOUND, OF_SIZE = "at the bound", "of a size"
+_DRAWS = 20  # random halvings; an item judges one choice in each
+_RESAMPLES = 100
+_SHARES = (4, 2, 1)  # samples of a quarter, half and all of the items: 32, 64, 128
+
+Profiles = dict[str, Sequence[Profiled]]  # by task
+
+
+def profile_transfer(profile: Profile) -> Outcome:
+    """Rows of two kinds: ``what`` is transfer (a choice made on ``chosen_on``, judged on ``judged_on``) or choice.
+
+    Tasks of one pair choose among the groups that were profiled on all of them.
+
+    A transfer has the loss of every item, the mean over the choices it judged; ``rule`` is "at the bound" (the fewest
+    layers that lose at most 5 %) or "of a size" (the best group of ``layers`` layers, so that foreign and own choice
+    compute equally much). A choice has the ``group`` that a sample of ``items`` made, and its loss on the others.
+    """
+    setting = Setting(profile)
+    pairs: dict[Pair, tuple[Run, Profiles]] = {}
+    for run in setting.runs:
+        receiver, sender = setting.pair(run)
+        to_choose, _ = setting.items(run, receiver.tokenizer)
+        groups = profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
+        pairs.setdefault(run.pair, (run, {}))[1][run.row()["task"]] = groups
+    rows = []
+    for run, by_task in pairs.values():
+        of_pair = {name: run.row()[name] for name in ("receiver", "sender")} | {"seed": setting.seed}
+        for row in [*_transfers(by_task, setting.seed), *_choices(by_task, setting.seed)]:
+            rows.append(of_pair | row)
+    return Outcome(rows, provenance={"models": setting.models.provenance})
+
+
+def _transfers(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
+    shared = set.intersection(*({p.group for p in groups} for groups in by_task.values()))
+    by_task = {task: [p for p in groups if p.group in shared] for task, groups in by_task.items()}
+    sizes = sorted({len(group) for group in shared})
+    rules: list[tuple[str, Chooser]] = [(AT_BOUND, _at_bound)]
+    rules += [(OF_SIZE, best_of_size(size)) for size in sizes if 0 < size < sizes[-1]]
+    for judged_on, judging in by_task.items():
+        for chosen_on in (SEEN, *by_task):
+            choosing = by_task.get(chosen_on, judging)
+            for rule, choose in rules:
+                found = transfer(choosing, judging, choose, draws=_DRAWS, seed=seed, seen=chosen_on == SEEN)
+                yield {
+                    "what": "transfer",
+                    "rule": rule,
+                    "chosen_on": chosen_on,
+                    "judged_on": judged_on,
+                    "layers": round(found.layers, 2),
+                    "group": str(found.usual),
+                    "n": len(found.item_loss),
+                    "loss": sum(found.item_loss) / len(found.item_loss),
+                    "item_loss": [round(loss, 4) for loss in found.item_loss],
+                }
+
+
+def _at_bound(groups: Sequence[Profiled]) -> Profiled:
+    return smallest_within(groups, BOUND)
+
+
+def _choices(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
+    for task, groups in by_task.items():
+        whole = len(groups[0].own)
+        for items in sorted({max(1, whole // share) for share in _SHARES}):
+            for draw, found in enumerate(resampled(groups, items, _at_bound, draws=_RESAMPLES, seed=seed)):
+                group = {"lo": found.group.lo, "hi": found.group.hi, "layers": len(found.group)}
+                yield (
+                    {"what": "choice", "chosen_on": task, "items": items, "draw": draw}
+                    | group
+                    | {"relative_loss": round(found.relative_loss, 5)}
+                )
+
+
+def over_own(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[float]:
+    """By item: what the choices of ``row`` lose more than those made on other items of the task that judges them.
+
+    Of groups of a size, those of the same size are compared.
+    """
+    same = ["what", "receiver", "sender", "rule", "judged_on", *(["layers"] if row["rule"] == OF_SIZE else [])]
+    wanted = {name: row[name] for name in same} | {"chosen_on": row["judged_on"]}
+    own = next(other for other in rows if all(other.get(name) == value for name, value in wanted.items()))
+    return [mine - theirs for mine, theirs in zip(row["item_loss"], own["item_loss"], strict=True)]
+
+
+def is_foreign(row: dict[str, Any]) -> bool:
+    """Whether the choices of a transfer were made on another task than they were used on."""
+    return row["what"] == "transfer" and row["chosen_on"] not in (SEEN, row["judged_on"])
+
+
+def transfer_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """What each choice loses where it is used, what a foreign one loses more than the task's own, how stable one is."""
+    summary = Summary()
+    for row in rows:
+        if row["what"] == "transfer" and row["rule"] == AT_BOUND:
+            place = _place(row)
+            summary.add("loss_points", bootstrap(row["item_loss"]).summary("points", 100), **place)
+            if row["chosen_on"] == SEEN:  # the optimism of a choice about its own items
+                unseen = bootstrap([-difference for difference in over_own(rows, row)]).summary("points", 100)
+                summary.add("loss_points", unseen, **place | {"chosen_on": row["judged_on"], "than": SEEN})
+    for rule in (AT_BOUND, OF_SIZE):
+        _add_foreign(summary, rows, rule)
+    _add_stability(summary, rows)
+    return summary
+
+
+def _place(row: dict[str, Any]) -> dict[str, str]:
+    """Where the loss of a transfer holds."""
+    run = {"receiver": row["receiver"], "sender": row["sender"], "task": row["judged_on"]}
+    return run | {"chosen_on": row["chosen_on"], "variant": row["rule"]}
+
+
+def _add_foreign(summary: Summary, rows: Rows, rule: str) -> None:
+    """What foreign choices lose more than the task's own: each, the one that loses most, and their mean.
+
+    The sizes of one transfer are averaged item by item, and so are the foreign choices that one item judged.
+    """
+    each: dict[tuple[tuple[str, str], ...], list[list[float]]] = {}
+    by_item: dict[tuple[str, str, int], list[float]] = {}
+    for row in rows:
+        if is_foreign(row) and row["rule"] == rule:
+            differences = over_own(rows, row)
+            each.setdefault(tuple(_place(row).items()), []).append(differences)
+            for item, difference in enumerate(differences):
+                by_item.setdefault((row["receiver"], row["judged_on"], item), []).append(difference)
+    if not each:
+        return
+    for place, lists in each.items():
+        over = bootstrap([sum(of) / len(of) for of in zip(*lists, strict=True)])
+        summary.add("loss_points", over.summary("points", 100), **dict(place), than=OWN)
+    of_rule = {"variant": rule, "than": OWN}
+    worst = max(summary.all("loss_points", **of_rule), key=lambda entry: entry["value"])
+    mean = bootstrap([sum(of) / len(of) for of in by_item.values()])
+    summary.add("loss_points", worst, **of_rule, across="worst")
+    summary.add("loss_points", mean.summary("points", 100), **of_rule, across="mean")
+
+
+def _add_stability(summary: Summary, rows: Rows) -> None:
+    """By task and sample size: the layers chosen (95 % of the draws), and the mean loss on items not drawn."""
+    cells: dict[tuple[str, str, str, int], Rows] = {}
+    for row in rows:
+        if row["what"] == "choice":
+            cells.setdefault((row["receiver"], row["sender"], row["chosen_on"], row["items"]), []).append(row)
+    for (receiver, sender, task, items), of in cells.items():
+        place = {"receiver": receiver, "sender": sender, "task": task, "items": items}
+        layers = sorted(row["layers"] for row in of)
+        middle, low, high = (layers[round(share * (len(layers) - 1))] for share in (0.5, 0.025, 0.975))
+        chosen = {"value": middle, "low": low, "high": high, "n": len(of), "unit": "layers"}
+        lost = bootstrap([row["relative_loss"] for row in of])
+        summary.add("group_layers", chosen, **place)
+        summary.add("relative_loss_pct", lost.summary("% of the own score", 100), **place)
+    if sizes := sorted({items for *_, items in cells}):
+        half = sizes[len(sizes) // 2]  # of all items, the paper's 50 contexts or a few more
+        worst = max(summary.all("relative_loss_pct", items=half), key=lambda entry: entry["value"])
+        summary.add("relative_loss_pct", worst, items="half", across="worst")
+
+
+# The figures and tables of notebook 34, from a result of profile_transfer alone.
+
+PAPER_WORST, PAPER_MEAN = 4, 2  # points, 5.4
+
+
+def differences(recorded: Result, now: Result) -> Figure:
+    """What a choice made on another task loses more than the task's own: at the bound, and with equally many layers."""
+    import matplotlib.pyplot as plt
+
+    rules = {AT_BOUND: ("smallest group within the bound, as chosen there", "o"), OF_SIZE: ("equally many layers", "s")}
+    of_bound, both = {"variant": AT_BOUND, "than": OWN}, over(recorded, now)
+    found = [entry for one in both for entry in one.result.summary.all("loss_points", **of_bound)]
+    places = [entry["where"] for entry in found if "across" not in entry["where"]] + [of_bound | {"across": "mean"}]
+    shown = [where for index, where in enumerate(places) if where not in places[:index]]
+    fig, ax = plt.subplots(figsize=(9, 0.5 * len(shown) + 2.4))
+    colour = METHODS["DroidSpeak"].colour
+    for shift, (rule, (label, marker)) in zip((-0.14, 0.14), rules.items(), strict=True):
+        fill = "none" if rule == OF_SIZE else "full"
+        for one in both:
+            for line, where in enumerate(shown):
+                if entry := one.result.summary.get("loss_points", **where | {"variant": rule}):
+                    at = line + shift + one.shift / 3
+                    edge = {"markeredgecolor": "black"} if one.own and fill == "full" else {}
+                    ax.plot([entry["low"], entry["high"]], [at, at], color=colour, linewidth=1.8, **one.style)
+                    ax.plot(entry["value"], at, marker, color=colour, markersize=7, fillstyle=fill, **edge, **one.style)
+        ax.plot([], [], marker, color=colour, fillstyle=fill, label=label)
+    for value, style, label in ((PAPER_MEAN, "-", "paper: mean"), (PAPER_WORST, "--", "paper: at most")):
+        ax.axvline(value, color=COLOURS["paper"], linestyle=style, linewidth=2, label=label)
+    ax.axvline(0, color=COLOURS["mark"], linestyle=":", linewidth=1.2)
+    ax.set_yticks(range(len(shown)), [_told(where) for where in shown])
+    ax.set_ylim(len(shown) - 0.5, -0.5)
+    ax.set_xlabel("token accuracy lost beyond the task's own choice, points (95 %)")
+    ax.grid(axis="y", visible=False)
+    ax.legend(loc="center right", fontsize=9)
+    fig.suptitle("Which layers to recompute carries over to another task; how many does not")
+    name_results(fig, both, "loss_points")
+    return fig
+
+
+def stability(recorded: Result, now: Result) -> Figure:
+    """Left: how many layers a sample of so many items chooses. Right: what its choices lose elsewhere, on average."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    both = over(recorded, now)
+    choices = [(one, [row for row in one.result.rows if row["what"] == "choice"]) for one in both]
+    rows = [row for _, of_run in choices for row in of_run]
+    runs = list(dict.fromkeys((_pair(row), row["chosen_on"]) for row in rows))
+    sizes = sorted({row["items"] for row in rows})
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 0.62 * len(runs) + 2.6), sharey=True)
+    for place, (pair, task) in enumerate(runs):
+        for step, items in enumerate(sizes):
+            at = place + 0.8 / len(sizes) * (step - (len(sizes) - 1) / 2)
+            for one, of_run in choices:
+                of = [r for r in of_run if (_pair(r), r["chosen_on"], r["items"]) == (pair, task, items)]
+                if of:
+                    _sample(left, right, at, of, one, 0.4 + 0.6 * step / max(1, len(sizes) - 1))
+    left.set_xlabel(f"layers that a sample chooses at the {100 * BOUND:g} % bound\n(median, 95 % of samples)")
+    right.axvline(100 * BOUND, color=COLOURS["paper"], linestyle="--", linewidth=2)
+    right.annotate("the bound", (100 * BOUND, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=9)
+    right.axvline(0, color=COLOURS["mark"], linestyle=":", linewidth=1.2)
+    right.set_xlabel("loss on the items not drawn, % of the own score\n(mean of samples)")
+    left.set_xlim(left=-0.5)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left.set_yticks(range(len(runs)), [f"{pair}: {task}" for pair, task in runs])
+    left.set_ylim(len(runs) - 0.5, -0.5)
+    for ax in (left, right):
+        ax.grid(axis="y", visible=False)
+    told = ", ".join(map(str, sizes))
+    fig.suptitle(f"Samples of {told} items, from top to bottom: larger ones agree on a group")
+    name_results(fig, both)
+    return fig
+
+
+def _sample(left: Axes, right: Axes, at: float, rows: Rows, one: Drawn, shade: float) -> None:
+    """What choices by samples of one size have in common; small samples are lighter."""
+    colour, edge = METHODS["DroidSpeak"].colour, {"markeredgecolor": "black"} if one.own else {}
+    style = one.style | {"color": colour, "alpha": shade * one.style["alpha"]}
+    low, middle, high = np.percentile([row["layers"] for row in rows], [2.5, 50, 97.5])
+    lost = bootstrap([row["relative_loss"] for row in rows])
+    drawn = ((left, low, middle, high), (right, 100 * lost.low, 100 * lost.estimate, 100 * lost.high))
+    for ax, first, value, last in drawn:
+        ax.plot([first, last], [at, at], linewidth=2, **style)
+        ax.plot(value, at, "o", markersize=7, **edge, **style)
+
+
+def matrix_rows(result: Result) -> Rows:
+    """The matrix of losses: where a choice was made, where it is used; points, with the group chosen most often."""
+    lines: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in _transfer_rows(result, AT_BOUND):
+        line = lines.setdefault((_pair(row), row["chosen_on"]), {"pair": _pair(row), "chosen on": row["chosen_on"]})
+        loss = bootstrap(row["item_loss"]).summary("points", 100)
+        line[f"used on {row['judged_on']}"] = f"{interval(loss)}, mostly {row['group']}"
+    return list(lines.values())
+
+
+def difference_rows(result: Result) -> Rows:
+    """What a foreign choice loses more than the task's own: at the bound, and at equal size averaged over the sizes."""
+    rows = []
+    papers = {"worst": f"at most {PAPER_WORST}", "mean": str(PAPER_MEAN)}
+    for entry in result.summary.all("loss_points", variant=AT_BOUND, than=OWN):
+        where = entry["where"]
+        across = where.get("across")
+        same_size = result.summary.get("loss_points", **where | {"variant": OF_SIZE})
+        rows.append(
+            {
+                "transfer": across or f"{_choice(where)} to {where['task']}",
+                "at the bound, points": interval(entry),
+                "equally many layers, points": interval(same_size),
+                "paper, points": papers.get(across, ""),
+                "n": entry["n"],
+            }
+        )
+    return rows
+
+
+def unseen_rows(result: Result) -> Rows:
+    """What a choice loses more on other items of its own task than on those that made it."""
+    return [
+        {"choice": _choice(entry["where"]), "points": interval(entry), "n": entry["n"]}
+        for entry in result.summary.all("loss_points", than=SEEN)
+    ]
+
+
+def elsewhere(result: Result) -> dict[str, list[float]]:
+    """By run: the mean relative loss of choices on items not drawn, from samples of few items to many."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in result.rows:
+        if row["what"] == "choice":
+            sizes = found.setdefault(f"{_pair(row)}: {row['chosen_on']}", {})
+            sizes.setdefault(row["items"], []).append(row["relative_loss"])
+    return {run: [sum(of) / len(of) for _, of in sorted(sizes.items())] for run, sizes in found.items()}
+
+
+def _transfer_rows(result: Result, rule: str) -> Rows:
+    return [row for row in result.rows if row["what"] == "transfer" and row["rule"] == rule]
+
+
+def _pair(row: Mapping[str, Scalar]) -> str:
+    return f"{row['receiver']} <- {row['sender']}"
+
+
+def _choice(where: Mapping[str, Scalar]) -> str:
+    return f"{where['receiver']} from {where['sender']} {where['chosen_on']}"
+
+
+def _told(where: Mapping[str, Scalar]) -> str:
+    """A transfer in words, or what stands for several."""
+    across = where.get("across")
+    return across or f"{_pair(where)}: chosen on {where['chosen_on']}, used on {where['task']}"

@@ -1,0 +1,175 @@
+"""The figures of notebook 30, drawn from results and recipes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from firsttoken.droidspeak.answer_decoding import greedy
+from firsttoken.droidspeak.forward import cache_of
+from firsttoken.droidspeak.prefill import full_prefill
+from firsttoken.droidspeak.prefix import Prefix
+from firsttoken.study.overlay import Drawn, legend, over
+from firsttoken.study.plot import COLOURS
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.stats import bootstrap
+from firsttoken_studies.droidspeak import tables
+from firsttoken_studies.droidspeak.constructed_tasks import task_of
+from firsttoken_studies.droidspeak.published import FIGURE_8_LAYER, PAPER_DEPTH
+from firsttoken_studies.droidspeak.setting import Run, Setting
+from firsttoken_studies.droidspeak.styles import METHODS, in_words
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# One item of each task, as a reader meets it, with what a receiver says over its own cache and over another's.
+
+SHOWN = 90  # characters of either end of a prompt
+
+
+@torch.inference_mode()
+def example_rows(profile: Profile, runs: Sequence[str]) -> Rows:
+    """A row a run, as ``Run.parse`` reads it: both ends of its first item's prompt, what is expected, and both answers.
+
+    The items are those that the profile's own runs judge with. Raises as ``Setting`` and its methods.
+    """
+    setting, rows = Setting(profile), []
+    for run in map(Run.parse, runs):
+        receiver, sender = setting.pair(run)
+        _, (item, *_) = setting.items(run, receiver.tokenizer)
+        prefix, task = Prefix.of([item.prefix], receiver.model.device), task_of(item.item)
+        prompt = item.item.prefix + item.item.suffix
+        row = {"run": run.name, "prompt": f"{prompt[:SHOWN]} ... {prompt[-SHOWN:]}", "expected": item.item.answers[0]}
+        for how, variant in (("over its own cache", receiver), ("over the sender's", sender)):
+            cache = cache_of(full_prefill(variant.model, prefix).kv)
+            (row[how],) = greedy(
+                receiver.model, receiver.tokenizer, prefix, [item.suffix], cache, task.answer_tokens, task.stop
+            )
+        rows.append(row)
+    return rows
+
+
+REUSED, RECOMPUTED = METHODS["full reuse"].colour, METHODS["DroidSpeak"].colour
+
+
+def full_reuse(decoded: Result | None, decoded_now: Result | None, recorded: Result | None, now: Result) -> Figure:
+    """Figure 6: what the receiver answers over its own cache and over the sender's, the sender, and what is lost.
+
+    Above, F1 of decoded answers, the paper's metric (reuse_methods, where it was run); below, token accuracy
+    (layer_profile).
+    """
+    import matplotlib.pyplot as plt
+
+    shown = {"own": "full prefill", "reuse": "full reuse", "sender": "sender"}
+    drawn = over(recorded, now)
+    answers = over(decoded, decoded_now) if decoded_now else [Drawn(decoded, own=False)] if decoded else []
+    parts = [(one, "F1 of decoded answers", _decoded(one.result, shown)) for one in answers]
+    parts += [(one, "token accuracy", _accuracy(one.result, shown)) for one in drawn]
+    lines = list(dict.fromkeys((metric, run) for _, metric, of in parts for run in of))
+    fig, (scores, lost) = plt.subplots(1, 2, figsize=(9, 0.5 * len(lines) + 2.3), sharey=True, width_ratios=(1.5, 1))
+    for one, metric, of in parts:
+        for run, items in of.items():
+            place = lines.index((metric, run)) + one.shift
+            for step, (what, method) in zip((-0.1, 0.0, 0.1), shown.items(), strict=True):
+                one.point(scores, place + step, bootstrap(items[what]).summary(scale=100), LOOK[method], along="x")
+            share = tables.relative_loss(items["own"], items["reuse"]).summary()
+            one.point(lost, place, share, LOOK["full reuse"], along="x")
+    first = sum(metric != "token accuracy" for metric, _ in lines)
+    lost.plot([50, 50], [-0.5, first - 0.5], color=COLOURS["paper"], linestyle="--", linewidth=2)
+    lost.axvline(0, color=COLOURS["mark"], linewidth=0.8)
+    for ax, label in ((scores, "score, %"), (lost, "full reuse loses, % of own score")):
+        ax.set_xlabel(label)
+        ax.axhline(first - 0.5, color=COLOURS["mark"], linewidth=1.6)
+        ax.grid(axis="y", visible=False)
+    scores.set_xlim(-2, 104)  # a marker at 100 is seen whole
+    scores.set_yticks(range(len(lines)), [f"{in_words(run)}" for _, run in lines], fontsize=9)
+    scores.set_ylim(len(lines) - 0.5, -0.5)
+    for at, metric in ((-0.35, "F1 of decoded answers"), (first - 0.3, "token accuracy, the answer given")):
+        scores.annotate(metric, (101, at), ha="right", fontsize=8.5, style="italic")
+    for method in shown.values():
+        scores.plot([], [], METHODS[method].marker, color=METHODS[method].colour, label=METHODS[method].label)
+    scores.plot([], [], color=COLOURS["paper"], linestyle="--", label="paper: loses more than 50 %")
+    legend(fig, scores, drawn, "accuracy_pct", columns=4)
+    fig.suptitle("Full reuse loses most of the F1 where the receiver was tuned to questions", fontsize=12)
+    return fig
+
+
+LOOK = {"full prefill": "recompute", "full reuse": "full reuse", "sender": "sender"}
+
+
+def _decoded(result: Result, shown: Mapping[str, str]) -> dict[str, dict[str, list[float]]]:
+    """By run of reuse_methods, the scores of held-out items by what is shown."""
+    found = {}
+    for run, rows in tables.by_run(result).items():
+        by_method = {row["method"]: row["item_score"] for row in rows}
+        found[run] = {what: by_method[method] for what, method in shown.items()}
+    return found
+
+
+def _accuracy(result: Result, shown: Mapping[str, str]) -> dict[str, dict[str, list[float]]]:
+    """By run of layer_profile, the token accuracy of items by what is shown."""
+    runs = tables.by_run(result).items()
+    return {run: {what: tables.only(rows, what)["item_accuracy"] for what in shown} for run, rows in runs}
+
+
+def sensitivity(recorded: Result | None, now: Result) -> Figure:
+    """Figure 7: what the reuse of one layer alone costs, and which layers the 10 % rule calls critical, in the runs
+    that full reuse hurts."""
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    runs = tables.losing_runs(drawn[0].result)
+    fig, axes = plt.subplots(1, len(runs), figsize=(9, 4), squeeze=False, sharey=True)
+    for ax, (run, first) in zip(axes[0], runs.items(), strict=True):
+        for one in drawn:
+            rows = tables.by_run(one.result).get(run, [])
+            layers = sorted((row for row in rows if row["what"] == "layer"), key=lambda row: row["lo"])
+            for layer, row in enumerate(layers):
+                lost = tables.relative_loss(tables.only(rows, "own")["item_accuracy"], row["item_accuracy"]).summary()
+                name = "droidspeak" if layer in tables.critical_of(rows) else "full reuse"
+                one.point(ax, layer + one.shift, lost, name)
+        ax.axhline(10, color=COLOURS["target"], linestyle="--")
+        of = sum(row["what"] == "layer" for row in first)
+        ax.set_title(f"{in_words(run)}\n{len(tables.critical_of(first))} of {of} layers critical", fontsize=9)
+    ax = axes[0][0]
+    ax.plot([], [], METHODS["full reuse"].marker, color=REUSED, label="one layer reused")
+    ax.plot([], [], METHODS["DroidSpeak"].marker, color=RECOMPUTED, label="critical: loses more than 10 %")
+    ax.plot([], [], color=COLOURS["target"], linestyle="--", label="the paper's rule, 10 %")
+    ax.set_ylim(-15, 25)  # the intervals of a few items reach far beyond
+    axes[0][len(runs) // 2].set_xlabel("layer that is reused, alone (0-based)")
+    ax.set_ylabel("token accuracy lost, % of its own")
+    legend(fig, ax, drawn, "accuracy_pct")
+    fig.suptitle("No layer alone costs a tenth of the score; the loss is spread over many", fontsize=12)
+    return fig
+
+
+def item_spread(recorded: Result | None, now: Result) -> Figure:
+    """Figure 8: how differently items suffer, by the layer that is reused, in the runs that full reuse hurts."""
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    fig, ax = plt.subplots(figsize=(9, 4.2))
+    runs = tables.losing_runs(drawn[0].result)
+    lines = list(zip(runs, ("o-", "s--", "^:", "D-."), strict=False))
+    for one in drawn:
+        edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
+        for run, line in lines:
+            if rows := tables.by_run(one.result).get(run):
+                spread = 100 * tables.layer_losses(rows).std(1)
+                ax.plot(range(len(spread)), spread, line, color=COLOURS["measured"], **edge, **one.style)
+    depth = len(tables.layer_losses(next(iter(runs.values()))))
+    for run, line in lines:
+        ax.plot([], [], line, color=COLOURS["measured"], label=in_words(run))
+    at = (FIGURE_8_LAYER - 0.5) / PAPER_DEPTH * depth - 0.5
+    told = "paper: layer 23 of 32, at its relative depth"
+    ax.axvline(at, color=COLOURS["paper"], linestyle="--", linewidth=2, label=told)
+    ax.set_xticks(range(0, depth, 2))
+    ax.set(xlabel="layer that is reused, alone (0-based)", ylim=(0, None))
+    ax.set_ylabel("standard deviation over items\nof token accuracy lost, points")
+    legend(fig, ax, drawn, "accuracy_pct", columns=2)
+    fig.suptitle("Items differ most where the paper's do, three quarters up the model", fontsize=12)
+    return fig

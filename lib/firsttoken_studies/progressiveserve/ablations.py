@@ -1,0 +1,108 @@
+"""Controls, without which the stage table misleads: what does healing owe to the block, the stages, the training?"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from firsttoken.assets.corpora import running_text, token_windows
+from firsttoken.assets.needs import ModelFacts, Need, check, text_of
+from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_base, load_served, passing
+from firsttoken.progressiveserve.distance import angular_distances, choose_block
+from firsttoken.progressiveserve.evaluation import Examination, QualityConfig
+from firsttoken.progressiveserve.healing import Teacher
+from firsttoken.progressiveserve.quality_gates import recoveries, summarise
+from firsttoken.progressiveserve.recipe import RECIPES, Recipe
+from firsttoken.progressiveserve.stage_adapters import load_adapter
+from firsttoken.progressiveserve.training import HealingConfig, healed, present_without
+from firsttoken.study import paths
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.summary import Summary
+
+CALIBRATION_TOKENS = 256  # of a window that the smaller blocks are chosen on
+CONTROLS = ("chosen", "one_shot", "full", "random", "drop4", "drop6")
+
+
+@dataclass(frozen=True)
+class ControlsConfig:
+    """Every control is healed by ``recipe`` for ``steps`` steps, "one_shot" for twice as many."""
+
+    recipe: str
+    steps: int
+    items: int
+    windows: int
+    calibration_passages: int
+
+    def sizes(self, quality: QualityConfig) -> QualityConfig:
+        """What a control is asked: less than a stage, and by the task that judges one."""
+        return quality.smaller(self.items, self.windows)
+
+    def needs(self) -> list[Need]:
+        """The text to calibrate on."""
+        wanted = self.calibration_passages * CALIBRATION_TOKENS
+        return [Need(f"controls.calibration_passages x {CALIBRATION_TOKENS}", wanted, text_of("train"))]
+
+
+def healing_controls(profile: Profile) -> Outcome:
+    """Six trained controls and their unhealed counterparts on the test items.
+
+    "chosen" is the block that the distances chose; "random" a block of the same size that starts anywhere else; "full"
+    the whole model trained further; "one_shot" the chosen block healed once with the steps of both stages, never to
+    recover; "drop4" and "drop6" smaller blocks, chosen by distance. Their adapters stay in the cache.
+    """
+    config = profile.section("controls", ControlsConfig)
+    quality = profile.section("quality", QualityConfig)
+    # A control is judged on the test items alone, so its run is not watched more than it must be.
+    healing = profile.section("healing", HealingConfig)
+    healing = dataclasses.replace(healing, watch_every=0, watch_questions=min(8, healing.watch_questions))
+    sizes = config.sizes(quality)
+    place = profile.section("served", ServedConfig)
+    check([*place.needs(), *config.needs(), *sizes.needs(), *healing.needs()], ModelFacts(profile.model))
+    served = load_served(profile)
+    recipe = dataclasses.replace(RECIPES[config.recipe], steps=config.steps)
+    twice = dataclasses.replace(recipe, steps=2 * config.steps)
+    blocks = control_blocks(profile, config, served)
+    runs: list[tuple[str, tuple[int, ...], Recipe]] = [(name, block, recipe) for name, block in blocks.items()]
+    runs.insert(1, ("one_shot", blocks["chosen"], twice))
+    runs.insert(2, ("full", (), recipe))
+    examine, teacher = Examination(sizes, served.tokenizer), Teacher(served.model)
+    rows = examine.rows("s0", served.model)
+    folder = paths.CACHE / "adapters" / place.folder.name
+    for name, missing, wanted in runs:
+        adapter = folder / f"control-{name}"
+        healed(adapter, served, missing, wanted, healing, teacher)
+        with passing(served.model, missing) as model:
+            if missing and name != "one_shot":
+                rows += examine.rows(f"{name}_none", model)
+            peft = load_adapter(model, adapter, present_without(served.plan.depth, missing), served.sha256)
+            rows += examine.rows(f"{name}_{wanted.name}", peft.get_base_model())
+            peft.unload()
+    provenance = served.provenance | {"blocks": {name: list(block) for name, block in blocks.items()}}
+    return Outcome(rows, provenance=provenance)
+
+
+def controls_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Scores of every control, and what healing brings back of those that were also asked unhealed."""
+    judged = QualityConfig.recorded(parameters).judged
+    places: dict[str, dict[str, Any]] = {"s0": {"stage": 0}}
+    for recipe in ("none", parameters["controls"]["recipe"]):
+        places |= {f"{name}_{recipe}": {"variant": name, "recipe": recipe} for name in CONTROLS}
+    summary = summarise(rows, places, judged=judged)
+    summary += recoveries(rows, places, judged)
+    return summary
+
+
+def control_blocks(profile: Profile, config: ControlsConfig, served: ServedModel) -> dict[str, tuple[int, ...]]:
+    """The removed layers of each control that removes some."""
+    size = len(served.plan.block)
+    base = load_base(profile)
+    windows = token_windows(running_text("train"), base.tokenizer, CALIBRATION_TOKENS, config.calibration_passages)
+    distances = angular_distances(base.model, windows)
+    starts = [s for s in range(served.plan.depth - size + 1) if s != served.plan.block[0]]
+    start = random.Random(profile.seed).choice(starts)
+    smaller = {f"drop{n}": tuple(choose_block(distances, n)) for n in (4, 6) if n < size}
+    return {"chosen": served.plan.block, "random": tuple(range(start, start + size)), **smaller}

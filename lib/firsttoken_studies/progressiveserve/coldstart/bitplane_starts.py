@@ -1,0 +1,359 @@
+"""Cold starts by what waits: nothing, a block of layers, or the low bits of every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.assets.needs import ModelFacts, check
+from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
+from firsttoken.progressiveserve.bitplanes.layouts import planes_of
+from firsttoken.progressiveserve.checkpoint.plan import staged
+from firsttoken.progressiveserve.checkpoint.writer import write_staged
+from firsttoken.progressiveserve.evaluation import QualityConfig
+from firsttoken.study import paths
+from firsttoken.study.dtypes import named
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Entry, Scalar, Summary
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
+    Checkpoint,
+    planes_checkpoint,
+    stored_source,
+    write_stock,
+)
+from firsttoken_studies.progressiveserve.coldstart.experiments import disk_speed, trial_specs
+from firsttoken_studies.progressiveserve.coldstart.harness import link_key, one_trial, wire_for
+from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, REQUEST, link_floor, ratio, values
+from firsttoken_studies.progressiveserve.coldstart.trial import TrialSpec
+from firsttoken_studies.progressiveserve.frontier import STORIES, PrecisionConfig
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+WHOLE, LAYERS, LOSSLESS = "whole_streamed", "progressive", "lossless"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start that is timed under ``name``: a trial, and how many stages its checkpoint has."""
+
+    name: str
+    spec: TrialSpec
+    stages: int
+
+
+def precision_start(profile: Profile) -> Outcome:
+    """First tokens of the whole model as it is stored, of the report's stages and of every split, from cold files over
+    each link and from this disk, each going on until all weights are there; in lean layers, as ``serve`` computes."""
+    config = profile.section("precision", PrecisionConfig)
+    quality = profile.section("quality", QualityConfig)
+    check(profile.section("served", ServedConfig).needs(), ModelFacts(profile.model))
+    served = load_served(profile)
+    starts = _starts(profile, config, quality.questions, served)
+    read = replace(starts[0].spec, variant="read", recover=False)
+    disk = disk_speed(read)
+    rows: Rows = []
+    floors = {}
+    links = ((config.gbit_per_s, config.starts), *((rate, config.few_starts) for rate in config.few_links))
+    for rate, rounds in links:
+        wire = wire_for(rate, Path(read.staged), disk)
+        found: Rows = []
+        for round_ in tqdm(range(rounds), desc=f"cold starts, {wire.name}", unit="round", disable=None):
+            found.append(one_trial(read, wire) | {"round": round_})
+            for start in starts if round_ % 2 == 0 else starts[::-1]:  # a machine that drifts favours nobody
+                label = {"variant": start.name, "round": round_, "stages": start.stages}
+                found.append(one_trial(start.spec, wire) | label)
+        if not found:
+            continue
+        rows += found
+        floors[f"link {wire.name}"] = link_floor(found)
+    return Outcome(rows, floors, provenance=served.provenance)
+
+
+def _starts(profile: Profile, config: PrecisionConfig, questions: str, served: ServedModel) -> list[Start]:
+    stored = named(config.stored)
+    source, parent = stored_source(served, stored), paths.CACHE / "checkpoints"
+    name, block = f"{served.sha256[:12]}-{config.stored}", served.plan.block
+    folder = parent / f"{name}-{block[0]}-{block[-1]}-bare"
+    manifest = write_staged(source, staged(source.names, served.plan), folder)
+    stock = write_stock(source, parent / f"{name}-stock")
+    bare = Checkpoint(folder, stock, manifest, served.plan, served.provenance)
+    by_layer = trial_specs(profile, bare, questions, config.readers)
+    starts = [Start(name, replace(by_layer(name), lean=True, digest=True), 3) for name in (WHOLE, LAYERS)]
+    for split in config.start_splits:
+        cut = planes_checkpoint(served, stored, split)
+        spec = trial_specs(profile, cut, questions, config.readers)("progressive")
+        spec = replace(spec, lean=True, recover=planes_of(split) > 1, digest=True)
+        starts.append(Start(split, spec, planes_of(split)))
+    return starts
+
+
+def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
+    """By link and start: TTFT from arrival and from process creation, over the plain whole model's and the losslessly
+    coded one's; bytes before the first token and in all; time until every weight is exact over the whole model's."""
+    summary = Summary()
+    for key in dict.fromkeys(link_key(row) for row in rows):
+        found = [row for row in rows if link_key(row) == key]
+        plain = values(found, "read", "bytes")[0]
+        complete = [row | {REQUEST: row[REQUEST] + _later(row)} for row in found if row["variant"] != "read"]
+        exact = {row["weights_sha256"] for row in found if row["variant"] == WHOLE}
+        for name in dict.fromkeys(row["variant"] for row in complete):
+            place = {"variant": name, "link": key}
+            summary.add("ttft_p50_s", bootstrap(values(found, name, REQUEST), "median").summary("s"), **place)
+            summary.add("process_ttft_p50_s", bootstrap(values(found, name, PROCESS), "median").summary("s"), **place)
+            share = values(found, name, "bytes")[0] / plain
+            summary.add("byte_share", {"value": share, "unit": "of the bytes"}, **place)
+            if name == WHOLE:
+                continue
+            beside = place | {"than": WHOLE}
+            summary.add("ttft_x", ratio(found, name, WHOLE).summary("x"), **beside)
+            summary.add("process_ttft_x", ratio(found, name, WHOLE, PROCESS).summary("x"), **beside)
+            summary.add("full_time_x", ratio(complete, name, WHOLE).summary("x"), **beside)
+            same = {row["weights_sha256"] for row in found if row["variant"] == name} == exact
+            summary.add("same_weights", {"value": same, "unit": "bit by bit, in every start"}, **beside)
+            if LOSSLESS in {row["variant"] for row in found} - {name}:
+                summary.add("ttft_x", ratio(found, name, LOSSLESS).summary("x"), **place, than=LOSSLESS)
+            if any("full_bytes" in row for row in found if row["variant"] == name):
+                share = values(found, name, "full_bytes")[0] / plain
+                summary.add("full_byte_share", {"value": share, "unit": "of the bytes"}, **place)
+    return summary
+
+
+def _later(row: dict[str, Any]) -> float:
+    """Seconds from the first token until every stage was there."""
+    return sum(row.get(f"stage{stage}_s", 0.0) for stage in range(2, row["stages"] + 1))
+
+
+# The figures and tables of notebook 17, drawn from results alone.
+
+Place = Mapping[str, Scalar]
+
+PERPLEXITY = "perplexity_x"  # than the exact weights'
+PANELS = {"em_drop": "EM lost, points", "f1_drop": "F1 lost, points", PERPLEXITY: "perplexity gained, %"}
+GOALS = {"em_drop": 3.0, "f1_drop": 3.0, PERPLEXITY: 5.0}
+GOAL_BYTES = 0.36
+SHARES = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+LOSSES = (-10, -3, 0, 3, 10, 30, 100, 300, 1000, 3000)
+STARTS = {WHOLE: "whole model, plain", LOSSLESS: "whole model, coded without loss", LAYERS: "stages of layers"}
+
+
+def kind(place: Place) -> tuple[str, str]:
+    """The look of what is at ``place`` in the frontier, and what a legend calls all like it."""
+    if place.get("stage") == 1:
+        healed = place["recipe"] != "none"
+        return ("ours", "8 of 30 layers wait, healed") if healed else ("none", "8 of 30 layers wait")
+    variant = place.get("variant", LOSSLESS)
+    if variant.startswith("sparse"):
+        return "sparse", "small weights wait"
+    if " later" in variant or " ends " in variant:
+        return "mixed", "mixed: the ends by another split, or layers wait too"
+    if variant.startswith(LOSSLESS):
+        return "S0", "all bits, plain or coded"
+    if variant.startswith("bits"):
+        return "measured", "low bits wait"
+    return "other", "rounded to so many bits in groups of 32"
+
+
+def called(place: Place) -> str:
+    """What a table calls what is at ``place``."""
+    if "recipe" in place:
+        return "layers" if place["recipe"] == "none" else "layers, healed"
+    return f"{place['variant']} of {place['dtype']}" if "variant" in place else "plain"
+
+
+def shares(result: Result, task: str = "") -> list[Entry]:
+    """The bytes before the first token of all that was measured on ``task``, STORIES or, "", the served model's own; by
+    name."""
+    found = [entry for entry in result.summary.all("byte_share") if entry["where"].get("task", "") == task]
+    return sorted(found, key=lambda entry: called(entry["where"]))
+
+
+def frontier(result: Result) -> Figure:
+    """Bytes before the first token against what is lost with them: of the served model, and of the one whose weights
+    were trained in full precision (hollow)."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 3, figsize=(11, 4.6))
+    for ax, (measure, label) in zip(axes, PANELS.items(), strict=True):
+        ax.axvline(GOAL_BYTES, color=COLOURS["target"], linestyle="--", linewidth=1)
+        ax.axhline(GOALS[measure], color=COLOURS["target"], linestyle="--", linewidth=1, label="goals")
+        for task in ("", STORIES) if measure == PERPLEXITY else ("",):
+            _points(ax, result, measure, task)
+        ax.set_xscale("log")
+        ax.set_yscale("symlog", linthresh=GOALS[measure])
+        ax.set(ylabel=label, xlim=(0.18, 1.1), ylim=(-GOALS[measure], 1.5 * ax.get_ylim()[1]))
+        ax.xaxis.set_ticks(SHARES, [f"{share:g}" for share in SHARES])
+        ax.xaxis.set_ticks([], minor=True)
+        low, high = ax.get_ylim()
+        ticks = [tick for tick in LOSSES if low <= tick <= high]
+        ax.yaxis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
+        ax.yaxis.set_ticks([], minor=True)
+    fig.supxlabel("bytes before the first token, of the plain model's", fontsize="medium")
+    handles = dict(zip(*reversed(axes[2].get_legend_handles_labels()), strict=True))
+    fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=2)
+    return fig
+
+
+def _points(ax: Axes, result: Result, measure: str, task: str) -> None:
+    for share in shares(result, task):
+        place, x = share["where"], share["value"]
+        look, label = kind(place)
+        if (lost := _lost(result, measure, place)) is None:
+            continue
+        low, y, high = lost
+        ax.errorbar(
+            [x],
+            [y],
+            yerr=[[max(0.0, y - low)], [max(0.0, high - y)]],
+            fmt=LOOKS[look].marker,
+            color=COLOURS[look],
+            markerfacecolor="white" if task else COLOURS[look],
+            markersize=7,
+            capsize=3,
+            label=f"{label}; trained in full precision" if task else label,
+        )
+        if look == "other":
+            ax.annotate(place["variant"][0], (x, y), (6, 4), textcoords="offset points", fontsize=8)
+
+
+def _lost(result: Result, measure: str, place: Place) -> tuple[float, float, float] | None:
+    """Low, value and high of what is lost, in points or %: nothing by the exact weights, None where nobody compared."""
+    if (entry := _compared(result, measure, place)) is None:
+        return None
+    low, value, high = (entry.get(name, entry["value"]) for name in ("low", "value", "high"))
+    return (low, value, high) if measure != PERPLEXITY else tuple(100 * x - 100 for x in (low, value, high))
+
+
+def _compared(result: Result, measure: str, place: Place) -> Mapping[str, Any] | None:
+    """What ``measure`` says of ``place`` beside the exact weights, which lose nothing; None where nobody compared."""
+    than = {"than": "exact"} if measure == PERPLEXITY else {}
+    found = result.summary.get(measure, **place, **than)
+    return {"value": 0.0} if found is None and place == {"stage": 0} else found
+
+
+def frontier_rows(result: Result) -> Rows:
+    """Every variant: bytes before the first token and in all, what EM and F1 lose, and perplexity on both origins."""
+    return [_frontier_row(result, share) for share in shares(result)]
+
+
+def mixed_rows(result: Result) -> Rows:
+    """Of :func:`frontier_rows` the plans that mix, and sparsity."""
+    return [_frontier_row(result, share) for share in shares(result) if kind(share["where"])[0] in ("mixed", "sparse")]
+
+
+def _frontier_row(result: Result, share: Entry) -> dict[str, str]:
+    get, place = result.summary.get, share["where"]
+    return {
+        "first": called(place),
+        "bytes first": _share(share),
+        "in all": _share(get("full_byte_share", **place)),
+        "EM lost, points": interval(get("em_drop", **place)),
+        "F1 lost, points": interval(get("f1_drop", **place)),
+        "perplexity, x": interval(get(PERPLEXITY, **place, than="exact"), 3),
+        "stories: bytes first": _share(get("byte_share", **place, task=STORIES)),
+        "stories: perplexity, x": interval(get(PERPLEXITY, **place, task=STORIES, than="exact"), 3),
+    }
+
+
+def _share(entry: Mapping[str, Any] | None) -> str:
+    return "" if entry is None else f"{entry['value']:.3f}"
+
+
+BOUNDS: tuple[tuple[str, str, str, float], ...] = (
+    ("EM lost, points", "em_drop", "", 3.0),
+    ("F1 lost, points", "f1_drop", "", 3.0),
+    ("perplexity, x", PERPLEXITY, "", 1.05),
+    ("perplexity, x", PERPLEXITY, STORIES, 1.05),
+    ("perplexity, x", PERPLEXITY, STORIES, 1.01),
+)
+"""Of the record: what is bounded, its measure, the task, and the most of it that is acceptable."""
+
+
+def record_rows(result: Result) -> Rows:
+    """The fewest bytes before the first acceptable token, by model and bound: where the measured value keeps to it, and
+    where its whole interval does."""
+    rows: Rows = []
+    for what, measure, task, most in BOUNDS:
+        model = "TinyStories 15 M" if task else result.parameters["model"]
+        found: dict[str, list[tuple[float, str]]] = {"value": [], "high": []}
+        for share in shares(result, task):
+            if (entry := _compared(result, measure, share["where"])) is None:
+                continue
+            for bound, kept in found.items():
+                if entry.get(bound, entry["value"]) <= most:
+                    kept.append((share["value"], called(share["where"])))
+        if any(found.values()):
+            fewest = {bound: "{1}: {0:.3f}".format(*min(kept)) if kept else "none" for bound, kept in found.items()}
+            kept = {"as measured": fewest["value"], "for the whole interval": fewest["high"]}
+            rows.append({"model and bound": f"{model}: {what} <= {most:g}", **kept})
+    return rows
+
+
+def plan_name(start: str) -> str:
+    """What figures and tables call a start."""
+    return STARTS.get(start, f"{start} first" if "bits" in start and start != "bits" else "low bits wait")
+
+
+def starts(result: Result) -> Figure:
+    """Seconds from the request's arrival to the first token and until every weight is exact, by plan and link, over
+    what the bytes of each take at the rate read alone."""
+    import matplotlib.pyplot as plt
+
+    links = list(dict.fromkeys(link_key(row) for row in result.rows))
+    fig, axes = plt.subplots(1, len(links), figsize=(min(11, 3.4 * len(links) + 3), 3.6), sharey=True, squeeze=False)
+    for ax, key in zip(axes[0], links, strict=True):
+        found = [row for row in result.rows if link_key(row) == key]
+        names = list(dict.fromkeys(row["variant"] for row in found if row["variant"] != "read"))
+        whole = float(np.median(values(found, "read", "load_s")))
+        for place, name in enumerate(names):
+            entry = result.summary.of("ttft_p50_s", variant=name, link=key)
+            look = _LOOKS.get(name, "measured" if name == "bits" else "other")
+            floor = whole * result.summary.value("byte_share", variant=name, link=key)
+            ax.plot(
+                [floor], [place], "|", color=COLOURS["floor"], markersize=16, markeredgewidth=2, label="its bytes alone"
+            )
+            ax.plot([entry["low"], entry["high"]], [place, place], color=COLOURS[look], linewidth=3)
+            ax.plot([entry["value"]], [place], "o", color=COLOURS[look], markersize=8, label="first token")
+            if over := result.summary.get("full_time_x", variant=name, than=WHOLE, link=key):
+                full = over["value"] * result.summary.value("ttft_p50_s", variant=WHOLE, link=key)
+                ax.plot([full], [place], "D", color=COLOURS[look], markerfacecolor="white", label="every weight exact")
+        ax.set(xlabel="s from the request's arrival", title=found[0]["link"], xlim=(0, None))
+        ax.set_yticks(range(len(names)), [plan_name(name) for name in names])
+    axes[0][0].invert_yaxis()
+    handles = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
+    fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
+    return fig
+
+
+_LOOKS = {WHOLE: "S0", LOSSLESS: "S0", LAYERS: "none"}
+
+
+def start_rows(result: Result) -> Rows:
+    """Every plan over every link: bytes, seconds, and what they are of the plain whole model's."""
+    rows: Rows = []
+    for key in dict.fromkeys(link_key(row) for row in result.rows):
+        found = [row for row in result.rows if link_key(row) == key and row["variant"] != "read"]
+        for name in dict.fromkeys(row["variant"] for row in found):
+            place, beside = {"variant": name, "link": key}, {"variant": name, "than": WHOLE, "link": key}
+            rows.append(
+                {
+                    "plan and link": f"{plan_name(name)}, {found[0]['link']}",
+                    "bytes first": _share(result.summary.of("byte_share", **place)),
+                    "TTFT, s": interval(result.summary.of("ttft_p50_s", **place), 2),
+                    "from process creation, s": interval(result.summary.of("process_ttft_p50_s", **place), 2),
+                    "TTFT / whole": interval(result.summary.get("ttft_x", **beside), 3),
+                    "all exact / whole": interval(result.summary.get("full_time_x", **beside), 3),
+                }
+            )
+    return rows

@@ -1,0 +1,168 @@
+"""What a trial does once torch is there: libraries, prompt, weights and the first token, by variant.
+
+Loaders are imported where they are used: a worker has only its own in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from firsttoken.lean.tokenizer import read_tokenizer
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
+from firsttoken.progressiveserve.loading.reader import BlobReader
+from firsttoken.study.dtypes import DTYPES, named
+from firsttoken.study.system.footprint import cpu_seconds
+from firsttoken.study.timing import timed
+from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec
+from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant
+
+if TYPE_CHECKING:
+    from firsttoken.progressiveserve.loading.weight_builder import Maker
+
+
+More = Callable[[float], dict[str, Any]]
+
+
+def import_libraries(spec: TrialSpec, variant: StartVariant) -> None:
+    """Everything a worker of this kind has in memory before it knows which request will come."""
+    import tokenizers  # noqa: F401
+
+    if not variant.lean:
+        import transformers
+
+        config = json.loads(Path(spec.stock, "config.json").read_text(encoding="utf-8"))
+        getattr(transformers, config["architectures"][0])
+    if variant.peer:
+        from firsttoken.progressiveserve.loading.rival_loaders import import_peer
+
+        import_peer(variant.peer)
+    else:
+        from firsttoken.progressiveserve.bitplanes.native_words import merger
+        from firsttoken.progressiveserve.loading import loader  # noqa: F401
+
+        if read_manifest(Path(spec.staged)).in_planes:
+            merger()
+    if variant.peer == "from_pretrained":
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+
+def tokenize(spec: TrialSpec, variant: StartVariant) -> Any:
+    """The prompt's ids [1, tokens]; by the Auto class for the stock way, by the tokenizer's own file otherwise."""
+    if variant.peer == "from_pretrained" and spec.prompt:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(spec.stock, local_files_only=True)
+        return tokenizer(spec.prompt, return_tensors="pt")["input_ids"].to(spec.device)
+    if not spec.prompt:
+        return torch.arange(1, spec.prompt_tokens + 1)[None].to(spec.device)
+    return torch.tensor([read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids]).to(spec.device)
+
+
+def begin_making(spec: TrialSpec, variant: StartVariant, manifest: Manifest, reader: BlobReader) -> Maker:
+    """Weights of what ``reader`` brings, from now on: what is done meanwhile needs the processor less than they do."""
+    from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+    from firsttoken.progressiveserve.loading.weight_builder import Maker
+
+    dtype = _dtype(spec) or torch_dtype(manifest.dtype)
+    return Maker(manifest, variant.stages, reader, torch.device(spec.device), dtype)
+
+
+def start_peer(
+    spec: TrialSpec, variant: StartVariant, links: list[Link], maker: Maker | None, prompt: Any, marks: PhaseClock
+) -> tuple[int, More]:
+    """Somebody else's loader, then the prefill: the first token, and what to measure after it."""
+    from firsttoken.progressiveserve.loading.rival_loaders import load_with
+
+    model = load_with(variant.peer, Path(spec.stock), _dtype(spec), spec.device)
+    marks.phase("load")
+    token = _prefill(model, prompt)
+    marks.phase("prefill")
+    return token, lambda reading: {"load_s": marks.phases["load"], "prefill_warm_s": _warm(model, prompt)}
+
+
+def start_ours(
+    spec: TrialSpec, variant: StartVariant, links: list[Link], maker: Maker | None, prompt: Any, marks: PhaseClock
+) -> tuple[int, More]:
+    """Our loader, the prefill behind it or in its stream: the first token, and what to measure after it."""
+    from firsttoken.assets.empty_model import build_on_meta
+    from firsttoken.progressiveserve.loading.loader import StageLoad
+    from firsttoken.progressiveserve.loading.meta_model import Skeleton
+    from firsttoken.progressiveserve.loading.tensor_placement import build_lean
+
+    folder = Path(spec.staged)
+    manifest = maker.manifest if maker else read_manifest(folder)  # which takes some 50 ms
+    skeleton = Skeleton(folder, manifest, spec.device, _dtype(spec), build_lean if variant.lean else build_on_meta)
+    marks.phase("build")
+    options = {"threads": spec.readers, "verify": variant.verify, "maker": maker}
+    load = StageLoad(spec.weights, manifest, variant.stages, links, skeleton, skeleton.empty_view(), **options)
+    marks.phase("adapter")
+    load.view.activate(skeleton.model)
+    if variant.streamed:
+        with load.streaming():
+            token = _prefill(skeleton.model, prompt)
+        marks.phase("prefill")
+        marks.move("prefill", "load", load.stalled_s)
+    else:
+        load.wait()
+        marks.phase("load")
+        token = _prefill(skeleton.model, prompt)
+        marks.phase("prefill")
+
+    def more(reading: float) -> dict[str, Any]:
+        view = load.wait()
+        row: dict[str, Any] = {"load_s": load.arrived_s - reading, "place_s": load.placing_s}
+        row["bytes"] = sum(link.bytes_moved for link in links)
+        if spec.recover:
+            row |= _recover(spec, manifest, links, skeleton, view, variant, prompt)
+        if spec.digest:
+            row["weights_sha256"] = _digest(skeleton.model)
+        view.activate(skeleton.model)
+        return row | {"prefill_warm_s": _warm(skeleton.model, prompt)}
+
+    return token, more
+
+
+def _recover(
+    spec: TrialSpec, manifest: Any, links: list[Link], skeleton: Any, view: Any, variant: StartVariant, prompt: Any
+) -> dict[str, Any]:
+    """Bring the later stages one after another, with nothing else to do; and what the whole model says then."""
+    from firsttoken.progressiveserve.loading.loader import StageLoad
+
+    row: dict[str, Any] = {}
+    options = {"threads": spec.readers, "verify": variant.verify}
+    for stage in range(max(variant.stages) + 1, len(manifest.stages) + 1):
+        begin = time.monotonic()
+        view = StageLoad(spec.weights, manifest, [stage], links, skeleton, view, **options).wait()
+        row[f"stage{stage}_s"] = time.monotonic() - begin
+    row["cpu_full_s"], row["full_bytes"] = cpu_seconds(), sum(link.bytes_moved for link in links)
+    view.activate(skeleton.model)
+    return row | {"full_token_id": _prefill(skeleton.model, prompt)}
+
+
+def _dtype(spec: TrialSpec) -> torch.dtype | None:
+    return named(spec.dtype) if spec.dtype in DTYPES else None
+
+
+def _digest(model: Any) -> str:
+    """The sha256 of all weights, in the order of their names."""
+    digest = hashlib.sha256()
+    for _, weights in sorted(model.named_parameters()):
+        digest.update(weights.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _prefill(model: Any, prompt: Any) -> int:
+    return int(model(prompt, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+
+
+def _warm(model: Any, prompt: Any) -> float:
+    """Seconds of a second prefill, every weight in place and every kernel chosen."""
+    return timed(lambda: _prefill(model, prompt), repeats=1, warmup=0, device=prompt.device)[0]

@@ -1,0 +1,299 @@
+"""The figures of notebooks 11 and 12, drawn from results and recipes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from firsttoken.progressiveserve.quality_gates import CLOSED_BOOK, GATES, gate
+from firsttoken.progressiveserve.stages import REPORT_PLAN
+from firsttoken.study.overlay import legend, name_results, over
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.record import Result
+from firsttoken.study.show import interval, table
+from firsttoken.study.summary import Scalar
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+
+KIISE = {"em_pct": (55.67, 48.22, 56.22, 55.67), "f1_pct": (66.11, 54.26, 62.02, 66.11)}
+"""The authors' scores of the full model and of stages 1 to 3 in % (KIISE KSC 2025, Table 1): Llama-2-7B, TriviaQA
+validation, closed book."""
+
+DEEP = 0.5  # a block is deep that begins in the second half of the layers
+NAMES = {"none": "not healed", "report": "report's recipe", "ours": "our recipe"}
+
+
+def distance_map(recorded: Result | None, now: Result) -> Figure:
+    """Heat map of the reader's last-token distances over start and block size: the best start of each size framed, pale
+    where the record has it, and the block of the deployed size beside the report's at its relative depth."""
+    import matplotlib.pyplot as plt
+    import seaborn
+
+    drawn = over(recorded, now)
+    table = _last(now).pivot(index="size_layers", columns="start_layer", values="distance")
+    fig, ax = plt.subplots(figsize=(9, 4.9))
+    seaborn.heatmap(table, ax=ax, cmap="Greys", cbar_kws={"label": "angular distance (0 to 1), last token"})
+    rows = {size: row for row, size in enumerate(table.index)}
+    for one in drawn:
+        width, colour = (2, COLOURS["measured"]) if one.own else (6, COLOURS["single"])
+        for start, size in _best(one.result)[["start_layer", "size_layers"]].itertuples(index=False):
+            if size in rows:
+                frame = plt.Rectangle((start, rows[size]), 1, 1, fill=False, clip_on=False)
+                ax.add_patch(frame)
+                frame.set(edgecolor=colour, linewidth=width, zorder=one.style["zorder"])
+        label = f"turns the stream least, by size: {one.who()}"
+        ax.plot([], [], "s", color=colour, fillstyle="none", markeredgewidth=width / 1.5, markersize=8, label=label)
+    size = len(REPORT_PLAN.block)
+    if size in rows:
+        scaled = REPORT_PLAN.block[0] / REPORT_PLAN.depth * table.shape[1]
+        look = {"color": COLOURS["paper"], "markeredgecolor": "black", "markeredgewidth": 1.5}
+        label = f"the report's block of {size}, at its relative depth"
+        ax.plot(scaled + 0.5, rows[size] + 0.5, "D", markersize=11, linestyle="none", label=label, **look)
+    ax.set(xlabel="first layer of the block (0-based)", ylabel="layers in the block")
+    ax.tick_params(axis="both", rotation=0)
+    ax.grid(False)
+    start, end = now.summary.value("chosen_start"), now.summary.value("chosen_end")
+    where = "deep, as the report has it" if now.summary.value("relative_depth") >= DEEP else "in the middle, not deep"
+    fig.suptitle(f"The block of {end - start + 1} that turns the stream least, {start}-{end}, lies {where}")
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    return fig
+
+
+def chosen_blocks(recorded: Result | None, now: Result) -> Figure:
+    """The chosen block of every size as a bar from its first to its last layer; the report's block, scaled, beside."""
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    fig, ax = plt.subplots(figsize=(8, 4.6))
+    for one in drawn:
+        best = _best(one.result)
+        places, height = best.size_layers - one.shift, 0.7 if one.alone else 0.34
+        look = one.style | {"color": COLOURS["measured"], "edgecolor": "black" if one.own else "none"}
+        ax.barh(places, best.size_layers, left=best.start_layer, height=height, label=f"chosen: {one.who()}", **look)
+    depth = _depth(now)
+    for start, size, distance in best[["start_layer", "size_layers", "distance"]].itertuples(index=False):
+        ax.annotate(f"{distance:.2f}", (start - 0.3, size), ha="right", va="center", fontsize=9)
+    scale, size = depth / REPORT_PLAN.depth, len(REPORT_PLAN.block)
+    left, width = REPORT_PLAN.block[0] * scale, size * scale
+    told = f"report: {REPORT_PLAN.block[0]}-{REPORT_PLAN.block[-1]} of {REPORT_PLAN.depth}, scaled to {depth}"
+    ax.barh([size], [width], left=[left], height=0.35, color=COLOURS["paper"], edgecolor="black", label=told)
+    ax.set(xlabel="layer (0-based); beside a bar: the block's angular distance", ylabel="layers in the block")
+    ax.set(xlim=(-1.5, depth), yticks=sorted(best.size_layers))
+    deep = int((best.start_layer / depth >= DEEP).sum())
+    fig.suptitle(f"{deep} of {len(best)} chosen blocks begin in the deeper half, where the report's lies")
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    return fig
+
+
+def stage_scores(recorded: Result | None, now: Result) -> Figure:
+    """Points of EM and F1 that each stage loses against the full model, unhealed and by recipe, with 95 % intervals;
+    what the authors lost, and what the report allows."""
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
+    for ax, score in zip(axes, ("em", "f1"), strict=True):
+        for stage, limit in GATES.items():
+            kinds = [{"recipe": kind} for kind in NAMES] if stage < max(GATES) else [{}]
+            for place, kind in zip(np.linspace(-0.27, 0.27, len(kinds)) if kinds[1:] else [0.0], kinds, strict=True):
+                name = kind.get("recipe", "S3")
+                for one in drawn:
+                    entry = one.result.summary.get(f"{score}_drop", stage=stage, **kind)
+                    one.point(ax, stage + place + one.shift / 3, entry, name)
+            lost = KIISE[f"{score}_pct"][0] - KIISE[f"{score}_pct"][stage]
+            authors = {"label": "authors: Llama-2-7B, TriviaQA", "color": COLOURS["paper"]} if stage == 1 else {}
+            ax.plot(stage + 0.42, lost, "d", **({"color": COLOURS["paper"]} | authors), markeredgecolor="black")
+            gate = {"label": "the report allows at most"} if stage == 1 else {}
+            ax.plot([stage - 0.45, stage + 0.47], [limit] * 2, color=COLOURS["target"], linewidth=2.5, **gate, zorder=5)
+        ax.axhline(0, color=COLOURS["mark"], linewidth=1)
+        titles = {"em": "exact match (EM)", "f1": "F1"}
+        ax.set(title=titles[score], xticks=list(GATES), xticklabels=[f"stage {stage}" for stage in GATES])
+    for name, label in (NAMES | {"S3": "whole model"}).items():
+        look = LOOKS[name]
+        axes[0].plot([], [], look.marker, color=look.colour, label=label)
+    axes[0].set_ylabel("points lost against the full model")
+    ours, report = (drawn[0].result.summary.value("em_drop", stage=1, recipe=kind) for kind in ("ours", "report"))
+    theirs = KIISE["em_pct"][0] - KIISE["em_pct"][1]
+    who = "Nobody passes" if min(ours, report, theirs) > GATES[1] else "Somebody passes"
+    told = f"{ours:.0f} (ours), {report:.0f} (report's recipe), {theirs:.0f} (authors)"
+    fig.suptitle(f"{who} the gate of {GATES[1]:.0f} points: stage 1 loses {told}")
+    legend(fig, axes[0], drawn, "em_drop")
+    return fig
+
+
+def control_scores(recorded: Result | None, now: Result) -> Figure:
+    """F1 and perplexity of every control, healed and not, with 95 % intervals. ``now`` is a run of stage_quality: it
+    has the full model and the chosen block without healing; the controls are trained for the record only."""
+    import matplotlib.pyplot as plt
+
+    labels = {
+        "s0": "full model",
+        "full": "full model, trained on",
+        "chosen": "8 layers, chosen block",
+        "one_shot": "the same, twice the steps",
+        "random": "8 layers, random block",
+        "drop6": "6 layers, chosen block",
+        "drop4": "4 layers, chosen block",
+    }
+    drawn = over(recorded, now)
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
+    for ax, score, label in zip(axes, ("f1_pct", "perplexity"), ("F1, %", "perplexity (log scale)"), strict=True):
+        for one in drawn:
+            found = one.result.summary
+            one.point(ax, one.shift, found.get(score, stage=0), "S0", along="x")
+            for place, name in enumerate(labels):
+                for kind, apart in (("none", -0.16), ("ours", 0.16)):
+                    entry = found.get(score, variant=name, recipe=kind)
+                    if one.own and (name, kind) == ("chosen", "none"):
+                        entry = found.get(score, stage=1, recipe="none")
+                    one.point(ax, place + apart + one.shift / 2, entry, kind, along="x")
+        ax.set(xlabel=label, yticks=range(len(labels)), yticklabels=labels.values())
+    for kind in ("none", "ours"):
+        axes[0].plot([], [], LOOKS[kind].marker, color=COLOURS[kind], label=NAMES[kind])
+    axes[0].set_xlim(0, None)
+    axes[0].invert_yaxis()
+    axes[1].set_xscale("log")
+    _log_ticks(axes[1].xaxis)
+    axes[1].legend(*axes[0].get_legend_handles_labels(), loc="lower right", fontsize="small", frameon=True)
+    chosen, drawn_at_random = (
+        drawn[0].result.summary.get("perplexity", variant=name, recipe="none") for name in ("chosen", "random")
+    )
+    if chosen and drawn_at_random:
+        than = "less" if drawn_at_random["value"] < chosen["value"] else "more"
+        told = f"perplexity {drawn_at_random['value']:.0f}, not {chosen['value']:.0f}"
+        fig.suptitle(f"Losing a random block costs {than} than losing the chosen one: {told}")
+    name_results(fig, drawn, "f1_pct")
+    return fig
+
+
+def _log_ticks(axis: Axis) -> None:
+    """Labels at 1, 2 and 5 of each decade, as whole numbers."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:.0f}")
+
+
+def _last(result: Result) -> pandas.DataFrame:
+    frame = result.frame()
+    return frame[frame.tokens == "last"]
+
+
+def _best(result: Result) -> pandas.DataFrame:
+    """The row of each block size whose distance is the least."""
+    table = _last(result)
+    return table.loc[table.groupby("size_layers").distance.idxmin()]
+
+
+def _depth(result: Result) -> int:
+    table = _last(result)
+    return int((table.start_layer + table.size_layers).max())
+
+
+# The tables of notebook 12: stages beside the authors' scores, gates, shares recovered.
+
+Row = dict[str, Any]
+
+
+def stage_rows(result: Result, live: Result | None = None) -> list[Row]:
+    """One row a variant: EM, F1, choices, perplexity with 95 % intervals; EM of the live run and of the authors."""
+    rows, get = [], result.summary.get
+    for place in _places(result):
+        stage, healed = place["stage"], place.get("recipe") != "none"
+        row = {
+            "variant": _title(**place),
+            "EM, %": interval(get("em_pct", **place)),
+            "F1, %": interval(get("f1_pct", **place)),
+            "four choices, %": interval(get("choice_pct", **place)),
+            "answer, nats/token": interval(get("answer_nll", **place), 2),
+            "perplexity": interval(get("perplexity", **place)),
+            "closed-book F1, %": interval(get("f1_pct", **place, task=CLOSED_BOOK)),
+        }
+        if live is not None:
+            row["F1 here, now, %"] = interval(live.summary.get("f1_pct", **place))
+        row["authors' EM / F1, %"] = f"{KIISE['em_pct'][stage]} / {KIISE['f1_pct'][stage]}" if healed else ""
+        rows.append(row)
+    return rows
+
+
+def healing_rows(recipes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """What each committed adapter's training came to; ``recipes`` by adapter name ("A-ours")."""
+    rows = []
+    for name, recipe in recipes.items():
+        stage, _, kind = name.partition("-")
+        made, last = recipe["recipe"], [row for row in recipe["curve"] if "validation_f1" in row][-1]
+        reads = made["accumulate"] * (made["batch"] + made["text_batch"])
+        rows.append(
+            {
+                "adapter": f"{stage}, {NAMES[kind]}",
+                "steps": last["step"],
+                "sequences read": last["step"] * reads,
+                "validation F1, %": round(100 * last["validation_f1"], 1),
+                "validation perplexity": round(last["validation_perplexity"], 1),
+            }
+        )
+    return rows
+
+
+def gate_rows(result: Result) -> list[Row]:
+    """The report's gates (3.1.2): points lost against the full model, the limit, what the authors lost, the verdict."""
+    rows = []
+    for place in _places(result):
+        stage = place["stage"]
+        if stage not in GATES or place.get("recipe") == "none":
+            continue
+        for score in ("em", "f1"):
+            drop, authors = result.summary.of(f"{score}_drop", **place), KIISE[f"{score}_pct"]
+            rows.append(
+                {
+                    "variant": _title(**place),
+                    "score": score.upper(),
+                    "points lost": interval(drop),
+                    "limit": GATES[stage],
+                    "authors lost": round(authors[0] - authors[stage], 2),
+                    "gate": gate(drop, GATES[stage]),
+                }
+            )
+    return rows
+
+
+def recovery_rows(result: Result, models: Mapping[str, dict[str, Scalar]]) -> list[Row]:
+    """Share of the loss that healing brings back, in %, for each of ``models`` (title -> place) and recipe."""
+    get = result.summary.get
+    return [
+        {
+            "model": title,
+            "recipe": NAMES[kind],
+            **{
+                heading: interval(get(f"{score}_recovered_pct", **place, recipe=kind), 0)
+                for score, heading in (("em", "EM"), ("f1", "F1"), ("log_perplexity", "log perplexity"))
+            },
+        }
+        for title, place in models.items()
+        for kind in NAMES
+        if get("f1_recovered_pct", **place, recipe=kind)
+    ]
+
+
+def control_table(result: Result) -> pandas.DataFrame:
+    """Shares recovered by every control that removes layers, named by its block."""
+    blocks = result.provenance["blocks"]
+    controls = {f"{name}: layers {layers[0]}-{layers[-1]}": {"variant": name} for name, layers in blocks.items()}
+    return table(recovery_rows(result, controls), "model")
+
+
+def _places(result: Result) -> list[dict[str, Any]]:
+    """Stage, and recipe where it has one, of everything that was asked."""
+    return [entry["where"] for entry in result.summary.all("perplexity")]
+
+
+def _title(stage: int, recipe: str = "") -> str:
+    name = "full model" if stage == 0 else f"stage {stage}"
+    return f"{name}, {NAMES[recipe]}" if recipe else name

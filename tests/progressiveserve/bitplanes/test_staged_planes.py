@@ -1,0 +1,260 @@
+"""A checkpoint in planes: exact in the end, in one piece for stock transformers, and refused where it is not whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from loads import Loads, refused, retold, stock_answer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from firsttoken.__main__ import main
+from firsttoken.assets.lock import file_sha256
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.bitplanes.assemble import assemble
+from firsttoken.progressiveserve.bitplanes.layouts import SPLITS, planes_of
+from firsttoken.progressiveserve.bitplanes.plan_spec import Mixture
+from firsttoken.progressiveserve.bitplanes.plane_plan import by_planes
+from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, verify
+from firsttoken.progressiveserve.checkpoint.plan import Stage
+from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+from firsttoken.study.errors import ModelError, StageError
+from firsttoken.study.parsing.safetensors_header import read_header
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+def errors(staged, ids: torch.Tensor, wanted: torch.Tensor) -> list[float]:
+    """Largest error of the logits after each stage."""
+    loads = Loads(staged)
+    return [
+        float((loads.answer(ids, loads.bring(stage)) - wanted).abs().max())
+        for stage in range(1, len(loads.manifest.stages) + 1)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_stage_is_nearer_and_the_last_exact(stage_planes, ids, tmp_path, split, dtype):
+    staged = stage_planes(split, dtype)
+    whole = assemble(staged.folder, tmp_path / "whole")
+    stored = load_file(whole / "model.safetensors")
+    for name, parameter in staged.served.model.named_parameters():
+        assert torch.equal(stored[name].view(torch.int16), parameter.data.view(torch.int16)), name
+    found = errors(staged, ids, stock_answer(whole, ids))
+    assert len(found) == planes_of(split) and found[-1] == 0
+    assert all(later < earlier for earlier, later in pairwise(found))
+
+
+def test_all_planes_in_one_load(stage_planes, ids, tmp_path):
+    staged = stage_planes("bits in three", tied=False, kind="qwen2")
+    loads = Loads(staged)
+    view = loads.bring(1, 2, 3)
+    assert torch.equal(loads.answer(ids, view), stock_answer(assemble(staged.folder, tmp_path / "whole"), ids))
+    assert sum(link.bytes_moved for link in loads.links) == staged.manifest.bytes
+
+
+def test_planes_with_layers_deferred_and_the_ends_apart(stage_planes, ids, tmp_path):
+    """Stage 1 lacks layers 2 and 3 and has the embedding as it is, the second brings them, the third the other bits."""
+    staged = stage_planes("bits, 2:4 later, ends uncut")
+    assert [stage.name for stage in staged.manifest.stages] == ["A", "B", "plane-2"]
+    assert [part.layer for part in staged.manifest.stages[2].parts] == list(range(6))
+    assert [bool(part.cut) for part in staged.manifest.stages[0].parts] == [False, True, True, True, True, False]
+    found = errors(staged, ids, stock_answer(assemble(staged.folder, tmp_path / "whole"), ids))
+    assert found[0] > found[1] > found[2] == 0
+
+
+def test_weights_refine_where_they_are(stage_planes):
+    """No second copy: a parameter keeps its memory, the view before it has the better bits too."""
+    loads = Loads(stage_planes("bits"))
+    before = loads.bring(1)
+    places = [parameter.data_ptr() for parameter in before.layers.parameters()]
+    after = loads.bring(2)
+    assert [parameter.data_ptr() for parameter in after.layers.parameters()] == places
+
+
+@pytest.mark.parametrize("split", ["bits", "4 bits"])
+def test_a_load_that_is_tried_again_merges_nothing_twice(stage_planes, ids, tmp_path, split):
+    staged = stage_planes(split)
+    wanted = stock_answer(assemble(staged.folder, tmp_path / "whole"), ids)
+    loads = Loads(staged)
+    loads.bring(1)
+    spoilt = staged.folder / staged.manifest.stages[1].parts[4].file
+    content = spoilt.read_bytes()
+    spoilt.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ModelError, match="wrong sha256"):
+        loads.bring(2)
+    spoilt.write_bytes(content)
+    loads.bring(2)
+    assert torch.equal(loads.answer(ids), wanted)
+
+
+def test_what_is_stored_narrow_may_compute_wide(stage_planes, tmp_path):
+    staged = stage_planes("6 bits", F16)
+    whole = AutoModelForCausalLM.from_pretrained(assemble(staged.folder, tmp_path / "whole"), dtype=F32)
+    loads = Loads(staged)
+    loads.skeleton = Skeleton(staged.folder, loads.manifest, dtype=F32)
+    loads.view = loads.skeleton.empty_view()
+    loads.bring(1)
+    loads.bring(2).activate(loads.skeleton.model)
+    found = dict(loads.skeleton.model.named_parameters())
+    assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())
+
+
+def test_a_dtype_that_does_not_hold_what_is_stored_is_refused(stage_planes):
+    """fp16 has more bits of mantissa than bf16: rounded, they could not be refined."""
+    staged = stage_planes("bits", F16)
+    skeleton = Skeleton(staged.folder, staged.manifest, dtype=BF16)
+    view = StageLoad(staged.folder, staged.manifest, [1], [Link()], skeleton, skeleton.empty_view()).wait()
+    with pytest.raises(ModelError, match=r"is stored as torch.float16 and computes as torch.bfloat16, which does not"):
+        StageLoad(staged.folder, staged.manifest, [2], [Link()], skeleton, view).wait()
+
+
+# what is refused
+
+
+def rewritten(staged, stage: int, index: int, change) -> None:
+    """The file of a part with its streams changed, and a manifest that knows its new sizes and its new hash."""
+
+    def told(part):
+        path = staged.folder / part.file
+        streams = load_file(path)
+        change(streams)
+        save_file(streams, path, metadata={"format": "pt"})
+        sizes = {"tensors": read_header(path).tensors, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        return [replace(part, **sizes)]
+
+    retold(staged, stage, index, told)
+
+
+def cut_otherwise(**told):
+    """The same plane, of which the manifest says something else."""
+    return lambda part: [replace(part, cut={name: replace(tensor, **told) for name, tensor in part.cut.items()})]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda part: [replace(part, plane=0)], "has a plane of .* that the split 'bits' of BF16 has not"),
+        (lambda part: [replace(part, plane=2)], "has a plane of .* that the split 'bits' of BF16 has not"),
+        (lambda part: [replace(part, split="bytes")], "the split 'bytes' of BF16 has not"),
+        (lambda part: [replace(part, split="")], "is cut and names no split"),
+        (lambda part: [replace(part, split="4 bits")], "has no stream|has a plane of|and decoded it has"),
+        (cut_otherwise(sha256="0" * 64), "plane 1 of .* is of another checkpoint's"),
+        (cut_otherwise(dtype="F16"), "has a plane of .* that the split 'bits' of F16 has not"),
+        (cut_otherwise(shape=(1 << 40, 1 << 20)), "and decoded it has"),
+        (cut_otherwise(codecs=("raw",)), "has a plane of"),
+        (cut_otherwise(codecs=("gzip", "raw")), "'gzip' is not known"),
+    ],
+    ids=["first", "third", "unknown", "none", "other", "mixed", "dtype", "huge", "streams", "codec"],
+)
+def test_a_manifest_that_tells_planes_otherwise(stage_planes, change, words):
+    staged = stage_planes("bits")
+    index = [part.layer for part in staged.manifest.stages[1].parts].index(1)
+    retold(staged, 2, index, change)
+    refused(staged, words)
+
+
+def test_a_plane_that_no_stage_brings(stage_planes):
+    staged = stage_planes("bits")
+    retold(staged, 2, len(staged.manifest.stages[1].parts) - 1, lambda part: [])
+    refused(staged, "layer 5 .* lacks 1 of its planes: name them in a later stage; stage it again")
+
+
+def test_planes_that_have_changed_places(stage_planes):
+    """Of two layers of the same shapes: the file's hash shows it, and so does the one of the whole tensor."""
+    staged = stage_planes("bits")
+    first, second = (staged.folder / staged.manifest.stages[1].parts[index].file for index in (1, 2))
+    content = first.read_bytes(), second.read_bytes()
+    first.write_bytes(content[1])
+    second.write_bytes(content[0])
+    refused(staged, "wrong sha256|bytes; copy it again")
+
+
+def test_a_plane_of_another_model_that_is_told_as_this_ones(stage_planes, tmp_path):
+    """Everything fits but the bytes: the sha256 of the tensor in the end is what remains."""
+    staged = stage_planes("bits")
+    rewritten(staged, 2, 1, lambda streams: next(iter(streams.values())).bitwise_xor_(1))
+    with pytest.raises(ModelError, match=r"the planes of model\.layers\.0.* are not of one tensor; stage it again"):
+        assemble(staged.folder, tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+
+
+def test_a_missing_and_a_truncated_plane(stage_planes):
+    staged = stage_planes("bits")
+    path = staged.folder / staged.manifest.stages[1].parts[3].file
+    path.write_bytes(path.read_bytes()[:-1])
+    refused(staged, "layer 02: .* bytes; copy it again")
+    path.unlink()
+    refused(staged, "layer 02: .* is missing")
+
+
+def test_a_coded_stream_that_expands_beyond_its_declared_size(stage_planes):
+    import zstandard
+
+    staged = stage_planes("bits", F16)
+    part = staged.manifest.stages[0].parts[2]
+    name = next(name for name, tensor in part.cut.items() if name == GATE and tensor.codecs == ("zstd",))
+    bomb = zstandard.compress(bytes(1 << 26))
+
+    def swell(streams):
+        streams[f"{name}.plane0.0"] = torch.frombuffer(bytearray(bomb), dtype=torch.uint8)
+
+    rewritten(staged, 1, 2, swell)
+    if len(bomb) <= part.cut[name].shape[0] * part.cut[name].shape[1]:
+        refused(staged, "would expand to 67,108,864 bytes, by its shape")
+    else:
+        refused(staged, "and decoded it has")
+
+
+def test_weights_that_no_split_knows(stage_planes, tmp_path):
+    with pytest.raises(StageError, match="no split cuts F32: store the weights as F16 or BF16"):
+        stage_planes("bits", F32)
+    assert not (tmp_path / "staged-llama").exists()
+
+
+def test_plans_that_do_not_hold(stage_planes):
+    staged = stage_planes("bits in three")
+    shapes = {name: tuple(tensor.shape) for name, tensor in staged.served.model.named_parameters()}
+    plan = by_planes(shapes, Mixture("bits in three"))
+    first, second, third = plan.stages
+    for stages, words in (
+        ((first, third, second), "plane 2 of .* comes where plane 1 is due"),
+        ((first, second), "lacks 1 of its planes"),
+        ((first, second, second, third), "plane 1 of .* comes where plane 2 is due"),
+        ((first, replace_part(second, split="bits"), third), "comes where plane"),
+        ((replace_part(first, split="bytes"), second, third), "no split of weights is called 'bytes'"),
+        ((replace_part(first, dtype="F8_E5M2"), second, third), "is rounded and cut in planes; choose one"),
+        ((first, second, replace_part(third, split=None)), "came in planes and comes again whole"),
+    ):
+        with pytest.raises(StageError, match=words):
+            replace(plan, stages=stages).check(list(shapes))
+    with pytest.raises(StageError, match="no split of weights is called 'half'"):
+        by_planes(shapes, Mixture("half"))
+
+
+def replace_part(stage: Stage, **told) -> Stage:
+    return replace(stage, parts=(stage.parts[0], replace(stage.parts[1], **told), *stage.parts[2:]))
+
+
+def test_the_command_line_stages_and_assembles(tmp_path, capsys):
+    chosen = ["--set", "model=random:tiny-6", "--set", "dtype=bfloat16"]
+    assert main(["stage", str(tmp_path / "staged"), "--planes", "bits", *chosen]) == 0
+    assert "stage 2 (plane-2): 7 files" in capsys.readouterr().out
+    manifest = read_manifest(tmp_path / "staged")
+    verify(tmp_path / "staged", manifest)
+    assert main(["stage", str(tmp_path / "staged"), "--planes", "bits", *chosen]) == 0, "what is there is kept"
+    assert main(["assemble", str(tmp_path / "staged"), str(tmp_path / "whole")]) == 0
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert stock.dtype == torch_dtype(manifest.dtype) == BF16
+    capsys.readouterr()
+    assert main(["assemble", str(tmp_path / "staged"), str(tmp_path / "whole")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main(["stage", str(tmp_path / "other"), "--planes", "bits", "--adapters", "ours", *chosen]) == 2
+    assert "planes are none" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""A growing server that is closed, whenever that is, leaves no thread, no reading and no client that waits."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from growing import (
+    OURS,
+    PATIENCE,
+    PROMPT,
+    bytes_until,
+    events_of,
+    first_event,
+    part_path,
+    until,
+)
+
+from firsttoken.engine.async_engine import Stream
+from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
+from firsttoken.study.errors import BusyError
+
+
+@pytest.mark.parametrize("when", ["stage 1", "stage 2", "complete"])
+def test_closing_ends_everything(stage, serve, when):
+    staged = stage()
+    link = Link(LinkConfig({"stage 1": 0.0015, "stage 2": 0.003, "complete": 0.0}[when]))
+    server = serve(staged, link, threads=1)
+    if when != "stage 1":
+        assert server.wait_stage(1 if when == "stage 2" else 3, PATIENCE)
+    sessions = [server.submit(PROMPT, 1000), server.submit(PROMPT, 1000, upgrade=True)]
+    if when != "stage 1":
+        assert first_event(sessions[0])
+    else:
+        until(lambda: link.bytes_moved > 0, "it reads")
+    server.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(OURS)]
+    for session in sessions:
+        with pytest.raises(BusyError, match="the server was closed"):
+            events_of(session)
+    with pytest.raises(BusyError, match="the server is shutting down"):
+        server.submit(PROMPT, 1)
+    moved = link.bytes_moved
+    assert moved < bytes_until(staged, int(when[-1])) if when != "complete" else moved, "nothing more is waited for"
+    assert not any("failed" in event["what"] for event in server.status()["events"]), "and is no failure"
+    server.close()
+    assert link.bytes_moved == moved
+
+
+def test_closing_during_a_pause_between_two_tries(stage, serve):
+    staged = stage()
+    part_path(staged, 1).unlink()
+    server = serve(staged, retry_s=1000)
+    until(lambda: server.status()["state"] == "degraded", "the failure is told")
+    waiting = server.submit(PROMPT, 3)
+    server.close()
+    with pytest.raises(BusyError, match="the server was closed"):
+        events_of(waiting)
+
+
+def test_closing_what_never_started(stage):
+    server = GrowingServer(stage().folder, [Link()])
+    server.close()
+    with pytest.raises(BusyError):
+        server.submit(PROMPT, 1)
+
+
+def test_clients_that_come_while_it_closes_are_not_forgotten(stage, serve):
+    staged = stage()
+    server = serve(staged, max_sessions=1000)
+    sessions: list[Stream] = []
+
+    def client() -> None:
+        try:
+            while True:
+                sessions.append(server.submit(PROMPT, 1000))
+        except BusyError:
+            pass
+
+    threads = [threading.Thread(target=client) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    server.close()
+    for thread in threads:
+        thread.join(PATIENCE)
+    for session in sessions:
+        with pytest.raises(BusyError):
+            events_of(session)
