@@ -79,7 +79,10 @@ def test_every_path_in_the_readme_exists():
 
 
 def test_every_link_of_a_page_leads_to_a_file():
-    pages = [*paths.ROOT.glob("*.md"), *(p for room in ("lib", "data", "env") for p in (paths.ROOT / room).rglob("*.md"))]
+    pages = [
+        *paths.ROOT.glob("*.md"),
+        *(p for room in ("lib", "data", "env") for p in (paths.ROOT / room).rglob("*.md")),
+    ]
     links = (
         (page, link)
         for page in pages

@@ -34,5 +34,5 @@ def test_a_class_is_the_same_by_both_names_and_the_new_one_is_told_once() -> Non
 def test_names_of_today_are_left_alone() -> None:
     for name in ("firsttoken.engine", "firsttoken.engine.engine_config", "firsttoken.progressiveserve.stages", "torch"):
         assert renamed(name) is None
-    with pytest.raises(ModuleNotFoundError, match="firsttoken.petals.nothing"):
+    with pytest.raises(ModuleNotFoundError, match=r"firsttoken\.petals\.nothing"):
         importlib.import_module("firsttoken.swarm.nothing")

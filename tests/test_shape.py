@@ -15,7 +15,7 @@ from the_library import behind, circles, floors, imported_anywhere, is_folder, r
 from firsttoken_studies.registry import EXPERIMENTS
 
 BUDGETS = {  # of each room at most: lines, modules that stand on each other, percent of its lines that import
-    "firsttoken": (700, 3, 8),
+    "firsttoken": (770, 3, 9),
     "firsttoken.assets": (2890, 7, 11),
     "firsttoken.cps": (640, 3, 10),
     "firsttoken.droidspeak": (3040, 8, 8.5),
@@ -26,10 +26,10 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken.progressiveserve": (6200, 9, 11),
     "firsttoken.sarathi": (430, 2, 12.5),
     "firsttoken.service": (3040, 9, 11),
-    "firsttoken.study": (5700, 8, 10),
+    "firsttoken.study": (5710, 8, 10),
     "firsttoken_extras": (10, 1, 0),
     "firsttoken_extras.layer_borrowing": (490, 3, 12),
-    "firsttoken_extras.vllm_cross_point": (340, 3, 11.5),
+    "firsttoken_extras.vllm_cross_point": (345, 3, 12.5),
     "firsttoken_studies": (920, 3, 9),
     "firsttoken_studies.combined": (1900, 3, 13.5),
     "firsttoken_studies.cps": (1650, 4, 9),
@@ -52,6 +52,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken.service.over_worker": "imported where a worker is asked for, as zmq is optional",
     "firsttoken.service.responses": "more than 400 lines together",
     "firsttoken_extras.vllm_cross_point.connector": "vLLM names it in its configuration",
+    "firsttoken_extras.vllm_cross_point.host": "tested without vLLM",
     "firsttoken_extras.vllm_cross_point.settings": "tested without vLLM",
 }
 NEIGHBOURING_STUDIES = 17  # a study whose numbers another one draws

@@ -1,5 +1,7 @@
-"""Modules under the names that README files and policies of readers had for them before: they work for this version, and
-one line names the new one."""
+"""Modules under the names that README files and policies of readers had for them before.
+
+The old names work for this version, and one line names the new one.
+"""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_a_server_is_ended_when_aiperf_fails(model: PeerModel, tmp_path: Path, m
     monkeypatch.setattr(live_peer, "COMMANDS", fake)
     with pytest.raises(FirstTokenError, match="aiperf ended with 2"):  # there is no script `profile`
         module.turn(OURS, model, 64, LOAD)
-    (server,) = processes
+    server, _aiperf = processes
     assert server.returncode == -15 and list(tmp_path.iterdir()) == []
 
 

@@ -7,7 +7,7 @@ import torch
 
 from firsttoken.engine.swap.host_allocator import Span
 from firsttoken.study.errors import ProfileError
-from firsttoken_extras.vllm_cross_point.connector import HostPool
+from firsttoken_extras.vllm_cross_point.host import HostPool
 from firsttoken_extras.vllm_cross_point.settings import CrossPointSettings
 
 

@@ -1,8 +1,8 @@
 """Which group to recompute now: from what the link brings, how busy the processor is, and the loss that is allowed.
 
 DroidSpeak chooses by load only (App. B, ``slo_rule``) and leaves the bandwidth to future work (6); ``choose_group`` is
-r*(B) = argmin of the expected TTFT within the bound. The expected TTFT is that of ``pipeline.live_loading``: E-cache first,
-the group beside the transfer, then the pass behind the prefix, layer by layer.
+r*(B) = argmin of the expected TTFT within the bound. The expected TTFT is that of ``pipeline.live_loading``: E-cache
+first, the group beside the transfer, then the pass behind the prefix, layer by layer.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def stage_model(profile: Profile, folder: Path, recipe: str = "", planes: str = 
 
     Without a recipe they are those of the profile's best; "none" leaves the stages unhealed, as random weights are.
     A folder without a task adapter is copied tensor by tensor, and random weights are drawn so: neither is ever whole
-    in memory. With ``planes`` (as ``bitplanes.plan_spec`` has them SPELLED) the first bits of weights come first, without
-    adapters; the other bits, and layers that wait, come in the stages after it.
+    in memory. With ``planes`` (as ``bitplanes.plan_spec`` has them SPELLED) the first bits of weights come first,
+    without adapters; the other bits, and layers that wait, come in the stages after it.
     Raises StageError for an unknown recipe, a missing adapter and a plan that is none, and what loading and staging
     raise.
     """

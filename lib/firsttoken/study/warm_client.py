@@ -1,4 +1,6 @@
-"""Stands in for a process that is a copy of the warm one: ``warm_client.py SOCKET MODULE ARGUMENTS`` (see ``kernel_forkserver.py``).
+"""Stands in for a process that is a copy of the warm one (``kernel_forkserver.py``).
+
+It is called as ``warm_client.py SOCKET MODULE ARGUMENTS``.
 
 Signals go to the copy, its exit status comes back, and it does not outlive whoever started this, who notices no
 difference. Standard library only.

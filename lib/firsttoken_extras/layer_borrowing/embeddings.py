@@ -22,7 +22,7 @@ def ends_first(names: Sequence[str], depth: int) -> LoadPlan:
 
 
 def neighbours_name(folder: Path, manifest: Manifest) -> str:
-    """What a server of the checkpoint in ``folder`` calls the model (``checkpoint_blocks.model_sha256``), from the sums in
-    ``manifest``: the replica has read none of the files yet."""
+    """What a server of the checkpoint in ``folder`` calls the model (``checkpoint_blocks.model_sha256``), from the sums
+    in ``manifest``: the replica has read none of the files yet."""
     sums = {folder / part.file: part.sha256 for stage in manifest.stages for part in stage.parts}
     return sum_of_sums(sums | {folder / CONFIG: manifest.side[CONFIG].sha256})

@@ -7,7 +7,6 @@ host memory itself). What the scheduler decides in a step reaches the worker as 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from vllm.platforms import current_platform
 
 from firsttoken.engine.swap.host_allocator import Span, Spans
 from firsttoken.study.errors import ProfileError
+from firsttoken_extras.vllm_cross_point.host import HostPool
 from firsttoken_extras.vllm_cross_point.settings import CrossPointSettings, supported_cache
 
 if TYPE_CHECKING:
@@ -32,41 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-
-# Host memory for swapped requests, and the copies between it and the KV cache.
-
-
-class HostPool:
-    """Host copies of KV blocks, ``rows`` [layers, host blocks, one block of one layer].
-
-    ``caches`` are the layers' KV caches [blocks, ...]. The memory is written once when it is made, so that no request
-    pays for its first touch. On CUDA every copy goes to the current stream: a copy out reads a block before the next
-    forward pass overwrites it, and a copy in has written it before the next one reads it, without waiting here.
-    """
-
-    def __init__(self, caches: Sequence[torch.Tensor], blocks: int, pin_memory: bool) -> None:
-        self._caches = list(caches)
-        shape = (len(self._caches), blocks, *self._caches[0].shape[1:])
-        self.rows = torch.empty(shape, dtype=self._caches[0].dtype, pin_memory=pin_memory).zero_()
-
-    def copy_out(self, blocks: Sequence[int], held: Span) -> None:
-        """KV blocks ``blocks`` to the host blocks ``held``."""
-        for cache, rows, chosen in self._layers(blocks, held):
-            if cache.is_cpu:
-                torch.index_select(cache, 0, chosen, out=rows)
-            else:
-                rows.copy_(cache.index_select(0, chosen), non_blocking=True)
-
-    def copy_in(self, held: Span, blocks: Sequence[int]) -> None:
-        """The host blocks ``held`` to the KV blocks ``blocks``."""
-        for cache, rows, chosen in self._layers(blocks, held):
-            cache.index_copy_(0, chosen, rows.to(cache.device, non_blocking=True))
-
-    def _layers(self, blocks: Sequence[int], held: Span):
-        chosen = torch.tensor(blocks, device=self._caches[0].device)
-        for cache, rows in zip(self._caches, self.rows, strict=True):
-            yield cache, rows[held.start : held.end], chosen
 
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name

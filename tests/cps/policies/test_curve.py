@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.cps.policies.curve import CostCurve
+from firsttoken.cps.policies.online import CostCurve
 
 LENGTHS = (128, 300, 700, 1500, 2048)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from firsttoken.cps.policies import CrossPoint, OnlineCrossPoint
-from firsttoken.cps.policies.curve import CostCurve
+from firsttoken.cps.policies.online import CostCurve
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Phase
 from firsttoken.engine.schedulers.scheduler import Scheduler
