@@ -15,7 +15,7 @@ from the_library import behind, circles, floors, imported_anywhere, is_folder, r
 from firsttoken_studies.registry import EXPERIMENTS
 
 BUDGETS = {  # of each room at most: lines, modules that stand on each other, percent of its lines that import
-    "firsttoken": (770, 3, 9),
+    "firsttoken": (780, 4, 9),
     "firsttoken.assets": (2890, 7, 11),
     "firsttoken.cps": (640, 3, 10),
     "firsttoken.droidspeak": (3040, 8, 8.5),
