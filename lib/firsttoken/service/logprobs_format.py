@@ -45,7 +45,6 @@ def as_completion(tokens: Sequence[Said]) -> Json:
     """Return the logprobs of /v1/completions: four lists of one length.
 
     Where a token has no likeliest ones, the token itself is named.
-
     """
     return {
         "tokens": [one.token.name for one in tokens],

@@ -230,7 +230,7 @@ class ChatRequest(ServedRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
-        """Raises RequestError for fields of which one does not go with another, such as top_logprobs without logprobs."""
+        """Raises RequestError for fields of which one does not go with another; top_logprobs needs logprobs."""
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs: it goes with logprobs; set logprobs to true, or leave it out")

@@ -97,7 +97,7 @@ def _limited_h11(unread: Unread, patience_s: float) -> type[asyncio.Protocol]:
 
 
 class _Limited:
-    """Limits the heads that a protocol of uvicorn reads; a subclass's ``pending`` counts the bytes of an unfinished head."""
+    """Limits the heads that a protocol of uvicorn reads; its ``pending`` returns the bytes of an unfinished head."""
 
     unread: Unread
     patience_s: float

@@ -53,7 +53,6 @@ def _run_loops_on(count: int) -> int:
     """Run the calling thread's loops on ``count`` threads from now on; return how many it was before.
 
     Where there is no OpenMP, nothing is set and 1 returned.
-
     """
     if "torch" in sys.modules:
         sys.modules["torch"].get_num_threads()  # before a thread's first loop torch says what it was told for all
