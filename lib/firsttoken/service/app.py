@@ -70,7 +70,7 @@ class Counting:
         self._app, self._doors = app, doors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI calls this for each connection; requests below /v1/ are counted, or refused once the doors are closed."""
+        """ASGI calls this for each connection; requests below /v1/ are counted, or refused if the doors are closed."""
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return

@@ -77,7 +77,7 @@ def _step(decoder: dict[str, Any]) -> Callable[[str], _Piece] | None:
 
 
 def _from_alphabet(token: str) -> _Piece:
-    """Return the bytes of the letters, like the decoder: a token with a letter of another alphabet is taken as it is."""
+    """Return the bytes of the letters, like the decoder; a token with another alphabet's letter is taken as it is."""
     return bytes(_ALPHABET[letter] for letter in token) if all(map(_ALPHABET.__contains__, token)) else token
 
 

@@ -56,7 +56,7 @@ class Relay:
         self._flowing.clear()
 
     def heal(self) -> None:
-        """Undo what `cut` and `hold` did to the link."""
+        """Undo what ``cut`` and ``hold`` did to the link."""
         self._whole.set()
         self._flowing.set()
 

@@ -129,7 +129,10 @@ def block_share(model: nn.Module) -> float:
 
 
 def head_loss(hidden: Tensor, head: nn.Linear) -> Tensor:
-    """Return the loss of a head that tells which half a row is in, from the last of ``hidden`` [rows, tokens, hidden]."""
+    """Return the loss of a head that tells whether a row is of the second half.
+
+    It reads the last of ``hidden`` [rows, tokens, hidden].
+    """
     labels = torch.arange(len(hidden)) >= len(hidden) // 2
     return F.cross_entropy(head(hidden[:, -1]), labels.long())
 

@@ -461,7 +461,7 @@ def merge_rows(result: Result) -> Rows:
 
 
 def handover_table(result: Result) -> Rows:
-    """Return by context KL and agreement with kept keys and values and with coarse weights, and a new prefill's time."""
+    """Return by context KL and agreement with kept keys and values and with coarse weights; a new prefill's time."""
     found, rows = result.summary, []
     for context in result.parameters["refinement"]["contexts"]:
         kept, coarse = ({"case": case, "context_tokens": context} for case in ("kept", "coarse"))

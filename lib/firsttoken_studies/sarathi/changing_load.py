@@ -251,7 +251,7 @@ class _Served:
         )
 
     def by_phase(self) -> Iterator[dict[str, Any]]:
-        """Yield by phase the median first token of requests that arrived in it, and the P99 gap of tokens that came in it."""
+        """Yield by phase the median TTFT of requests that arrived in it, and the P99 gap of tokens that came in it."""
         arrived = self.config.phase_at(self.arrivals)
         came = self.config.phase_at(np.concatenate([request.times_s[1:] for request in self.requests]))
         gaps = np.concatenate(self.gaps)
