@@ -195,7 +195,7 @@ EXTENSIONS = (
 
 
 def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
-    """Of the program; the command that was chosen is ``command`` of what it parses."""
+    """Return the program's parser; the command that was chosen is ``command`` of what it parses."""
     known = {function.__name__: function for function in commands}
     parser = argparse.ArgumentParser(prog="firsttoken", description="Attacks on the time to the first token, compared.")
     parser.add_argument("--version", action="version", version=f"firsttoken {__version__}")

@@ -26,7 +26,7 @@ class Member:
 
     @property
     def target(self) -> Path:
-        """Where the member lies, or will lie, in the cache."""
+        """The path in the cache where the member lies, or will lie."""
         return paths.CACHE / "assets" / self.saved_as
 
     def fault(self) -> str:

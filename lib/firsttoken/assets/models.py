@@ -32,7 +32,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the weights come from; goes into every result and under every figure."""
+    """The origin of the weights; it goes into every result and under every figure."""
 
     source: str
     sha256: str | None  # of the weight files, combined; None for random weights

@@ -88,7 +88,7 @@ class GroupCosts:
 
     @property
     def full(self) -> Group:
-        """All layers."""
+        """The group of all layers."""
         return Group(0, self.depth)
 
     def compute_s(self, group: Group, now: Conditions) -> float:

@@ -43,7 +43,7 @@ class _Metadata:
 
 
 class StoredPiece(NamedTuple):
-    """Where a piece lies in its file (bytes from its first), what it is, and the hex sha256 of its bytes."""
+    """A piece in its file: where it lies (bytes from the file's first), what it is, and the hex sha256 of its bytes."""
 
     offset: int
     nbytes: int

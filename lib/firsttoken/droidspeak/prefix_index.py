@@ -40,7 +40,7 @@ class PrefixIndex:
             self._holders.setdefault(digest, {})[key] = None
 
     def remove(self, key: str, model: str, tokens: bytes) -> None:
-        """Undo ``add``."""
+        """Undo what ``add`` did for ``key``."""
         for _, digest in self._chain(model, tokens):
             self._holders[digest].pop(key)
             if not self._holders[digest]:

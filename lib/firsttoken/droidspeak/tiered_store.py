@@ -63,7 +63,7 @@ class Recency:
 
 
 class MemoryTier:
-    """At most ``limit`` bytes of tensors, by entry and name of the piece."""
+    """Keeps at most ``limit`` bytes of tensors in memory, by entry and name of the piece."""
 
     def __init__(self, limit: int) -> None:
         self._recency = Recency(limit)
@@ -104,7 +104,7 @@ class MemoryTier:
         return self._pieces.get(key, {})
 
     def drop(self, key: str) -> None:
-        """Forget ``key``."""
+        """Forget ``key`` and its pieces."""
         self._recency.drop(key)
         self._pieces.pop(key, None)
 
@@ -170,7 +170,7 @@ class DiskTier:
         self.file(made.file.entry.key)  # writing stamps a coarser time than a use does: the order would turn round
 
     def file(self, key: str) -> KVFile:
-        """Where ``key`` lies, which counts as a use."""
+        """Return the file in which ``key`` lies; this counts as a use of it."""
         file = self._files[key]
         self._recency.touch(key)
         now = time.time_ns()

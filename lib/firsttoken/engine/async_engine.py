@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TokenSink(Protocol):
-    """Where a stream's tokens go: each in its turn, then None, or the error that ended it."""
+    """Receives a stream's tokens: each in its turn, then None, or the error that ended the stream."""
 
     def put(self, item: TokenEvent | Exception | None) -> None:
         """Called from the engine's thread."""
@@ -169,7 +169,7 @@ class Server:
         (self.between if wait else self.soon)(lambda: self._drop(stream))
 
     def publish(self, view: View, transition: Transition) -> None:
-        """As :meth:`Engine.publish`, called between two steps; who could not move is told why."""
+        """Call :meth:`Engine.publish` between two steps; a request that could not move is told the reason and ends."""
         for request, error in self._engine.publish(view, transition):
             self._streams.pop(request.number).end(error)
 

@@ -46,7 +46,7 @@ class Attend(ABC):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """As ``__call__``, once the new keys and values are in the pool."""
+        """Return what ``__call__`` returns; the new keys and values are in the pool already."""
 
 
 def layer_steps(pool: KVPool, rows: int) -> torch.Tensor:

@@ -57,7 +57,7 @@ class LocalSegment:
 
     @property
     def layers(self) -> range:
-        """Those that are here."""
+        """The numbers of the layers that this segment runs."""
         return range(self._lo, self._lo + len(self.modules))
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:

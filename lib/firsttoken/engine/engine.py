@@ -98,7 +98,7 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
 
 
 def _that_fit(scheduler: Scheduler, steps: int) -> int:
-    """So many of ``steps``, by halves, that the blocks which are free are enough: nobody is preempted in them."""
+    """Halve ``steps`` until the free blocks are enough for that many, so that nobody is preempted; return the rest."""
     size, running, free = scheduler.block_tokens, scheduler.running, scheduler.pool.free
     while steps > 0 and len(running) * (steps // size + 1) > free:  # else they are enough wherever blocks end
         if sum([max(0, -(-(one.cached + steps) // size) - len(one.blocks)) for one in running]) <= free:

@@ -113,7 +113,7 @@ class Work(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many."""
+        """The number of tokens in the step."""
         return self.end - self.start
 
     @property
@@ -160,7 +160,7 @@ def shapes(works: Sequence[Work]) -> tuple[tuple[tuple[int, int], ...], tuple[in
 
 
 class Phase(StrEnum):
-    """Where a request stands. A restoring one has its blocks again, but its keys and values are still on the way."""
+    """The state of a request. A restoring one has its blocks again, but its keys and values are still on the way."""
 
     WAITING = "waiting"
     RUNNING = "running"

@@ -14,7 +14,7 @@ from firsttoken.study.errors import OutputError
 
 
 def chance(logits: torch.Tensor, token: int, most: int) -> Chance:
-    """Of ``token`` under ``logits`` [vocabulary], with the ``most`` likeliest."""
+    """Return the chance of ``token`` under ``logits`` [vocabulary], with the ``most`` likeliest tokens."""
     shares = logits.float().log_softmax(-1).clamp(min=LEAST)
     values, ids = shares.topk(min(most, len(shares)))
     return Chance(float(shares[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

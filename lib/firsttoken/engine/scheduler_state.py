@@ -84,7 +84,7 @@ class Queues:
         self.waiting.extend(ordered)
 
     def stand(self, request: Request, phase: Phase) -> None:
-        """Out of the queue of its phase, if it had come there, and to the end of the next one's."""
+        """Move the request from the queue of its phase, if it is in it, to the end of the queue of ``phase``."""
         if request in self._queues[request.phase]:
             self._queues[request.phase].remove(request)
         request.phase = phase
@@ -116,15 +116,15 @@ class CoveredPrefix:
         self._left = set(range(depth)) - set(self.redo)
 
     def begin(self) -> None:
-        """As the source."""
+        """Begin bringing what the source has."""
         self._source.begin()
 
     def edge(self) -> Tensor | None:
-        """As the source."""
+        """Return the edge that the source brings, or None."""
         return self._source.edge()
 
     def arrived(self) -> list[tuple[int, Tensor]]:
-        """As the source, each layer once and whole."""
+        """Return the layers that the source has brought since. Raises CacheError unless each comes once and whole."""
         came = self._source.arrived()
         for layer, kv in came:
             if layer not in self._left:
@@ -136,13 +136,13 @@ class CoveredPrefix:
 
     @property
     def complete(self) -> bool:
-        """As the source, which has brought every layer then."""
+        """Whether the source is complete. Raises CacheError where it is and has not brought every layer."""
         if (complete := self._source.complete) and self._left:
             raise CacheError(f"a stored prefix ended without layer {min(self._left)}")
         return complete
 
     def close(self) -> None:
-        """As the source."""
+        """Close the source."""
         self._source.close()
 
 

@@ -49,11 +49,11 @@ class SimulatedExecutor:
         self._link_free_s = 0.0
 
     def now(self) -> float:
-        """Simulated seconds."""
+        """Return the simulated time in seconds."""
         return self._now
 
     def wait_until(self, moment_s: float) -> None:
-        """Jump there."""
+        """Set the simulated clock to ``moment_s``, unless it is later already."""
         self._now = max(self._now, moment_s)
 
     def execute(self, works: Sequence[Work]) -> list[int]:

@@ -77,7 +77,7 @@ class StepPlan:
         return replace(self, layers=layers)
 
     def within(self, layers: range) -> range:
-        """Those of ``layers`` that this step runs."""
+        """Return those of ``layers`` that this step runs."""
         return range(max(layers.start, self.layers.start), min(layers.stop, self.layers.stop))
 
 

@@ -32,7 +32,7 @@ class LeanCache:
         return key, value
 
     def get_seq_length(self) -> int:
-        """Tokens held."""
+        """Return the number of tokens whose keys and values are held."""
         return next((key.shape[2] for key, _ in self._held.values()), 0)
 
 
@@ -89,7 +89,7 @@ class LeanModel(nn.Module):
         return self.model
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head."""
+        """Return the language model head."""
         return self.lm_head
 
     def set_attn_implementation(self, name: str) -> None:

@@ -31,7 +31,7 @@ class Access:
 
     @classmethod
     def read(cls, token: Path | None, authority: Path | None, certificate: Path | None, key: Path | None) -> Access:
-        """From files. Raises SwarmError for one that cannot be read."""
+        """Read the access from files. Raises SwarmError for one that cannot be read."""
         said = [_read(path) for path in (token, authority, certificate, key)]
         return cls(said[0].decode("ascii", "replace").strip(), *said[1:])
 
@@ -101,7 +101,10 @@ def check_installed() -> None:
 
 
 def server_options(width: int, trained: int = 0) -> list[tuple[str, int]]:
-    """Of a server: larger messages than ``most_bytes`` of hidden states are refused unread, ports are its own."""
+    """Return gRPC's options for a server: messages larger than ``most_bytes`` of hidden states are refused unread.
+
+    Its port is its own: no other server may listen at it.
+    """
     limit = most_bytes(width, trained)
     return [
         ("grpc.max_receive_message_length", limit),

@@ -216,7 +216,7 @@ class Contacts:
         return [one for one in told.records if isinstance(wrong.get(one.server), UnprovenError)]
 
     def fault(self, address: str, said: str) -> None:
-        """Who is at ``address`` does not count, for this reason."""
+        """Note that the member at ``address`` does not count, and the reason ``said``."""
         _put(self.faults, address, line_of(said))
 
 

@@ -102,7 +102,7 @@ class Turns:
         return self._hosts.tag(client.host), self._within.get(client.host, _Level()).tag(client.connection)
 
     def next(self, waiting: Collection[Client]) -> Client:
-        """Whose turn it is of those that are ``waiting``."""
+        """Return the client of those ``waiting`` whose turn it is, and begin its turn."""
         client = min(waiting, key=self.tag)
         self._hosts.begin(client.host)
         self._within.setdefault(client.host, _Level()).begin(client.connection)
@@ -111,7 +111,7 @@ class Turns:
         return client
 
     def charge(self, client: Client, cost: float) -> None:
-        """So much was begun for a client."""
+        """Charge a client for the ``cost`` of what was begun for it."""
         within = self._within.setdefault(client.host, _Level())
         self._hosts.ends[client.host] = self._hosts.tag(client.host) + cost
         within.ends[client.connection] = within.tag(client.connection) + cost

@@ -82,7 +82,7 @@ class Room:
     async def placed(
         self, mine: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
     ) -> list[Work]:
-        """As ``place``, when the steps have run whose blocks it needs; who needs blocks waits in one line."""
+        """Do what ``place`` does, once the steps have run whose blocks it needs; who needs blocks waits in one line."""
         if not sum(self._needs(mine, stretches, first)):
             return self.place(mine, stretches, first, client)
         async with self._turn:

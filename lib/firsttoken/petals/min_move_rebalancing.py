@@ -59,7 +59,7 @@ def _climbed(servers: Sequence[Reachable], depth: int, aim: float) -> tuple[Reac
 
 
 def _best_start(rates: np.ndarray, server: Reachable, aim: float) -> tuple[int, float]:
-    """Where ``server`` leaves least lacking, and how much."""
+    """Return the first block at which ``server`` leaves least lacking, and how much it leaves."""
     count = len(server.blocks)
     ways = np.repeat(rates[None], len(rates) - count + 1, axis=0)
     ways[:, server.blocks.start : server.blocks.stop] -= server.rate

@@ -110,7 +110,7 @@ def _settled(servers: tuple[Reachable, ...], depth: int) -> tuple[Reachable, ...
 
 
 def _replaced(rates: np.ndarray, server: Reachable) -> range:
-    """Where ``server``, which is counted in ``rates``, would join if it came new."""
+    """Return the blocks that ``server``, which is counted in ``rates``, would join with if it came new."""
     without = rates.copy()
     without[server.blocks.start : server.blocks.stop] -= server.rate * (1 + _SLACK)
     return _neediest(without, len(server.blocks))

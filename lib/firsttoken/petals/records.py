@@ -49,12 +49,12 @@ class Record:
 
     @property
     def span(self) -> range:
-        """Its blocks."""
+        """The range of blocks that the server serves."""
         return range(*self.blocks)
 
     @property
     def turn(self) -> tuple[float, str]:
-        """Of two who mean to move, who has the lower one goes, and the other asks itself again."""
+        """The place among servers that mean to move: of two the lower one goes, and the other asks itself again."""
         return self.wishes, self.server
 
     def counted(self, turn: tuple[float, str] | None = None) -> range:
@@ -100,12 +100,12 @@ class Record:
         return Reachable(self.server, blocks or self.span, ping_s, max(self.throughput, 1e-9), not self.moves)
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields."""
+        """Return the fields as a dict."""
         return asdict(self)
 
     @cached_property
     def text(self) -> str:
-        """As it is sent: JSON, which a member makes once however many ask for it."""
+        """The record as it is sent: JSON, which a member makes once however many ask for it."""
         return json.dumps(self.as_dict())
 
 

@@ -115,7 +115,7 @@ class Registry:
         return known is not None and known.address == record.address and known.expires > now
 
     def at(self, address: str, now: float) -> Record | None:
-        """Who has proven ``address``, and has not expired."""
+        """Return the record of the server that has proven ``address``; None where there is none, or it has expired."""
         known = self._records.get(self._spots.get(spot_of(address), ""))
         return known if known is not None and known.expires > now else None
 
@@ -128,7 +128,7 @@ class Registry:
         return [one for one in list(self._records.values()) if one.expires > now]  # any thread may ask
 
     def serving(self, model: str, now: float) -> list[Record]:
-        """Who serves blocks of ``model`` (sha256) now."""
+        """Return the records of the servers that serve blocks of ``model`` (sha256) now."""
         return [record for record in self.live(now) if record.model == model and record.span]
 
     def _longest_silent(self) -> str:

@@ -115,7 +115,7 @@ class Sessions:
             self._close(session)
 
     def make_way(self, client: Client) -> None:
-        """Where no place is free, end the session that makes way for one of ``client``, if there is one."""
+        """If no place is free, end the session that makes way for one of ``client``, if there is one."""
         if self.places.taken < self.places.most or (one := self._making_way(client)) is None:
             return
         one.end(LostError("another client lacks a place here: open a session again"))

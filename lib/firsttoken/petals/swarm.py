@@ -87,11 +87,11 @@ class Conduct:
         return sum(known.late_s) / len(known.late_s)
 
     def shunned(self) -> set[str]:
-        """Who is not asked where another has its blocks. Any thread may ask."""
+        """Return the servers that are not asked where another has their blocks. Any thread may call this."""
         return {server for server, one in list(self._known.items()) if self._within(one, self._ban_s(one))}
 
     def resting(self) -> set[str]:
-        """Who is not asked at all."""
+        """Return the servers that are not asked at all."""
         return {server for server, one in list(self._known.items()) if self._within(one, self._rest_s(one))}
 
     def _within(self, one: _Behaviour, seconds: float) -> bool:
@@ -101,7 +101,10 @@ class Conduct:
         return min(2 ** (one.failures - 1), _LONGEST) * self._patience.ban_s if one.failures else 0.0
 
     def _rest_s(self, one: _Behaviour) -> float:
-        """At most a quarter of the time in which a server is looked for: some tries fit in it."""
+        """Return for how long a failed server is not asked at all [s].
+
+        It is at most a quarter of the time in which a server is looked for: some tries fit in it.
+        """
         return min(_REST_S * 2 ** (one.failures - 1), self._patience.find_s / 4) if one.failures else 0.0
 
 
@@ -170,7 +173,7 @@ class Swarm:
             )
 
     def servers(self) -> list[Record]:
-        """Who serves blocks of the model, has proven its address, answered when asked last, and was not convicted."""
+        """Return servers of the model that proved their address, answered when last asked, and were not convicted."""
         return [one for one in self._records() if one.address in self._pings and one.server not in self.convicted]
 
     def state(self, record: Record) -> tuple[str, float | None]:
@@ -290,7 +293,7 @@ class Swarm:
         return False
 
     def _best(self, layers: range, without: set[str]) -> list[tuple[Hop, Record]]:
-        """Who is late is farther away than its ping says."""
+        """Return the best chain through ``layers``; a server that is late counts as farther away than its ping says."""
         known = {one.server: one for one in self.servers()}
         late_s = self.conduct.late_s
         reachable = [one.reachable(self._pings[one.address] + late_s(one.server)) for one in known.values()]

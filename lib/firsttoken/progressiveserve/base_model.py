@@ -55,7 +55,7 @@ class ServedConfig:
 
     @property
     def folder(self) -> Path:
-        """Where the adapters lie."""
+        """The folder in which the adapters lie."""
         return paths.ADAPTERS / self.adapters  # an absolute path stays what it is
 
 

@@ -49,7 +49,7 @@ class ClientTimes:
         return self.tbt_p99_s <= objective.tbt_s and self.delay_p50_s <= objective.delay_s
 
     def as_dict(self) -> dict[str, float]:
-        """For a row of a result."""
+        """Return the times as a dict for a row of a result."""
         return asdict(self)
 
 

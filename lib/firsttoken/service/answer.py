@@ -78,7 +78,7 @@ class Answers:
 
     @property
     def completion_tokens(self) -> int:
-        """Of all choices so far."""
+        """The number of tokens that all choices have so far."""
         return sum(choice.tokens for choice in self._choices)
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class Doors:
             raise ClosedError("the service is shutting down and takes nothing new; ask it again when it is back")
 
     def wait(self, grace_s: float) -> None:
-        """Until nobody is inside, at most ``grace_s`` seconds; called by a thread that has nothing else to do."""
+        """Wait until nobody is inside, at most ``grace_s`` seconds; a thread that has nothing else to do calls this."""
         until = time.monotonic() + grace_s
         while self.inside and time.monotonic() < until:
             time.sleep(_LOOK_S)
@@ -70,7 +70,7 @@ class Counting:
         self._app, self._doors = app, doors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """ASGI calls this for each connection; requests below /v1/ are counted, or refused if the doors are closed."""
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
@@ -101,7 +101,7 @@ class Guard:
         self._app, self._key, self._loopback = app, key, loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """ASGI calls this for every connection; a request that is not let in is refused before ``app`` sees it."""
         if scope["type"] == "http" and head_bytes(scope) > MOST_HEAD_BYTES:
             told = f"the head of the request is longer than {MOST_HEAD_BYTES:,} bytes; send less in it"
             await refusing(HTTPException(431, told))(scope, receive, send)
@@ -151,7 +151,7 @@ class RequestIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """ASGI calls this for every connection; the response to a request gets its id as a header."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -188,19 +188,19 @@ class Replica:
         self._bridge = LoopBridge()
 
     async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
+        """Answer POST /v1/completions."""
         return await self._answered(request, CompletionRequest, response_bodies.Completion)
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
+        """Answer POST /v1/chat/completions."""
         return await self._answered(request, ChatRequest, response_bodies.Chat)
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
+        """Answer GET /v1/models."""
         return JSONResponse({"object": "list", "data": [self._described()]})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/NAME."""
+        """Answer GET /v1/models/NAME."""
         self._check_model(request.path_params["name"])
         return JSONResponse(self._described())
 

@@ -82,7 +82,7 @@ def of_prompt(tokenizer: Tokenizer, spelling: Spelling, prompt_ids: Sequence[int
 
 
 def _characters(raw: bytes) -> list[int]:
-    """Of each byte, and of the end, the number of its character."""
+    """Return for each byte, and for the end, the number of the character that it belongs to."""
     count, numbers = -1, []
     for byte in raw:
         count += byte & 0xC0 != 0x80

@@ -42,7 +42,10 @@ def said(spelling: Spelling, token_id: int, offset: int, chance: Chance | None) 
 
 
 def as_completion(tokens: Sequence[Said]) -> Json:
-    """Of /v1/completions: four lists of one length. Of none of the likeliest, the token itself is named."""
+    """Return the logprobs of /v1/completions: four lists of one length.
+
+    Where a token has no likeliest ones, the token itself is named.
+    """
     return {
         "tokens": [one.token.name for one in tokens],
         "token_logprobs": [one.token.logprob for one in tokens],
@@ -57,7 +60,7 @@ def as_completion(tokens: Sequence[Said]) -> Json:
 
 
 def as_chat(tokens: Sequence[Said]) -> Json:
-    """Of /v1/chat/completions: one entry a token, whose bytes, joined, are what was said."""
+    """Return the logprobs of /v1/chat/completions: one entry a token; their bytes, joined, are what was said."""
     return {
         "content": [_entry(one.token) | {"top_logprobs": [*map(_entry, one.likeliest)]} for one in tokens],
         "refusal": None,

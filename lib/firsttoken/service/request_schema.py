@@ -190,11 +190,11 @@ class CompletionRequest(ServedRequest):
 
     @property
     def likeliest(self) -> int | None:
-        """As the request says it."""
+        """The number of likeliest tokens to name with each: the request's ``logprobs``; None: no logarithms at all."""
         return self.logprobs
 
     def check(self) -> None:
-        """As of every request."""
+        """Raises RequestError for fields of which one does not go with another, such as max_tokens 0 without echo."""
         super().check()
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens: 0 scores a prompt, which is echoed; set echo to true, or ask for 1")
@@ -221,16 +221,16 @@ class ChatRequest(ServedRequest):
 
     @property
     def most_new(self) -> int | None:
-        """As the newer name says it, or else the older."""
+        """The number of tokens to say at most: ``max_completion_tokens``, the newer name, or else ``max_tokens``."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def likeliest(self) -> int | None:
-        """As of a completion."""
+        """The number of likeliest tokens to name with each; None: no logarithms at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
-        """As of every request."""
+        """Raises RequestError for fields of which one does not go with another; top_logprobs needs logprobs."""
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs: it goes with logprobs; set logprobs to true, or leave it out")

@@ -31,7 +31,7 @@ class Reply:
 
     @classmethod
     def new(cls, model: str) -> Reply:
-        """For a request that has just come."""
+        """Make the reply to a request that has just come, with a new identity and the time of now."""
         return cls(model, f"{cls.prefix}-{uuid.uuid4().hex}", int(time.time()))
 
     def body(self, kind: str, choices: Sequence[Json], stage: int) -> Json:
@@ -59,7 +59,7 @@ class Reply:
 
 
 class Completion(Reply):
-    """Of /v1/completions: a chunk looks like the whole."""
+    """The bodies of /v1/completions: a chunk looks like the whole answer."""
 
     whole = chunk = "text_completion"
     prefix = "cmpl"
@@ -72,7 +72,7 @@ class Completion(Reply):
 
 
 class Chat(Reply):
-    """Of /v1/chat/completions."""
+    """The bodies of /v1/chat/completions."""
 
     whole, chunk = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"

@@ -79,7 +79,7 @@ class Streamed(Response):
         self._stage = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """ASGI calls this to send the stream of events."""
         outcome = "answered"
         try:
             with leaving(self._request, self._inbox):

@@ -21,7 +21,7 @@ _Piece = str | bytes
 
 
 class Spelling:
-    """Of the tokens of ``tokenizer``: what a decoder of its kind makes of each by itself, as bytes."""
+    """Says what a decoder of ``tokenizer``'s kind makes of each token by itself, as bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -55,7 +55,7 @@ class Spelling:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """Of tokens that are told apart by their names: one that reads as one before it is called by its id."""
+        """Return names that tell the tokens apart: one that reads like an earlier one is named by its id."""
         found: dict[str, int] = {}
         for token_id in token_ids:
             name = self.name(token_id)
@@ -77,7 +77,7 @@ def _step(decoder: dict[str, Any]) -> Callable[[str], _Piece] | None:
 
 
 def _from_alphabet(token: str) -> _Piece:
-    """As the decoder does: a token with one letter of another alphabet is taken as it is."""
+    """Return the bytes of the letters, like the decoder; a token with another alphabet's letter is taken as it is."""
     return bytes(_ALPHABET[letter] for letter in token) if all(map(_ALPHABET.__contains__, token)) else token
 
 

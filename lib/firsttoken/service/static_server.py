@@ -25,7 +25,7 @@ class ReadyServer:
         self._server = Server(engine, limits.max_sessions)
 
     def start(self) -> None:
-        """As of a GrowingServer; here everything is there from the beginning."""
+        """Do nothing, as everything is there from the beginning; a GrowingServer begins to load here."""
 
     def submit(
         self,
@@ -34,7 +34,7 @@ class ReadyServer:
         upgrade: bool = False,
         events: TokenSink | None = None,
     ) -> Stream:
-        """As of a GrowingServer; there is nothing to ``upgrade`` to."""
+        """Submit a prompt and return its stream, as a GrowingServer does; there is nothing to ``upgrade`` to."""
         self.config.check(len(prompt_ids), sampling.max_tokens)
         with self._change:
             if self._closed:

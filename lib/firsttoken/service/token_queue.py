@@ -54,7 +54,7 @@ class Inbox:
         self._gone = False
 
     def slot(self, choice: int) -> Slot:
-        """Where the engine puts what it says for ``choice``."""
+        """Return the place where the engine puts what it says for ``choice``."""
         return Slot(self._bridge, self, choice)
 
     def take(self, choice: int, item: Item) -> None:

@@ -47,7 +47,7 @@ class Unread:
 
 
 def head_bytes(scope: Scope) -> int:
-    """Of the request line and the header lines of a request."""
+    """Return the bytes of the request line and the header lines of a request."""
     sizes = (len(name) + len(value) + 4 for name, value in scope["headers"])
     return sum(sizes) + len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
 
@@ -97,7 +97,7 @@ def _limited_h11(unread: Unread, patience_s: float) -> type[asyncio.Protocol]:
 
 
 class _Limited:
-    """Beside a protocol of uvicorn, whose ``pending`` says how many bytes of a head have come that has not ended."""
+    """Limits the heads that a protocol of uvicorn reads; its ``pending`` returns the bytes of an unfinished head."""
 
     unread: Unread
     patience_s: float
@@ -106,14 +106,14 @@ class _Limited:
     _late: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
-        """As asyncio calls it."""
+        """asyncio calls this when bytes have come; those of an unfinished head are counted."""
         if self._refused:
             return
         super().data_received(data)
         self._account(self.pending())
 
     def connection_lost(self, error: Exception | None) -> None:
-        """As asyncio calls it."""
+        """asyncio calls this when the connection has ended; its bytes count no longer."""
         self._account(0)
         super().connection_lost(error)
 

@@ -94,7 +94,7 @@ class Claim:
 
     @property
     def places(self) -> tuple[dict[str, Any], ...]:
-        """Where the measure is read: one place, of an ordering several."""
+        """The places where the measure is read: one place, or several for an ordering."""
         return (self.where,) if isinstance(self.where, dict) else self.where
 
     @property

@@ -80,7 +80,7 @@ def run_notebook(path: Path, profile: str) -> float:
 
 
 def executed_path(path: Path, profile: str) -> Path:
-    """Where the executed copy of a notebook lies."""
+    """Return the path of the executed copy of a notebook."""
     return paths.EXECUTED / profile / path.name
 
 

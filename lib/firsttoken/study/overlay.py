@@ -32,7 +32,7 @@ class Drawn:
 
     @property
     def shift(self) -> float:
-        """Where this result's point stands beside the place of its category."""
+        """How far this result's point is drawn beside the place of its category."""
         return 0.0 if self.alone else SHIFT if self.own else -SHIFT
 
     def who(self, n: int | None = None) -> str:

@@ -100,7 +100,7 @@ class Result:
 
     @property
     def path(self) -> Path:
-        """Where this result is kept."""
+        """The path at which this result is kept."""
         return result_path(self.experiment, self.profile, self.slug)
 
 

@@ -47,7 +47,7 @@ class _Causes:
 
 
 def tell_causes() -> None:
-    """From here on a cell that lacks a name ends with the error of the cell that failed before it, or with advice."""
+    """Let a later cell that lacks a name end with the error of the cell that failed before it, or with advice."""
     shell = kernel()
     if shell is not None and not hasattr(shell, "firsttoken_causes"):
         shell.firsttoken_causes = causes = _Causes()

@@ -89,7 +89,7 @@ class Summary(list[Entry]):
         return next((entry for entry in self if entry["measure"] == measure and entry["where"] == where), None)
 
     def of(self, measure: str, /, **where: Scalar) -> Entry:
-        """As ``get``. Raises FirstTokenError where there is none, naming what there is."""
+        """Return the entry that ``get`` finds. Raises FirstTokenError where there is none, naming what there is."""
         if (found := self.get(measure, **where)) is not None:
             return found
         asked, there = named(measure, where), [named(entry["measure"], entry["where"]) for entry in self]

@@ -26,7 +26,7 @@ class LayerArrivals:
             return max(0, self._parts - 1)
 
     def come(self, parts: int = 1) -> None:
-        """So many more parts are in their places, the ends as the first."""
+        """Note that ``parts`` more parts are in their places; the model's ends count as the first part."""
         with self._change:
             self._parts += parts
             self._change.notify_all()

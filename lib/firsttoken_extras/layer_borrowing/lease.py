@@ -64,7 +64,7 @@ class Loan:
 
     @property
     def moved_bytes(self) -> int:
-        """Of messages and answers so far."""
+        """The bytes of messages and answers so far."""
         return sum(line.moved_bytes for span in self._spans for line in span.lines)
 
     def run(self, first: int, stretches: Sequence[Stretch], edges: Edges, over: Future[None]) -> Tensor:

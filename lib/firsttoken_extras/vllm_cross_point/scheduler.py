@@ -35,6 +35,6 @@ class CrossPointScheduler(Scheduler):
         super()._preempt_request(request, timestamp, drop_stale_output)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Also forgets what is swapped out: a reset means new weights, and old keys must not come back."""
+        """Reset the cache and drop what is swapped out: a reset means new weights, and old keys must not come back."""
         self.connector.reset_cache()
         return super().reset_prefix_cache(reset_running_requests, reset_connector)

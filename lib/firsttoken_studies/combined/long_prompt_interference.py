@@ -173,7 +173,7 @@ def _between(events: Sequence[TokenEvent], after_s: float, until_s: float) -> ra
 
 
 def _p99(streams: Sequence[Sequence[TokenEvent]], places: Sequence[range]) -> float:
-    """Of the seconds between the tokens of ``streams`` at ``places`` and those before them."""
+    """Return the P99 of the seconds between the tokens of ``streams`` at ``places`` and those before them."""
     gaps = [
         events[place].at_s - events[place - 1].at_s for events, at in zip(streams, places, strict=True) for place in at
     ]

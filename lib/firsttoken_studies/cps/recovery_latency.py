@@ -117,7 +117,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _draw(rng: random.Random, path: SwapPath, tokens: int) -> list[int]:
-    """As many blocks of the pool as ``tokens`` tokens need."""
+    """Draw as many blocks of the pool as ``tokens`` tokens need."""
     needed = path.pool.shape.blocks(tokens)
     if not 0 < needed <= path.pool.blocks:
         raise RequestError(f"swap: {tokens} tokens need {needed} blocks; the pool has {path.pool.blocks}")

@@ -61,7 +61,7 @@ def published_rows() -> Rows:
 
 
 def published_crossing_rows() -> Rows:
-    """Where Table 2 crosses, by how one reads it, and with each of its lines left out."""
+    """Return the crossing in Table 2, by the way it is read, and with each of the table's lines left out."""
     rows = [
         {"read": "straight between the points", "verdict": _crossing(crossing, TABLE_2)},
         {"read": "the same on a log2 axis", "verdict": _crossing(partial(crossing, log2=True), TABLE_2)},
@@ -143,7 +143,7 @@ def policy_rows(result: Result) -> Rows:
 
 
 def gain_rows(result: Result) -> Rows:
-    """By how much CrossPoint and the controls lie below others, paired by workload; the paper's values beside them."""
+    """Return how much CrossPoint and the controls lie below others, paired by workload, with the paper's values."""
     summary = result.summary
     paper = {("tpot_p99_below_pct", "swap"): "13.1", ("tpot_p99_below_pct", "recompute"): "20.1"}
     said = {

@@ -86,7 +86,7 @@ def measured_costs(wire: WiredPair, group: Group) -> GroupCosts:
 
 
 def adaptive_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """By link: the chosen group, and its median TTFT over that of the best fixed one."""
+    """Summarize by link the chosen group: its median TTFT over that of the best fixed group."""
     summary, over = Summary(), {"variant": "chosen", "than": "best fixed"}
     for rate in sorted({row["gbit_per_s"] for row in rows}):
         times: dict[tuple[str, int, int], list[float]] = {}

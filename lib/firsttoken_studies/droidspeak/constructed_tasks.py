@@ -156,7 +156,7 @@ _SOURCES: dict[str, Callable[[str, random.Random], tuple[list[str], list[_Sought
 
 
 def _folded(passage: str) -> str:
-    """On one line: a line end stops an answer, and blank lines part passages."""
+    """Fold the passage to one line: a line end stops an answer, and blank lines part passages."""
     return " ".join(passage.split())
 
 

@@ -90,7 +90,7 @@ def transitions(profile: Profile) -> Outcome:
 
 
 def transitions_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """By number of transitions, the distance over the sets of layers: of each run, and of all runs together."""
+    """Summarize by number of transitions the distance over the sets of layers, for each run and for all together."""
     summary = Summary()
     runs = [({key: of[0][key] for key in ("receiver", "sender", "task")}, of) for of in rows_by_run(rows).values()]
     for place, of in [*runs, ({"across": "mean"}, rows)]:

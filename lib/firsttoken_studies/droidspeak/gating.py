@@ -78,7 +78,7 @@ def quality_gate(profile: Profile) -> Outcome:
 def _signals(
     receiver: PairedModel, sender: PairedModel, parts: Sequence[Sequence[Encoded]], groups: Sequence[Group], name: str
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """By item, counted through all ``parts``, and group: every signal of the group's cache."""
+    """Yield every signal of each group's cache, with the item, counted through all ``parts``."""
     before = 0
     for part in tqdm(parts, desc=f"gate, {name}", unit="batch", disable=None):
         for index, row in _batch(receiver, sender, part, groups):
@@ -112,7 +112,10 @@ def _batch(
 
 
 def gate_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """By cache: how many answers are spoiled; by signal: area under the curve, and what its gate does elsewhere."""
+    """Summarize by cache how many answers are spoiled, and by signal the area under the curve and the gate's effect.
+
+    A gate is calibrated on one set of items and judged on another.
+    """
     summary = Summary()
     groups, miss_budget = list(dict.fromkeys(row["group"] for row in rows)), parameters["gate"]["miss_budget"]
     caches = {"reuse": groups[0], "half": groups[-2:][0], "chosen": groups[-1]}  # half may be none, too
@@ -142,12 +145,15 @@ def gate_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def spoiled(rows: Rows) -> list[bool]:
-    """By request: whether its answer scores lower by a half or more than the receiver's own."""
+    """Return for each request whether its answer scores lower by a half or more than the receiver's own."""
     return [row["own"] - row["score"] >= _FAILED for row in rows]
 
 
 def calibrated(rows: Rows, miss_budget: float) -> dict[str, gate.Gate]:
-    """By signal: the gate that misses at most ``miss_budget`` of the spoiled ``rows``; none where they are one kind."""
+    """Return by signal the gate that misses at most ``miss_budget`` of the spoiled ``rows``.
+
+    There is none where all rows are spoiled, or none is.
+    """
     failed = spoiled(rows)
     signals = SIGNALS if len(set(failed)) == 2 else ()
     return {
@@ -157,7 +163,7 @@ def calibrated(rows: Rows, miss_budget: float) -> dict[str, gate.Gate]:
 
 
 def behind(chosen: gate.Gate, rows: Rows) -> list[float]:
-    """By request: its score behind the gate, over the reused cache where that is accepted."""
+    """Return each request's score behind the gate: the reused cache's where the gate accepts it, else the own."""
     return [row["score"] if chosen.accepts(row[chosen.signal]) else row["own"] for row in rows]
 
 

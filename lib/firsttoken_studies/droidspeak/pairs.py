@@ -84,7 +84,7 @@ class Models:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """Where the models that were loaded come from."""
+        """The provenance of each model that was loaded."""
         return {shown(name): variant.provenance for name, variant in self._loaded.items()}
 
     def spec(self, name: str) -> str:
@@ -138,7 +138,7 @@ class Models:
 
 
 def adapters_folder(name: str) -> Path:
-    """Where the adapters of a profile lie: a folder below data/adapters, or a path."""
+    """Return the folder of a profile's adapters; ``name`` is a folder below data/adapters, or a path."""
     return paths.ADAPTERS / name  # an absolute path stays what it is
 
 

@@ -127,7 +127,7 @@ def loading_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def _rounded(**seconds: float | None) -> dict[str, float]:
-    """Those that are there, to microseconds."""
+    """Round those seconds that are there to microseconds; drop the others."""
     return {name: round(value, 6) for name, value in seconds.items() if value is not None}
 
 

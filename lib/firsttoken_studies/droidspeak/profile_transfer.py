@@ -134,7 +134,7 @@ def transfer_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def _place(row: dict[str, Any]) -> dict[str, str]:
-    """Where the loss of a transfer holds."""
+    """Return the place in the summary of the loss of a transfer."""
     run = {"receiver": row["receiver"], "sender": row["sender"], "task": row["judged_on"]}
     return run | {"chosen_on": row["chosen_on"], "variant": row["rule"]}
 
@@ -165,7 +165,7 @@ def _add_foreign(summary: Summary, rows: Rows, rule: str) -> None:
 
 
 def _add_stability(summary: Summary, rows: Rows) -> None:
-    """By task and sample size: the layers chosen (95 % of the draws), and the mean loss on items not drawn."""
+    """Add by task and sample size the layers chosen (95 % of the draws), and the mean loss on items not drawn."""
     cells: dict[tuple[str, str, str, int], Rows] = {}
     for row in rows:
         if row["what"] == "choice":
@@ -309,7 +309,7 @@ def unseen_rows(result: Result) -> Rows:
 
 
 def elsewhere(result: Result) -> dict[str, list[float]]:
-    """By run: the mean relative loss of choices on items not drawn, from samples of few items to many."""
+    """Return by run the mean relative loss of choices on items not drawn, from samples of few items to many."""
     found: dict[str, dict[int, list[float]]] = {}
     for row in result.rows:
         if row["what"] == "choice":

@@ -278,7 +278,10 @@ def timed(method: str) -> str:
 
 
 def where_of(method: str) -> dict[str, Scalar]:
-    """Where the measures of a row's method hold: a blend has its ``share`` of tokens, or the ``case`` that set it."""
+    """Return the place in a summary of a row's method.
+
+    A blend has its ``share`` of tokens, or the ``case`` that set it.
+    """
     found = re.fullmatch(rf"{BLEND} (?:({COMPUTE}|{LATENCY})|(\S+)) ?(.*)", method)
     if not found:
         return {"method": method}
@@ -423,7 +426,7 @@ def _add_scores(summary: Summary, rows: Rows) -> None:
 
 
 def _relative_loss(scores: np.ndarray) -> float:
-    """Of [items, 2], own and other score: the share of the own that is lost."""
+    """Return the share of the own score that is lost, from [items, 2]: own and other score."""
     own, other = scores.mean(0)
     return float(1 - other / own) if own else 0.0
 

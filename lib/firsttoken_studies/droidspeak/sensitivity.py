@@ -102,7 +102,7 @@ LOOK = {"full prefill": "recompute", "full reuse": "full reuse", "sender": "send
 
 
 def _decoded(result: Result, shown: Mapping[str, str]) -> dict[str, dict[str, list[float]]]:
-    """By run of reuse_methods, the scores of held-out items by what is shown."""
+    """Return by run of reuse_methods the scores of held-out items, by what is shown."""
     found = {}
     for run, rows in tables.by_run(result).items():
         by_method = {row["method"]: row["item_score"] for row in rows}
@@ -111,7 +111,7 @@ def _decoded(result: Result, shown: Mapping[str, str]) -> dict[str, dict[str, li
 
 
 def _accuracy(result: Result, shown: Mapping[str, str]) -> dict[str, dict[str, list[float]]]:
-    """By run of layer_profile, the token accuracy of items by what is shown."""
+    """Return by run of layer_profile the token accuracy of items, by what is shown."""
     runs = tables.by_run(result).items()
     return {run: {what: tables.only(rows, what)["item_accuracy"] for what in shown} for run, rows in runs}
 

@@ -65,12 +65,12 @@ class Run:
         ]
 
     def edges(self, depth: int) -> list[int]:
-        """Where groups may begin and end in a model of ``depth`` layers."""
+        """Return the layers at which groups may begin and end in a model of ``depth`` layers."""
         return [*range(0, depth, self.step), depth]
 
     @property
     def name(self) -> str:
-        """As in the profile, with a task's file by its name only."""
+        """The run as the profile names it, with a task's file by its name only."""
         return f"{self.pair}: {Path(self.task).stem}"
 
     @property
@@ -86,7 +86,7 @@ class Run:
 
 
 def run_of(row: dict[str, Any]) -> dict[str, str]:
-    """Where the measures of a row's run hold in a summary."""
+    """Return the place in a summary of the measures of a row's run."""
     return {name: row[name] for name in ("receiver", "sender", "task")}
 
 

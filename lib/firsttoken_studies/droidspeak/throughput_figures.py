@@ -78,7 +78,7 @@ def _line(ax: Axes, rows: Rows, what: str, dashes: str, one: Drawn) -> None:
 
 
 def throughput_rows(result: Result) -> Rows:
-    """By way: the most requests a second within each objective, over full prefill's."""
+    """Return by way the most requests a second within each objective, over full prefill's."""
     rows, depth = [], max(row["layers"] for row in result.rows if row["what"] == "run")
     for entry in result.summary.all("capacity_x", metric="ttft", objective=KNEE):
         where = entry["where"]

@@ -194,7 +194,7 @@ def reuse_training(profile: Profile) -> Outcome:
 
 
 def training_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """By adapter, the seconds that its training took; of the rows that say so."""
+    """Summarize by adapter the seconds that its training took, from the rows that say so."""
     summary = Summary()
     for row in rows:
         if "train_s" in row:

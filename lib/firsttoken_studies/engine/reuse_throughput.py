@@ -297,7 +297,7 @@ def reuse_throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summa
     depth = max(layers for _, layers in ways)
 
     def gains(method: str, layers: int, what: str, knee: float) -> list[float]:
-        """By seed."""
+        """Return for each seed how many times full prefill's load the method bears within the objective."""
         found = []
         for seed in seeds:
             full = by[FULL, depth, seed]

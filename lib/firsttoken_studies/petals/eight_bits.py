@@ -156,7 +156,7 @@ def _losses(model: nn.Module, windows: Tensor, batch: int) -> tuple[list[float],
 
 
 def _bytes(model: nn.Module, config: EightBitsConfig) -> Rows:
-    """Of a token's hidden states and of all layers, in 16 and in 8 bits."""
+    """Return the bytes of a token's hidden states and of all layers' weights, in 16 and in 8 bits."""
     states = torch.ones(1, 1, model.config.hidden_size)
     sent = packed_bytes(pack(states))
     layers = copy.deepcopy(layers_of(model)).bfloat16()

@@ -39,7 +39,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def lead_to(self, port: int) -> None:
-        """From now on."""
+        """Lead connections to ``port`` from now on."""
         self._port = port
         self._whole.set()
 
@@ -56,7 +56,7 @@ class Relay:
         self._flowing.clear()
 
     def heal(self) -> None:
-        """As it was."""
+        """Undo what ``cut`` and ``hold`` did to the link."""
         self._whole.set()
         self._flowing.set()
 
@@ -170,7 +170,7 @@ class ServerProcess:
         return self
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to the server."""
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
@@ -183,7 +183,7 @@ class ServerProcess:
             os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """End it."""
+        """End the server's process, and wait for it."""
         self._process.kill()
         if self.pid:
             with suppress(ProcessLookupError):
@@ -194,7 +194,7 @@ class ServerProcess:
 
 
 class SwarmMember(ServerProcess):
-    """Behind a relay, whose link takes ``delay_s`` seconds each way."""
+    """A server behind a relay, whose link takes ``delay_s`` seconds each way."""
 
     def __init__(self, folder: Path, blocks: str, peers: Sequence[str], delay_s: float = 0.0) -> None:
         self.relay = Relay(delay_s)
@@ -275,6 +275,6 @@ class Fleet:
         self.start(member.blocks)
 
     def close(self) -> None:
-        """End all."""
+        """End all members."""
         for member in self.members.values():
             member.close()

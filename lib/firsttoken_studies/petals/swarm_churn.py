@@ -277,7 +277,10 @@ def churned(config: ChurnStudyConfig, seed: int, rule: Mapping[str, Any]) -> Row
 
 
 def _until(history: list[tuple[float, float, float, int]], at_s: float, end_s: float) -> dict[str, float | None]:
-    """From ``at_s`` on: seconds until the rate is back for good, until no block is unserved, the share at the end."""
+    """Return the seconds from ``at_s`` until the rate is back for good, and until no block is unserved.
+
+    The third entry is the share of the best rate that is reached at the end.
+    """
     ends = [*(moment for moment, *_ in history[1:]), end_s]
     low = [end for end, (_, rate, most, _) in zip(ends, history, strict=True) if rate < SHARE * most]
     unserved = [end for end, (*_, gaps) in zip(ends, history, strict=True) if gaps]

@@ -108,7 +108,7 @@ def _entering(model: nn.Module, windows: Tensor, config: PrivacyConfig) -> Itera
 
 @torch.inference_mode()
 def _learnt(model: nn.Module, windows: Tensor, known: Tensor, config: PrivacyConfig) -> dict[int, Tensor]:
-    """By depth the ridge regression from states to the embeddings ``known`` [vocabulary, hidden] of their tokens."""
+    """Fit by depth a ridge regression from states to the embeddings ``known`` [vocabulary, hidden] of their tokens."""
     width = known.shape[1] + 1
     squares = {depth: known.new_zeros(width, width) for depth in config.depths}
     products = {depth: known.new_zeros(width, width - 1) for depth in config.depths}

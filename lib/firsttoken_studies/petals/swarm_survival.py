@@ -389,7 +389,7 @@ def token_times(recorded: Result | None, now: Result) -> Figure:
 
 
 def survival_rows(recorded: Result | None, now: Result) -> Rows:
-    """By fault: answers that are the local model's, and the recovery beside the most that it may take."""
+    """Return by fault how many answers are the local model's, and the recovery beside the most that it may take."""
     rows: Rows = []
     for drawn in over(recorded, now):
         summary, struck = drawn.result.summary, recoveries(drawn.result.rows)

@@ -123,19 +123,22 @@ def stock_parameters(peft: PeftModel) -> list[nn.Parameter]:
 
 
 def block_share(model: nn.Module) -> float:
-    """Of a forward pass's products, those of the blocks: the rest is the head's."""
+    """Return the share of a forward pass's products that are the blocks': the rest is the head's."""
     blocks = sum(one.numel() for layer in layers_of(model) for one in layer.parameters())
     return blocks / (blocks + model.lm_head.weight.numel())
 
 
 def head_loss(hidden: Tensor, head: nn.Linear) -> Tensor:
-    """Of a head that tells from the last of ``hidden`` [rows, tokens, hidden] whether a row is of the second half."""
+    """Return the loss of a head that tells whether a row is of the second half.
+
+    It reads the last of ``hidden`` [rows, tokens, hidden].
+    """
     labels = torch.arange(len(hidden)) >= len(hidden) // 2
     return F.cross_entropy(head(hidden[:, -1]), labels.long())
 
 
 def gradients(trained: Trained) -> dict[str, Tensor]:
-    """By the names of ``stock_gradients``."""
+    """Return the gradients of ``trained`` by the names that ``stock_gradients`` uses."""
     if isinstance(trained, SoftPrompt):
         return {PROMPT: trained.weight.grad}
     return {
@@ -146,7 +149,7 @@ def gradients(trained: Trained) -> dict[str, Tensor]:
 
 
 def stock_gradients(peft: PeftModel) -> dict[str, Tensor]:
-    """Of what is trained, by its name within PEFT's model; of a prompt by PROMPT."""
+    """Return the gradient of each trained tensor by its name within PEFT's model; a prompt's by PROMPT."""
     found = {name: one.grad for name, one in peft.named_parameters() if one.requires_grad}
     return {PROMPT: next(iter(found.values()))} if len(found) == 1 else found
 
@@ -223,7 +226,7 @@ class _TuningStudy:
         self.sha256, self._saved = model_sha256(folder), folder / "trained"
 
     def gradients(self) -> None:
-        """Of all that a client may train, once, beside local ones."""
+        """Compare once the gradients of all that a client may train with local ones."""
         for kind, client in self.clients.items():
             trained = self._start(kind, client)
             if isinstance(trained, Lora):  # at the start second halves are zero, and so are the first ones' gradients

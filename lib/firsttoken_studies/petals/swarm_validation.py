@@ -61,7 +61,7 @@ class LyingStack(BlockStack):
         self._draw = torch.Generator().manual_seed(seed)
 
     def run(self, layers: range, works: Sequence[Work], hidden: Sequence[Tensor]) -> list[Tensor]:
-        """As ``BlockStack.run``, and false."""
+        """Run the layers as ``BlockStack.run`` does, and answer falsely."""
         if self.lie == "seldom" and float(torch.rand(1, generator=self._draw)) >= SELDOM:
             return super().run(layers, works, hidden)
         self.told += 1

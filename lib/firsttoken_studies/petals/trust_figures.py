@@ -77,7 +77,7 @@ def inverted(recorded: Result | None, now: Result) -> Figure:
 
 
 def caught_rows(recorded: Result | None, now: Result) -> Rows:
-    """By lie and rate, how many liars were convicted within an answer, and how many the draws foresee."""
+    """Return by lie and rate how many liars were convicted within an answer, and how many the draws foresee."""
     rows = []
     for drawn in over(recorded, now):
         asked = drawn.result.parameters["validation"]
@@ -121,7 +121,7 @@ def honest_rows(recorded: Result | None, now: Result) -> Rows:
 
 
 def privacy_rows(recorded: Result | None, now: Result) -> Rows:
-    """By local layers, what they weigh, and the tokens that each attack recovers."""
+    """Return by number of local layers what they weigh, and the share of tokens that each attack recovers."""
     return [
         {
             "local layers": depth,

@@ -47,14 +47,14 @@ NAME, SPREAD = "sparse ", 0.1  # of the shares that layers keep, to either side 
 
 @dataclass(frozen=True)
 class Sparse:
-    """As many of the largest weights as come to ``share`` of the plain bytes, mask and values."""
+    """Keeps as many of the largest weights as come to ``share`` of the plain bytes, mask and values counted."""
 
     share: float
     later, exact = (), False  # as a Mixture has them
 
     @classmethod
     def parse(cls, text: str) -> Sparse:
-        """Of "sparse 0.354". Raises StageError for what is no share."""
+        """Parse a text such as "sparse 0.354". Raises StageError for what is no share."""
         share = text.removeprefix(NAME)
         if not (share.replace(".", "", 1).isdecimal() and 0.1 <= float(share) <= 1):
             raise StageError(f"{text!r} keeps no share of the bytes: write one from 0.1 to 1, such as 'sparse 0.354'")

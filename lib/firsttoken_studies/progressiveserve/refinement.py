@@ -268,7 +268,7 @@ def _prompt(profile: Profile, config: RefinementConfig, served: ServedModel) -> 
 
 
 def _bytes(served: ServedModel, computing: torch.dtype) -> int:
-    """Of the weights as they compute."""
+    """Return the bytes of the weights in the dtype in which they compute."""
     return sum(parameter.numel() for parameter in served.model.parameters()) * computing.itemsize
 
 
@@ -331,7 +331,7 @@ def refinement_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def _peaks(summary: Summary, peaks: Mapping[str, list[float]]) -> None:
-    """By how much the process grew, over the weights as they compute, and over what the plain whole model's did."""
+    """Add how much the process grew, over the weights as they compute, and over the growth of the plain whole model."""
     for case, each in peaks.items():
         grown = bootstrap(each, "median").summary("x the weights as they compute")
         summary.add("peak_memory_x", grown, case=case, than="model")
@@ -370,7 +370,7 @@ def token_gaps(rows: Rows) -> list[tuple[float, float]]:
 
 
 def refining(rows: Rows) -> tuple[float, float] | None:
-    """From when to when planes came and were merged, in s; None where none did."""
+    """Return the span in which planes came and were merged (from, to; in s); None where none did."""
     events = [row for row in rows if row["row"] == "event" and row["stage"] > 1]
     begun = [row["at_s"] for row in events if row["what"] == "loading"]
     ended = [row["at_s"] for row in events if row["what"] == "arrived"]
@@ -461,7 +461,7 @@ def merge_rows(result: Result) -> Rows:
 
 
 def handover_table(result: Result) -> Rows:
-    """By context: KL and agreement where keys and values are kept and where weights stay coarse; a prefill again."""
+    """Return by context KL and agreement with kept keys and values and with coarse weights; a new prefill's time."""
     found, rows = result.summary, []
     for context in result.parameters["refinement"]["contexts"]:
         kept, coarse = ({"case": case, "context_tokens": context} for case in ("kept", "coarse"))

@@ -151,7 +151,7 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def _growth(rows: Rows, run: int) -> float | None:
-    """By how many times the model's bytes the process grew in one run; None where one of these is unknown."""
+    """Return how many times the model's bytes the process grew in one run; None where one of these is unknown."""
     mine = [row for row in rows if row["run"] == run]
     return peak_growth(mine, next(row.get("model_bytes") for row in mine if row["row"] == "peak"))
 

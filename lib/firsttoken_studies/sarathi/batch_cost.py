@@ -136,7 +136,7 @@ class BatchCostConfig:
 
     @property
     def steps(self) -> int:
-        """That a running request decodes while every size goes through once."""
+        """The number of steps that a running request decodes while every size goes through once."""
         return sum(-(-self.prompt // size) + PLAIN for size in self.sizes) + self.running
 
     def needs(self) -> list[Need]:
@@ -276,7 +276,7 @@ TABLE_LINE = f"{LOOKS['chunks alone'].marker}-"
 
 
 def table_costs(recorded: Result | None, now: Result) -> Figure:
-    """By the cost table, what a token costs in a prompt by itself and in a batch that decodes."""
+    """Draw from the cost table what a token costs in a prompt by itself and in a batch that decodes."""
     import matplotlib.pyplot as plt
 
     drawn = over(recorded, now)
@@ -396,7 +396,7 @@ def _live_pieces(result: Result, piece: int) -> Entry:
 
 
 def _steps_ms(result: Result, context: int, size: int) -> list[float]:
-    """Of the steps that took a whole piece; of a prompt's last piece less may be left."""
+    """Return the times of the steps that took a whole piece; of a prompt's last piece less may be left."""
     rows = (row for row in result.rows if row["what"] == "live" and row["context"] == context and row["new"] == size)
     return [row["ms"] for row in rows]
 

@@ -224,7 +224,7 @@ class _Served:
         self.gaps = [np.diff(request.times_s) for request in requests]
 
     def measures(self) -> dict[str, float]:
-        """Of all requests, and of either kind of tenant."""
+        """Return the measures of all requests, and of either kind of tenant."""
         found = {"tbt_p99_s": float(np.percentile(np.concatenate(self.gaps), 99))}
         for tenant, mine in zip(TENANTS, (~self.heavy, self.heavy), strict=True):
             for q in QUANTILES:
@@ -251,7 +251,7 @@ class _Served:
         )
 
     def by_phase(self) -> Iterator[dict[str, Any]]:
-        """Of the requests that arrived in each phase the median first token, of the tokens that came in it the gaps."""
+        """Yield by phase the median TTFT of requests that arrived in it, and the P99 gap of tokens that came in it."""
         arrived = self.config.phase_at(self.arrivals)
         came = self.config.phase_at(np.concatenate([request.times_s[1:] for request in self.requests]))
         gaps = np.concatenate(self.gaps)

@@ -198,7 +198,7 @@ def errors(result: Result) -> Figure:
 
 
 def error_rows(result: Result) -> Rows:
-    """By how much mean, median and P99 are off."""
+    """Return by how much mean, median and P99 are off."""
     names = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
     return [
         {"metric": told_as}

@@ -54,7 +54,7 @@ def turned(distances: Distances, layers: Sequence[int]) -> float:
 
 
 def tried_layers(path: str, profile: Profile, draws: range) -> Tried:
-    """On the profile's model and the text that was pinned. Raises StageError for a model that reads no text."""
+    """Try a policy on the profile's model and pinned text. Raises StageError for a model that reads no text."""
     file, config = PolicyFile.read(Path(path), LAYERS), profile.section("distance", DistanceConfig)
     loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
     if loaded.tokenizer is None:

@@ -39,7 +39,7 @@ class Stay(Rebalancing):
     """Nobody ever moves."""
 
     def move(self, name: str, servers: Collection[Reachable], depth: int) -> None:
-        """Never."""
+        """Return None: this server never moves."""
 
 
 def tried_placement(path: str, profile: Profile, draws: range) -> Tried:

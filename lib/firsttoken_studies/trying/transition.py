@@ -46,7 +46,7 @@ TRANSITION = PolicyKind(
 
 
 class Moves:
-    """Of random tokens over one random model, each alone in its engine."""
+    """Moves sessions of random tokens over one random model, each alone in its engine."""
 
     def __init__(self) -> None:
         self.model = load_model(f"random:tiny-{DEPTH}").model

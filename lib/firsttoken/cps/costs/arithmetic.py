@@ -35,7 +35,7 @@ class LinkModel:
         return fixed_s + shape.layers * a_layer / PREFILL_FLOP_PER_S
 
     def swap_s(self, tokens: int) -> float:
-        """Out and in."""
+        """Return the seconds that it takes to swap ``tokens`` tokens out and in again."""
         shape, parts = KVShape.of(self.config, torch.float16), decomposed(1024)
         copies = 1 if self.coalesced else shape.copies(tokens)
         per_copies_s = copies * (parts.out_us_per_copy + parts.in_us_per_copy) / 1e6

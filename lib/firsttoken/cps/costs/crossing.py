@@ -27,7 +27,7 @@ class Crossing:
 
     @property
     def verdict(self) -> str:
-        """In words: "swap always", "recompute always", "swap up to 927 tokens" or "recompute up to ..."."""
+        """The verdict: "swap always", "recompute always", "swap up to 927 tokens" or "recompute up to ..."."""
         return f"{self.below} always" if self.tokens is None else f"{self.below} up to {self.tokens:.0f} tokens"
 
 

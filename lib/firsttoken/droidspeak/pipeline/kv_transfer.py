@@ -117,7 +117,7 @@ class Transfer:
         return self._buffers.landed[name]
 
     def ready(self, name: str) -> Tensor | None:
-        """As ``wait``, but None where it would wait."""
+        """Return what ``wait`` returns, but None where it would wait."""
         with self._changed:
             if name not in self._arrived and self._error is None:
                 return None

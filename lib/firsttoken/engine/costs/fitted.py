@@ -62,7 +62,7 @@ class FittedCosts(Costs):
         return self.in_fixed + self.in_token * tokens
 
     def as_dict(self) -> dict[str, float]:
-        """For JSON; ``from_dict`` reads it back."""
+        """Return the costs as a dict for JSON; ``from_dict`` reads it back."""
         return dataclasses.asdict(self)
 
     @classmethod

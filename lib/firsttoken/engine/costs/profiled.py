@@ -159,7 +159,7 @@ class Unevenness:
 
 @lru_cache(maxsize=4096)  # steps that prefill nothing, or a full budget, are most
 def _nearest(chunks: tuple[float, ...], chunk: float) -> float:
-    """Of ``chunks``, by their ratio."""
+    """Return the one of ``chunks`` that is nearest to ``chunk`` by their ratio."""
     return min(chunks, key=lambda at: abs(math.log2(1 + at) - math.log2(1 + chunk)))
 
 

@@ -37,7 +37,10 @@ class NativeAttend(PaddedAttend):
 
 
 class TiledAttend(NativeAttend):
-    """Where SDPA multiplies with tiles (AMX, bf16), which the kernels do not: decodes and a few tokens by these."""
+    """Calls the kernels for decodes and a few tokens only, for CPUs whose SDPA multiplies with tiles (AMX, bf16).
+
+    The kernels do not use tiles: a longer prefill is faster by SDPA.
+    """
 
     # as above, over a context of 4,096: 16 tokens 2.5 ms by the kernels and 1.0 by SDPA, 512 tokens 68 and 7.7; over
     # one of 512, 16 tokens 0.20 and 0.16

@@ -140,7 +140,7 @@ class SwapPath(ABC):
 
     @abstractmethod
     def _plan_into(self, blocks: Sequence[int], span: Span) -> tuple[int, Move]:
-        """As ``_plan_out``, for the way back."""
+        """Return how many copies over the link bring ``span`` back to ``blocks``, and what makes them all."""
 
     def _job(
         self, plan: Callable[[Sequence[int], Span], tuple[int, Move]], blocks: Sequence[int], span: Span

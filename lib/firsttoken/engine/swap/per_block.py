@@ -47,7 +47,7 @@ class PerBlock(SwapPath):
 
 
 def _pieces(rows: torch.Tensor) -> list[Pieces]:
-    """For each of ``rows`` [n, layers, 2, ...] its 2 * layers pieces, views [block_tokens, kv_heads, head_dim]."""
+    """Split each of ``rows`` [n, layers, 2, ...] into 2 * layers pieces, views [block_tokens, kv_heads, head_dim]."""
     return [row.unbind(0) for row in rows.flatten(1, 2).unbind(0)]
 
 

@@ -43,7 +43,7 @@ class _Known:
 
 
 class Told:
-    """Of one worker: what it knows, and what it is to forget with the next order."""
+    """Keeps what one worker has been told of each request, and what it is to forget with the next order."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}

@@ -18,7 +18,7 @@ MOST_BYTES = 1 << 26
 
 
 class Fresh(NamedTuple):
-    """Of a request that the worker does not know: tokens of its prompt, how many of these are judged, its sampling."""
+    """A request that the worker does not know yet: its prompt's tokens, how many of these are judged, its sampling."""
 
     prompt_tokens: int
     judged: int

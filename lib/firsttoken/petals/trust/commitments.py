@@ -43,7 +43,7 @@ class CommittedStep:
 
 @dataclass(frozen=True)
 class Commitment:
-    """That ``server`` (its subkey) has computed ``steps`` through layers [start, stop) of ``model`` (sha256)."""
+    """Says that ``server`` (its subkey) has computed ``steps`` through layers [start, stop) of ``model`` (sha256)."""
 
     server: _Sha256
     model: _Sha256

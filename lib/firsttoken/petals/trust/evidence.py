@@ -22,7 +22,7 @@ _INPUTS, _OUTPUTS = 0, 1  # the sequences that they travel as
 
 @dataclass(frozen=True)
 class Charge:
-    """That step number ``step`` of ``commitment`` is wrong; ``accuser`` is the key to which the deposit is due."""
+    """Says that step ``step`` of ``commitment`` is wrong; ``accuser`` is the key to which the deposit is due."""
 
     commitment: Commitment
     step: Annotated[int, between(0, MOST_TOKENS)]
@@ -53,7 +53,7 @@ class Evidence:
             )
 
     def messages(self) -> Iterator[bytes]:
-        """As it is sent."""
+        """Yield the messages in which the evidence is sent."""
         yield json.dumps(asdict(self.charge)).encode()
         for number, rows in ((_INPUTS, self.inputs), (_OUTPUTS, self.outputs)):
             for start in range(0, len(rows), MOST_TOKENS):

@@ -40,7 +40,7 @@ class Receipt:
 
     @property
     def signer(self) -> str:
-        """Whose word it is."""
+        """The key that must have signed this: the client's."""
         return self.client
 
 
@@ -61,7 +61,7 @@ class Order:
 
     @property
     def signer(self) -> str:
-        """Whose word it is."""
+        """The key that must have signed this: the owner's."""
         return self.owner
 
 

@@ -38,7 +38,10 @@ class Bid:
     points: int
 
     def headers(self, server: str) -> tuple[tuple[str, str], ...]:
-        """For one session with ``server`` (its subkey); numbered by the clock, so that the next one counts, too."""
+        """Return the headers for one session with ``server`` (its subkey).
+
+        The order is numbered by the clock, so that the next one counts, too.
+        """
         number = time.time_ns() // 1000
         order = signed_slip(Order(public_hex(self.key), server, "offer", self.points, number), self.key)
         return ((OFFER, json.dumps(asdict(order))),)
@@ -119,7 +122,7 @@ class Places:
         self.taken -= 1
 
     def dismiss(self, why: Exception) -> None:
-        """Who waits hears ``why``, and has its offer back."""
+        """Tell all who wait ``why`` they get no place; they have their offers back."""
         while self._queue:
             if not (called := self._queue.pop().called).done():
                 called.set_exception(why)

@@ -84,7 +84,7 @@ class Lora(nn.Module):
         return {where: (self.a[_key(*where)], self.b[_key(*where)]) for where in self.places}
 
     def save(self, folder: Path, model: str) -> None:
-        """As of a SoftPrompt."""
+        """Write a folder for ``PeftModel.from_pretrained``, as SoftPrompt does; ``model`` is the base's sha256."""
         told = {
             "peft_type": "LORA",
             "r": self.rank,

@@ -114,7 +114,10 @@ class TrainingChain:
                 return answer.hidden, answer.adapters
 
     async def _route(self, blocks: range, failing: _Failing) -> list[tuple[Hop, Record]]:
-        """As ``Swarm.route``, without those who have refused. Raises RequestError where nobody else has the blocks."""
+        """Find a route as ``Swarm.route`` does, without the servers that have refused.
+
+        Raises RequestError where nobody else has the blocks.
+        """
         until = failing.since_s + self.swarm.patience.find_s if failing.since_s else None
         try:
             return await self.swarm.route(blocks, failing.why, until, failing.refused)

@@ -30,7 +30,10 @@ class Halves(NamedTuple):
 
 
 def halves(words: Tensor, apart: bool) -> Halves:
-    """Of int16 words [count]; with ``apart`` the eight bits of bf16's exponent, and its sign before its mantissa."""
+    """Split int16 words [count] into halves.
+
+    With ``apart`` these are the eight bits of bf16's exponent, and its sign before its mantissa.
+    """
     if apart:
         return Halves((words >> 7).to(torch.uint8), ((words & 0x7F) | ((words >> 8) & 0x80)).to(torch.uint8))
     return Halves((words >> 8).to(torch.uint8), words.to(torch.uint8))
@@ -129,7 +132,7 @@ class Cutter(ABC):
             weights.copy_(stored)
 
     def _within(self, streams: Sequence[Tensor], plane: int, start: int, count: int) -> list[Tensor]:
-        """Of each stream what is of the words from ``start`` on."""
+        """Cut out of each stream what belongs to ``count`` words from ``start`` on."""
         kinds = zip(self._planes[plane], streams, strict=True)
         return [stream[kind.bytes(start) : kind.bytes(start) + kind.bytes(count)] for kind, stream in kinds]
 

@@ -21,7 +21,7 @@ STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of the weights of a model or a layer: as they are stored, in the first plane, in all planes; streams coded."""
+    """The bytes of a model's or a layer's weights: as stored, in the first plane, in all planes; streams are coded."""
 
     plain: int = 0
     first: int = 0

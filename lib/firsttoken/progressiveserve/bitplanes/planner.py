@@ -43,7 +43,7 @@ class TextLoss:
             return sum(row["text_nll"] for row in text_scores(first, self.windows)) / len(self.windows) - self.exact
 
     def lost_pct(self, mixture: Mixture) -> float:
-        """By how many % the first stage raises perplexity."""
+        """Return by how many % the first stage raises perplexity."""
         return 100 * math.expm1(self.nats(mixture))
 
 

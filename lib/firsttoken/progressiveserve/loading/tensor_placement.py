@@ -31,7 +31,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def build_lean(folder: Path, dtype: torch.dtype) -> LeanModel | PreTrainedModel:
-    """As :func:`build_on_meta` without transformers; where a model asks for more, a line says so and it is that one."""
+    """Build the model as :func:`build_on_meta` does, but without transformers.
+
+    A model that asks for more is built by that function, and a line on stderr says why.
+    """
     try:
         return lean_on_meta(folder, dtype)
     except OtherWay as reason:

@@ -46,7 +46,7 @@ class GrowthConfig:
 
     @property
     def blocks(self) -> int:
-        """Of the KV pool."""
+        """The number of blocks of the KV pool."""
         if self.kv_blocks is not None:
             return self.kv_blocks
         tokens = max(self.longest, min(self.max_sessions * self.longest, POOL_TOKENS))
@@ -54,7 +54,7 @@ class GrowthConfig:
 
     @property
     def host_blocks(self) -> int:
-        """Of the pool that victims are swapped to; 0 where all of them recompute."""
+        """The number of blocks of the pool that victims are swapped to; 0 where all of them recompute."""
         return 0 if self.preemption is None or isinstance(self.preemption, Recompute) else self.blocks
 
     def check(self, prompt_tokens: int, max_new_tokens: int) -> None:

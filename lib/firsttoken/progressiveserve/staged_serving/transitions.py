@@ -37,7 +37,7 @@ class RequestBoundary(Transition):
     name = "request boundary"
 
     def redo(self, old: StageView, new: StageView) -> None:
-        """It stays."""
+        """Return None: a request stays with the stage it began with."""
 
 
 class PrefillAgain(Transition):
@@ -46,7 +46,7 @@ class PrefillAgain(Transition):
     name = "prefill again"
 
     def redo(self, old: StageView, new: StageView) -> range:
-        """Every layer."""
+        """Return all layers."""
         return range(len(new.layers))
 
 
@@ -65,7 +65,7 @@ class FromBoundary(Transition):
         return _missing(view)[:1]
 
     def redo(self, old: StageView, new: StageView) -> range:
-        """From the kept boundary on, or everything where something below it changed."""
+        """Return the layers from the kept boundary on, or all of them where something below it changed."""
         different, depth = changed(old, new), len(new.layers)
         if not different:
             return NOTHING
@@ -84,12 +84,12 @@ class ChangedLayers(Transition):
     name = "partial prefill"
 
     def keep(self, view: StageView) -> tuple[int, ...]:
-        """Where a run of missing layers begins."""
+        """Return the layers at which a run of missing layers begins."""
         missing = _missing(view)
         return missing[:1] + tuple(high for low, high in pairwise(missing) if high > low + 1)
 
     def redo(self, old: StageView, new: StageView) -> range:
-        """From the first layer that changed to the last."""
+        """Return the layers from the first that changed to the last."""
         different = changed(old, new)
         if not different or different.start in self.keep(old):
             return different

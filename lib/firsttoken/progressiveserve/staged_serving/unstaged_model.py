@@ -49,14 +49,14 @@ class Whole:
         return nullcontext()
 
     def wait(self) -> StageView:
-        """The view."""
+        """Return the view at once: it is there."""
         return self.view
 
     def close(self) -> None:
         """Nothing is under way."""
 
     def release(self) -> None:
-        """As :meth:`Skeleton.release`."""
+        """Let go of the layers and the view, as :meth:`Skeleton.release` does."""
         from torch import nn
 
         self.model.model.layers = nn.ModuleList()
@@ -83,7 +83,7 @@ class PlainGrowth(Growth):
     bytes_moved = 0
 
     def prepare(self) -> None:
-        """As of a growth; of transformers nothing, which only few folders ask for."""
+        """Import all that computes, as any growth does, but not transformers, which only few folders ask for."""
         super().prepare()
         from firsttoken.progressiveserve.loading import rival_loaders  # noqa: F401
 
@@ -109,5 +109,5 @@ class PlainGrowth(Growth):
         return self.skeleton
 
     def later(self, view: StageView) -> Iterator[StageView]:
-        """No others."""
+        """Return no views: there are no later stages."""
         return iter(())

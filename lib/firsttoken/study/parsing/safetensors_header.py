@@ -83,12 +83,12 @@ def header_of(data: bytes) -> Header:
 
 @lru_cache(256)
 def _known_header(text: bytes, size: int) -> Header:
-    """As :func:`_header`, and read once: a stream of messages of one shape has one header."""
+    """Return what :func:`_header` returns, read once: all messages of one shape in a stream have one header."""
     return _header(text, size)
 
 
 def _header(text: bytes, size: int) -> Header:
-    """Of the JSON that follows the length, in a file of ``size`` bytes."""
+    """Read the header from the JSON that follows the length, in a file of ``size`` bytes."""
     table, length = parse_json(text), len(text)
     if not isinstance(table, dict):
         raise Damaged("its header is no mapping")

@@ -48,7 +48,7 @@ def plain_name(value: str) -> str:
 
 
 def some(value: Sized) -> str:
-    """At least one."""
+    """Check that there is at least one; return what is wrong, or ""."""
     return "" if len(value) else "expected at least one"
 
 

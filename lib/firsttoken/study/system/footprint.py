@@ -29,7 +29,7 @@ def reset_peak() -> bool:
 
 
 class MemoryGrowth:
-    """By how much the process grows at its peak, from the moment this is made."""
+    """Measures how much the process grows at its peak, from the moment this is made."""
 
     def __init__(self) -> None:
         self._forgotten = reset_peak()

@@ -50,7 +50,10 @@ def loops_elsewhere() -> Iterator[None]:
 
 
 def _run_loops_on(count: int) -> int:
-    """From now on the calling thread's; how many it was. Nothing, and 1, where there is no OpenMP."""
+    """Run the calling thread's loops on ``count`` threads from now on; return how many it was before.
+
+    Where there is no OpenMP, nothing is set and 1 returned.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].get_num_threads()  # before a thread's first loop torch says what it was told for all
     with suppress(AttributeError, TypeError):

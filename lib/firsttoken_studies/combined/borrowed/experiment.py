@@ -77,7 +77,7 @@ def _lent_tokens(row: Mapping[str, Any]) -> int:
 
 
 def _whose(summary: Summary, starts: Rows) -> None:
-    """Of how many starts all tokens, and the first, are those of starts that wait for the whole model."""
+    """Add the share of starts whose tokens, all and the first, equal those of starts that wait for the whole model."""
     wanted = {tuple(row["tokens"]) for row in starts if row["variant"] == WHOLE}
     summary.add("answers", {"value": len(wanted), "unit": "answers of starts that wait"}, variant=WHOLE)
     for variant in (PRUNED, BORROWED):
@@ -280,7 +280,7 @@ def taking_over(recorded: Result | None, now: Result) -> Figure:
 
 
 def main_starts(result: Result) -> dict[str, dict[str, Any]]:
-    """Of each way the start over the main link whose first token is the middle one."""
+    """Return for each way the start over the main link whose time to the first token is the median."""
     asked = result.parameters["borrowed"]
     chosen = {}
     for way in WAYS:
@@ -321,7 +321,7 @@ def start_rows(recorded: Result | None, now: Result) -> Rows:
 
 
 def whose_rows(recorded: Result | None, now: Result) -> Rows:
-    """Whose tokens a start says."""
+    """Return rows that say how often a start's tokens are the whole model's."""
     rows: Rows = []
     for drawn in over(recorded, now):
         for way in (PRUNED, BORROWED):

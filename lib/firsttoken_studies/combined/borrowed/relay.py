@@ -73,7 +73,7 @@ def lead(listening: socket.socket, port: int, ways: tuple[ShapedWay, ShapedWay])
 
 
 def main() -> None:
-    """The command."""
+    """Run the relay as a command."""
     parser = argparse.ArgumentParser(prog="python -m firsttoken_studies.combined.borrowed.relay", description=__doc__)
     parser.add_argument("port", type=int)
     parser.add_argument("--rtt-ms", type=float, default=0.0)

@@ -35,7 +35,7 @@ class StartSetting:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """Of the weights, and where they are computed with."""
+        """The provenance of the weights, with the cores that compute and the dtype."""
         notes = {"replica_cores": list(self.ours), "neighbour_cores": list(self.theirs), "computed_in": "float32"}
         return self.checkpoint.provenance | notes
 

@@ -66,7 +66,7 @@ class FetchedStack(BlockStack):
         super().__init__(folder, blocks, dtype, kv_tokens)
 
     def run(self, layers: range, works: Sequence[Work], hidden: Sequence[Tensor]) -> list[Tensor]:
-        """As ``BlockStack.run``, once all blocks are there."""
+        """Run the layers as ``BlockStack.run`` does, once all blocks are there."""
         self.load.wait()
         return super().run(layers, works, hidden)
 
@@ -103,7 +103,7 @@ async def serve(folder: Path, blocks: str, gbit_per_s: float, readers: int) -> d
 
 
 def main() -> None:
-    """The command."""
+    """Run a fetcher as a command."""
     parser = argparse.ArgumentParser(prog="python -m firsttoken_studies.combined.fetchers.fetcher", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("blocks")

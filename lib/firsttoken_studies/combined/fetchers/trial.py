@@ -46,7 +46,7 @@ class Fetchers:
             one.stdin.flush()
 
     def lenders(self) -> list[Lender]:
-        """Where they listen. Raises SwarmError for one that has ended."""
+        """Return the addresses at which the fetchers listen. Raises SwarmError for one that has ended."""
         return [Lender(_line(one), layers) for one, layers in zip(self._processes, self._layers, strict=True)]
 
     def let_go(self) -> list[dict[str, Any]]:

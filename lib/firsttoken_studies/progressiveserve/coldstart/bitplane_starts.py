@@ -248,7 +248,7 @@ def frontier_rows(result: Result) -> Rows:
 
 
 def mixed_rows(result: Result) -> Rows:
-    """Of :func:`frontier_rows` the plans that mix, and sparsity."""
+    """Return those of :func:`frontier_rows` whose plans mix, and those of sparsity."""
     return [_frontier_row(result, share) for share in shares(result) if kind(share["where"])[0] in ("mixed", "sparse")]
 
 

@@ -123,7 +123,7 @@ class ShapesConfig:
             raise ProfileError(f"shapes.blocks: {len(self.shapes)} shapes need as many, not {len(self.blocks)}")
 
     def needs(self, block: int) -> list[Need]:
-        """Of one shape: the last layer stays and another one, and the prompt fits the context with its first token."""
+        """Return what one shape needs: two layers stay, the last among them; the prompt fits with its first token."""
         return [
             Need("shapes.blocks (and two that stay)", block + 2, LAYERS),
             Need("shapes.prompt_tokens", self.prompt_tokens + 1, CONTEXT),

@@ -106,7 +106,7 @@ def _limit(row: dict[str, Any], result: Result) -> str:
 
 
 def deferral_rows(result: Result) -> Table:
-    """By the number of deferred layers: TTFT in s, and F1 in % and perplexity by the way in which they were chosen."""
+    """Return by number of deferred layers the TTFT [s], and F1 [%] and perplexity by the way they were chosen."""
     sizes = sorted({row["deferred_layers"] for row in result.rows if "ttft_request_s" in row})
     blocks = {(r["selection"], r["deferred_layers"]): r["block"] for r in result.rows if "selection" in r}
     found, rows = result.summary, []
@@ -291,7 +291,7 @@ def _by_rate(result: Result, variant: str) -> list[tuple[float, Entry, float]]:
 
 
 def trade_off(recorded: Result | None, now: Result) -> Figure:
-    """By the number of deferred layers: TTFT, F1 and perplexity by the way in which they were chosen."""
+    """Draw TTFT, F1 and perplexity over the number of deferred layers, by the way in which these were chosen."""
     import matplotlib.pyplot as plt
 
     drawn = over(recorded, now)

@@ -43,7 +43,7 @@ class TrialSpec:
 
     @property
     def weights(self) -> Folder:
-        """Where the staged weights are read; connections to a data server are those of one load."""
+        """The folder the staged weights are read from; connections to a data server are those of one load."""
         if not self.server:
             return Path(self.staged)
         from firsttoken.progressiveserve.loading.http_reader import Remote, RemotePath
@@ -65,6 +65,6 @@ class PhaseClock:
         self.last = now
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Of the phase ``source``, ``seconds`` were ``target``."""
+        """Move ``seconds`` of the phase ``source`` to the phase ``target``."""
         self.phases[source] -= seconds
         self.phases[target] = self.phases.get(target, 0.0) + seconds

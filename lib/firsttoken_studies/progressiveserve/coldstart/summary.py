@@ -70,7 +70,7 @@ def cold_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
 
 
 def shapes_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
-    """Of every shape: the progressive start over the whole one by link, and the share of the bytes it waits for."""
+    """Summarize for every shape the progressive start over the whole one by link, and its share of the bytes."""
     summary = Summary()
     for found in _parts(rows, lambda row: (row["shape"], link_key(row))):
         place = {"model": found[0]["shape"], "variant": "progressive"}

@@ -91,7 +91,7 @@ def main(spec: TrialSpec) -> dict[str, Any]:
 
 
 def _told(variant: StartVariant, torch_s: float) -> dict[str, Any]:
-    """Of a lean start: when torch was there, and whether transformers never was."""
+    """Return for a lean start when torch was there, and whether transformers was never imported."""
     return {"torch_s": torch_s, "lean": "transformers" not in sys.modules} if variant.lean else {}
 
 
