@@ -19,13 +19,13 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken.assets": (2890, 7, 11),
     "firsttoken.cps": (640, 3, 10),
     "firsttoken.droidspeak": (3040, 8, 8.5),
-    "firsttoken.engine": (7350, 16, 8.5),
+    "firsttoken.engine": (7360, 16, 8.5),
     "firsttoken.lean": (580, 4, 7),
     "firsttoken.link": (430, 2, 7),
-    "firsttoken.petals": (6130, 14, 10.5),
+    "firsttoken.petals": (6150, 14, 10.5),
     "firsttoken.progressiveserve": (6200, 9, 11),
     "firsttoken.sarathi": (430, 2, 12.5),
-    "firsttoken.service": (3040, 9, 11),
+    "firsttoken.service": (3050, 9, 11),
     "firsttoken.study": (5710, 8, 10),
     "firsttoken_extras": (10, 1, 0),
     "firsttoken_extras.layer_borrowing": (490, 3, 12),
@@ -33,9 +33,9 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken_studies": (920, 3, 9),
     "firsttoken_studies.combined": (1900, 3, 13.5),
     "firsttoken_studies.cps": (1650, 4, 9),
-    "firsttoken_studies.droidspeak": (4400, 7, 9.5),
+    "firsttoken_studies.droidspeak": (4410, 7, 9.5),
     "firsttoken_studies.engine": (750, 1, 11),
-    "firsttoken_studies.petals": (3340, 4, 9.5),
+    "firsttoken_studies.petals": (3350, 4, 9.5),
     "firsttoken_studies.progressiveserve": (4280, 5, 11),
     "firsttoken_studies.sarathi": (2330, 4, 11),
     "firsttoken_studies.trying": (480, 2, 17),
@@ -57,7 +57,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
 }
 NEIGHBOURING_STUDIES = 17  # a study whose numbers another one draws
 BEHIND_A_NOTEBOOK = 20_600  # lines of the library that the studies of one notebook import
-NO_SUBJECT = 212  # docstrings of one line that the name of the function has to begin
+NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin
 _NO_SUBJECT = re.compile(
     r"(Of|As|By|From|Where|Who|Whose|That|Those|So|Until|At|In|Out|On|For|Behind|Before|After|Beside|None|Also)\b"
 )

@@ -70,7 +70,7 @@ def cold_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
 
 
 def shapes_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
-    """Summarize for every shape the progressive start over the whole one by link, and its share of the bytes."""
+    """Summarise each shape: its progressive start over the whole one by link, and the share of bytes it waits for."""
     summary = Summary()
     for found in _parts(rows, lambda row: (row["shape"], link_key(row))):
         place = {"model": found[0]["shape"], "variant": "progressive"}
