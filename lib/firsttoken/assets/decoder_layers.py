@@ -1,4 +1,4 @@
-"""Where a model keeps its layers: asked of stock, adapted and lean ones alike."""
+"""Finds the layers of a model, be it a stock, an adapted or a lean one."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def pinned(name: str) -> Member:
 
 
 def asset_path(name: str) -> Path:
-    """Where the asset or member ``name`` lies, checked: its size on every call, its sha256 once per process.
+    """Return the path of the asset or member ``name``, checked: its size on every call, its sha256 once per process.
 
     Raises AssetError when the name is unknown, or the file is absent, truncated or altered.
     """

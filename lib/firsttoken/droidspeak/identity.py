@@ -1,4 +1,4 @@
-"""Whose KV cache is this, and may another model use it?
+"""Says which model computed a KV cache, and whether another model may use it.
 
 DroidSpeak shares caches between fine-tunes of one base model (4.1): weights differ, everything that gives keys and
 values their shape and their angles must not.

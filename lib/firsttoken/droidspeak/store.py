@@ -38,7 +38,7 @@ class Located:
 
 
 class KVStore:
-    """At most ``memory_bytes`` of tensors and ``disk_bytes`` of files in ``folder``; least recently used goes first.
+    """Stores ``memory_bytes`` of tensors, ``disk_bytes`` of files in ``folder`` at most; least recently used go first.
 
     With a folder, what it holds already is found, every entry lies there, and the memory is a cache; without one the
     memory is all. Prefixes are matched by blocks of ``block_tokens`` tokens, a last block that is not full only where
@@ -88,7 +88,7 @@ class KVStore:
             return _edge(reading, layer)
 
     def locate(self, context: Sequence[int], model: ModelIdentity, edge: int | None = None) -> Located:
-        """Where a link finds the bytes of the longest stored prefix (with the E-cache at layer ``edge``).
+        """Return where a link finds the bytes of the longest stored prefix (with the E-cache at layer ``edge``).
 
         The file is the most recently used now, and stays until it no longer is: open it soon. Raises CacheError when
         there is none, or when the store has no folder.

@@ -241,7 +241,7 @@ class Reading:
 
 
 class Shelf:
-    """At most ``memory_bytes`` of tensors, and ``disk_bytes`` of files in ``folder``, which keeps what it holds.
+    """Keeps ``memory_bytes`` of tensors and ``disk_bytes`` of files in ``folder`` at most; what is there already stays.
 
     Safe for threads. Raises RequestError for a negative size and CacheError for a folder that cannot be had.
     """

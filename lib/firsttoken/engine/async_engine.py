@@ -169,7 +169,7 @@ class Server:
         (self.between if wait else self.soon)(lambda: self._drop(stream))
 
     def publish(self, view: View, transition: Transition) -> None:
-        """Call :meth:`Engine.publish` between two steps; a request that could not move is told the reason and ends."""
+        """Do what :meth:`Engine.publish` does; called between two steps. A request that cannot move is told why."""
         for request, error in self._engine.publish(view, transition):
             self._streams.pop(request.number).end(error)
 

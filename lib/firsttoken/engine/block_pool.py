@@ -159,8 +159,8 @@ class PrefixSharing:
         request.published = _NEVER
 
     def publish(self, work: Work) -> None:
-        """Who is admitted after ``work`` may share what it fills, in its step too: there each layer writes all keys and
-        values before it reads any."""
+        """Let requests that are admitted after ``work`` share the blocks it fills, in its step too: there each layer
+        writes all keys and values before it reads any."""
         request, full = work.request, work.end // self._block_tokens
         if request.published >= full:
             return

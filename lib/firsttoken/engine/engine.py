@@ -98,7 +98,7 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
 
 
 def _that_fit(scheduler: Scheduler, steps: int) -> int:
-    """Halve ``steps`` until the free blocks are enough for that many, so that nobody is preempted; return the rest."""
+    """Halve ``steps`` until the free blocks are enough, so that no request is preempted in them; return the result."""
     size, running, free = scheduler.block_tokens, scheduler.running, scheduler.pool.free
     while steps > 0 and len(running) * (steps // size + 1) > free:  # else they are enough wherever blocks end
         if sum([max(0, -(-(one.cached + steps) // size) - len(one.blocks)) for one in running]) <= free:
@@ -195,9 +195,9 @@ class Engine:
             self._begin_again(lost)
 
     def publish(self, view: View, transition: Transition) -> list[tuple[Request, Exception]]:
-        """From the next step on new requests begin with ``view``, and open ones that move do as ``transition`` says.
+        """Let new requests begin with ``view`` from the next step on, and open ones move to it as ``transition`` says.
 
-        The requests that could not, each with the reason; they are ended.
+        Returns the requests that could not move, each with the reason; they are ended.
         """
         self.executor.view, lost = view, []
         for request in list(self._open.values()):

@@ -58,7 +58,7 @@ LEAST = -9999.0  # stands for the logarithm of 0, which no JSON can carry
 
 
 class Chance(NamedTuple):
-    """Of a token: the natural logarithm of the share that the model gave it, before temperature and nucleus.
+    """How likely a token is: the natural logarithm of the model's probability, before temperature and nucleus.
 
     ``likeliest`` are (token id, logarithm) of those that the model gave the largest shares, the largest first. No
     logarithm is below ``LEAST``.

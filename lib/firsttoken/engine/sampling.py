@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy for all at once, draws one request at a time from its own generator."""
+"""Chooses tokens by logits: greedy for all at once, draws one request at a time from its own generator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has which blocks: requests come, lose them, have them back, move to another view, and end."""
+"""Which requests have which blocks: requests come, lose them, have them back, move to another view, and end."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class CoveredPrefix:
         self._left = set(range(depth)) - set(self.redo)
 
     def begin(self) -> None:
-        """Begin bringing what the source has."""
+        """Let the source begin to bring its layers."""
         self._source.begin()
 
     def edge(self) -> Tensor | None:
@@ -124,7 +124,7 @@ class CoveredPrefix:
         return self._source.edge()
 
     def arrived(self) -> list[tuple[int, Tensor]]:
-        """Return the layers that the source has brought since. Raises CacheError unless each comes once and whole."""
+        """Return the layers that have come since the last call. Raises CacheError unless each comes once and whole."""
         came = self._source.arrived()
         for layer, kv in came:
             if layer not in self._left:

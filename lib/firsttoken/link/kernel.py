@@ -25,7 +25,7 @@ _ATTEMPTS, _PAUSE_S = 50, 0.02  # a process that has just ended still counts as 
 
 
 def available(path: Path) -> str | None:
-    """Return None when reads of ``path`` can be limited here, else why not, in a line; it sets such a limit to know."""
+    """Return None when reads of ``path`` can be limited here, else the reason in a line; it tries to set a limit."""
     try:
         with KernelLimit(path, _TRIED_BYTES_PER_S):
             return None

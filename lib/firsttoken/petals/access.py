@@ -1,4 +1,4 @@
-"""Who may reach a server: this machine alone, or, with TLS and a token, whoever has both."""
+"""Says which clients may reach a server: those of this machine, or, with TLS and a token, those that have both."""
 
 from __future__ import annotations
 

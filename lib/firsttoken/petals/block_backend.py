@@ -82,8 +82,8 @@ class BlockStack:
         return out
 
     def move(self, blocks: range) -> None:
-        """As many other ``blocks`` in the place of those that were here, whose memory is given back first; nobody may
-        use the pool meanwhile. Raises ModelError, and holds nothing then, for blocks that cannot be loaded."""
+        """Load as many other ``blocks`` in the place of those that are here, whose memory is given back first; nothing
+        may use the pool meanwhile. Raises ModelError, and holds nothing then, for blocks that cannot be loaded."""
         self.blocks, self._segment = blocks, LocalSegment([])
         self._segment = LocalSegment(self._span(blocks).model.layers)
 

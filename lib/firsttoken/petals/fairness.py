@@ -90,8 +90,8 @@ class _Level:
 
 
 class Turns:
-    """Whose turn it is: start-time fair queueing (Goyal et al., SIGCOMM 1996) between hosts, and between the clients
-    of each. Whoever had less computed while it waited comes first; what was not asked for is not saved up."""
+    """Says which client is next: start-time fair queueing (Goyal et al., SIGCOMM 1996) between hosts, and between the
+    clients of each. A client that had less computed while it waited comes first; unused shares are not saved up."""
 
     def __init__(self) -> None:
         self._hosts = _Level()

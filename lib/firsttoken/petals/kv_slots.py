@@ -1,4 +1,4 @@
-"""Who has which blocks of a server's pool: the sequences of all sessions, within its limits, and steps that run.
+"""The blocks of a server's pool and what has them: the sequences of all sessions, within its limits, and running steps.
 
 A step has every block that it reads or writes from when it is handed over until it has run or was taken out, whatever
 becomes of its sequence meanwhile: a block is given to nobody else before.
@@ -56,7 +56,7 @@ Sequences = dict[int, Tenant]
 
 
 class Room:
-    """At most ``sequences`` of at most ``context`` tokens each, in ``blocks`` blocks of ``block_tokens`` tokens.
+    """Has room for ``sequences`` of ``context`` tokens each at most, in ``blocks`` blocks of ``block_tokens`` tokens.
 
     Where there is no room left, sequences of clients that have more than their share make room, and those of which
     nothing was computed for ``spare_s`` seconds. Their sessions learn it at their next step, and send them again.
@@ -82,7 +82,7 @@ class Room:
     async def placed(
         self, mine: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
     ) -> list[Work]:
-        """Do what ``place`` does, once the steps have run whose blocks it needs; who needs blocks waits in one line."""
+        """Do what ``place`` does, once the steps whose blocks it needs have run; calls that need blocks queue up."""
         if not sum(self._needs(mine, stretches, first)):
             return self.place(mine, stretches, first, client)
         async with self._turn:

@@ -107,7 +107,7 @@ def hear(data: bytes) -> Exchanged:
 
 
 def page_of(records: Iterable[Record], own: Record | None, after: str) -> tuple[list[Record], str]:
-    """Those of ``records`` that make the page behind the subkey ``after``, and where the next one begins, "" for none.
+    """Return the page of ``records`` behind the subkey ``after``, and the subkey where the next begins, "" for none.
 
     The first page begins with the member's ``own``.
     """

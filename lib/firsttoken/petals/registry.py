@@ -1,4 +1,4 @@
-"""Who serves what, as one member knows it: the latest record of each server that has proven it, until it expires."""
+"""The servers that one member knows: the latest record of each server that has proven it, until it expires."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class UnprovenError(SwarmError):
 
 
 class Registry:
-    """At most ``MOST`` records, each said to this member by its server at the address that it names.
+    """Holds up to ``MOST`` records, each said to this member by its server at the address that it names.
 
-    Every member of a swarm has a registry. Who is new always finds room: where it is full, the network with most
-    records loses the one that was longest not heard of.
+    Every member of a swarm has a registry. A new server always finds room: where it is full, the network with
+    most records loses the one that was longest not heard of.
     """
 
     def __init__(self) -> None:

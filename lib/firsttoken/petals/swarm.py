@@ -173,7 +173,7 @@ class Swarm:
             )
 
     def servers(self) -> list[Record]:
-        """Return servers of the model that proved their address, answered when last asked, and were not convicted."""
+        """Return the model's servers that have proven their address, answered when last asked and are not convicted."""
         return [one for one in self._records() if one.address in self._pings and one.server not in self.convicted]
 
     def state(self, record: Record) -> tuple[str, float | None]:

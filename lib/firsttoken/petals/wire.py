@@ -64,10 +64,10 @@ class _ToldStep:
 
 
 def most_bytes(width: int, trained: int = 0) -> int:
-    """Of a message of hidden states that are ``width`` wide: more is refused before it is received.
+    """Return the most bytes of a message of hidden states that are ``width`` wide: more is refused unreceived.
 
-    Where layers are ``trained`` through, of a pass: the states and their gradient, and for each layer 1,024 bytes of
-    LoRA for each value of a state, which is rank 8 beside all linear modules, or some 60 beside two.
+    Where layers are ``trained`` through, this is for a pass: the states and their gradient, and for each layer 1,024
+    bytes of LoRA for each value of a state, which is rank 8 beside all linear modules, or some 60 beside two.
     """
     if trained:
         return 2 * MOST_TOKENS * width * 4 + trained * width * 1024 + _ROOM

@@ -1,4 +1,4 @@
-"""From rows to verdicts: scores of each variant, losses against the full model, shares recovered, the report's gates.
+"""Summarizes rows: scores of each variant, losses against the full model, shares recovered, the report's gates.
 
 Rows name what was asked by a variant: "s0" the full model, "s1_none" stage 1 without healing, "s2_ours", ...
 ``places`` says where what is found of each holds. Rows of two variants hold the same items in the same order, so every

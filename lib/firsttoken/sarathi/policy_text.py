@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def place_of(text: str) -> dict[str, str | int]:
-    """Where a summary has the scheduler of ``text``: {"scheduler": "sarathi", "budget_tokens": 512}, without the budget
-    where it names none."""
+    """Return the place in a summary of the scheduler ``text``: {"scheduler": "sarathi", "budget_tokens": 512}, without
+    the budget where it names none."""
     name, _, last = text.rpartition(" ")
     return {"scheduler": name, "budget_tokens": int(last)} if name and last.isdigit() else {"scheduler": text}

@@ -53,7 +53,7 @@ def after(spelling: Spelling, prompt_ids: Sequence[int], begin: int) -> Offsets:
 
 
 def of_prompt(tokenizer: Tokenizer, spelling: Spelling, prompt_ids: Sequence[int], text: str) -> list[int]:
-    """Where in ``text``, which the prompt was read from or reads as, each of its tokens begins.
+    """Return where each token of the prompt begins in ``text``, which the prompt was read from or reads as.
 
     The tokens' bytes are the text's, but for special tokens that are not written in it. Where the tokenizer has changed
     the text (by a normal form), its own record says where each token came from; bytes that are no text are counted.

@@ -60,7 +60,7 @@ class _Now:
         self._standing, self._stage = standing, stage
 
     def collect(self) -> Iterator[Metric]:
-        """The registry calls this for the gauges' values of now."""
+        """The registry calls this for the gauges' current values."""
         now = self._standing()
         yield GaugeMetricFamily("firsttoken_requests_running", "Requests in the engine's steps", now.running)
         yield GaugeMetricFamily("firsttoken_requests_waiting", "Requests that wait for that", now.waiting)

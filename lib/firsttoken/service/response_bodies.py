@@ -31,7 +31,7 @@ class Reply:
 
     @classmethod
     def new(cls, model: str) -> Reply:
-        """Make the reply to a request that has just come, with a new identity and the time of now."""
+        """Make the reply to a request that has just come, with a new identity and the current time."""
         return cls(model, f"{cls.prefix}-{uuid.uuid4().hex}", int(time.time()))
 
     def body(self, kind: str, choices: Sequence[Json], stage: int) -> Json:

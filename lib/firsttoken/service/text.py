@@ -1,4 +1,4 @@
-"""From text to tokens, and from tokens that come one by one to the text that a client sees.
+"""Turns text into tokens, and tokens that come one by one into the text that a client sees.
 
 ``tokenizers`` reads ``tokenizer.json`` in 0.2 s, where AutoTokenizer takes 5 s for the same ids; and it decodes without
 the cleaning of spaces that transformers may add, which changes text that has already been sent.

@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop: all tokens of a step cross at once, and wake each request once."""
+"""Passes tokens from the engine's thread to the event loop: a step's cross at once, and wake each request once."""
 
 from __future__ import annotations
 

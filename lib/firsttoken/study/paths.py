@@ -50,6 +50,6 @@ PUBLISHES = "FIRSTTOKEN_PUBLISHES"  # set in the processes of `firsttoken run --
 
 
 def own_figures() -> Path:
-    """Where this run's figures go: a folder that git ignores, so that a reader's run leaves the committed ones as they
-    are, but where they are to be committed, or ``FIRSTTOKEN_OUT`` names a folder for them."""
+    """Return the folder of this run's figures: one that git ignores, so that a reader's run leaves the committed ones
+    as they are, but where they are to be committed, or ``FIRSTTOKEN_OUT`` names a folder for them."""
     return FIGURES if os.environ.get(PUBLISHES) or OUT != ROOT else FIGURES / "own"

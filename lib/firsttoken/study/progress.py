@@ -1,4 +1,4 @@
-"""In a notebook, a line that says how long something has run: progress bars are drawn in terminals only."""
+"""Shows in a notebook a line that says how long something has run: progress bars are drawn in terminals only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a claim and a result to a verdict, by the interval of what was measured.
+"""Judges a claim by a result: the verdict depends on the interval of what was measured.
 
 *Reproduced*: within the tolerance, and the effect's interval excludes no effect. *Trend only*: the interval excludes
 no effect, and the effect is within a factor of two of the report's. *Not reproduced* otherwise. A bound is reproduced
@@ -87,8 +87,8 @@ def judge_all(claims: Iterable[Claim], results: Iterable[Result], machine: str |
 
 
 def judge_record(claims: Iterable[Claim], results: Iterable[Result], machine: str) -> list[Judgement]:
-    """As ``judge_all``; an experiment that only another machine without a GPU has recorded is judged by that, which
-    ``measured`` says. No verdict mixes two machines."""
+    """Judge as ``judge_all`` does; an experiment that only another machine without a GPU has recorded is judged by
+    that, which ``measured`` says. No verdict mixes two machines."""
     results = list(results)
     others = [result for result in results if not result.machine["gpu"] and result.slug != machine]
     return [

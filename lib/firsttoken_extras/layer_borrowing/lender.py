@@ -1,4 +1,4 @@
-"""Who lends layers, and the session with it."""
+"""A server that lends layers, and the session with it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LentSpan:
         return self.lines[-1].known.get(request, 0)
 
     async def run(self, stretches: Sequence[Stretch], hidden: Tensor, first: int) -> Tensor:
-        """As ``Line.run`` through those of its layers from ``first`` on. Where it has only lost its sequences, the
+        """Run as ``Line.run`` does, through its layers from ``first`` on. Where it has only lost its sequences, the
         ServerFault is not lasting, and a session is open that knows of none."""
         try:
             return await self.lines[-1].run(stretches, hidden, max(first, self.layers.start))

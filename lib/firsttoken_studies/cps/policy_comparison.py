@@ -546,8 +546,8 @@ def threshold_gains(recorded: Result | None, now: Result) -> Figure:
 
 
 def queue_lanes(scenes: Mapping[str, tuple[Sequence[str], Sequence[tuple[float, float, Sequence[Phase]]]]]) -> Figure:
-    """Where requests stand over time, a lane each, by policy. A scene is the names of its requests and its steps, each
-    with when it began and ended and the phase of every request after it."""
+    """Draw the phases of requests over time, a lane each, by policy. A scene is the names of its requests and its
+    steps, each with when it began and ended and the phase of every request after it."""
     import matplotlib.pyplot as plt
 
     fig, axes = plt.subplots(len(scenes), 1, figsize=(9, 1.5 * len(scenes) + 0.9), sharex=True)

@@ -1,4 +1,4 @@
-"""Who sends and who receives: any two models of one architecture, named in the profile.
+"""The sender and the receiver of a pair: any two models of one architecture, named in the profile.
 
 A name is "base" (the profile's model), an adapter under ``data/adapters``, merged at load, or whatever ``load_model``
 knows: a folder, a Hub id. So the paper's own pairs (Table 1) need no other code.

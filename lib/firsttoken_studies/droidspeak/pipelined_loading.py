@@ -91,7 +91,7 @@ def _add_floors(rows: Rows) -> None:
 
 
 def loading_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """By link: pipelined over its floor, and its gain over the other ways; the group, sizes, and the arithmetic.
+    """Summarize by link the pipelined way over its floor, and its gain over the others; group, sizes, and arithmetic.
 
     The size of this model's E-cache is left out where the rows do not have it.
     """

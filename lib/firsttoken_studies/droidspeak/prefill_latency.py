@@ -107,7 +107,7 @@ def prefill_latency(profile: Profile) -> Outcome:
 
 
 def chosen_shares(setting: Setting) -> dict[str, dict[str, float]]:
-    """By bound and run, the share of the receiver's layers in the smallest group that keeps to the bound.
+    """Return by bound and run the share of the receiver's layers in the smallest group that keeps to the bound.
 
     "relative" is within 5 % of its score, "absolute" within 5 points.
     """
@@ -158,7 +158,7 @@ def _timed(
 
 
 def over_share(rows: Sequence[dict[str, Any]]) -> dict[float, Interval]:
-    """By share of layers: partial prefill's time over (k + first token) / L of the same round's full prefill.
+    """Return by share of layers partial prefill's time over (k + first token) / L of the same round's full prefill.
 
     ``rows`` are of one length.
     """
@@ -173,10 +173,10 @@ def over_share(rows: Sequence[dict[str, Any]]) -> dict[float, Interval]:
 
 
 def latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """By length: the worst ratio of partial prefill to (k + first token) / L of a full one, and speed-ups of all ways.
+    """Summarize by length the worst ratio of partial prefill to (k + first token) / L of a full one, and all speed-ups.
 
-    By run: the speed-up at the longest prefix with the group that is chosen. Speed-ups are left out where the rows lack
-    the depth, those of runs where they lack the choice.
+    By run there is the speed-up at the longest prefix with the group that is chosen. Speed-ups are left out where the
+    rows lack the depth, those of runs where they lack the choice.
     """
     summary, lengths, shares = Summary(), sorted({row["tokens"] for row in rows}), parameters["latency"]["shares"]
     for tokens in lengths:

@@ -102,9 +102,9 @@ def _choices(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def over_own(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[float]:
-    """By item: what the choices of ``row`` lose more than those made on other items of the task that judges them.
+    """Return by item what the choices of ``row`` lose more than those made on other items of the task that judges them.
 
-    Of groups of a size, those of the same size are compared.
+    Groups of a fixed size are compared with those of the same size.
     """
     same = ["what", "receiver", "sender", "rule", "judged_on", *(["layers"] if row["rule"] == OF_SIZE else [])]
     wanted = {name: row[name] for name in same} | {"chosen_on": row["judged_on"]}

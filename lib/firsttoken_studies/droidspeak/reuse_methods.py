@@ -564,7 +564,7 @@ def gains(recorded: Result | None, now: Result, profiled: Result | None, profile
 
 
 def held_out(rows: Rows, profiles: Sequence[Profiled], draws: int = 200, seed: int = 0) -> dict[str, Entry]:
-    """By rule, what the decoded answers of items lose over the group that other items choose, % of the own score.
+    """Return by rule what decoded answers of items lose over the group that other items choose, % of the own score.
 
     ``rows`` are a run's answers, ``profiles`` its groups by token accuracy, of the same items in the same order. The
     items are drawn with replacement, as many as there are; those not drawn judge. Mean and 95 % of ``draws``.

@@ -283,7 +283,7 @@ def most_qps(rows: Rows, what: str, objective_ms: float) -> float:
 
 
 def reuse_throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """By way: the most requests a second within the objective, over full prefill's; paired by seed.
+    """Summarize by way the most requests a second within the objective, over full prefill's; paired by seed.
 
     The report names no objective; here it is ``KNEE`` times what a request with a full prefill takes alone, which is
     where full prefill itself has its knee. The mean is over the pairs whose profile chose to recompute something: where

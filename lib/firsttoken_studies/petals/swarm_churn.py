@@ -293,8 +293,8 @@ def _until(history: list[tuple[float, float, float, int]], at_s: float, end_s: f
 
 
 def churn_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """By rule: events after which the rate is back within a period, the share that it comes to, the longest gap, moves
-    an event, and moves in vain."""
+    """Summarize by rule the events after which the rate is back within a period, the share that it comes to, the
+    longest gap, moves an event, and moves in vain."""
     summary, period = Summary(), parameters["churn"]["period_s"]
     for rule in dict.fromkeys(row["rule"] for row in rows):
         here = [row for row in rows if row["rule"] == rule]

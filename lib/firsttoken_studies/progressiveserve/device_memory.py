@@ -19,7 +19,7 @@ def device_now(device: torch.device | str) -> dict[str, int]:
 
 
 def device_peak(device: torch.device | str) -> dict[str, Any]:
-    """Of this process so far: the most bytes in tensors (``device_peak_bytes``) and the most that torch held for them
+    """Return this process's peaks: the most bytes in tensors (``device_peak_bytes``) and the most torch held for them
     (``device_reserved_bytes``); the most pinned host memory (``pinned_bytes``, rounded up by torch to powers of two)
     and the seconds that pinning it took (``pinning_s``), which are part of whatever phase asked for it.
     """

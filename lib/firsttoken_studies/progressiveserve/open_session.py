@@ -191,7 +191,7 @@ def session_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def cheapest_correct(costs: Rows) -> str:
-    """Of the policies that move an open request and always give the right logits, the one of least total cost.
+    """Return the policy of least total cost among those that move an open request and always give the right logits.
 
     The request boundary costs nothing and moves nothing: it is what a request gets that does not ask to be moved.
     """

@@ -171,7 +171,7 @@ def _ms(what: Any, device: torch.device) -> float:
 
 
 def handover_summary(rows: Rows) -> Summary:
-    """By length of the context: mean KL at the first position and over all, and how often the likeliest token
+    """Summarize by context length: mean KL at the first position and over all, and how often the likeliest token
     is that of the exact weights, where keys and values are kept, beside weights that stay coarse; what a prefill again
     takes."""
     summary = Summary()

@@ -110,7 +110,7 @@ def timeline_process(spec: Mapping[str, Any], case: str) -> Rows:
 
 
 def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """By case: when tokens and the whole model came, in s, what was handed out, and the stalls at a transition.
+    """Summarize by case when tokens and the whole model came [s], what was handed out, and the stalls at a transition.
 
     The peaks over the model's bytes are absent where the rows do not know one of the two.
     """
@@ -157,7 +157,7 @@ def _growth(rows: Rows, run: int) -> float | None:
 
 
 def peak_growth(rows: Rows, model_bytes: int | None) -> float | None:
-    """By how many times ``model_bytes`` the process grew at its peak, from the moment its libraries were in memory.
+    """Return how many times ``model_bytes`` the process grew at its peak, from the moment its libraries were in memory.
 
     None where one of these is unknown.
     """
@@ -173,8 +173,8 @@ def _tokens(rows: Rows, run: int) -> Rows:
 
 
 def stalls(rows: Rows, run: int) -> list[float]:
-    """For each request that was decoding when a stage took over: ms between the tokens around that moment, less the
-    median turn and less what moving sessions over took."""
+    """Return, for each request that was decoding when a stage took over, the ms between the tokens around that moment,
+    less the median turn and less what moving sessions over took."""
     tokens = _tokens(rows, run)
     events = [row for row in rows if row["run"] == run and row["row"] == "event"]
     moments = [row for row in events if row["what"] == "serving" and row["stage"] > 1]

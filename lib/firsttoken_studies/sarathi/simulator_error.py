@@ -112,7 +112,7 @@ def _simulated(request: Request) -> dict[str, float]:
 
 
 def error_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """By how much the simulator is off, in per cent of vLLM's: mean, median and P99 of each metric, and the worst; the
+    """Summarize how far the simulator is off, in % of vLLM's: mean, median and P99 of each metric, and the worst; the
     worst without prefix caching, too."""
     summary = Summary()
     for run in RUNS:

@@ -1,4 +1,4 @@
-"""Who runs in a step: served at one rate on a simulated GPU, and held against both objectives (Sarathi-Serve, 5.1)."""
+"""Tries a scheduler: one rate of requests on a simulated GPU, held against both objectives (Sarathi-Serve, 5.1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where swap and recompute cost the same (CPS, 3.3 and Figure 1), how sure that is, and whether it exists at all."""
+"""The length where swap and recompute cost the same (CPS, 3.3 and Figure 1): how sure it is, whether there is one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Estimate = Callable[[Sequence[float], Sequence[float], Sequence[float]], Crossin
 def crossing(
     tokens: Sequence[float], swap_s: Sequence[float], recompute_s: Sequence[float], log2: bool = False
 ) -> Crossing:
-    """Where two curves through measured points cross; the points [n] must increase in ``tokens``.
+    """Find where two curves through measured points cross; the points [n] must increase in ``tokens``.
 
     Between points both are straight, over tokens or (``log2``) over their logarithm, as one reads a figure with such an
     axis: Table 2 gives 927 and 897. Raises CorpusError for fewer than two points or lengths out of order.
@@ -68,7 +68,7 @@ def crossing(
 
 
 def fit_crossing(tokens: Sequence[float], swap_s: Sequence[float], recompute_s: Sequence[float]) -> Crossing:
-    """Where straight lines through both cross, within the lengths measured; lengths may repeat.
+    """Find where straight lines through both cross, within the lengths measured; lengths may repeat.
 
     Points are weighted by 1/seconds, since what is noisy is the relative error. Raises CorpusError for one length only.
     """

@@ -49,7 +49,7 @@ class CachePiece:
 
 
 class Buffers:
-    """Where ``pieces`` land on ``device``; for a GPU each passes through page-locked memory of its size.
+    """Memory on ``device`` for ``pieces``; for a GPU each of them passes through page-locked memory of its size.
 
     Making them costs time, and so does the first touch of fresh memory: who serves, or measures, keeps them and lets
     one transfer go before the one that counts. A second transfer overwrites what the first brought.

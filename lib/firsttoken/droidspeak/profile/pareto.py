@@ -1,4 +1,4 @@
-"""From a profile to a choice: critical layers, the Pareto frontier, the fewest layers in a bound (DroidSpeak, 4.2)."""
+"""Chooses layers by a profile: critical layers, the Pareto frontier, the fewest layers in a bound (DroidSpeak, 4.2)."""
 
 from __future__ import annotations
 

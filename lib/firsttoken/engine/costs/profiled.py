@@ -81,7 +81,7 @@ def _fill(path: Path, axes: tuple[tuple[int, ...], ...], grid: np.ndarray) -> No
 
 
 def _between_grids(grid: np.ndarray) -> np.ndarray:
-    """Where two coordinates are of different grids, as no measurement has both; [chunks, prefixes, decodes, contexts].
+    """Mark points [chunks, prefixes, decodes, contexts] with coordinates of different grids: no measurement has both.
 
     A published table may be the union of a coarse grid and a finer one. A point that is missing from its own grid is
     none of these: each two of its coordinates stand together somewhere.
@@ -124,7 +124,7 @@ LABELS = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
 
 @dataclass(frozen=True)
 class Unevenness:
-    """Where between a batch at its mean context (0) and one at its longest (1) an uneven batch lies, by bucket.
+    """How far an uneven batch lies between one at its mean context (0) and one at its longest (1), by bucket.
 
     ``shares`` are keyed by the upper ends of the buckets: prefill chunk, decodes, evenness, longest context, prefix.
     ``otherwise`` is the mean over the samples, for a bucket that was not measured.

@@ -52,7 +52,7 @@ class Overlapped(Coalesced):
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Queue what is inside on the side stream of a GPU, after what the current stream holds; a CPU has none."""
+        """Queue the block's work on the side stream of a GPU, after what the current stream holds."""
         if self.pool.device.type == "cuda":
             self._side.wait_stream(torch.cuda.current_stream(self.pool.device))
             with torch.cuda.stream(self._side):

@@ -1,4 +1,4 @@
-"""Where workers come from: a process that has imported what they need, and is copied for each of them.
+"""A process that has imported what workers need, and is copied for each of them.
 
 To import torch takes 1.5 to 3 s of two AVX2 cores, for which every request of a lost worker would wait; a copy is there
 in milliseconds. It may be copied as it holds no tensor and has started no thread. macOS' libraries do not survive that:

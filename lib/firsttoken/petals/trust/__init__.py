@@ -1,1 +1,1 @@
-"""Who answers for what: commitments, audits, a judge, accounts of points, and a queue that spends them."""
+"""Servers answer for what they compute: commitments, audits, a judge, accounts of points, a queue that spends them."""

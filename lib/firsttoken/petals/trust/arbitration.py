@@ -1,4 +1,4 @@
-"""Who decides whether a server has signed what it did not compute: a third that has the model computes it again."""
+"""The judge of whether a server signed what it did not compute: a third that has the model computes it again."""
 
 from __future__ import annotations
 

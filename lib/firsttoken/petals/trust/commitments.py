@@ -71,7 +71,7 @@ def read_commitment(text: str) -> Commitment:
 
 
 def digest_rows(rows: Tensor, layer: int, before: bytes = b"") -> list[bytes]:
-    """For each of ``rows`` [tokens, hidden] float32 that enter ``layer``, the sha256 of it and of all before it.
+    """Return for each of ``rows`` [tokens, hidden] float32 that enter ``layer`` the sha256 of it and of all before it.
 
     ``before`` is the digest of the row that they follow: so it does not matter in how many pieces rows come.
     """
@@ -102,7 +102,7 @@ class Committer:
     def commit(
         self, layers: range, trails: Sequence[list[bytes]], stretches: Sequence[Stretch], hidden: Tensor, out: Tensor
     ) -> str:
-        """That ``hidden`` [tokens, hidden] of ``stretches``, end to end, became ``out`` in ``layers``, as JSON.
+        """Sign, as JSON, that ``hidden`` [tokens, hidden] of ``stretches``, end to end, became ``out`` in ``layers``.
 
         ``trails`` are the digests of the rows of each sequence so far; those of the step are written to them.
         """

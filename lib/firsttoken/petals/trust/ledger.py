@@ -30,8 +30,8 @@ Slip = TypeVar("Slip", "Receipt", "Order")
 
 @dataclass(frozen=True)
 class Receipt:
-    """That ``server`` has served ``client`` so many tokens x blocks in all, ever: the latest replaces those before it,
-    so that none counts twice. Signed by the client."""
+    """Says how many tokens x blocks ``server`` has ever served ``client`` in all: the latest replaces those before
+    it, so that none counts twice. Signed by the client."""
 
     client: _Key
     server: _Key
@@ -46,7 +46,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Order:
-    """That ``owner`` sets ``points`` of its account with ``keeper`` aside as its deposit, or offers them for a place.
+    """Sets ``points`` of ``owner``'s account with ``keeper`` aside as its deposit, or offers them for a place.
 
     Each order of an owner has a higher ``number`` than the one before it: none is carried out twice. Signed by the
     owner.

@@ -122,7 +122,7 @@ class Places:
         self.taken -= 1
 
     def dismiss(self, why: Exception) -> None:
-        """Tell all who wait ``why`` they get no place; they have their offers back."""
+        """Raise ``why`` for all clients that wait; their offers are given back."""
         while self._queue:
             if not (called := self._queue.pop().called).done():
                 called.set_exception(why)

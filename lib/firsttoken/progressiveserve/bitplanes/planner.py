@@ -123,8 +123,8 @@ def recorded_blocks(served: ServedModel) -> dict[tuple[int, int], float]:
 
 
 def worth_it(found: Sensitivities) -> list[Planned]:
-    """Of all mixtures of one split for the layers, one for the ends and one block that waits or none, those that no
-    other beats in bytes and loss both; by bytes. All are looked at, so none is missed where losses add up."""
+    """Return, of all mixtures of one split for the layers, one for the ends and one block that waits or none, those
+    that no other beats in bytes and loss both; by bytes. All are looked at, so none is missed where losses add up."""
     kept: list[Planned] = []
     for one in sorted(map(found.planned, _all(found)), key=lambda one: (one.first_share, one.lost_pct)):
         if not kept or one.lost_pct < kept[-1].lost_pct:

@@ -1,4 +1,4 @@
-"""In which order the tensors of a model are brought: stages of parts, one part a file.
+"""The order in which the tensors of a model are brought: stages of parts, one part a file.
 
 Generalises the three stages of ProgressiveServe (2.5.3) to any grouping of layers, and to parts that bring a tensor
 coarsely first and exactly later. Indices are 0-based; stages count from 1.

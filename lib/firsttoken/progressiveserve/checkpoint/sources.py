@@ -1,4 +1,4 @@
-"""Where the tensors of a staged checkpoint come from: a folder, a model in memory, or random numbers."""
+"""The sources of a staged checkpoint's tensors: a folder, a model in memory, or random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where arriving bytes are put: on a CPU into the memory they stay in, on CUDA through a few pinned buffers."""
+"""Puts arriving bytes into memory: on a CPU into the memory they stay in, on CUDA through a few pinned buffers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class HostMemory:
 
 
 class PassingMemory(HostMemory):
-    """For files that are merged into weights and let go: of those that wait for that, ``most`` bytes, or one file.
+    """Memory for files that are merged into weights and let go: ``most`` bytes of files wait for that, or one file.
 
     Merges wait for the steps of an engine, so a link that is faster would pile up all that is still to come.
     """

@@ -69,7 +69,7 @@ def check_whole(view: StageView, layers: Collection[int]) -> None:
 
 
 def changed(old: StageView, new: StageView) -> range:
-    """From the first layer (0-based) that computes differently in ``new`` to the last: those below stay right.
+    """Return the first (0-based) to the last layer that compute differently in ``new``: those below stay right.
 
     All layers where the embedding changed; none where only the norm or the head did, or nothing.
     """

@@ -41,8 +41,8 @@ class StartSetting:
 
 
 def start_setting(profile: Profile, questions: str, tokens: int, readers: int) -> StartSetting:
-    """Of starts that generate ``tokens`` for the first of ``questions`` with the served model of ``profile``, staged if
-    it is not. Raises what staging raises."""
+    """Make the setting of starts that generate ``tokens`` for the first of ``questions`` with the served model of
+    ``profile``, which is staged if it is not. Raises what staging raises."""
     check(profile.section("served", ServedConfig).needs(), ModelFacts(profile.model))
     served = load_served(profile)
     checkpoint, source = served_checkpoint(profile, served), served_source(served)

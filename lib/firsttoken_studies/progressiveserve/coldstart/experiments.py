@@ -150,8 +150,8 @@ def cold_start_shapes(profile: Profile) -> Outcome:
 
 
 def reachable(variants: Sequence[str], wire: TrialLink) -> list[str]:
-    """Those of ``variants`` that can run: other people's loaders read past a token bucket, know no data server, and may
-    not be installed."""
+    """Return those of ``variants`` that can run: other people's loaders read past a token bucket, know no data server,
+    and may not be installed."""
     names = []
     for name in variants:
         peer = find_variant(name).peer

@@ -1,4 +1,4 @@
-"""From the rows of a link to the ratios that are judged: medians and 95th percentiles, bootstrapped over rounds."""
+"""Makes of the rows of a link the ratios that are judged: medians and 95th percentiles, bootstrapped over rounds."""
 
 from __future__ import annotations
 
