@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from firsttoken import option_values
-from firsttoken.study import paths
+from firsttoken.study import history, paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, notebook_title
@@ -23,6 +24,7 @@ from firsttoken_studies.registry import EXPERIMENTS, find_experiment
 from firsttoken_studies.trying import KINDS, try_policy
 
 OK, FAILED = 0, 1
+NO_HISTORY = "; the history is not here, so revisions were not looked up"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,7 +60,7 @@ def measure(options: argparse.Namespace) -> int:
 
     profile, used = load_profile(options.profile, **dict(options.set)), set[str]()
     for name in options.experiments:
-        result = run_experiment(name, profile)
+        result = run_experiment(name, profile, options.because)
         print(f"{name}: {result.duration_s:.1f} s, {len(result.rows)} rows in {result.path}", flush=True)
         for entry in result.summary:
             what = named(entry["measure"], entry["where"])
@@ -103,7 +105,35 @@ def claims(options: argparse.Namespace) -> int:
     if late := ledger.outdated_pages(options.machine):
         print(f"firsttoken: out of date: {', '.join(late)}; run `firsttoken claims --update`")
         return FAILED
+    if faults := ledger.record_faults():
+        print(*(f"firsttoken: {fault}" for fault in faults), sep="\n", file=sys.stderr)
+        return FAILED
     print("claims: README.md, the pages of data and the notebooks show the record")
+    print("record: results, claims and data/record.jsonl fit together" + ("" if history.is_here() else NO_HISTORY))
+    return OK
+
+
+def record(options: argparse.Namespace) -> int:
+    """Print the log of the record, or note what was done to the record and why."""
+    from firsttoken_studies import ledger
+
+    if (options.summarise or options.claims or options.remove) and not options.because:
+        raise ProfileError("the record keeps a reason for each change: add --because TEXT")
+    if options.remove:
+        if not options.machine:
+            raise ProfileError("--remove takes out the result of one machine: add --machine NAME")
+        print(f"removed {ledger.take_out(options.remove, options.machine, options.because, faulty=options.faulty)}")
+    if options.summarise:
+        print(*ledger.summarise_again(options.because), sep="\n")
+    if options.claims:
+        print(*ledger.note_edits(options.because), sep="\n")
+    log = ledger.log()
+    for line in log.lines[-options.last :]:
+        verdicts = Counter(answer.verdict for answer in line.claims.values() if answer.verdict)
+        said = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+        what = " ".join(filter(None, (line.kind, line.experiment, line.profile, line.machine, line.started)))
+        print(": ".join(filter(None, (what, said, line.reason))))
+    print(f"{len(log.lines)} lines; the last has sha256 {log.head}")
     return OK
 
 
@@ -135,7 +165,7 @@ def doctor(options: argparse.Namespace) -> int:
     return OK
 
 
-COMMANDS = (run, measure, capacity, try_policy, claims, doctor)
+COMMANDS = (run, measure, capacity, try_policy, claims, record, doctor)
 
 
 def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
@@ -151,6 +181,7 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
     option_values.add_profile(added)
     option_values.add_setting(added)
+    added.add_argument("--because", default="", metavar="TEXT", help="for the record: why it is measured again")
 
     added = command("capacity", "Find how many requests a second a scheduler serves within the strict objective.")
     added.add_argument(
@@ -195,6 +226,15 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
         "--update", action="store_true", help="write README.md, the pages of data and findings from data/templates"
     )
     added.add_argument("--machine", metavar="NAME", help="whose results (default: the record, and this machine)")
+
+    added = command("record", "Print the log of what was recorded, or note a change to the record with its reason.")
+    added.add_argument("--last", type=int, default=10, metavar="N", help="lines to print (default: 10)")
+    added.add_argument("--summarise", action="store_true", help="make the summary of every recorded result again")
+    added.add_argument("--claims", action="store_true", help="note the claims that were changed")
+    added.add_argument("--remove", metavar="EXPERIMENT", help="take its result on one machine out of the record")
+    added.add_argument("--machine", metavar="NAME", help="the machine of --remove")
+    added.add_argument("--faulty", action="store_true", help="what is removed measured something else than it said")
+    added.add_argument("--because", default="", metavar="TEXT", help="the reason, which the log keeps")
 
     added = command("doctor", "Print this machine, its versions, its assets and its free disk.")
     added.add_argument("--missing", action="store_true", help="list the experiments without a result on this machine")

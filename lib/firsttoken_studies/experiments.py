@@ -18,14 +18,16 @@ from firsttoken.study.machine import cores, describe
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, git_revision, is_clean, load_result, write_result
 from firsttoken.study.timing import counting_kept
+from firsttoken_studies import ledger
 from firsttoken_studies.registry import EXPERIMENTS, find_experiment
 
 
-def run_experiment(name: str, profile: Profile) -> Result:
+def run_experiment(name: str, profile: Profile, because: str = "") -> Result:
     """Run an experiment, seeded and timed, write its result and return it.
 
     What it reads of others is measured first where this machine has no result of theirs under these settings. The seeds
-    recorded are those in a ``seed`` column of the rows, else the profile's. Raises ProfileError when the
+    recorded are those in a ``seed`` column of the rows, else the profile's. A run for the record becomes a line of the
+    log, with ``because`` as the reason for measuring again. Raises ProfileError when the
     experiment does not exist or is not meant for the profile, or when a result for the record would name no commit,
     ClaimsError when the ledger cannot be read, StorageError when the disk takes no result, and what the experiment
     raises.
@@ -68,6 +70,8 @@ def run_experiment(name: str, profile: Profile) -> Result:
         code=digest,
     )
     write_result(result)
+    if profile.name in LONG and paths.RESULTS == paths.RECORDED:
+        ledger.note_run(result, because)
     return result
 
 

@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from firsttoken.study import code, pages, paths, show
+from firsttoken.study import code, history, pages, paths, show
 from firsttoken.study.claims import Claim, is_number, load_claims
 from firsttoken.study.claims_table import Own, table_for
-from firsttoken.study.errors import ClaimsError
+from firsttoken.study.errors import ClaimsError, FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.parsing.schema import unknown
-from firsttoken.study.record import CHANGED, Result, all_results, known_machine, load_result, result_files
+from firsttoken.study.record import (
+    CHANGED,
+    Result,
+    all_results,
+    known_machine,
+    load_result,
+    result_files,
+    result_path,
+    write_result,
+)
+from firsttoken.study.record_log import (
+    Answer,
+    Line,
+    Log,
+    answer_of,
+    faults,
+    forms,
+    read_log,
+    run_line,
+    write_log,
+)
 from firsttoken.study.run_end import run_end
 from firsttoken.study.storage import storing
+from firsttoken.study.summary import Summary
 from firsttoken.study.verdicts import Judgement, Verdict, effect, judge, judge_all, judge_record
+from firsttoken_studies.invariants import broken
 from firsttoken_studies.registry import EXPERIMENTS
 from firsttoken_studies.sarathi import leaderboard
 
@@ -34,6 +59,11 @@ def recorded() -> list[Result]:
     return all_results(FOR_THE_RECORD)
 
 
+def log() -> Log:
+    """The log of all that was ever recorded. Raises FirstTokenError as ``record_log.read_log``."""
+    return read_log()
+
+
 def machine() -> str:
     """The machine whose record is committed; this one before there is any."""
     return pages.recorded_machine() or machine_slug()
@@ -44,9 +74,9 @@ def verdicts(*ids: str) -> None:
 
     Raises ClaimsError for a claim that does not exist.
     """
-    known, results = _standing(_state())
+    known, results, noted = _standing(_state())
     asked = [_named(name, known) for name in ids]
-    for judged in judge_record(asked, results, machine()):
+    for judged in judge_record(asked, results, machine(), noted):
         told = f", {judged.measured}" if judged.measured else ""
         print(f"{judged.says}: {judged.claim.says}{told} ({judged.claim.id})")
 
@@ -113,8 +143,8 @@ def table(of: str | None = None, profile: str | None = None) -> str:
     ``profile`` where one is named. Raises FirstTokenError for a machine without results."""
     results = all_results()
     if of:
-        return table_for(claims(), results, known_machine(of, results))
-    return table_for(claims(), recorded(), machine(), _own(results, profile))
+        return table_for(claims(), results, known_machine(of, results), log=log())
+    return table_for(claims(), recorded(), machine(), _own(results, profile), log())
 
 
 def _own(results: Iterable[Result], profile: str | None) -> Own:
@@ -132,7 +162,7 @@ def end_of_run(profile: str) -> list[str]:
     page = paths.EXECUTED / profile / "claims.md"
     with storing(page.parent):
         write_text(page, table(profile=profile) + "\n")
-    lines = run_end(claims(), recorded(), machine(), _own(all_results((profile,)), profile))
+    lines = run_end(claims(), recorded(), machine(), _own(all_results((profile,)), profile), log())
     return [*lines, "", f"all claims: {page}"]
 
 
@@ -149,23 +179,105 @@ def update_pages(of: str | None = None) -> None:
     }
     if told[new] < told[shown]:
         raise ClaimsError(f"{new} has {told[new]} verdicts, the pages show {told[shown]} of {shown}; measure the rest")
-    pages.update(claims(), results, new, TABLES)
+    pages.update(claims(), results, new, TABLES, log())
 
 
 def outdated_pages(of: str | None = None) -> Iterable[str]:
     """The names of the pages that do not show the record. Raises as ``update_pages``."""
-    return [page.name for page in pages.outdated(claims(), recorded(), of or machine(), TABLES)]
+    return [page.name for page in pages.outdated(claims(), recorded(), of or machine(), TABLES, log())]
+
+
+def record_faults() -> list[str]:
+    """What does not fit in the record: results, log, claims, what rows must obey, and where it is here the history.
+
+    Raises ClaimsError and FirstTokenError for files that cannot be read.
+    """
+    noted, results, asked = log(), recorded(), claims()
+    found = faults(noted, results, asked)
+    for result in results:
+        found += [f"{result.experiment} on {result.slug}: {fault}" for fault in broken(result)]
+    return found + (history.faults(noted, asked) if history.is_here() else [])
+
+
+def note_run(result: Result, because: str = "") -> None:
+    """Add the line of a run for the record to the log. Raises as ``log`` does, ClaimsError and StorageError."""
+    asked = [claim for claim in claims() if claim.experiment == result.experiment]
+    may = [claim for claim in asked if not claim.profiles or result.profile in claim.profiles]
+    told = because or f"recorded again, at revision {result.git_revision[:9]}"
+    write_log(log().followed_by([run_line(result, _answers(may, result), log(), told)]))
+
+
+def _answers(asked: Iterable[Claim], result: Result) -> dict[str, Answer]:
+    found = {claim.id: answer_of(claim, result, str(judge(claim, result).verdict)) for claim in asked}
+    return {name: answer for name, answer in found.items() if answer}
+
+
+def summarise_again(because: str) -> list[str]:
+    """Make the summary of every recorded result again from its rows, and note which entries are others.
+
+    Return what changed, a line a result. Raises as ``note_run`` does.
+    """
+    told, noted = list[str](), log()
+    for result in recorded():
+        made = EXPERIMENTS[result.experiment].summarise(result.rows, result.parameters)
+        plain = Summary(json.loads(json.dumps(made, default=lambda number: number.item())))
+        other = sum(entry not in result.summary for entry in plain)
+        if not other and len(plain) == len(result.summary):
+            continue
+        again = replace(result, summary=plain)
+        write_result(again)
+        line = noted.standing[result.experiment, result.profile, result.slug]
+        answers = _answers((claim for claim in claims() if claim.id in line.claims), again)
+        kept = {name: replace(line.claims[name], **_measured(answer)) for name, answer in answers.items()}
+        same = Line("summary", *line.place, rows=line.rows, started=line.started, claims=kept, reason=because)
+        noted = noted.followed_by([same])
+        told.append(f"{result.experiment} on {result.slug}: {other} of {len(plain)} entries are others")
+    write_log(noted)
+    return told
+
+
+def _measured(answer: Answer) -> dict[str, Any]:
+    return {"entries": answer.entries, "verdict": answer.verdict}
+
+
+def take_out(experiment: str, slug: str, because: str, *, faulty: bool) -> Path:
+    """Remove the result of ``experiment`` on the machine ``slug`` from the record, with a line that says why.
+
+    ``faulty``: it measured something else than it said, so that it is no evidence. Raises FirstTokenError where there
+    is none, and as ``note_run`` does.
+    """
+    noted = log()
+    place = next((place for place in noted.standing if place[0] == experiment and place[2] == slug), None)
+    if place is None:
+        known = sorted(found[2] for found in noted.standing if found[0] == experiment)
+        raise FirstTokenError(f"no result of {experiment} on {slug} is recorded; {unknown(slug, known)}")
+    line = noted.standing[place]
+    gone = Line("removal", *place, line.gpu, line.started, rows=line.rows, reason=because, faulty=faulty)
+    write_log(noted.followed_by([gone]))
+    path = result_path(*place)
+    path.unlink(missing_ok=True)
+    return path
+
+
+def note_edits(because: str) -> list[str]:
+    """Note the claims that are others than the log knows, and return their names. Raises as ``note_run`` does."""
+    noted = log()
+    edited = {one.id: Answer((), *forms(one)) for one in claims() if forms(one) not in noted.known(one)}
+    if edited:
+        write_log(noted.followed_by([Line("edit", claims=edited, reason=because)]))
+    return list(edited)
 
 
 def _state() -> tuple[tuple[Path, int, int], ...]:
     """What the ledger and the record are read from, with what changes when it does."""
-    files = [(path, path.stat()) for path in (paths.CLAIMS, *result_files(FOR_THE_RECORD))]
+    read = (paths.CLAIMS, paths.RECORD_LOG, *result_files(FOR_THE_RECORD))
+    files = [(path, path.stat()) for path in read if path.exists()]
     return tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in files)
 
 
 @lru_cache(maxsize=1)  # a notebook asks for verdicts several times, and reading takes longer than a second
-def _standing(_: tuple[tuple[Path, int, int], ...]) -> tuple[dict[str, Claim], list[Result]]:
-    return {claim.id: claim for claim in claims()}, recorded()
+def _standing(_: tuple[tuple[Path, int, int], ...]) -> tuple[dict[str, Claim], list[Result], Log]:
+    return {claim.id: claim for claim in claims()}, recorded(), log()
 
 
 def _named(name: str, known: dict[str, Claim]) -> Claim:

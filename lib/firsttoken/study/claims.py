@@ -23,10 +23,12 @@ from firsttoken.study.parsing.yaml_text import read_entries
 from firsttoken.study.summary import misnamed
 
 NATURES = ("measured", "arithmetic", "configuration")
-_DECIDES = (  # what a verdict hangs on: a change to any of it makes a result *post hoc*
+GROUNDS = ("live", "simulated", "arithmetic")  # what a value stands on
+DECIDES = (  # what a verdict hangs on: a change to any of it makes a result *post hoc*
     *("kind", "value", "unit", "op", "tolerance", "no_effect"),
     *("measure", "where", "experiment", "profiles", "whose", "nature"),
 )
+WORDING = ("place", "says", "conditions", "told")  # what a reader takes the verdict to mean
 
 
 def _two_digits(number: str) -> str:
@@ -42,9 +44,12 @@ class Claim:
     (``where`` lists places of the measure from the smallest value to the largest). ``no_effect`` is what would be
     measured if the idea did nothing; a bound that has no such value, such as a limit on a loss, leaves it out.
     ``nature`` is "measured", "arithmetic" (on published numbers) or "configuration" (chosen here as the report chose
-    it). ``notebook`` is its number; the minutes are a reader's and a computer's. ``profiles`` limits which profiles may
-    answer, () for all. ``told`` is what a table shows as the report's, where that is not value and unit; a ``headline``
-    is in the README.
+    it). ``ground`` says what a measured value stands on: it was measured live, it was simulated or replayed on
+    published or profiled times, or it was counted on a format. More of an ``effect`` is better where it is a gain, and
+    worse where it is a cost; a finding is best as the report has it. An ``invariant`` is a goal of this project that
+    its tests hold as well, such as equal tokens. ``notebook`` is its number; the minutes are a reader's and a
+    computer's. ``profiles`` limits which profiles may answer, () for all. ``told`` is what a table shows as the
+    report's, where that is not value and unit; a ``headline`` is in the README.
     """
 
     id: str
@@ -67,6 +72,9 @@ class Claim:
     profiles: tuple[Literal["quick", "review", "full", "gpu", "paper"], ...] = ()
     whose: Literal["report", "project"] = "report"
     nature: Literal[NATURES] = "measured"
+    ground: Literal[GROUNDS] = "live"
+    effect: Literal["gain", "cost", "finding"] = "gain"
+    invariant: bool = False
     told: str = ""
     headline: bool = False
 
@@ -93,6 +101,11 @@ class Claim:
             raise ClaimsError(f"no_effect is the value itself, {self.value}; nothing could be told apart")
 
     @property
+    def stands_on(self) -> str:
+        """Return one of ``GROUNDS``: a claim on published numbers or on a configuration is arithmetic."""
+        return self.ground if self.nature == "measured" else "arithmetic"
+
+    @property
     def places(self) -> tuple[dict[str, Any], ...]:
         """The places where the measure is read: one place, or several for an ordering."""
         return (self.where,) if isinstance(self.where, dict) else self.where
@@ -101,8 +114,14 @@ class Claim:
     def digest(self) -> str:
         """The sha256 of all that decides a verdict of the record; wording, notebook and minutes may change, and so may
         whether the profile "review" answers, of whose results the record holds none."""
-        deciding = {name: getattr(self, name) for name in _DECIDES}
+        deciding = {name: getattr(self, name) for name in DECIDES}
         return digest(deciding | {"profiles": [name for name in self.profiles if name != "review"]})
+
+    @property
+    def wording(self) -> str:
+        """The sha256 of the words that say what was asked. A change of them after the run leaves the verdict, and is
+        told."""
+        return digest({name: getattr(self, name) for name in WORDING})
 
 
 def digest(deciding: dict[str, Any]) -> str:

@@ -1,79 +1,115 @@
-"""One picture of the ledger: each effect that was measured, as a share of the effect that the report has."""
+"""One picture of the ledger: every claim of the reports, by how near to the report what was measured comes."""
 
 from __future__ import annotations
 
-import textwrap
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from firsttoken.study import plot
-from firsttoken.study.claims import Claim
-from firsttoken.study.record import Result, pick
-from firsttoken.study.verdicts import Verdict, effect, judge
+from firsttoken.study.claims import Claim, is_number
+from firsttoken.study.record import Result
+from firsttoken.study.record_log import Log
+from firsttoken.study.verdicts import Judgement, Verdict, judge_record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SHOWN = (-0.6, 3.0)  # of the report's effect; what lies beyond stands at the edge, with its number
-_LOOKS = {Verdict.REPRODUCED: ("o", True), Verdict.TREND: ("o", False), Verdict.FAILED: ("X", True)}
-_WIDTH = 62  # characters of a label's line
-_Line = tuple[str, Verdict, tuple[float, float, float]]
+_SHOWN = 8.0  # times better or worse than the report; what lies beyond stands at the edge
+_LOOKS = {
+    Verdict.REPRODUCED: ("o", "#0072B2"),
+    Verdict.TREND: ("o", "#56B4E9"),
+    Verdict.DIFFERS: ("D", "#CC79A7"),
+    Verdict.FAILED: ("X", "#D55E00"),
+    Verdict.TOO_FEW: (".", "#999999"),
+    Verdict.NOT_RUN: (".", "#999999"),
+}
+_GROUNDS = {"live": "", "simulated": " *", "arithmetic": " °"}  # behind a claim's name
+_COLUMNS = (("ProgressiveServe",), ("DroidSpeak", "CPS"), ("PETALS", "Sarathi-Serve"))
 
 
-def effects(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> Figure:
-    """Measured over reported effect, with its interval, for every measured claim of a report that has a no-effect
-    value; a panel a report. What only another machine than ``machine`` has recorded is of that one, which is named.
+def effects(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log) -> Figure:
+    """Every claim of a report, a line each, sorted: how many times better (right) or worse (left) than the report.
 
-    1 is the report's effect (or bound), 0 none. A filled dot is reproduced, a hollow one a trend, a cross neither.
+    1 is the report's effect or bound. A claim without a size, an order or an equality, stands at 1 where it is
+    reproduced, at one half where it is a trend, and else at the left edge. ``machine`` is the one that answers first (``judge_record``).
     """
     from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
-    panels: dict[str, list[_Line]] = {}
-    for claim in claims:
-        own = pick(results, claim.experiment, claim.profiles, machine)
-        result = own or pick(results, claim.experiment, claim.profiles, "any")
-        judged = judge(claim, result)
-        if result and judged.verdict in _LOOKS and claim.no_effect is not None and claim.nature == "measured":
-            says = claim.says if own else f"{claim.says} (on {result.slug})"
-            line = (says, judged.verdict, effect(claim, result.summary.of(claim.measure, **claim.places[0])))
-            panels.setdefault(claim.report, []).append(line)
-    counts = [len(lines) for lines in panels.values()]
-    fig, axes = plt.subplots(
-        len(panels), figsize=(9.5, 1.4 + 0.4 * sum(counts)), sharex=True, height_ratios=counts, squeeze=False
-    )
-    for ax, (report, lines) in zip(axes[:, 0], panels.items(), strict=True):
-        _draw(ax, lines)
-        ax.set_title(report, loc="left", fontsize=11, fontweight="bold")
-    axes[-1, 0].set_xlabel("measured effect / the report's effect or bound; 0 is no effect")
-    colour = plot.COLOURS["measured"]
+    judged = judge_record([claim for claim in claims if claim.whose == "report"], results, machine, log)
+    columns = [[(name, _lines(judged, name)) for name in names] for names in _COLUMNS]
+    tallest = max(sum(len(lines) + 2 for _, lines in column) for column in columns)
+    fig = plt.figure(figsize=(13, 0.9 + 0.2 * tallest))
+    grid = fig.add_gridspec(1, len(columns))
+    for at, column in enumerate(columns):
+        heights = [len(lines) + 2 for _, lines in column]
+        rest = max(tallest - sum(heights), 0.01)
+        inner = grid[at].subgridspec(len(column) + 1, 1, height_ratios=[*heights, rest])
+        for row, (name, lines) in enumerate(column):
+            ax = fig.add_subplot(inner[row])
+            _draw(ax, lines)
+            ax.set_title(f"{name}: {_counted(lines)}", loc="left", fontsize=9.5, fontweight="bold")
+            if row == len(column) - 1:
+                ax.set_xlabel("times better than the report", fontsize=9)
     handles = [
-        Line2D([], [], ls="", marker=marker, color=colour, markerfacecolor=colour if filled else "white", label=verdict)
-        for verdict, (marker, filled) in _LOOKS.items()
+        Line2D([], [], ls="", marker=marker, color=colour, label=verdict)
+        for verdict, (marker, colour) in _LOOKS.items()
+        if verdict not in (Verdict.NOT_RUN, Verdict.TOO_FEW)
     ]
-    handles.append(Line2D([], [], color=plot.COLOURS["paper"], lw=6, alpha=0.5, label="the report"))
-    fig.legend(handles=handles, loc="outside upper center", ncols=4)
+    handles.append(Line2D([], [], ls="", marker=".", color="#999999", label="not judged"))
+    handles.append(Line2D([], [], color=plot.COLOURS["paper"], lw=5, alpha=0.5, label="the report"))
+    handles += [Line2D([], [], ls="", label="* simulated or replayed"), Line2D([], [], ls="", label="° arithmetic")]
+    fig.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8.5, handletextpad=0.2)
     return fig
 
 
+_Line = tuple[Judgement, float]
+
+
+def _lines(judged: Sequence[Judgement], report: str) -> list[_Line]:
+    order = list(_LOOKS)
+    lines = [(one, _better(one)) for one in judged if one.claim.report == report]
+    return sorted(lines, key=lambda line: (order.index(line[0].verdict), -line[1]))
+
+
+def _counted(lines: Sequence[_Line]) -> str:
+    reproduced = sum(one.verdict == Verdict.REPRODUCED for one, _ in lines)
+    return f"{reproduced} of {len(lines)} reproduced"
+
+
+def _better(judged: Judgement) -> float:
+    """How many times better than the report: 1 as the report has it, 0 no effect or nothing to compare."""
+    claim, share = judged.claim, judged.share
+    if not judged.verdict.judged:
+        return 0.0
+    if share is None:
+        if claim.kind == "bound" and judged.value is not None and is_number(claim.value) and claim.value:
+            share = judged.value / claim.value
+            return _inverse(share) if claim.op == "<=" else share
+        return {Verdict.REPRODUCED: 1.0, Verdict.TREND: 0.5}.get(judged.verdict, 0.0)
+    if claim.effect == "cost":
+        return _inverse(share)
+    return min(share, _inverse(share)) if claim.effect == "finding" and claim.kind == "ratio" else share
+
+
+def _inverse(share: float) -> float:
+    return 1 / share if share > 0 else _SHOWN
+
+
 def _draw(ax: Axes, lines: Sequence[_Line]) -> None:
-    ax.axvline(1, color=plot.COLOURS["paper"], lw=6, alpha=0.5, zorder=0)
-    ax.axvline(0, color=plot.COLOURS["floor"], lw=1, zorder=0)
-    colour = plot.COLOURS["measured"]
-    for place, (_, verdict, (low, value, high)) in enumerate(lines):
-        marker, filled = _LOOKS[verdict]
-        ends = [min(max(end, _SHOWN[0]), _SHOWN[1]) for end in (low, high)]
-        ax.plot(ends, [place] * 2, color=colour, lw=1.8, solid_capstyle="butt")
-        inside = min(max(value, _SHOWN[0]), _SHOWN[1])
-        face = colour if filled else "white"
-        ax.plot(inside, place, marker, color=colour, markerfacecolor=face, markersize=7, clip_on=False)
-        if inside != value:
-            beside = {"xytext": (-8, 0), "textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 9}
-            ax.annotate(f"{value:.1f}", (inside, place), **beside)
-    ax.set_yticks(
-        range(len(lines)), [textwrap.fill(says, _WIDTH, break_on_hyphens=False) for says, *_ in lines], fontsize=8.5
-    )
-    ax.set_ylim(len(lines) - 0.5, -0.5)
-    ax.set_xlim(*_SHOWN)
+    ax.axvline(1, color=plot.COLOURS["paper"], lw=5, alpha=0.5, zorder=0)
+    for place, (judged, better) in enumerate(lines):
+        marker, colour = _LOOKS[judged.verdict]
+        inside = min(max(better, 1 / _SHOWN), _SHOWN)
+        ax.plot([1, inside], [place] * 2, color=colour, lw=1, alpha=0.6)
+        ax.plot(inside, place, marker, color=colour, markersize=5, clip_on=False)
+    names = [f"{one.claim.id.partition('.')[2]}{_GROUNDS[one.claim.stands_on]}" for one, _ in lines]
+    ax.set_yticks(range(len(lines)), names, fontsize=8)
+    ax.set_ylim(len(lines) - 0.4, -0.6)
+    ax.set_xscale("log", base=2)
+    ax.set_xlim(1 / _SHOWN, _SHOWN)
+    ticks = [2.0**power for power in range(-int(math.log2(_SHOWN)), int(math.log2(_SHOWN)) + 1)]
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
     ax.grid(axis="y", visible=False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from firsttoken.study.claims import NATURES, Claim
+from firsttoken.study.claims import GROUNDS, Claim, is_number
 from firsttoken.study.markdown import table
 from firsttoken.study.record import Result, pick
-from firsttoken.study.verdicts import Judgement, Verdict, judge, judge_all, judge_record, show
+from firsttoken.study.record_log import Log
+from firsttoken.study.verdicts import TOLERANCE, Judgement, Verdict, judge, judge_all, judge_record, show
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,16 @@ class Own:
     results: tuple[Result, ...]
 
 
-def table_for(claims: Iterable[Claim], results: Iterable[Result], machine: str, own: Own | None = None) -> str:
+def table_for(
+    claims: Iterable[Claim], results: Iterable[Result], machine: str, own: Own | None = None, log: Log | None = None
+) -> str:
     """The claims judged by what was recorded on ``machine`` (a slug), beside a GPU's results and the reader's ``own``.
 
     A column that would be empty is left out. A verdict of the GPU that differs stands with its number.
     """
     claims, results = list(claims), list(results)
     columns = {"claim": [f"{claim.report}: {_says(claim)}" for claim in claims], "report": [told(c) for c in claims]}
-    recorded = judge_record(claims, results, machine)
+    recorded = judge_record(claims, results, machine, log)
     mine = [judge(claim, pick(own.results, claim.experiment, claim.profiles, "any")) for claim in claims] if own else []
     if own:
         columns[f"yours: {own.machine}, {own.profile}"] = [judgement.measured for judgement in mine]
@@ -42,17 +45,19 @@ def table_for(claims: Iterable[Claim], results: Iterable[Result], machine: str, 
     return f"{table(columns)}\n\nRecorded: `{machine}`, the largest profile that was run there.{yours}"
 
 
-def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
+def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log) -> str:
     """All that the ledger has on ``claims``, with conditions and minutes, judged by the record of ``machine``."""
-    recorded = judge_record(claims, results, machine)
+    recorded = judge_record(claims, results, machine, log)
     columns = {
         "claim": [_says(claim) for claim in claims],
         "report": [told(claim) for claim in claims],
         "measured": [judgement.measured for judgement in recorded],
         **_gpu(claims, results, recorded),
         "conditions": [claim.conditions for claim in claims],
-        "kind": [", ".join(dict.fromkeys((claim.nature, claim.whose))) for claim in claims],
+        "kind": [_kind(claim) for claim in claims],
         "tolerance": [_tolerance(claim) for claim in claims],
+        "fixed before the run": [_fixed(judgement) for judgement in recorded],
+        "recorded": [_times(claim, log) for claim in claims],
         "notebook": [claim.notebook for claim in claims],
         "human + compute min": [f"{show(claim.human_min)} + {show(claim.compute_min)}" for claim in claims],
         "verdict": [f"{judgement.says}: {judgement.why}" for judgement in recorded],
@@ -60,9 +65,9 @@ def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str)
     return table(columns)
 
 
-def scoreboard(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
+def scoreboard(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log) -> str:
     """The headline claims with their conditions, judged by the record of ``machine``."""
-    recorded = judge_record([claim for claim in claims if claim.headline], results, machine)
+    recorded = judge_record([claim for claim in claims if claim.headline], results, machine, log)
     columns = {
         "claim": [f"{judgement.claim.report}: {judgement.claim.says}" for judgement in recorded],
         "report": [told(judgement.claim) for judgement in recorded],
@@ -73,20 +78,67 @@ def scoreboard(claims: Sequence[Claim], results: Sequence[Result], machine: str)
     return table(columns)
 
 
-def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> str:
-    """How often each verdict falls, by report, and by whose the number is and of what nature."""
-    rows = {"report": list[str](), **{str(verdict): list[str]() for verdict in Verdict}, "post hoc": list[str]()}
-    groups = {report: [c for c in claims if c.report == report] for report in dict.fromkeys(c.report for c in claims)}
-    for nature in NATURES:
-        groups[f"*all, {nature}*"] = [c for c in claims if c.nature == nature and c.whose == "report"]
-    groups["*all, goals of this project*"] = [c for c in claims if c.whose == "project"]
-    for name, of in groups.items():
-        judged = judge_record(of, results, machine)
-        rows["report"].append(name)
-        for verdict in Verdict:
-            rows[str(verdict)].append(str(sum(judgement.verdict == verdict for judgement in judged)))
-        rows["post hoc"].append(str(sum(judgement.post_hoc for judgement in judged)))
+_SAID = (Verdict.REPRODUCED, Verdict.TREND, Verdict.FAILED, Verdict.DIFFERS)
+_HEADS = {"live": "measured live", "simulated": "simulated or replayed", "arithmetic": "arithmetic"}
+
+
+def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log) -> str:
+    """The claims of the reports, by what a value stands on: how many are reproduced, a trend only, not reproduced, and
+    dependent on the machine. Goals of this project are none of them (:func:`goals`)."""
+    judged = judge_record([claim for claim in claims if claim.whose == "report"], results, machine, log)
+    rows = {"report": list[str](), **{head: list[str]() for head in _HEADS.values()}, "not judged": list[str]()}
+    for report in [*dict.fromkeys(one.claim.report for one in judged), None]:
+        mine = [one for one in judged if report in (None, one.claim.report)]
+        rows["report"].append(report or "*all*")
+        for ground in GROUNDS:
+            verdicts = [one.verdict for one in mine if one.claim.stands_on == ground and one.verdict.judged]
+            rows[_HEADS[ground]].append(" / ".join(str(verdicts.count(one)) for one in _SAID) if verdicts else "")
+        rows["not judged"].append(str(sum(not one.verdict.judged for one in mine) or ""))
+    return f"{table(rows)}\n\nEach cell: {' / '.join(_SAID)}."
+
+
+def goals(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log) -> str:
+    """The goals that this project set itself: those it works towards, with how often each was tried, and those that its
+    tests hold as well."""
+    judged = judge_record([claim for claim in claims if claim.whose == "project"], results, machine, log)
+    rows = {"goals of this project": list[str](), **{str(one): list[str]() for one in (*_SAID, Verdict.TOO_FEW)}}
+    rows["recordings, a goal"] = []
+    for name, invariant in (("improvement targets", False), ("invariants, which tests hold too", True)):
+        mine = [one for one in judged if one.claim.invariant == invariant]
+        rows["goals of this project"].append(name)
+        for verdict in (*_SAID, Verdict.TOO_FEW):
+            rows[str(verdict)].append(str(sum(one.verdict == verdict for one in mine)))
+        tried = [len(log.answers(one.claim)) for one in mine]
+        rows["recordings, a goal"].append(f"{min(tried)} to {max(tried)}" if tried else "")
     return table(rows)
+
+
+def _kind(claim: Claim) -> str:
+    if claim.whose == "report":
+        return claim.nature if claim.nature == "configuration" else _HEADS[claim.stands_on]
+    return f"{'invariant' if claim.invariant else 'goal'} of this project, {_HEADS[claim.stands_on]}"
+
+
+def _fixed(judgement: Judgement) -> str:
+    if judgement.verdict == Verdict.NOT_RUN:
+        return ""
+    if judgement.standing:
+        return judgement.standing
+    return "yes, worded after it" if judgement.reworded else "yes"
+
+
+def _times(claim: Claim, log: Log) -> str:
+    """How often a claim was recorded, on how many machines, and from which value to which."""
+    found = [(line, answer) for line, answer in log.answers(claim) if answer.fixed != "other"]
+    others = len(log.answers(claim)) - len(found)
+    if not found:
+        return ""
+    machines = len({line.machine for line, _ in found})
+    text = f"{len(found)} times" if len(found) > 1 else "once" + (f" on {machines} machines" if machines > 1 else "")
+    values = [answer.entries[0]["value"] for _, answer in found]
+    if len(found) > 1 and claim.kind != "ordering" and all(is_number(value) for value in values):
+        text += f", {show(min(values))} to {show(max(values))}"
+    return text + (f"; {others} times by another measure" if others else "")
 
 
 def _gpu(claims: Iterable[Claim], results: Iterable[Result], recorded: Iterable[Judgement]) -> dict[str, list[str]]:
@@ -114,7 +166,7 @@ def told(claim: Claim) -> str:
 def _tolerance(claim: Claim) -> str:
     if claim.kind == "ratio":
         effect = f" of the effect beyond {show(claim.no_effect)}" if claim.no_effect else ""
-        return f"± {claim.tolerance:.0%}{effect}"
+        return f"± {min(claim.tolerance, TOLERANCE):.0%}{effect}"
     if claim.kind == "exact":
         return f"± {show(claim.tolerance)} {claim.unit}".strip() if claim.tolerance else "exact"
     return claim.kind

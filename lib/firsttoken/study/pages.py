@@ -3,9 +3,9 @@ in them is put there by the program.
 
 A template says ``{{ n("cold_start", "ttft_x", 2, variant="progressive", than="whole_streamed", link="1gbit") }}`` for a
 value as text, its place by keywords, ``{{ i(...) }}`` for one with its interval, ``{{ v(...) }}`` for the value to
-reckon with, ``{{ k(...) }}`` for how many observations it has, ``{{ counts }}``, ``{{ scoreboard }}`` and
-``{{ systems }}`` for tables, ``{{ table("serving_capacity") }}`` for the table that the system of an experiment makes
-of its result.
+reckon with, ``{{ k(...) }}`` for how many observations it has, ``{{ counts }}``, ``{{ goals }}``, ``{{ scoreboard }}``
+and ``{{ systems }}`` for tables, ``{{ table("serving_capacity") }}`` for the table that the system of an experiment
+makes of its result.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 
 from firsttoken.study import paths
 from firsttoken.study.claims import Claim
-from firsttoken.study.claims_table import counts, page_table, scoreboard
+from firsttoken.study.claims_table import counts, goals, page_table, scoreboard
 from firsttoken.study.errors import ClaimsError, FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.notebooks import notebook_paths, read_notebook
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.record import Result, known_machine, pick
+from firsttoken.study.record_log import Log
 from firsttoken.study.summary import Entry, Scalar
 from firsttoken.study.verdicts import show
 
@@ -83,7 +84,7 @@ def recorded_machine() -> str | None:
 
 
 def render(
-    template: Path, claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables | None = None
+    template: Path, claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables, log: Log
 ) -> str:
     """What ``template`` gives, with what was recorded on ``machine``, and on another where ``where`` says so.
 
@@ -116,8 +117,8 @@ def render(
         return recorded(experiment).slug
 
     def table(experiment: str) -> str:
-        if experiment not in (tables or {}):
-            raise ClaimsError(f"{template.name}: {experiment!r} has no table; {unknown(experiment, tables or {})}")
+        if experiment not in tables:
+            raise ClaimsError(f"{template.name}: {experiment!r} has no table; {unknown(experiment, tables)}")
         return tables[experiment](recorded(experiment))
 
     def number(experiment: str, measure: str, digits: int | None = None, scale: float = 1, /, **where: Scalar) -> str:
@@ -141,9 +142,10 @@ def render(
             table=table,
             where=machine_of,
             machine=machine,
-            counts=counts(claims, results, machine),
-            scoreboard=scoreboard(claims, results, machine),
-            systems={report: page_table(of, results, machine) for report, of in reports.items()},
+            counts=counts(claims, results, machine, log),
+            goals=goals(claims, results, machine, log),
+            scoreboard=scoreboard(claims, results, machine, log),
+            systems={report: page_table(of, results, machine, log) for report, of in reports.items()},
         )
     except (jinja2.TemplateError, OSError) as error:
         raise ClaimsError(f"{template}: {error}") from error
@@ -154,20 +156,18 @@ def _written(page: Path, template: Path, *content: Any) -> str:
     return filled(page, text) if page.suffix == ".ipynb" else text
 
 
-def outdated(
-    claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables | None = None
-) -> list[Path]:
+def outdated(claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables, log: Log) -> list[Path]:
     """The pages that are not what their templates give. Raises as ``render`` does."""
     return [
         page
         for page, template in pages().items()
         if not page.exists()
-        or page.read_text(encoding="utf-8") != _written(page, template, claims, results, machine, tables)
+        or page.read_text(encoding="utf-8") != _written(page, template, claims, results, machine, tables, log)
     ]
 
 
-def update(claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables | None = None) -> None:
+def update(claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables, log: Log) -> None:
     """Write all pages, or none where one cannot be made. Raises as ``render`` does."""
-    made = {page: _written(page, template, claims, results, machine, tables) for page, template in pages().items()}
+    made = {page: _written(page, template, claims, results, machine, tables, log) for page, template in pages().items()}
     for page, text in made.items():
         write_text(page, text)

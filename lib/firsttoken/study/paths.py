@@ -42,6 +42,7 @@ CLAIMS = DATA / "claims.yaml"
 CLAIMS_PAGE = DATA / "CLAIMS.md"
 CAPACITY_PAGE = DATA / "CAPACITY.md"
 TEMPLATES = DATA / "templates"  # of the pages that show results
+RECORD_LOG = DATA / "record.jsonl"  # a line for every run that was recorded
 RECORDED = DATA / "results"  # committed with the code
 RESULTS = OUT / "data" / "results"  # of this reader, the same folder unless FIRSTTOKEN_OUT is set
 ADAPTERS = DATA / "adapters"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from firsttoken.study.claims import Claim
 from firsttoken.study.claims_table import Own, told
 from firsttoken.study.record import Result, pick
+from firsttoken.study.record_log import Log
 from firsttoken.study.verdicts import Judgement, Verdict, judge, judge_record
 
 WIDTH, MOST = 100, 10  # characters of a line; contradictions that are named
@@ -22,11 +23,11 @@ _HEADS = {
 }
 
 
-def run_end(claims: Sequence[Claim], recorded: Iterable[Result], machine: str, own: Own) -> list[str]:
+def run_end(claims: Sequence[Claim], recorded: Iterable[Result], machine: str, own: Own, log: Log) -> list[str]:
     """Lines of at most ``WIDTH`` characters: by report how often each verdict falls in the reader's ``own`` run, and
     the claims of which it contradicts the record (of ``machine``) or the report most, each in two lines."""
     mine = [judge(claim, pick(own.results, claim.experiment, claim.profiles, "any")) for claim in claims]
-    theirs = judge_record(claims, recorded, machine)
+    theirs = judge_record(claims, recorded, machine, log)
     lines = [f"Your run ({own.machine}, profile {own.profile}) beside the reports:", ""]
     lines.append(f"{'':<18}" + "".join(f"{head:>14}" for head in _HEADS.values()))
     reports = dict.fromkeys(claim.report for claim in claims)
@@ -52,7 +53,7 @@ def _against(mine: Judgement, theirs: Judgement) -> tuple[tuple[bool, float], Ju
     """Whether it is the record that a run contradicts, and how far from the report's effect it is; None for neither."""
     if not mine.verdict.judged:
         return None
-    record = theirs.verdict.judged and mine.verdict != theirs.verdict
+    record = theirs.verdict.judged and theirs.verdict not in (mine.verdict, Verdict.DIFFERS)
     if not record and mine.verdict != Verdict.FAILED:
         return None
     return (record, _distance(mine)), mine, theirs

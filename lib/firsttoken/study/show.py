@@ -157,7 +157,8 @@ def interval(entry: Mapping[str, Any] | None, digits: int = 1) -> str:
 
 
 def table(rows: Iterable[Mapping[str, Any]], index: str) -> pandas.DataFrame:
-    """Rows as a table with ``index`` first; what is absent stays an empty cell."""
+    """Rows as a table with ``index`` first; what is absent stays an empty cell. No rows give a table without any."""
     import pandas
 
-    return pandas.DataFrame(list(rows)).set_index(index).astype(object).fillna("")
+    frame = pandas.DataFrame(list(rows))
+    return frame.set_index(index).astype(object).fillna("") if len(frame) else pandas.DataFrame(columns=[index])

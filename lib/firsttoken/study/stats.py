@@ -1,11 +1,14 @@
-"""Means, percentiles and percentile-bootstrap intervals (Efron and Tibshirani, 1993, chapter 13).
+"""Estimates with 95 % intervals: of ten observations or more by the percentile bootstrap (Efron and Tibshirani, 1993,
+chapter 13), of fewer by Student's t or by order statistics, of shares exactly (Clopper and Pearson, 1934).
 
-The bootstrap is written in numpy because summaries are made where the experiment runs, and a GPU machine may have
-no scipy; the tests hold it against ``scipy.stats.bootstrap``.
+The percentile bootstrap of five normal observations covers the mean in 82 of 100 cases instead of 95, and that of a
+share of which all or none count has no width, however few they are. All is written in numpy because summaries are made
+where the experiment runs, and a GPU machine may have no scipy; the tests hold it against scipy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +18,9 @@ import numpy as np
 Statistic = str | Callable[[np.ndarray], float]
 
 _NAMED = {"mean": np.mean, "median": np.median}
-FEWEST = 5  # observations for a bootstrap: draws from fewer repeat a handful of values
+FEWEST = 5  # observations for an interval; of fewer the range is given
+FEW = 10  # observations for a bootstrap: draws from fewer repeat a handful of values
+_STUDENT = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}  # 97.5th percentile of Student's t by degrees of freedom
 _DRAWS_AT_ONCE = 1_000_000  # drawn indices held in memory, 8 bytes each
 
 
@@ -57,14 +62,20 @@ def bootstrap(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Percentile-bootstrap interval of ``stat`` over the first axis of ``values`` [n] or [n, columns].
+    """The interval of ``stat`` over the first axis of ``values`` [n] or [n, columns].
 
     ``stat`` is "mean", "median", a function of one resample or :class:`Along`; the columns of an observation stay
-    together, so a ratio of sums (perplexity from [loss, tokens]) is resampled correctly. Fewer than ``FEWEST``
-    observations give the range of ``stat`` over each alone, one or a constant sample low = high = estimate. Raises
-    ValueError for no values, a value that is not finite, or an unknown name.
+    together, so a ratio of sums (perplexity from [loss, tokens]) is resampled correctly. The mean of booleans is a
+    share, whose interval is exact (:func:`share`). Of fewer than ``FEW`` observations the 95 % interval of the median
+    is that of the order statistics, and of every other statistic Student's t on the jackknife's pseudo-values, which
+    for the mean are the observations. Fewer than ``FEWEST`` observations give the range of ``stat`` over each alone,
+    one or a constant sample low = high = estimate. Raises ValueError for no values, a value that is not finite, or an
+    unknown name.
     """
-    sample = np.asarray(values, dtype=float)
+    sample = np.asarray(values)
+    if sample.dtype == bool and sample.ndim == 1 and stat == "mean" and len(sample):
+        return share(int(sample.sum()), len(sample))
+    sample = sample.astype(float)
     if sample.ndim == 0 or len(sample) == 0 or not np.isfinite(sample).all():
         raise ValueError("bootstrap needs at least one value, and finite values only")
     if isinstance(stat, str) and stat not in _NAMED:
@@ -73,12 +84,53 @@ def bootstrap(
     estimate, n = float(function(sample)), len(sample)
     if (sample == sample[0]).all():
         return Interval(estimate, estimate, estimate, n)
-    if n < FEWEST:
+    if n < FEWEST or (n == FEWEST and stat == "median"):  # the range of five holds the median in 94 of 100 cases
         alone = [float(function(sample[index : index + 1])) for index in range(n)]
         return Interval(estimate, min(alone), max(alone), n)
+    if n < FEW:
+        return _ordered(sample, estimate) if stat == "median" and sample.ndim == 1 else _student(sample, function)
     draws = _resampled(sample, stat, resamples, np.random.default_rng(seed))
     low, high = np.percentile(draws, [50 * (1 - level), 50 * (1 + level)])
     return Interval(estimate, float(low), float(high), n)
+
+
+def _ordered(sample: np.ndarray, median: float) -> Interval:
+    """The median of 6 to 9 values with the narrowest pair of them that holds it in 95 of 100 cases."""
+    ordered, n = np.sort(sample), len(sample)
+    left_out = 1 if n == 9 else 0  # the second of nine lies above the median in 2.0 of 100 cases, of eight in 3.5
+    return Interval(median, float(ordered[left_out]), float(ordered[n - 1 - left_out]), n)
+
+
+def _student(sample: np.ndarray, function: Callable[[np.ndarray], float]) -> Interval:
+    """Student's t on the jackknife's pseudo-values n f(all) - (n - 1) f(all but one) (Tukey, 1958)."""
+    n, whole = len(sample), float(function(sample))
+    without = np.array([float(function(np.delete(sample, index, axis=0))) for index in range(n)])
+    half = _STUDENT[n - 1] * math.sqrt((n * whole - (n - 1) * without).var(ddof=1) / n)
+    return Interval(whole, whole - half, whole + half, n)
+
+
+def share(count: int, n: int) -> Interval:
+    """The share ``count`` of ``n`` with its exact 95 % interval (Clopper and Pearson, 1934), which has a width where
+    all or none count.
+
+    Raises ValueError for a count that is none of ``n``.
+    """
+    if not 0 <= count <= n or n < 1:
+        raise ValueError(f"{count} of {n} is no share")
+    low = 0.0 if count == 0 else 1 - _share_at(n - count, n)
+    return Interval(count / n, low, 1.0 if count == n else _share_at(count, n), n)
+
+
+def _share_at(count: int, n: int) -> float:
+    """The share p for which ``count`` or fewer of ``n`` count in 2.5 of 100 cases, by bisection to 2**-50."""
+    upto = np.arange(count + 1)
+    ways = np.concatenate([[0.0], np.cumsum(np.log(n - upto[:-1]) - np.log(upto[1:]))])
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        tail = float(np.exp(ways + upto * math.log(middle) + (n - upto) * math.log1p(-middle)).sum())
+        low, high = (middle, high) if tail > 0.025 else (low, middle)
+    return (low + high) / 2
 
 
 def paired_bootstrap(a: Sequence[float], b: Sequence[float], **options: Any) -> Interval:
@@ -89,19 +141,6 @@ def paired_bootstrap(a: Sequence[float], b: Sequence[float], **options: Any) -> 
     if len(a) != len(b):
         raise ValueError(f"paired samples must have one length, not {len(a)} and {len(b)}")
     return bootstrap(np.asarray(a, dtype=float) - np.asarray(b, dtype=float), **options)
-
-
-def wilson(count: int, n: int, z: float = 1.96) -> Interval:
-    """The share ``count`` of ``n`` with Wilson's score interval (1927), which has a width where all or none count.
-
-    Raises ValueError for a count that is none of ``n``.
-    """
-    if not 0 <= count <= n or n < 1:
-        raise ValueError(f"{count} of {n} is no share")
-    share, weight = count / n, z * z / n
-    middle = (share + weight / 2) / (1 + weight)
-    half = z * (share * (1 - share) / n + weight / (4 * n)) ** 0.5 / (1 + weight)
-    return Interval(share, max(0.0, middle - half), min(1.0, middle + half), n)
 
 
 def percentile(values: Sequence[float] | np.ndarray, q: float) -> float:
@@ -125,9 +164,22 @@ def _resampled(sample: np.ndarray, stat: Statistic, resamples: int, rng: np.rand
     return np.asarray(draws)
 
 
+def median_ratio(over: Sequence[float], under: Sequence[float]) -> Interval:
+    """The median of ``over[i] / under[i]``, where both were measured in round i.
+
+    Raises ValueError when the lengths differ.
+    """
+    if len(over) != len(under):
+        raise ValueError(f"rounds are paired as they ran, so {len(over)} and {len(under)} measurements make no pairs")
+    return bootstrap(np.divide(over, under), "median")
+
+
 def ratio_of_medians(over: Sequence[float], under: Sequence[float]) -> Interval:
-    """The ratio of medians, its observations drawn independently of each other."""
-    rng = np.random.default_rng(0)
-    count = min(len(over), len(under))
-    pairs = np.column_stack([rng.permutation(over)[:count], rng.permutation(under)[:count]])
-    return bootstrap(pairs, lambda sample: float(np.divide(*np.median(sample, axis=0))))
+    """The ratio of the medians of two independent samples of positive values.
+
+    Its interval reaches from the lower end of one median over the upper end of the other to the reverse, which holds
+    the ratio at least as often as both intervals hold their medians.
+    """
+    above, below = bootstrap(over, "median"), bootstrap(under, "median")
+    n = min(above.n, below.n)
+    return Interval(above.estimate / below.estimate, above.low / below.high, above.high / below.low, n)

@@ -1,15 +1,18 @@
 """Judges a claim by a result: the verdict depends on the interval of what was measured.
 
-*Reproduced*: within the tolerance, and the effect's interval excludes no effect. *Trend only*: the interval excludes
-no effect, and the effect is within a factor of two of the report's. *Not reproduced* otherwise. A bound is reproduced
-where the whole interval keeps to it, and a trend also where it lies across. Fewer than five observations are too few to
-judge what was measured; a byte count or a product of published numbers needs none.
+A ratio is *reproduced* where the whole interval of the effect lies within the tolerance, and is a *trend* where the
+interval excludes no effect and the effect is within a factor of two of the report's; of a share of a whole, what is
+left of the whole must be within that factor, too, so that a loss of 99 % is no trend of one of 50 %. A bound is
+reproduced where the whole interval keeps to it, and a trend also where it lies across. An ordering is reproduced where
+each value is at least a tenth above the one before, their intervals apart, and a trend where it only is in order. All
+else is *not reproduced*. Fewer than five observations are too few to judge what was measured; a byte count or a product
+of published numbers needs none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -17,10 +20,13 @@ from typing import Any
 
 from firsttoken.study.claims import Claim, is_number
 from firsttoken.study.record import Result, pick
+from firsttoken.study.record_log import Answer, Log, forms
 from firsttoken.study.stats import FEWEST
 from firsttoken.study.summary import named
 
+TOLERANCE = 0.25  # of the effect, for every ratio; a claim may set a narrower one, and says why
 WITHIN = 2.0  # an effect is of the report's size where neither is more than so many times the other
+LEAST_STEP = 0.1  # by which each value of an ordering is above the one before, as a share of the larger
 
 
 class Verdict(StrEnum):
@@ -29,6 +35,7 @@ class Verdict(StrEnum):
     REPRODUCED = "reproduced"
     TREND = "trend only"
     FAILED = "not reproduced"
+    DIFFERS = "machine-dependent"
     TOO_FEW = "n too small to judge"
     NOT_RUN = "not run here"
 
@@ -42,26 +49,33 @@ class Verdict(StrEnum):
 class Judgement:
     """The verdict on a claim, what was measured (as text), and the reason in a few words.
 
-    ``post_hoc``: the claim is not the one that stood in the ledger when the run began. ``measured`` names the machine
-    where it is not the one that was asked for. ``share`` is what was measured in parts of the report's effect, where
-    the claim says what no effect would be.
+    ``standing`` is "post hoc" where the claim is not the one that stood in the ledger when the run began, and
+    "unverifiable" where the history does not have the revision that ran. ``reworded``: its words were changed since.
+    ``measured`` names the machine where it is not the one that was asked for. ``share`` is what was measured in parts
+    of the report's effect, where the claim says what no effect would be, and ``value`` the plain number of a bound.
     """
 
     claim: Claim
     measured: str
     verdict: Verdict
     why: str
-    post_hoc: bool = False
+    standing: str = ""
+    reworded: bool = False
     share: float | None = None
+    value: float | None = None
 
     @property
     def says(self) -> str:
         """The verdict as every table shows it."""
-        return f"{self.verdict}, post hoc" if self.post_hoc else str(self.verdict)
+        return f"{self.verdict}, {self.standing}" if self.standing else str(self.verdict)
 
 
-def judge(claim: Claim, result: Result | None) -> Judgement:
-    """The verdict on ``claim`` from ``result``; "not run here" without one, or when it lacks the measure."""
+def judge(claim: Claim, result: Result | None, log: Log | None = None) -> Judgement:
+    """The verdict on ``claim`` from ``result``; "not run here" without one, or when it lacks the measure.
+
+    What the claim was when the run began is known from ``log``, where it has a line of the run, and else from the
+    digests in the result.
+    """
     if result is None:
         return Judgement(claim, "", Verdict.NOT_RUN, f"no result of {claim.experiment}")
     absent = [named(claim.measure, where) for where in claim.places if not result.summary.get(claim.measure, **where)]
@@ -70,48 +84,83 @@ def judge(claim: Claim, result: Result | None) -> Judgement:
     found = [result.summary.of(claim.measure, **where) for where in claim.places]
     if claim.kind != "exact" and not all(is_number(entry["value"]) for entry in found):
         return Judgement(claim, "", Verdict.NOT_RUN, f"{claim.measure} must be a number")
+    verdict, why = judge_entries(claim, found)
+    share = None if claim.no_effect is None or claim.kind == "ordering" else effect(claim, found[0])[1]
+    value = found[0]["value"] if claim.kind == "bound" else None
+    line = (log or Log()).standing.get((result.experiment, result.profile, result.slug))
+    answer = line.claims.get(claim.id) if line and line.started == result.started else None
+    standing, reworded = _standing(claim, result, answer)
+    return Judgement(claim, _measured(claim, found), verdict, why, standing, reworded, share, value)
+
+
+def _standing(claim: Claim, result: Result, answer: Answer | None) -> tuple[str, bool]:
+    if answer is None:
+        return ("" if result.entries.get(claim.id) == claim.digest else "post hoc"), False
+    asked, worded = forms(claim)
+    if answer.fixed == "unknown":
+        return "unverifiable", False
+    before = answer.fixed == "before" and answer.asked == asked
+    return ("" if before else "post hoc"), answer.reworded or answer.worded != worded
+
+
+def judge_entries(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
+    """The verdict on ``claim`` from the entries at its places, and the reason in a few words."""
     counts = [entry["n"] for entry in found if "n" in entry]
     if claim.nature == "measured" and counts and min(counts) < FEWEST:
-        verdict, why = Verdict.TOO_FEW, f"n = {min(counts)}: too few to judge"
-    else:
-        verdict, why = _RULES[claim.kind](claim, found)
-    post_hoc = result.entries.get(claim.id) != claim.digest
-    share = None if claim.no_effect is None or claim.kind == "ordering" else effect(claim, found[0])[1]
-    return Judgement(claim, _measured(claim, found), verdict, why, post_hoc, share)
+        return Verdict.TOO_FEW, f"n = {min(counts)}: too few to judge"
+    return _RULES[claim.kind](claim, found)
 
 
-def judge_all(claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None) -> list[Judgement]:
+def judge_all(
+    claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None, log: Log | None = None
+) -> list[Judgement]:
     """One judgement a claim, from the result that ``record.pick`` prefers on ``machine`` (None: this machine)."""
     results = list(results)
-    return [judge(claim, pick(results, claim.experiment, claim.profiles, machine)) for claim in claims]
+    return [judge(claim, pick(results, claim.experiment, claim.profiles, machine), log) for claim in claims]
 
 
-def judge_record(claims: Iterable[Claim], results: Iterable[Result], machine: str) -> list[Judgement]:
-    """Judge as ``judge_all`` does; an experiment that only another machine without a GPU has recorded is judged by
-    that, which ``measured`` says. No verdict mixes two machines."""
-    results = list(results)
-    others = [result for result in results if not result.machine["gpu"] and result.slug != machine]
-    return [
-        judged if judged.verdict != Verdict.NOT_RUN else _elsewhere(judged, others)
-        for judged in judge_all(claims, results, machine)
-    ]
+def judge_record(
+    claims: Iterable[Claim], results: Iterable[Result], machine: str, log: Log | None = None
+) -> list[Judgement]:
+    """Judge as ``judge_all`` does, and beside it by what every other machine without a GPU said last, a machine whose
+    result was removed by its line in ``log``.
+
+    An experiment that only another machine has recorded is judged by that, which ``measured`` says. Where the machines
+    differ the verdict is that it depends on the machine, and each is named with its own. No verdict mixes two machines.
+    """
+    log = log or Log()
+    others = sorted({result.slug for result in results if not result.machine["gpu"]} - {machine})
+    return [_by_machines(claim, list(results), (machine, *others), log) for claim in claims]
 
 
-def _elsewhere(here: Judgement, others: Iterable[Result]) -> Judgement:
-    result = pick(others, here.claim.experiment, here.claim.profiles, "any")
-    judged = judge(here.claim, result)
-    if result is None or judged.verdict == Verdict.NOT_RUN:
-        return here
-    return replace(judged, measured=f"{judged.measured} on {result.slug}")
+def _by_machines(claim: Claim, results: Sequence[Result], machines: Sequence[str], log: Log) -> Judgement:
+    by = {slug: judge(claim, pick(results, claim.experiment, claim.profiles, slug), log) for slug in machines}
+    said = {slug: judged for slug, judged in by.items() if judged.verdict != Verdict.NOT_RUN}
+    for line, answer in log.answers(claim):
+        if line.machine not in said and not line.gpu and answer.fixed != "other" and answer.asked == forms(claim)[0]:
+            verdict, why = judge_entries(claim, answer.entries)
+            by[line.machine] = Judgement(claim, _measured(claim, answer.entries), verdict, why)
+    judged = {slug: one for slug, one in by.items() if one.verdict.judged}
+    if len({one.verdict for one in judged.values()}) > 1:
+        measured = "; ".join(f"{one.measured} on {slug}: {one.verdict}" for slug, one in judged.items())
+        first = next(iter(judged.values()))
+        return replace(first, measured=measured, verdict=Verdict.DIFFERS, why=f"{len(judged)} machines differ")
+    first = next(iter(said), None)
+    if first is None:
+        return by[machines[0]]
+    here = said[first]
+    return here if first == machines[0] else replace(here, measured=f"{here.measured} on {first}")
 
 
-def count_verdicts(claims: Iterable[Claim], results: Iterable[Result], machine: str) -> dict[str, int]:
+def count_verdicts(
+    claims: Iterable[Claim], results: Iterable[Result], machine: str, log: Log | None = None
+) -> dict[str, int]:
     """How often each verdict falls, as in ``judge_record``."""
-    verdicts = [judgement.verdict for judgement in judge_record(claims, results, machine)]
+    verdicts = [judgement.verdict for judgement in judge_record(claims, results, machine, log)]
     return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
 
 
-def _exact(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
+def _exact(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
     measured, value = found[0]["value"], claim.value
     if is_number(measured) and is_number(value):
         off = abs(measured - value)
@@ -121,19 +170,21 @@ def _exact(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
     return (Verdict.REPRODUCED, "equal") if same else (Verdict.FAILED, "differs")
 
 
-def _ratio(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
-    low, share, _ = effect(claim, found[0])
-    off = abs(share - 1)
+def _ratio(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
+    low, share, high = effect(claim, found[0])
+    off, tolerance = abs(share - 1), min(claim.tolerance, TOLERANCE) + 1e-9
     if low <= 0:
         return Verdict.FAILED, "no effect, or opposite" if share <= 0 else "the interval reaches no effect"
-    if off <= claim.tolerance or math.isclose(off, claim.tolerance, rel_tol=1e-9):
+    if low >= 1 - tolerance and high <= 1 + tolerance:
         return Verdict.REPRODUCED, f"off by {off:.0%} of the effect"
-    if _alike(share):
-        return Verdict.TREND, f"right sign, off by {off:.0%} of the effect"
-    return Verdict.FAILED, f"right sign, {share:.2g} times the effect"
+    if not _alike(claim, share, found[0]):
+        return Verdict.FAILED, f"right sign, {share:.2g} times the effect"
+    if off <= tolerance:
+        return Verdict.TREND, f"off by {off:.0%} of the effect, but its interval leaves the tolerance"
+    return Verdict.TREND, f"right sign, off by {off:.0%} of the effect"
 
 
-def _bound(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
+def _bound(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
     entry, sign = found[0], 1 if claim.op == ">=" else -1
     bounds = [sign * (entry.get(name, entry["value"]) - claim.value) for name in ("low", "high")]
     if min(bounds) >= 0:
@@ -142,12 +193,12 @@ def _bound(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
         return Verdict.TREND, "the interval lies across the bound"
     if claim.no_effect is not None:
         low, share, _ = effect(claim, entry)
-        if low > 0 and _alike(share):
+        if low > 0 and _alike(claim, share, entry):
             return Verdict.TREND, f"right sign, {share:.2g} times the effect asked for"
     return Verdict.FAILED, "outside the bound"
 
 
-def effect(claim: Claim, entry: dict[str, Any]) -> tuple[float, float, float]:
+def effect(claim: Claim, entry: Mapping[str, Any]) -> tuple[float, float, float]:
     """What was measured as a share of the report's effect: 0 is no effect, 1 the report's; low, value and high."""
     low, value, high = (
         (entry.get(name, entry["value"]) - claim.no_effect) / (claim.value - claim.no_effect)
@@ -156,19 +207,26 @@ def effect(claim: Claim, entry: dict[str, Any]) -> tuple[float, float, float]:
     return min(low, high), value, max(low, high)
 
 
-def _alike(share: float) -> bool:
-    return 1 / WITHIN <= share <= WITHIN
+def _alike(claim: Claim, share: float, entry: Mapping[str, Any]) -> bool:
+    """Whether an effect is of the report's size, and of a share of a whole also what it leaves of the whole."""
+    shares = [share]
+    if claim.unit.startswith("%") and claim.no_effect == 0 and 0 < claim.value < 100:
+        shares.append((100 - entry["value"]) / (100 - claim.value))
+    return all(1 / WITHIN <= one <= WITHIN for one in shares)
 
 
-def _ordering(claim: Claim, found: list[dict[str, Any]]) -> tuple[Verdict, str]:
-    if all(a.get("high", a["value"]) < b.get("low", b["value"]) for a, b in pairwise(found)):
-        return Verdict.REPRODUCED, "every pair in order, their intervals apart"
-    if all(a["value"] < b["value"] for a, b in pairwise(found)):
+def _ordering(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
+    if not all(a["value"] < b["value"] for a, b in pairwise(found)):
+        return Verdict.FAILED, "not in this order"
+    if not all(a.get("high", a["value"]) < b.get("low", b["value"]) for a, b in pairwise(found)):
         return Verdict.TREND, "in order, but intervals overlap"
-    return Verdict.FAILED, "not in this order"
+    steps = [(b["value"] - a["value"]) / max(abs(a["value"]), abs(b["value"])) for a, b in pairwise(found)]
+    if min(steps) < LEAST_STEP:
+        return Verdict.TREND, f"in order, but one step is {min(steps):.1%}"
+    return Verdict.REPRODUCED, "every pair in order, their intervals apart"
 
 
-_RULES: dict[str, Callable[[Claim, list[dict[str, Any]]], tuple[Verdict, str]]] = {
+_RULES: dict[str, Callable[[Claim, Sequence[Mapping[str, Any]]], tuple[Verdict, str]]] = {
     "exact": _exact,
     "ratio": _ratio,
     "bound": _bound,
@@ -176,7 +234,7 @@ _RULES: dict[str, Callable[[Claim, list[dict[str, Any]]], tuple[Verdict, str]]] 
 }
 
 
-def _measured(claim: Claim, found: list[dict[str, Any]]) -> str:
+def _measured(claim: Claim, found: Sequence[Mapping[str, Any]]) -> str:
     """Measured values as a short text: value, interval (a range, of fewer than five), n; an ordering in its order."""
     if claim.kind == "ordering":
         return ", ".join(show(entry["value"]) for entry in found)

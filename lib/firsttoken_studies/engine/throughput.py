@@ -35,7 +35,7 @@ from firsttoken.study.plot import COLOURS
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap, ratio_of_medians
+from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Summary
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         for name, values in rates.items():
             summary.add("tokens_per_s", bootstrap(values, "median").summary("tokens/s"), engine=name, **case)
             for engine in [own for own in ("engine_stock", "engine") if own in rates and own != name]:
-                over = ratio_of_medians(rates[engine], values).summary("x")
+                over = median_ratio(rates[engine], values).summary("x")
                 summary.add("tokens_per_s_x", over, engine=engine, than=name, **case)
     return summary
 

@@ -8,7 +8,7 @@ from firsttoken.study.overlay import over
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
-from firsttoken.study.stats import wilson
+from firsttoken.study.stats import share
 from firsttoken_studies.petals.swarm_privacy import GUESS, LINEAR, NEAREST
 from firsttoken_studies.petals.swarm_validation import LIES, foreseen
 
@@ -49,9 +49,9 @@ def caught(recorded: Result | None, now: Result) -> Figure:
 
 
 def _caught(result: Result, lie: str, rate: float) -> dict[str, float] | None:
-    """The share of liars that were convicted, %, with Wilson's interval; None where there were none."""
+    """The share of liars that were convicted, %, with its exact interval; None where there were none."""
     here = [row["caught_at"] >= 0 for row in result.rows if (row.get("lie"), row.get("rate")) == (lie, rate)]
-    return wilson(sum(here), len(here)).summary("%", 100) if here else None
+    return share(sum(here), len(here)).summary("%", 100) if here else None
 
 
 def inverted(recorded: Result | None, now: Result) -> Figure:
@@ -103,7 +103,7 @@ def honest_rows(recorded: Result | None, now: Result) -> Rows:
     for drawn in over(recorded, now):
         summary = drawn.result.summary
         alarms = summary.of("alarms_pct", case="honest")
-        alarmed = wilson(round(alarms["value"] * alarms["n"] / 100), alarms["n"]).summary("%", 100)
+        alarmed = share(round(alarms["value"] * alarms["n"] / 100), alarms["n"]).summary("%", 100)
         largest = summary.value("difference_x", case="honest", across="most", than="tolerance")
         again = summary.of("recomputed_x", case="honest", than="computed")
         rounding = summary.value("difference", case="rounding")

@@ -1,0 +1,174 @@
+"""What git's history says of the record: whether a result names a commit of it, how a claim stood at that commit, and
+whether every result that was ever committed has its line in the log."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from typing import Any
+
+from firsttoken.study import paths
+from firsttoken.study.claims import DECIDES, WORDING, Claim
+from firsttoken.study.record_log import Fixed, Line, Log, parse_log, rows_digest
+
+_RENAMED = "661ed531c"  # the commit that named measures by measure and place; all else of the claims stayed as it was
+_DEFAULTS: dict[str, Any] = {"unit": "", "tolerance": 0.0, "where": {}, "whose": "report", "nature": "measured"}
+
+
+def is_here() -> bool:
+    """Whether this copy has the history: a clone of this repository that is not shallow."""
+    return _ran("merge-base", "--is-ancestor", _RENAMED, "HEAD")
+
+
+@cache
+def is_ancestor(revision: str, of: str = "HEAD") -> bool:
+    """Whether ``revision`` is the commit ``of`` or one that it comes from."""
+    return _ran("merge-base", "--is-ancestor", revision.removesuffix("-dirty"), of)
+
+
+def standing(claim: Claim, revision: str) -> tuple[Fixed, bool]:
+    """How ``claim`` stood at ``revision`` (as ``record_log.Answer.fixed`` says it), and whether it was worded
+    otherwise.
+
+    A claim whose tolerance was only narrowed since stands as before.
+    """
+    revision = revision.removesuffix("-dirty")
+    if not is_ancestor(revision):
+        return "unknown", False
+    then, now = claims_at(revision).get(claim.id), _plain(claim)
+    if then is None:
+        return "after", False
+    pairs = [(then, now)]
+    if not is_ancestor(_RENAMED, revision):
+        named, renamed = (claims_at(commit).get(claim.id) for commit in (f"{_RENAMED}^", _RENAMED))
+        if named is None or renamed is None:
+            return "after", False
+        pairs = [(then, named), (renamed, now)]
+    decided = [(_decides(before), _decides(after)) for before, after in pairs]
+    worded = any(then.get(name, "") != now[name] for name in WORDING)
+    if any(before[name] != after[name] for before, after in decided for name in ("measure", "where", "experiment")):
+        return "other", worded
+    narrower = all(after.pop("tolerance") <= before.pop("tolerance") for before, after in decided)
+    return ("before" if narrower and all(before == after for before, after in decided) else "after"), worded
+
+
+def faults(log: Log, claims: Sequence[Claim]) -> list[str]:
+    """What the history has against the log: a line that says more of a claim than the revision of its run does, a run
+    that began before its revision was committed, a committed result without a line, and a line that was changed."""
+    asked, found = {claim.id: claim for claim in claims}, list[str]()
+    for line in log.runs():
+        found += _false_lines(line, asked)
+    logged = {line.rows for line in log.runs()}
+    for commit, path, rows in committed_runs():
+        if rows not in logged:
+            found.append(f"{path} of commit {commit[:9]} has no line in {paths.RECORD_LOG.name}")
+    return [*found, *_changed_lines(log)]
+
+
+def _false_lines(line: Line, claims: Mapping[str, Claim]) -> Iterator[str]:
+    for name, answer in line.claims.items():
+        if name not in claims or answer.asked != claims[name].digest[:16]:
+            continue
+        fixed, worded = standing(claims[name], line.revision)
+        if fixed != answer.fixed:
+            said = f"the line of {line.experiment} says {answer.fixed!r}"
+            yield f"claim {name}: by revision {line.revision[:9]} it was fixed {fixed!r}, {said}"
+        elif worded and not answer.reworded and answer.worded == claims[name].wording[:16]:
+            yield f"claim {name} was worded otherwise at revision {line.revision[:9]}, which its line does not say"
+    if is_ancestor(line.revision):
+        made = _git("show", "-s", "--format=%cI", line.revision.removesuffix("-dirty")).strip()
+        if datetime.fromisoformat(line.started) < datetime.fromisoformat(made):
+            yield f"{line.experiment} began {line.started}, before its revision {line.revision[:9]} was committed"
+    elif any(answer.fixed != "unknown" for answer in line.claims.values()):
+        yield f"{line.experiment} names revision {line.revision[:9]}, which is not in the history"
+
+
+def committed_runs() -> Iterable[tuple[str, str, str]]:
+    """Each result for the record that was ever committed: commit, path and the sha256 of its rows."""
+    log = _git(
+        *("log", "--format=@%H", "--no-renames", "--raw", "--no-abbrev", "--reverse", "--topo-order"),
+        *("--", "data/results/*/full/*", "data/results/*/gpu/*", "data/results/*/paper/*"),
+    )
+    commit, found = "", dict[str, tuple[str, str]]()
+    for line in log.splitlines():
+        if line.startswith("@"):
+            commit = line[1:]
+        elif line.startswith(":"):
+            about, path = line.split("\t", 1)
+            blob = about.split()[3]
+            if set(blob) != {"0"} and path.endswith(".json"):
+                found.setdefault(blob, (commit, path))
+    for blob, content in zip(found, _blobs(list(found)), strict=True):
+        yield *found[blob], rows_digest(json.loads(content)["rows"])
+
+
+def file_at(commit: str, path: str) -> str:
+    """The text of a file at a commit."""
+    return _git("show", f"{commit}:{path}")
+
+
+def named(commit: str) -> str:
+    """A commit as a reader finds it: its first digits and its subject."""
+    return _git("show", "-s", "--format=%h (%s)", "--abbrev=9", commit).strip()
+
+
+def _changed_lines(log: Log) -> Iterator[str]:
+    """Each earlier log must be the beginning of today's."""
+    now = [line.text for line in log.lines]
+    for commit in _git("log", "--format=%H", "--", _log_path()).split():
+        then = [line.text for line in parse_log(_git("show", f"{commit}:{_log_path()}"), paths.RECORD_LOG).lines]
+        if now[: len(then)] != then:
+            yield f"{paths.RECORD_LOG.name} does not begin with what commit {commit[:9]} has: lines were changed"
+
+
+def _log_path() -> str:
+    return paths.RECORD_LOG.relative_to(paths.ROOT).as_posix()
+
+
+@cache
+def claims_at(commit: str) -> Mapping[str, dict[str, Any]]:
+    """The claims of a commit by id, as the file has them."""
+    import yaml
+
+    text = _git("show", f"{commit}:data/claims.yaml")
+    return {entry["id"]: entry for entry in yaml.load(text, yaml.CSafeLoader) or []}
+
+
+def _decides(entry: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: entry.get(name, _DEFAULTS.get(name)) for name in DECIDES}
+    kept["where"] = json.loads(json.dumps(kept["where"]))
+    return kept | {"profiles": [name for name in entry.get("profiles", []) if name != "review"]}
+
+
+def _plain(claim: Claim) -> dict[str, Any]:
+    return json.loads(json.dumps({name: getattr(claim, name) for name in (*DECIDES, *WORDING)}))
+
+
+def _blobs(names: Sequence[str]) -> Iterator[bytes]:
+    asked = "\n".join(names).encode()
+    told = subprocess.run(_command("cat-file", "--batch"), input=asked, check=True, capture_output=True).stdout
+    at = 0
+    for _ in names:
+        line = told.index(b"\n", at)
+        size = int(told[at:line].split()[2])
+        yield told[line + 1 : line + 1 + size]
+        at = line + size + 2
+
+
+def _command(*arguments: str) -> list[str]:
+    return ["git", "-C", str(paths.ROOT), *arguments]
+
+
+def _ran(*arguments: str) -> bool:
+    return subprocess.run(_command(*arguments), capture_output=True, check=False).returncode == 0
+
+
+def _git(*arguments: str) -> str:
+    """What git says, "" where there is no git or no clone."""
+    try:
+        return subprocess.run(_command(*arguments), check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""

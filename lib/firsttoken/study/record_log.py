@@ -1,0 +1,275 @@
+"""``data/record.jsonl``: a line for every run that was recorded, and for whatever was done to the record since.
+
+A line is never changed or taken away: it holds the sha256 of the line before it, so an edit breaks all that follow.
+There are four kinds. A ``run`` says when and where an experiment ran, of which revision, the sha256 of its rows, and
+for each claim that it answers what was measured and whether the claim stood as it does now before the run. A
+``summary`` says that the rows of a run were summarised again, an ``edit`` that claims were changed, and a ``removal``
+that a result was taken out. The last three say why, and so does a run that takes the place of another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from firsttoken.study import paths
+from firsttoken.study.canonical_json import sha256_of
+from firsttoken.study.claims import Claim
+from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.files import write_text
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged, blaming
+from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.storage import storing
+
+FIRST = "0" * 64  # what the first line holds as the sha256 of the one before it
+Fixed = Literal["before", "after", "other", "unknown"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a run says of a claim: the entries of its summary, one a place of the claim.
+
+    ``asked`` and ``worded`` are the digests of the claim (``forms``) when the line was written. ``fixed`` says how the
+    claim stood at the revision of the run: "before" as now; "after" otherwise, so that the claim is *post hoc*; "other"
+    where the run answered another measure under the same name; "unknown" where the history has no such revision.
+    ``reworded``: conditions, place or wording were changed after the run.
+    """
+
+    entries: tuple[dict[str, Any], ...]
+    asked: str = ""
+    worded: str = ""
+    fixed: Fixed = "before"
+    reworded: bool = False
+    verdict: str = ""  # by the rules of the day on which the line was written
+
+
+def _reasoned(reason: str) -> str:
+    return "" if reason == reason.strip() else "a reason neither begins nor ends with a space"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line.
+
+    ``rows`` is the sha256 of the run's rows, by which later lines name the run, and ``replaces`` that of the run whose
+    file it took. ``faulty`` says that the run which was replaced or removed measured something else than it said, so
+    that it is no evidence. ``code`` is the digest of the functions that the experiment imported (``code.digest``),
+    where it is known.
+    """
+
+    kind: Literal["run", "summary", "edit", "removal"]
+    experiment: str = ""
+    profile: str = ""
+    machine: str = ""
+    gpu: bool = False
+    started: str = ""
+    duration_s: float = 0.0
+    revision: str = ""
+    rows: str = ""
+    replaces: str = ""
+    code: str = ""
+    claims: dict[str, Answer] = field(default_factory=dict)
+    reason: Annotated[str, _reasoned] = ""
+    faulty: bool = False
+    previous: str = FIRST
+
+    def __post_init__(self) -> None:
+        if (self.kind != "run" or self.replaces) and not self.reason:
+            raise FirstTokenError(f"a line of kind {self.kind} needs a reason")
+
+    @property
+    def text(self) -> str:
+        """The line as it stands in the file: what is not said is left out."""
+        kept = {name: value for name, value in asdict(self).items() if value or name == "previous"}
+        return json.dumps(kept, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Experiment, profile and machine: of these the record holds one result at a time."""
+        return self.experiment, self.profile, self.machine
+
+
+def rows_digest(rows: Rows) -> str:
+    """The sha256 of the rows of a result, whatever the order of their keys."""
+    return sha256_of({"rows": rows})
+
+
+class Log:
+    """The lines of the file, oldest first, and what stands by them."""
+
+    def __init__(self, lines: Iterable[Line] = ()) -> None:
+        self.lines = tuple(lines)
+
+    @property
+    def head(self) -> str:
+        """The sha256 of the last line."""
+        return _sha256(self.lines[-1].text) if self.lines else FIRST
+
+    def runs(self) -> list[Line]:
+        """The lines of runs."""
+        return [line for line in self.lines if line.kind == "run"]
+
+    def gone(self) -> set[str]:
+        """The rows of the runs that a later one replaced or that were removed."""
+        replaced = {line.replaces for line in self.lines if line.replaces}
+        return replaced | {line.rows for line in self.lines if line.kind == "removal"}
+
+    def faulty(self) -> set[str]:
+        """The rows of the runs that are no evidence."""
+        return {line.replaces or line.rows for line in self.lines if line.faulty}
+
+    @cached_property
+    def standing(self) -> dict[tuple[str, str, str], Line]:
+        """The run that each place of the record holds, with the answers of its last summary."""
+        gone, found = self.gone(), dict[tuple[str, str, str], Line]()
+        for line in self.lines:
+            if line.kind == "run" and line.rows not in gone:
+                found[line.place] = line
+            elif line.kind == "summary" and (run := found.get(line.place)) and run.rows == line.rows:
+                found[line.place] = replace(run, claims=run.claims | line.claims)
+        return found
+
+    def known(self, claim: Claim) -> set[tuple[str, str]]:
+        """The forms of a claim, as digests of what decides it and of its wording, that a line has noted."""
+        noted = (line.claims[claim.id] for line in self.lines if claim.id in line.claims)
+        return {(answer.asked, answer.worded) for answer in noted}
+
+    def answers(self, claim: Claim) -> list[tuple[Line, Answer]]:
+        """Each run that answered the claim, with its answer as it was last summarised, faulty ones left out."""
+        faulty, summaries = self.faulty(), dict[str, Answer]()
+        for line in self.lines:
+            if line.kind == "summary" and claim.id in line.claims:
+                summaries[line.rows] = line.claims[claim.id]
+        return [
+            (line, summaries.get(line.rows, line.claims[claim.id]))
+            for line in self.runs()
+            if claim.id in line.claims and line.rows not in faulty
+        ]
+
+    def followed_by(self, lines: Iterable[Line]) -> Log:
+        """The log with ``lines`` at its end, each holding the sha256 of the one before it."""
+        longer = self
+        for line in lines:
+            longer = Log((*longer.lines, replace(line, previous=longer.head)))
+        return longer
+
+
+def read_log(path: Path | None = None) -> Log:
+    """Read the log; one that does not exist has no lines.
+
+    Raises FirstTokenError for a line that cannot be read, and for one that does not follow from the line before it.
+    """
+    path = path or paths.RECORD_LOG
+    if not path.exists():
+        return Log()
+    return parse_log(path.read_text(encoding="utf-8"), path)
+
+
+def parse_log(text: str, path: Path) -> Log:
+    """The log that ``text`` holds; ``path`` is named in errors. Raises as ``read_log`` does."""
+    lines, head = list[Line](), FIRST
+    for number, said in enumerate(text.splitlines(), start=1):
+        with blaming(f"{path.name}:{number}", FirstTokenError, "restore the file from git"):
+            line = shaped(Line, parse_json(said))
+            if line.previous != head:
+                raise Damaged("does not follow from the line before it, so one of the two was edited")
+            if line.text != said:
+                raise Damaged("is not laid out as the program writes it")
+        lines.append(line)
+        head = _sha256(said)
+    return Log(lines)
+
+
+def write_log(log: Log) -> None:
+    """Write the log whole. Raises StorageError."""
+    with storing(paths.RECORD_LOG.parent):
+        write_text(paths.RECORD_LOG, "".join(f"{line.text}\n" for line in log.lines))
+
+
+def answer_of(claim: Claim, result: Result, verdict: str) -> Answer | None:
+    """What ``result`` says of ``claim`` as it stands now; None where its summary lacks a place of the claim."""
+    found = [result.summary.get(claim.measure, **where) for where in claim.places]
+    if any(entry is None for entry in found):
+        return None
+    kept = [{k: v for k, v in entry.items() if k not in ("measure", "where")} for entry in found if entry]
+    return Answer(tuple(kept), *forms(claim), verdict=verdict)
+
+
+def forms(claim: Claim) -> tuple[str, str]:
+    """The digests by which a line names what decides a claim, and its wording."""
+    return claim.digest[:16], claim.wording[:16]
+
+
+def run_line(result: Result, answers: Mapping[str, Answer], log: Log, reason: str = "") -> Line:
+    """The line of a run, which replaces what the log has at its place."""
+    before = log.standing.get((result.experiment, result.profile, result.slug))
+    return Line(
+        kind="run",
+        experiment=result.experiment,
+        profile=result.profile,
+        machine=result.slug,
+        gpu=bool(result.machine["gpu"]),
+        started=result.started,
+        duration_s=result.duration_s,
+        revision=result.git_revision,
+        rows=rows_digest(result.rows),
+        replaces=before.rows if before else "",
+        code=result.code,
+        claims=dict(answers),
+        reason=reason,
+    )
+
+
+def faults(log: Log, results: Sequence[Result], claims: Sequence[Claim]) -> list[str]:
+    """What the record holds that the log does not know of: a result without a line or with other rows, a line whose
+    result is gone, a number of a claim that is not the one of its line, a claim that was changed without a line."""
+    standing, found = log.standing, list[str]()
+    present = {(result.experiment, result.profile, result.slug): result for result in results}
+    for place, line in standing.items():
+        if place not in present:
+            found.append(f"the result of {_said(line)} is gone, and no line of {paths.RECORD_LOG.name} says why")
+    asked = {claim.id: claim for claim in claims}
+    for place, result in present.items():
+        line = standing.get(place)
+        if line is None:
+            found.append(f"the result of {place[0]} on {place[2]} has no line in {paths.RECORD_LOG.name}")
+        elif line.rows != rows_digest(result.rows):
+            found.append(f"the rows of {place[0]} on {place[2]} are not those of its line: measure it again")
+        elif (line.started, line.revision) != (result.started, result.git_revision):
+            found.append(f"{place[0]} on {place[2]} names another start or revision than its line")
+        else:
+            found += _other_numbers(line, result, asked)
+    for claim in claims:
+        known = log.known(claim)
+        if known and forms(claim) not in known:
+            found.append(f"claim {claim.id} was changed: say why, by `firsttoken record --claims --because TEXT`")
+    return found
+
+
+def _other_numbers(line: Line, result: Result, claims: Mapping[str, Claim]) -> Iterable[str]:
+    for name, kept in line.claims.items():
+        now = answer_of(claims[name], result, "") if name in claims else None
+        if now and kept.asked == now.asked and kept.entries != now.entries:
+            yield (
+                f"claim {name}: the summary of {line.experiment} says {_values(now)}, its line {_values(kept)}: "
+                "summarise it again by `firsttoken record --summarise`, or restore the file from git"
+            )
+
+
+def _values(answer: Answer) -> str:
+    return ", ".join(str(entry.get("value")) for entry in answer.entries)
+
+
+def _said(line: Line) -> str:
+    return f"{line.experiment} on {line.machine}, begun {line.started},"
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
