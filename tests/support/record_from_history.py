@@ -30,12 +30,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("reasons", type=Path, help="YAML: by 'experiment machine started' a reason, and whether faulty")
     reasons = yaml.safe_load(parser.parse_args().reasons.read_text(encoding="utf-8"))
-    now = {rows_digest(result.rows): result for result in all_results(ledger.FOR_THE_RECORD)}
+    now = {(result.started, rows_digest(result.rows)): result for result in all_results(ledger.FOR_THE_RECORD)}
     claims = {claim.id: claim for claim in ledger.claims()}
     log = Log()
     for content, asked, commit in sorted(_runs(), key=lambda run: run[0]["started"]):
         rows = rows_digest(content["rows"])
-        result = now.get(rows)
+        result = now.get((content["started"], rows))
         found = _now(result, claims) if result else _then(content, asked, claims)
         log = log.followed_by([_line(content, found, log, f"recorded again by commit {history.named(commit)}")])
     standing, present = log.standing, {(one.experiment, one.profile, one.slug) for one in now.values()}
@@ -114,7 +114,7 @@ def _line(content: Mapping[str, Any], found: Mapping[str, Answer], log: Log, aga
         duration_s=float(content["duration_s"]),
         revision=content["git_revision"],
         rows=rows_digest(content["rows"]),
-        replaces=before.rows if before else "",
+        replaces=before.run if before else "",
         code=content.get("code", ""),
         claims=dict(found),
         reason=again if before else "",

@@ -33,7 +33,8 @@ def effects(claims: Sequence[Claim], results: Sequence[Result], machine: str, lo
     """Every claim of a report, a line each, sorted: how many times better (right) or worse (left) than the report.
 
     1 is the report's effect or bound. A claim without a size, an order or an equality, stands at 1 where it is
-    reproduced, at one half where it is a trend, and else at the left edge. ``machine`` is the one that answers first (``judge_record``).
+    reproduced, at one half where it is a trend, and else at the left edge. ``machine`` is the one that answers first
+    (``judge_record``).
     """
     from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D

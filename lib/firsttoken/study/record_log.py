@@ -58,10 +58,9 @@ def _reasoned(reason: str) -> str:
 class Line:
     """One line.
 
-    ``rows`` is the sha256 of the run's rows, by which later lines name the run, and ``replaces`` that of the run whose
-    file it took. ``faulty`` says that the run which was replaced or removed measured something else than it said, so
-    that it is no evidence. ``code`` is the digest of the functions that the experiment imported (``code.digest``),
-    where it is known.
+    ``rows`` is the sha256 of the run's rows, and ``replaces`` the :attr:`run` whose file this one took. ``faulty`` says
+    that the run which was replaced or removed measured something else than it said, so that it is no evidence. ``code``
+    is the digest of the functions that the experiment imported (``code.digest``), where it is known.
     """
 
     kind: Literal["run", "summary", "edit", "removal"]
@@ -91,6 +90,11 @@ class Line:
         return json.dumps(kept, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
     @property
+    def run(self) -> str:
+        """The name of the run that a line is about: its start and its rows, which two runs may have in common."""
+        return f"{self.started} {self.rows}"
+
+    @property
     def place(self) -> tuple[str, str, str]:
         """Experiment, profile and machine: of these the record holds one result at a time."""
         return self.experiment, self.profile, self.machine
@@ -117,22 +121,22 @@ class Log:
         return [line for line in self.lines if line.kind == "run"]
 
     def gone(self) -> set[str]:
-        """The rows of the runs that a later one replaced or that were removed."""
+        """The runs that a later one replaced or that were removed."""
         replaced = {line.replaces for line in self.lines if line.replaces}
-        return replaced | {line.rows for line in self.lines if line.kind == "removal"}
+        return replaced | {line.run for line in self.lines if line.kind == "removal"}
 
     def faulty(self) -> set[str]:
-        """The rows of the runs that are no evidence."""
-        return {line.replaces or line.rows for line in self.lines if line.faulty}
+        """The runs that are no evidence."""
+        return {line.replaces or line.run for line in self.lines if line.faulty}
 
     @cached_property
     def standing(self) -> dict[tuple[str, str, str], Line]:
         """The run that each place of the record holds, with the answers of its last summary."""
         gone, found = self.gone(), dict[tuple[str, str, str], Line]()
         for line in self.lines:
-            if line.kind == "run" and line.rows not in gone:
+            if line.kind == "run" and line.run not in gone:
                 found[line.place] = line
-            elif line.kind == "summary" and (run := found.get(line.place)) and run.rows == line.rows:
+            elif line.kind == "summary" and (run := found.get(line.place)) and run.run == line.run:
                 found[line.place] = replace(run, claims=run.claims | line.claims)
         return found
 
@@ -146,11 +150,11 @@ class Log:
         faulty, summaries = self.faulty(), dict[str, Answer]()
         for line in self.lines:
             if line.kind == "summary" and claim.id in line.claims:
-                summaries[line.rows] = line.claims[claim.id]
+                summaries[line.run] = line.claims[claim.id]
         return [
-            (line, summaries.get(line.rows, line.claims[claim.id]))
+            (line, summaries.get(line.run, line.claims[claim.id]))
             for line in self.runs()
-            if claim.id in line.claims and line.rows not in faulty
+            if claim.id in line.claims and line.run not in faulty
         ]
 
     def followed_by(self, lines: Iterable[Line]) -> Log:
@@ -220,7 +224,7 @@ def run_line(result: Result, answers: Mapping[str, Answer], log: Log, reason: st
         duration_s=result.duration_s,
         revision=result.git_revision,
         rows=rows_digest(result.rows),
-        replaces=before.rows if before else "",
+        replaces=before.run if before else "",
         code=result.code,
         claims=dict(answers),
         reason=reason,
