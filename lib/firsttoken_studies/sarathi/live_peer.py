@@ -1,4 +1,8 @@
-"""A live peer: vLLM and `firsttoken serve` with the same tokens a step, asked the same by somebody else's client."""
+"""A live peer: vLLM and `firsttoken serve` with the same tokens a step, asked the same by somebody else's client.
+
+The client is aiperf. It and vLLM run in environments of their own, behind OpenAI's interface; both servers get the same
+folder, dtype, threads, memory for keys and values, and tokens a step, and neither keeps prefixes.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +39,6 @@ from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.system.programs import free_port, last_line, started, wait_healthy
 from firsttoken_studies.engine.throughput import VLLM_PYTHON
-
-# aiperf, somebody else's client of OpenAI's interface, from its own environment, and what it says of a server.
 
 AIPERF = paths.ROOT / ".venv-clients" / "bin" / "aiperf"
 EXPORT = "profile_export_aiperf.json"
@@ -154,12 +156,8 @@ def answers(export: Path, requests: int) -> dict[str, float]:
             f"live_peer: aiperf saw {found.request_count.avg:.0f} answers to {requests} requests and {errors:.0f} "
             f"errors{why}"
         )
-    times = {
-        "ttft": found.time_to_first_token,
-        "itl": found.inter_token_latency,
-        "gap": found.inter_chunk_latency,
-        "latency": found.request_latency,
-    }
+    times = {"ttft": found.time_to_first_token, "itl": found.inter_token_latency}
+    times |= {"gap": found.inter_chunk_latency, "latency": found.request_latency}
     row = {
         f"{name}_{what}_s": getattr(entry, key) / 1e3
         for name, entry in times.items()
@@ -173,10 +171,6 @@ def answers(export: Path, requests: int) -> dict[str, float]:
         "tokens_per_s": found.output_token_throughput.avg,
     }
 
-
-# One model behind two servers of OpenAI's interface: `firsttoken serve`, and vLLM's from its own environment.
-#
-# Both get the same folder, dtype, threads, memory for keys and values, and tokens a step; neither keeps prefixes.
 
 OURS, VLLM = "ours", "vllm"
 RUNNING = 64  # requests in a step at once, at most: as many as the default of `firsttoken serve`

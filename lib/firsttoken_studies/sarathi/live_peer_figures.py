@@ -40,8 +40,7 @@ def beside(result: Result) -> Figure:
         for shift, (system, (look, told)) in zip((-0.1, 0.1), SYSTEMS.items(), strict=True):
             colour, marker = LOOKS[look]
             for place, budget in enumerate(budgets):
-                mine = [row[column] for row in result.rows if (row["system"], row["budget"]) == (system, budget)]
-                each = [scale * value for value in mine]
+                each = scale * result.frame(system=system, budget=budget)[column]
                 ax.plot([place + 2 * shift] * len(each), each, ".", color=colour, markersize=7)
             medians = [scale * result.summary.value(column, engine=system, budget_tokens=budget) for budget in budgets]
             places = [place + shift for place in range(len(budgets))]
