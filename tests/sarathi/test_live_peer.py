@@ -18,8 +18,7 @@ from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.system.programs import free_port, started, wait_healthy
 from firsttoken_studies.sarathi import live_peer
-from firsttoken_studies.sarathi import live_peer as figures
-from firsttoken_studies.sarathi import live_peer as module
+from firsttoken_studies.sarathi import live_peer_figures as figures
 from firsttoken_studies.sarathi.live_peer import METRICS, OURS, VLLM, PeerConfig, PeerModel, peer_summary
 
 LOAD = live_peer.PeerLoad(requests=4, per_s=2.0, prompt_tokens=64, prompt_spread=16, new_tokens=8, seed=3)
@@ -140,13 +139,13 @@ def test_an_aiperf_that_fails_says_why(tmp_path: Path) -> None:
 def test_an_environment_that_is_missing(model: PeerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_peer, "VLLM_PYTHON", tmp_path / "python")
     with pytest.raises(FirstTokenError, match=r"^live_peer: vLLM's environment is missing; run env/vllm/setup\.sh$"):
-        module.turn(OURS, model, 64, LOAD)
+        live_peer.turn(OURS, model, 64, LOAD)
     (tmp_path / "python").touch()
     monkeypatch.setattr(live_peer, "AIPERF", tmp_path / "aiperf")
     with pytest.raises(
         FirstTokenError, match=r"^live_peer: aiperf's environment is missing; run env/clients/setup\.sh$"
     ):
-        module.turn(OURS, model, 64, LOAD)
+        live_peer.turn(OURS, model, 64, LOAD)
 
 
 def gone(pid: int) -> bool:
@@ -166,14 +165,14 @@ def test_a_server_is_ended_when_aiperf_fails(model: PeerModel, tmp_path: Path, m
             processes.append(process)
             yield process
 
-    monkeypatch.setattr(module.paths, "CACHE", tmp_path)
+    monkeypatch.setattr(live_peer.paths, "CACHE", tmp_path)
     for name in ("VLLM_PYTHON", "AIPERF"):
         monkeypatch.setattr(live_peer, name, Path(sys.executable))
     monkeypatch.setattr(live_peer, "started", noted)
     fake = {OURS: lambda model, budget, port: [sys.executable, "-c", HEALTHY, str(port)]}
     monkeypatch.setattr(live_peer, "COMMANDS", fake)
     with pytest.raises(FirstTokenError, match="aiperf ended with 2"):  # there is no script `profile`
-        module.turn(OURS, model, 64, LOAD)
+        live_peer.turn(OURS, model, 64, LOAD)
     server, _aiperf = processes
     assert server.returncode == -15 and list(tmp_path.iterdir()) == []
 
@@ -235,7 +234,7 @@ def test_every_round_has_every_turn_in_an_order_of_its_own() -> None:
 
 def test_a_model_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(ProfileError, match=r"^live_peer: random:tiny has no tokenizer"):
-        module.live_peer(
+        live_peer.live_peer(
             load_profile("full", model="random:tiny", **{"live_peer.prompt_spread": 4, "live_peer.prompt_tokens": 64})
         )
 

@@ -11,13 +11,13 @@ from firsttoken.study.overlay import PALE, counted, over
 from firsttoken.study.record import load_result
 from firsttoken_studies.droidspeak import adaptive_group, gating
 from firsttoken_studies.progressiveserve.coldstart import figures
-from firsttoken_studies.sarathi import batch_cost
+from firsttoken_studies.sarathi import batch_cost_figures
 
 DRAWN = {
     "deferral_sweep": figures.trade_off,
     "adaptive_group": adaptive_group.choices,
     "quality_gate": gating.areas,
-    "batch_cost": batch_cost.live_costs,
+    "batch_cost": batch_cost_figures.live_costs,
 }
 
 

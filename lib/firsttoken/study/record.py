@@ -37,6 +37,19 @@ _MEASURES = ("lib", "env", "data/adapters", "data/claims.yaml")  # what a result
 Rows = list[dict[str, Any]]
 
 
+def rows_where(rows: Rows, **values: Any) -> Rows:
+    """Those of ``rows`` that have all of ``values`` in the columns of these names, in their order."""
+    return [row for row in rows if values.items() <= row.items()]
+
+
+def frame_of(rows: Rows, **values: Any) -> pandas.DataFrame:
+    """The table of :func:`rows_where`. Its columns are those of these rows, so that whole numbers stay whole: pandas
+    would make them floats where another kind of row lacks them."""
+    import pandas
+
+    return pandas.DataFrame(rows_where(rows, **values))
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What an experiment returns.
@@ -88,11 +101,9 @@ class Result:
     def __post_init__(self) -> None:
         object.__setattr__(self, "summary", Summary(self.summary))
 
-    def frame(self) -> pandas.DataFrame:
-        """The rows as a table, one observation a row."""
-        import pandas
-
-        return pandas.DataFrame(self.rows)
+    def frame(self, **values: Any) -> pandas.DataFrame:
+        """The rows that have ``values`` as a table, one observation a row."""
+        return frame_of(self.rows, **values)
 
     @property
     def slug(self) -> str:

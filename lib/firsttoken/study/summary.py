@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.parsing.parse_errors import shown
 from firsttoken.study.parsing.schema import unknown
+from firsttoken.study.stats import Statistic, bootstrap
+
+if TYPE_CHECKING:
+    import pandas
 
 Scalar = str | int | float | bool
 Entry = dict[str, Any]
+Made = tuple[str, Statistic, str] | tuple[str, Statistic, str, float]  # a column, its statistic, unit and scale
 
 WHERE = {
     "across": "one number for several entries that differ elsewhere: mean, sum, worst, least, most",
@@ -75,14 +80,32 @@ class Summary(list[Entry]):
 
         Raises FirstTokenError for a key that ``WHERE`` has not, and for what is there already.
         """
-        plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in where.items()}
+        plain = _plain(where)
         if fault := misnamed(plain):
             raise FirstTokenError(f"{measure}: {fault}")
         if self.get(measure, **plain) is not None:
             raise FirstTokenError(f"{named(measure, plain)} is there already")
-        values = {name: value for name, value in entry.items() if name not in ("measure", "where")}
-        self.append({"measure": measure, "where": plain} | values)
+        self.append({**_plain(entry), "measure": measure, "where": plain})
         return self[-1]
+
+    def by(
+        self, frame: pandas.DataFrame, keys: Mapping[str, str], measures: Mapping[str, Made], /, **where: Scalar
+    ) -> None:
+        """Note each of ``measures`` for each group of the rows of ``frame`` that have the same ``keys``, in the order
+        in which they first appear; where no row has a value, nothing.
+
+        ``keys`` maps a key of ``WHERE`` to the column that its values stand in, {} for one group of all rows;
+        ``measures`` maps a measure to what it is made of: a column, "mean" or "median" (or what else
+        :func:`~firsttoken.study.stats.bootstrap` takes), the unit, and by what the column is multiplied where that is
+        not 1.
+        """
+        groups = frame.groupby(list(keys.values()), sort=False) if keys else [((), frame)]
+        for values, group in groups if len(frame) else ():
+            place = dict(zip(keys, values, strict=True))
+            for measure, (column, statistic, unit, *scale) in measures.items():
+                found = group[column].dropna().to_numpy(float)
+                if len(found):
+                    self.add(measure, bootstrap(found, statistic).summary(unit, *scale), **place, **where)
 
     def get(self, measure: str, /, **where: Scalar) -> Entry | None:
         """The entry of ``measure`` at exactly ``where``, or None."""
@@ -102,6 +125,11 @@ class Summary(list[Entry]):
     def all(self, measure: str, /, **where: Scalar) -> list[Entry]:
         """Every entry of ``measure`` whose place includes ``where``, in order."""
         return [e for e in self if e["measure"] == measure and where.items() <= e["where"].items()]
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with scalars of numpy as Python's."""
+    return {key: value.item() if isinstance(value, np.generic) else value for key, value in values.items()}
 
 
 def named(measure: str, where: Mapping[str, Scalar]) -> str:

@@ -1,5 +1,8 @@
-"""What the one engine is held to, side by side in one run: a stage arrives while sessions run, a stored prefix comes
-over a link beside running requests, many requests share a prompt.
+"""What the one engine is held to, side by side in one run, in three scenes.
+
+A stage arrives while sessions run and some of them move: how long do the others wait for a token? A stored prefix comes
+over a link, in the engine beside running requests, and alone: what does either side pay? Many requests share a prompt:
+what is prefilled, and how long does the last first token take?
 """
 
 from __future__ import annotations
@@ -39,18 +42,16 @@ from firsttoken.study.errors import LinkError
 from firsttoken.study.overlay import Drawn, name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, frame_of
 from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.wire import random_request
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-# A stage arrives while sessions run and some of them move: how long the others wait for a token.
 
 STEPS_BEFORE_ARRIVAL = 12
 
@@ -127,8 +128,6 @@ def _stages(model: PreTrainedModel, block: range) -> list[StageView]:
     return [make_view(1, first, ends), make_view(2, layers, ends)]
 
 
-# A stored prefix comes over a link, in the engine beside running requests, and alone: what either side pays.
-
 STEPS_BEFORE_RESTORE = 40
 
 
@@ -194,9 +193,6 @@ def over_a_link(
 def _gaps(requests: Sequence[Request], first: Sequence[int]) -> np.ndarray:
     """Seconds between tokens of each of ``requests`` from its token number ``first`` on."""
     return np.concatenate([np.diff(request.times_s[n:]) for request, n in zip(requests, first, strict=True)])
-
-
-# A prompt that many requests share: what is prefilled, and how long the last first token takes.
 
 
 def shared_prompt(model: PreTrainedModel, *, requests: int, tokens: int, rounds: int) -> Rows:
@@ -318,24 +314,18 @@ def one_engine(profile: Profile) -> Outcome:
 def one_engine_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Medians over rounds: seconds of every scene, and the ratios that the goals are of."""
     summary, config = Summary(), parameters["one_engine"]
+    frame = frame_of(rows)
     for measure, column, base in _RATIOS:
-        over = [row[column] / row[base] for row in rows if column in row]
-        summary.add(measure, _median(over, "x"), case=MEASURED[column][1], than=MEASURED[base][1])
+        over = frame.assign(over=frame[column] / frame[base])
+        summary.by(over, {}, {measure: ("over", "median", "x")}, case=MEASURED[column][1], than=MEASURED[base][1])
     for column, (measure, case) in MEASURED.items():
-        summary.add(measure, _median([row[column] for row in rows if column in row], "s"), case=case)
+        summary.by(frame, {}, {measure: (column, "median", "s")}, case=case)
+    frame["prefills"] = (frame.prefilled_tokens - config["sharing"]) / config["shared_tokens"]
+    prompts = {"prefills": ("prefills", "median", "prefills"), "first_tokens_s": ("seconds", "median", "s")}
     for shared, case in ((True, "shared"), (False, "apart")):
-        mine = [row for row in rows if row.get("shared") is shared]
-        beginnings = [(row["prefilled_tokens"] - config["sharing"]) / config["shared_tokens"] for row in mine]
-        summary.add("prefills", _median(beginnings, "prefills"), case=case)
-        summary.add("first_tokens_s", _median([row["seconds"] for row in mine], "s"), case=case)
+        summary.by(frame[frame.shared == shared], {}, prompts, case=case)
     return summary
 
-
-def _median(values: list[float], unit: str) -> dict[str, Any]:
-    return bootstrap(values, "median").summary(unit)
-
-
-# The figure and the table of notebook 60, drawn from a result alone.
 
 _PANELS = (  # scene, unit, what is drawn by the rows' names, and the goal: so many times which
     (ARRIVAL, "ms", {"decode_s": "nobody prefills", "with_prompt_s": "beside a new prompt"}, 1.25, "with_prompt_s"),
@@ -358,7 +348,7 @@ def goals(recorded: Result, now: Result) -> Figure:
         measure, case = MEASURED[base]
         for one in both:
             scale = 1e3 if unit == "ms" else 1.0
-            _panel(ax, one, [row for row in one.result.rows if row["scene"] == scene], drawn, scale)
+            _panel(ax, one, one.result.frame(scene=scene), drawn, scale)
             goal, label = times * one.result.summary.value(measure, case=case) * scale, f"goal: {times:g} times"
             style = one.style | {"color": COLOURS["target"], "linestyle": "--", "linewidth": 1.5}
             ax.axvline(goal, **style, label=label if one.own else None)
@@ -371,10 +361,10 @@ def goals(recorded: Result, now: Result) -> Figure:
     return fig
 
 
-def _panel(ax: Axes, one: Drawn, rows: Rows, drawn: dict[str, str], scale: float) -> None:
+def _panel(ax: Axes, one: Drawn, frame: pandas.DataFrame, drawn: dict[str, str], scale: float) -> None:
     look = LOOKS["measured"]
     for place, name in enumerate(drawn):
-        values, at = sorted(scale * row[name] for row in rows), place + one.shift
+        values, at = sorted(scale * frame[name]), place + one.shift
         edge = {"markeredgecolor": "black"} if one.own else {}
         ax.plot(values, [at] * len(values), look.marker, color=look.colour, markersize=6, **edge, **one.style)
         ax.plot([median(values)] * 2, [at - 0.2, at + 0.2], color=look.colour, linewidth=2.5, **one.style)
@@ -395,8 +385,8 @@ def goal_rows(result: Result) -> Rows:
         ("all first tokens, shared, s", "", "first_tokens_s", "shared", ""),
         ("all first tokens, nothing shared, s", "", "first_tokens_s", "apart", ""),
     )
-    rows: Rows = []
-    for what, goal, measure, case, than in said:
-        place = {"case": case, "than": than} if than else {"case": case}
-        rows.append({"measure": what, "goal": goal, "measured": interval(found.of(measure, **place), 2)})
-    return rows
+    places = ({"case": case} | ({"than": than} if than else {}) for *_, case, than in said)
+    return [
+        {"measure": what, "goal": goal, "measured": interval(found.of(measure, **place), 2)}
+        for (what, goal, measure, *_), place in zip(said, places, strict=True)
+    ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -29,8 +29,6 @@ from firsttoken.engine.latency_metrics import client_metrics, recovery_metrics, 
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
 from firsttoken.engine.preemption.preemption_policy import Action
-from firsttoken.engine.preemptor import Recovery
-from firsttoken.engine.request import Phase
 from firsttoken.engine.scheduler_state import VICTIM, Victim, victim_named
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.simulated import SimulatedExecutor
@@ -38,22 +36,12 @@ from firsttoken.engine.trace import Trace
 from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.engine.workload.workload_items import Item, with_ids
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import Drawn, legend, name_results, over
-from firsttoken.study.plot import COLOURS
 from firsttoken.study.policy_file import PolicyFile
 from firsttoken.study.profile import Profile, unknown
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
-from firsttoken_studies.cps.styles import POLICIES
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-# The least mean TTFT that any policy could have on a workload that a pool cannot hold at once.
 
 PAPER_TPOT_MS = 36.55  # mean TPOT of CPS (4.2.2), to which the price of a decode step is set
 BOUND = "bound"  # policy and costs of a row that no run made
@@ -73,17 +61,11 @@ def least_mean_ttft_s(items: Sequence[Item], blocks: int, step_s: float) -> floa
     return max(0.0, float(ends.mean() - np.mean([item.output_tokens - 1 for item in items]))) * step_s
 
 
-def bound_row(items: Sequence[Item], blocks: int) -> dict[str, Any]:
-    """The bound on the mean TTFT of a workload as a row like those of its runs."""
-    least_s = least_mean_ttft_s(items, blocks, PAPER_TPOT_MS / 1e3)
-    return {"costs": BOUND, "policy": BOUND, "decode_ms": PAPER_TPOT_MS, "mean_ttft_ms": least_s * 1e3}
-
-
-# Policies that nobody would run, to find out what a gain is owed to.
-
-
 class Inverse(PreemptionPolicy):
-    """The paper's rule the wrong way round: recompute up to ``threshold`` tokens, swap above."""
+    """The paper's rule the wrong way round, which nobody would run: it shows what a gain is owed to.
+
+    It recomputes up to ``threshold`` tokens, and swaps above.
+    """
 
     name = "inverse"
 
@@ -106,16 +88,14 @@ class Coin(PreemptionPolicy):
         return self._random.choice((Action.SWAP, Action.RECOMPUTE))
 
 
-# The same policies live, at a size that fits, and the simulator held against what happened.
-
 BLOCK_TOKENS = 16
 POOL = "tokens in all of its KV blocks"
-MEANS = {  # over runs: measure -> column of the rows, unit
-    "ttft_mean_ms": ("mean_ttft_ms", "ms"),
-    "tpot_mean_ms": ("mean_tpot_ms", "ms"),
-    "tpot_p99_ms": ("p99_tpot_ms", "ms"),
-    "recovery_s": ("recovery_s", "s"),
-    "preemptions": ("preemptions", ""),
+MEANS = {  # over runs: measure -> column of the rows, statistic, unit
+    "ttft_mean_ms": ("mean_ttft_ms", "mean", "ms"),
+    "tpot_mean_ms": ("mean_tpot_ms", "mean", "ms"),
+    "tpot_p99_ms": ("p99_tpot_ms", "mean", "ms"),
+    "recovery_s": ("recovery_s", "mean", "s"),
+    "preemptions": ("preemptions", "mean", ""),
 }
 OFF = {"ttft_mean_off_pct": "mean_ttft_ms", "tpot_mean_off_pct": "mean_tpot_ms", "tpot_p99_off_pct": "p99_tpot_ms"}
 
@@ -163,38 +143,31 @@ def crosspoint_live(profile: Profile) -> Outcome:
     fuse(loaded.model)
     vocabulary = loaded.model.config.vocab_size
     loads = {
-        seed: with_ids(_mix(config, loaded.tokenizer, seed), vocabulary, seed)
+        seed: with_ids(
+            threshold_mix(loaded.tokenizer, config.short, config.long, scale=config.scale, seed=seed), vocabulary, seed
+        )
         for seed in range(profile.seed, profile.seed + config.seeds + 1)
     }
     fitting, *others = loads
-    executor = LiveExecutor(loaded.model, config.blocks, host_blocks=4 * config.blocks, swap=config.swap)
-    try:
+    live = LiveExecutor(loaded.model, config.blocks, host_blocks=4 * config.blocks, swap=config.swap)
+    with closing(live) as executor:
         traces = [_run(executor, loads[fitting], name, config)[1] for name in ("recompute", "swap")]
         costs = fit_costs(*samples(traces))
         rows = _compare(executor, costs, {seed: loads[seed] for seed in others}, config, profile.seed)
-    finally:
-        executor.close()
     return Outcome(rows, provenance=loaded.provenance.as_dict() | {"costs": costs.as_dict()})
 
 
-def samples(traces: Iterable[Trace]) -> tuple[list[StepSample], list[SwapSample]]:
+def samples(traces: Sequence[Trace]) -> tuple[list[StepSample], list[SwapSample]]:
     """What the fit of a cost model takes, from what engines have seen. First steps of a run are warm-up."""
-    steps: list[StepSample] = []
-    swaps: list[SwapSample] = []
-    for trace in traces:
-        steps += [StepSample(step.prefills, step.contexts, step.seconds) for step in trace.steps[1:]]
-        swaps += [_swap_sample(recovery) for recovery in trace.recoveries if recovery.action is Action.SWAP]
-    return steps, swaps
-
-
-def _swap_sample(recovery: Recovery) -> SwapSample:
-    return SwapSample(recovery.tokens, recovery.out_s, recovery.prep_s + recovery.in_s)
+    steps = [StepSample(one.prefills, one.contexts, one.seconds) for trace in traces for one in trace.steps[1:]]
+    recoveries = [one for trace in traces for one in trace.recoveries if one.action is Action.SWAP]
+    return steps, [SwapSample(one.tokens, one.out_s, one.prep_s + one.in_s) for one in recoveries]
 
 
 def _compare(
     executor: LiveExecutor, costs: FittedCosts, loads: dict[int, Sequence[Item]], config: LivePoliciesConfig, seed: int
 ) -> Rows:
-    cases = [(number, name) for number in loads for name in config.policies]
+    cases = list(product(loads, config.policies))
     random.Random(seed).shuffle(cases)
     rows = []
     for number, name in tqdm(cases, desc="live policies", disable=None):
@@ -210,27 +183,19 @@ def _run(
 ) -> tuple[dict[str, Any], Trace]:
     trace = Trace()
     policy = make_policy(name, threshold=1024 * config.scale) if name == "cross_point" else make_policy(name)
-    engine = Engine(executor, EngineConfig(watermark=0.0), policy=policy, trace=trace)
-    requests = serve_items(engine, items)
+    requests = serve_items(Engine(executor, EngineConfig(watermark=0.0), policy=policy, trace=trace), items)
     return client_metrics(requests) | recovery_metrics(trace), trace
-
-
-def _mix(config: LivePoliciesConfig, tokenizer: Any | None, seed: int) -> tuple[Item, ...]:
-    return threshold_mix(tokenizer, config.short, config.long, scale=config.scale, seed=seed)
 
 
 def live_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Means of the live runs, and how far the simulated ones are off, by metric: the mean over runs and the worst."""
-    summary = Summary()
-    live = {(row["seed"], row["policy"]): row for row in rows if row["run"] == "live"}
-    simulated = {(row["seed"], row["policy"]): row for row in rows if row["run"] == "simulated"}
+    summary, live = Summary(), frame_of(rows, run="live")
     for policy in parameters["live_policies"]["policies"]:
-        for measure, (name, unit) in MEANS.items():
-            values = [row[name] for (_, which), row in live.items() if which == policy]
-            summary.add(measure, bootstrap(values).summary(unit), policy=policy)
+        summary.by(live[live.policy == policy], {"policy": "policy"}, MEANS)
+    both = live.merge(frame_of(rows, run="simulated"), on=["seed", "policy"], suffixes=("", "_simulated"))
     for measure, name in OFF.items():
-        off = [100 * abs(simulated[key][name] / row[name] - 1) for key, row in live.items()]
-        worst = {"value": max(off), "n": len(off), "unit": "%"}
+        off = 100 * (both[f"{name}_simulated"] / both[name] - 1).abs()
+        worst = {"value": off.max(), "n": len(off), "unit": "%"}
         summary.add(measure, bootstrap(off).summary("%"), source="simulated", than="live", across="mean")
         summary.add(measure, worst, source="simulated", than="live", across="worst")
     return summary
@@ -304,7 +269,9 @@ def crosspoint_replayed(profile: Profile) -> Outcome:
     rows = []
     for number, items in enumerate(tqdm(loads, desc="replay", disable=None)):
         seed = {"seed": profile.seed + number}
-        rows.append(seed | bound_row(items, config.blocks))
+        least_s = least_mean_ttft_s(items, config.blocks, PAPER_TPOT_MS / 1e3)
+        bound = {"costs": BOUND, "policy": BOUND, "decode_ms": PAPER_TPOT_MS, "mean_ttft_ms": least_s * 1e3}
+        rows.append(seed | bound)
         for case, costs, policy in cases:
             overtake = case["policy"].endswith(OVERTAKING)
             with ExitStack() as judged:
@@ -370,10 +337,9 @@ def _cases(
     coalesced = CopyCosts(published, PAPER_SHAPE, parts.out_us_per_copy / 1e6, PCIE_4_X16, coalesced=True)
     for name in ("swap", "cross_point", "swap_overtaking"):
         yield base | {"costs": "coalesced", "policy": name}, coalesced, maker_of(name, config.threshold)
-    for other_ms in config.decode_ms:
-        for name in COMPARED:
-            columns = {"costs": "published", "decode_ms": other_ms, "policy": name}
-            yield columns, PublishedCosts(decode_s=other_ms / 1e3), maker_of(name, config.threshold)
+    for other_ms, name in product(config.decode_ms, COMPARED):
+        columns = {"costs": "published", "decode_ms": other_ms, "policy": name}
+        yield columns, PublishedCosts(decode_s=other_ms / 1e3), maker_of(name, config.threshold)
 
 
 def maker_of(name: str, threshold: float = 1024) -> Callable[[Costs], PreemptionPolicy]:
@@ -381,9 +347,9 @@ def maker_of(name: str, threshold: float = 1024) -> Callable[[Costs], Preemption
     if name == "oracle":
         return lambda costs: make_policy(name, costs_at=lambda now_s: costs)
     if name == "bandwidth_only":
-        theory = (PAPER_SHAPE.bytes_per_token, PCIE_4_X16, FLOP_PER_TOKEN, A6000_FLOP_PER_S)
-        names = ("bytes_per_token", "bytes_per_s", "flop_per_token", "flop_per_s")
-        return lambda costs: make_policy(name, **dict(zip(names, theory, strict=True)))
+        theory = {"bytes_per_token": PAPER_SHAPE.bytes_per_token, "bytes_per_s": PCIE_4_X16}
+        theory |= {"flop_per_token": FLOP_PER_TOKEN, "flop_per_s": A6000_FLOP_PER_S}
+        return lambda costs: make_policy(name, **theory)
     if name in ("inverse", "coin"):
         return lambda costs: {"inverse": Inverse, "coin": Coin}[name]()
     if name == "cross_point":
@@ -393,29 +359,28 @@ def maker_of(name: str, threshold: float = 1024) -> Callable[[Costs], Preemption
 
 def replayed_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Means by policy, and by how much CPS lies below each static policy, paired by workload."""
-    moved = [row for row in rows if row["costs"] == "coalesced"]
+    moved = rows_where(rows, costs="coalesced")
     decode_ms = moved[0]["decode_ms"]  # the calibrated price, as in every row but those of other prices
-    main = [row for row in rows if row["costs"] == "published" and row["decode_ms"] == decode_ms]
+    main = rows_where(rows, costs="published", decode_ms=decode_ms)
     summary = Summary()
     summary.add("decode_ms", {"value": decode_ms, "unit": "ms"})
     least = column(rows, BOUND, "mean_ttft_ms")
     summary.add("ttft_mean_ms", {"value": float(np.mean(least)), "n": len(least), "unit": "ms"}, policy=BOUND)
     for policy, threshold in {row["policy"]: row.get("threshold") for row in main}.items():
         place = {"policy": "threshold", "threshold_tokens": threshold} if threshold is not None else {"policy": policy}
-        for measure, (name, unit) in MEANS.items():
-            summary.add(measure, bootstrap(column(main, policy, name)).summary(unit), **place, costs="published")
+        mine = frame_of(main, policy=policy).sort_values("seed", kind="stable")
+        summary.by(mine, {}, MEANS, **place, costs="published")
 
     def gained(measure: str, runs: Rows, policy: str, other: str, costs: str = "published") -> None:
         entry = below(runs, policy, other, BELOW[measure]).summary("%", 100)
         summary.add(measure, entry, policy=policy, than=other, costs=costs)
 
-    for other in ("swap", "recompute"):
-        for measure in BELOW:
-            gained(measure, main, "cross_point", other)
-    for name in (name for name in CONTROLS if column(main, name, "seed")):
-        for other in ("swap", "cross_point"):
+    for other, measure in product(("swap", "recompute"), BELOW):
+        gained(measure, main, "cross_point", other)
+    for name, other in product(CONTROLS, ("swap", "cross_point")):
+        if column(main, name, "seed"):
             gained("tpot_p99_below_pct", main, name, other)
-    as_published = [row | {"policy": AS_PUBLISHED} for row in main if row["policy"] == "cross_point"]
+    as_published = [row | {"policy": AS_PUBLISHED} for row in rows_where(main, policy="cross_point")]
     gained("recovery_below_pct", moved + as_published, "swap", AS_PUBLISHED, "coalesced")
     gained("tpot_p99_below_pct", moved, "cross_point", "swap", "coalesced")
     pairs = np.column_stack([column(main, "cross_point", name) for name in ("recovery_s", "makespan_s")])
@@ -426,146 +391,10 @@ def replayed_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 def column(rows: Rows, policy: str, name: str) -> list[float]:
     """``name`` of the runs of ``policy``, by seed."""
-    return [row[name] for row in sorted(rows, key=lambda row: row["seed"]) if row["policy"] == policy]
+    return [row[name] for row in sorted(rows_where(rows, policy=policy), key=lambda row: row["seed"])]
 
 
 def below(rows: Rows, policy: str, other: str, name: str) -> Interval:
     """1 - the mean of ``policy`` over the mean of ``other``; workloads are resampled, each with both its runs."""
     pairs = np.column_stack([column(rows, policy, name), column(rows, other, name)])
     return bootstrap(pairs, lambda sample: float(1 - np.divide(*sample.mean(0))))
-
-
-# The figures of notebook 22: the reader's run over the record, and the queue of its scene.
-
-PAPER_P99_MS = 70.57
-# Figure 2 and 4.2.2: CPS in ms; the P99 TPOT of the others from its percentages, and from these theirs below Swap
-PAPER = {
-    "ttft_mean_ms": {"cross_point": 1648.35},
-    "tpot_mean_ms": {"cross_point": PAPER_TPOT_MS},
-    "tpot_p99_ms": {"cross_point": PAPER_P99_MS, "swap": PAPER_P99_MS / 0.869, "recompute": PAPER_P99_MS / 0.799},
-}
-SAID = {"ttft_mean_ms": "mean TTFT, s", "tpot_mean_ms": "mean TPOT, ms", "tpot_p99_ms": "P99 TPOT, ms"}
-PHASES = {Phase.RUNNING: "measured", Phase.SWAPPED: "swap", Phase.WAITING: "recompute"}
-
-
-def policy_bars(recorded: Result | None, now: Result) -> Figure:
-    """Figure 2 of the paper on its own costs: three bars in three groups, and each policy's gain paired with Swap."""
-    import matplotlib.pyplot as plt
-
-    results = over(recorded, now)
-    fig = plt.figure(figsize=(9, 6.6))
-    above, under = fig.subfigures(2, 1, height_ratios=(1, 1.15))
-    axes = above.subplots(1, len(SAID))
-    for ax, (measure, label) in zip(axes, SAID.items(), strict=True):
-        scale = 1e-3 if "ttft" in measure else 1.0
-        for place, name in enumerate(COMPARED):
-            for drawn in results:
-                entry = drawn.result.summary.of(measure, policy=name, costs="published")
-                drawn.bar(ax, place, entry, _look(name), width=0.8, scale=scale)
-            if (ms := PAPER[measure].get(name)) is not None:
-                ax.hlines(scale * ms, place - 0.44, place + 0.44, **_paper())
-        ax.set_title(label)
-        ax.set_xticks(range(len(COMPARED)), [POLICIES[name][0] for name in COMPARED])
-        ax.grid(axis="x", visible=False)
-    least = results[0].result.summary.value("ttft_mean_ms", policy=BOUND) / 1e3
-    axes[0].axhline(least, color=COLOURS["floor"], linestyle=":", zorder=6)
-    said = {"va": "bottom", "ha": "center", "fontsize": 9, "zorder": 7, "bbox": {"color": "white", "pad": 1}}
-    axes[0].text(1, least + 3, f"no policy is below {least:.0f} s", **said)
-    _gains(under.subplots(), results)
-    fig.suptitle("CPS has the shorter tail, and so has Swap alone if its queue may be overtaken")
-    name_results(fig, results, "tpot_p99_ms")
-    return fig
-
-
-def _gains(ax: Axes, results: Sequence[Drawn]) -> None:
-    """P99 TPOT below Swap's on the same workloads, by policy."""
-    there = [name for name in POLICIES if name != "swap" and column(published_runs(results[0].result), name, "seed")]
-    for drawn in results:
-        runs = published_runs(drawn.result)
-        for place, name in enumerate(there):
-            if column(runs, name, "seed"):
-                gain = below(runs, name, "swap", MEANS["tpot_p99_ms"][0]).summary("%", 100)
-                drawn.point(ax, place + drawn.shift, gain, _look(name), along="x")
-    theirs = PAPER["tpot_p99_ms"]
-    for name in ("recompute", "cross_point"):
-        gain, at = 100 * (1 - theirs[name] / theirs["swap"]), there.index(name)
-        said = "the paper" if name == "cross_point" else None
-        ax.vlines(gain, at - 0.44, at + 0.44, **_paper(), label=said)
-    ax.axvline(0, color=COLOURS["floor"], linewidth=1)
-    ax.set_yticks(range(len(there)), [POLICIES[name][0] for name in there])
-    ax.set(xlabel="P99 TPOT below Swap's on the same workloads, %")
-    ax.grid(axis="y", visible=False)
-    ax.invert_yaxis()
-    ax.legend(loc="center right")
-
-
-def _paper() -> dict[str, Any]:
-    """How the paper's number is drawn: grey, within white, as it may lie over a bar."""
-    from matplotlib.patheffects import withStroke
-
-    within = [withStroke(linewidth=4.5, foreground="white")]
-    return {"color": COLOURS["paper"], "linewidth": 2.5, "path_effects": within, "zorder": 6}
-
-
-def published_runs(result: Result) -> Rows:
-    """The runs on the costs of Table 2 at the calibrated price of a decode step."""
-    price = result.summary.value("decode_ms")
-    return [row for row in result.rows if row["costs"] == "published" and row["decode_ms"] == price]
-
-
-def _look(name: str) -> str:
-    """What ``LOOKS`` calls a policy; controls stand beside."""
-    look = name.replace("_", "-") if name == "cross_point" else name.replace("_", " ")
-    return look if look in COLOURS else "other"
-
-
-def threshold_gains(recorded: Result | None, now: Result) -> Figure:
-    """What another threshold than the paper's is worth, paired by workload: tail, and cost of the recoveries."""
-    import matplotlib.pyplot as plt
-
-    results = over(recorded, now)
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.9))
-    said = {"p99_tpot_ms": "P99 TPOT below CrossPoint's, %", "recovery_s": "recovery cost below CrossPoint's, %"}
-    for ax, (name, label) in zip(axes, said.items(), strict=True):
-        for drawn in results:
-            runs = published_runs(drawn.result)
-            at = {row["threshold"]: row["policy"] for row in runs if "threshold" in row} | {0: "recompute"}
-            at[drawn.result.parameters["replayed"].get("threshold", 1024)] = "cross_point"
-            gains = {t: below(runs, at[t], "cross_point", name).summary("%", 100) for t in sorted(at)}
-            places = [max(t, 128) for t in gains]
-            drawn.line(ax, places, list(gains.values()), "cross-point", linestyle="-")
-        ax.axhline(0, color=COLOURS["floor"], linewidth=1)
-        ax.axvline(1024, color=COLOURS["paper"], linewidth=2.5, label="the paper's 1,024")
-        ax.axvline(927, color=COLOURS["mark"], linestyle=":", label="Table 2 crosses at 927")
-        ax.set(xscale="log", xlabel="CrossPoint swaps up to this many tokens", ylabel=label)
-        ax.set_xticks([128, 256, 512, 1024, 2048, 4096], ["never", "256", "512", "1,024", "2,048", "always"])
-        ax.minorticks_off()
-    fig.suptitle("Any threshold from 256 to 1,024 serves the tail; above, the gain is gone")
-    legend(fig, axes[0], results)
-    return fig
-
-
-def queue_lanes(scenes: Mapping[str, tuple[Sequence[str], Sequence[tuple[float, float, Sequence[Phase]]]]]) -> Figure:
-    """Draw the phases of requests over time, a lane each, by policy. A scene is the names of its requests and its
-    steps, each with when it began and ended and the phase of every request after it."""
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(len(scenes), 1, figsize=(9, 1.5 * len(scenes) + 0.9), sharex=True)
-    for ax, (title, (names, steps)) in zip(axes, scenes.items(), strict=True):
-        for lane in range(len(names)):
-            for phase, group in groupby(steps, key=lambda step, lane=lane: step[2][lane]):
-                (began, ended, _), *later = group
-                height = 0.8 if phase is Phase.RUNNING else 0.35
-                if phase in PHASES:
-                    width = (later[-1][1] if later else ended) - began
-                    ax.barh(lane, width, height, left=began, color=COLOURS[PHASES[phase]], linewidth=0)
-        ax.set_title(title, loc="left", fontsize=10.5)
-        ax.set_yticks(range(len(names)), names)
-        ax.invert_yaxis()
-        ax.grid(axis="y", visible=False)
-    said = {"measured": "has blocks and runs", "swap": "swapped out, waits", "recompute": "waits to be computed again"}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[look]) for look in said]
-    fig.legend(handles, said.values(), loc="outside lower center", ncols=3)
-    axes[-1].set_xlabel("simulated time, s")
-    fig.suptitle("The long request blocks the short ones, though there is room for them")
-    return fig

@@ -133,7 +133,7 @@ def policy_rows(result: Result) -> Rows:
     rows = []
     for name, (label, _, _) in POLICIES.items():
         line = {"policy": label}
-        for measure, (column, _) in MEANS.items():
+        for measure, (column, *_) in MEANS.items():
             digits = {"recovery_s": 2, "ttft_mean_ms": 0, "preemptions": 0}.get(measure, 1)
             for entry in result.summary.all(measure, policy=name):
                 line[column] = interval(entry, digits)

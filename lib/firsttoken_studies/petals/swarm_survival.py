@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -22,20 +22,12 @@ from firsttoken.petals.server_session import Line
 from firsttoken.petals.timeouts import Patience
 from firsttoken.petals.wire import MOST_TOKENS, Stretch
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.profile import Profile, unknown
-from firsttoken.study.record import Outcome, Result, Rows
-from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
 from firsttoken_studies.petals.fleet import FAULTS, Fleet, SwarmMember
 from firsttoken_studies.petals.spans import local_engine, prompt_of, running, split_evenly, stored, timed_steps
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 WAITED = ("stop", "hold")  # nothing tells the client but the time that it waits
 ROUND_TRIPS = 2  # that a recovery may take beside the prefill and the time-out
@@ -218,34 +210,32 @@ def recoveries(rows: Rows) -> list[tuple[dict[str, Any], float]]:
     return [(row, row["step_s"] - usual[row["position"] == 0]) for row in struck]
 
 
-def bound_s(row: Mapping[str, Any]) -> float:
-    """What a recovery may take: the time-out that was set, the prefix's prefill, two round trips."""
+def bound_s(row: Any) -> Any:
+    """What the recovery of ``row``, or of each row of a frame, may take: time-out, prefill, two round trips."""
     return row["timeout_s"] + row["prefill_s"] + ROUND_TRIPS * row["round_trip_s"]
 
 
 def survival_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Generations with the local model's tokens, recoveries within their bound, and by fault the seconds of one, and of
     what it takes beyond time-out and prefill, in round trips."""
-    struck = [row for row in rows if row["what"] == "fault"]
-    alone = [row for row in struck if row["faults_in_it"] == 1]
-    several = {row["generation"]: row["equal"] for row in struck if row["faults_in_it"] > 1}
-    summary = Summary()
-    summary.add("equal_pct", bootstrap([row["equal"] for row in alone]).summary("%", 100), case="one fault")
-    if several:
-        summary.add("equal_pct", bootstrap(list(several.values())).summary("%", 100), case="several faults")
-    within = [row["recovery_s"] <= bound_s(row) for row in alone]
-    summary.add("within_bound_pct", bootstrap(within).summary("%", 100), case="one fault")
-    for fault in parameters["survival"]["faults"]:
-        here = [row for row in alone if row["fault"] == fault]
-        trips = [(row["recovery_s"] - row["timeout_s"] - row["prefill_s"]) / row["round_trip_s"] for row in here]
-        summary.add("recovery_s", bootstrap([row["recovery_s"] for row in here], "median").summary("s"), case=fault)
-        summary.add("bound_s", bootstrap([bound_s(row) for row in here], "median").summary("s"), case=fault)
-        summary.add("round_trips", bootstrap(trips, "median").summary("round trips"), case=fault)
-    broken = {row["generation"] for row in struck}
-    steps = (row for row in rows if row["what"] == "token" and row["token"])
-    usual = [row["seconds"] for row in steps if row["generation"] not in broken]
-    summary.add("step_s", bootstrap(usual, "median").summary("s"), case="undisturbed")
-    summary.add("round_trip_s", bootstrap([row["round_trip_s"] for row in struck], "median").summary("s"))
+    struck, tokens = frame_of(rows, what="fault"), frame_of(rows, what="token")
+    struck["bound_s"] = bound_s(struck)
+    struck["within"] = struck.recovery_s <= struck.bound_s
+    struck["trips"] = (struck.recovery_s - struck.timeout_s - struck.prefill_s) / struck.round_trip_s
+    alone, several = struck[struck.faults_in_it == 1], struck[struck.faults_in_it > 1]
+    usual = tokens[(tokens.token > 0) & ~tokens.generation.isin(struck.generation)]
+    summary, equal = Summary(), {"equal_pct": ("equal", "mean", "%", 100)}
+    summary.by(alone, {}, equal, case="one fault")
+    summary.by(several.drop_duplicates("generation", keep="last"), {}, equal, case="several faults")
+    summary.by(alone, {}, {"within_bound_pct": ("within", "mean", "%", 100)}, case="one fault")
+    by_fault = {
+        "recovery_s": ("recovery_s", "median", "s"),
+        "bound_s": ("bound_s", "median", "s"),
+        "round_trips": ("trips", "median", "round trips"),
+    }
+    summary.by(alone, {"case": "fault"}, by_fault)
+    summary.by(usual, {}, {"step_s": ("seconds", "median", "s")}, case="undisturbed")
+    summary.by(struck, {}, {"round_trip_s": ("round_trip_s", "median", "s")})
     return summary
 
 
@@ -299,136 +289,14 @@ def swarm_transport(profile: Profile) -> Outcome:
 
 def transport_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Tokens a second by chain, of one process's in the same round, and the milliseconds that a step takes longer."""
-    rounds = sorted({row["round"] for row in rows})
-    steps = {
-        (servers, number): statistics.median(
-            row["seconds"] for row in rows if row["servers"] == servers and row["round"] == number
-        )
-        for servers in (LOCAL, *parameters["transport"]["chains"])
-        for number in rounds
-    }
-    summary, local = Summary(), [1 / steps[LOCAL, number] for number in rounds]
-    summary.add("tokens_per_s", bootstrap(local, "median").summary("tokens/s"), servers=LOCAL)
-    for servers in parameters["transport"]["chains"]:
-        here = [steps[servers, number] for number in rounds]
-        share = [steps[LOCAL, number] / one for number, one in zip(rounds, here, strict=True)]
-        longer = [one - steps[LOCAL, number] for number, one in zip(rounds, here, strict=True)]
-        place = {"servers": servers, "than": "one process"}
-        summary.add("tokens_per_s", bootstrap([1 / s for s in here], "median").summary("tokens/s"), servers=servers)
-        summary.add("tokens_per_s_x", bootstrap(share, "median").summary(), **place)
-        summary.add("transport_ms", bootstrap(longer, "median").summary("ms", 1000), **place)
+    steps = frame_of(rows).groupby(["servers", "round"], sort=False).seconds.median().reset_index()
+    steps["rate"] = 1 / steps.seconds
+    chains = steps[steps.servers != LOCAL].merge(steps[steps.servers == LOCAL], on="round", suffixes=("", "_local"))
+    chains["share"], chains["longer"] = chains.seconds_local / chains.seconds, chains.seconds - chains.seconds_local
+    summary, rate, keys = Summary(), {"tokens_per_s": ("rate", "median", "tokens/s")}, {"servers": "servers"}
+    beside = {"tokens_per_s_x": ("share", "median", ""), "transport_ms": ("longer", "median", "ms", 1000)}
+    summary.by(steps[steps.servers == LOCAL], keys, rate)
+    for _, chain in chains.groupby("servers", sort=False):
+        summary.by(chain, keys, rate)
+        summary.by(chain, keys, beside, than="one process")
     return summary
-
-
-# The figures and tables of notebook 50, drawn from results alone.
-
-
-def recovery_times(recorded: Result | None, now: Result) -> Figure:
-    """Seconds of each recovery by the token that it came before, and the most that it may take."""
-    import matplotlib.pyplot as plt
-
-    results = over(recorded, now)
-    faults = results[0].result.parameters["survival"]["faults"]
-    fig, axes = plt.subplots(2, 2, figsize=(9, 5.6), sharex=True)
-    for ax, fault in zip(axes.flat, faults, strict=False):
-        for drawn in results:
-            for row, seconds in recoveries(drawn.result.rows):
-                if row["faults_in_it"] == 1 and row["fault"] == fault:
-                    place, most = row["position"], bound_s(row)
-                    ax.plot(
-                        [place - 0.35, place + 0.35], 2 * [most], color=COLOURS["target"], linewidth=2, **drawn.style
-                    )
-                    drawn.point(ax, place, {"value": seconds}, "measured")
-        ax.axhline(0, color=COLOURS["floor"], linewidth=0.8)
-        ax.set_title(FAULTS[fault], fontsize=10)
-        ax.set_ylim(top=1.15 * ax.dataLim.y1)
-    for ax in axes[:, 0]:
-        ax.set_ylabel("recovery, s")
-    for ax in axes[1]:
-        ax.set_xlabel("the token before whose step it came")
-        ax.xaxis.get_major_locator().set_params(integer=True)
-    handles = [
-        plt.Line2D([], [], color=COLOURS["measured"], marker=LOOKS["measured"].marker, linestyle="", label="recovery"),
-        plt.Line2D([], [], color=COLOURS["target"], linewidth=2, label="time-out + prefill + two round trips"),
-    ]
-    fig.suptitle("A lost server costs its successor's prefill, or the client's time-out of 1 s")
-    axes[0, 1].legend(handles=handles, loc="center right", bbox_to_anchor=(1, 0.3), fontsize=9)
-    name_results(fig, results, "recovery_s")
-    return fig
-
-
-def token_times(recorded: Result | None, now: Result) -> Figure:
-    """Seconds of each token of the generation with several faults, beside the median of undisturbed steps."""
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    fig, ax = plt.subplots(figsize=(9, 4))
-    results = over(recorded, now)
-    for drawn in results:
-        struck = [pair for pair in recoveries(drawn.result.rows) if pair[0]["faults_in_it"] > 1]
-        if not struck:
-            continue
-        first, (usual, *_) = struck[0][0]["generation"], (row["step_s"] - more for row, more in struck)
-        rows = [row for row in drawn.result.rows if row["what"] == "token" and row["generation"] == first]
-        places, seconds = [row["token"] for row in rows], [row["seconds"] for row in rows]
-        drawn.line(ax, places, [{"value": one} for one in seconds], "measured", label=f"three faults, {drawn.who(1)}")
-        label = f"median undisturbed step, {drawn.who()}"
-        ax.axhline(usual, color=COLOURS["floor"], linestyle="--", linewidth=1.2, label=label, **drawn.style)
-        for row, _ in struck if drawn is results[0] else ():
-            if row["generation"] == first:
-                at = (row["position"], row["step_s"])
-                ax.annotate(FAULTS[row["fault"]], at, (6, 4), textcoords="offset points", fontsize=9)
-    ax.set(yscale="log", xlabel="token", ylabel="its step, s")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter("{x:g}")
-    ax.margins(x=0.03, y=0.18)
-    fig.suptitle("Three servers fail in one answer: only the struck steps are longer")
-    fig.legend(loc="outside lower center", ncols=2, fontsize=9, handlelength=3.2)
-    return fig
-
-
-def survival_rows(recorded: Result | None, now: Result) -> Rows:
-    """Return by fault how many answers are the local model's, and the recovery beside the most that it may take."""
-    rows: Rows = []
-    for drawn in over(recorded, now):
-        summary, struck = drawn.result.summary, recoveries(drawn.result.rows)
-        for fault in drawn.result.parameters["survival"]["faults"]:
-            here = [(row, s) for row, s in struck if row["fault"] == fault and row["faults_in_it"] == 1]
-            rows.append(
-                {
-                    "a server is": FAULTS[fault],
-                    "whose": drawn.who(len(here)),
-                    "same answers": f"{sum(row['equal'] for row, _ in here)} of {len(here)}",
-                    "recovery, s": interval(bootstrap([s for _, s in here], "median").summary(), 3),
-                    "may take, s": interval(summary.of("bound_s", case=fault), 3),
-                    "within it": f"{sum(s <= bound_s(row) for row, s in here)} of {len(here)}",
-                }
-            )
-        several = {row["generation"]: row["equal"] for row, _ in struck if row["faults_in_it"] > 1}
-        if several:
-            name = f"{len(drawn.result.parameters['survival']['together'])} faults in one answer"
-            same = f"{sum(several.values())} of {len(several)}"
-            rows.append({"a server is": name, "whose": drawn.who(len(several)), "same answers": same})
-    return rows
-
-
-def transport_rows(recorded: Result | None, now: Result) -> Rows:
-    """Tokens a second through chains of servers and of the same blocks in one process, and what the transport takes."""
-    rows: Rows = []
-    for drawn in over(recorded, now):
-        summary, whose = drawn.result.summary, {"whose": drawn.who()}
-        alone = interval(summary.of("tokens_per_s", servers=LOCAL), 1)
-        rows.append({"blocks": "in one process"} | whose | {"tokens/s": alone})
-        for servers in drawn.result.parameters["transport"]["chains"]:
-            place = {"servers": servers, "than": "one process"}
-            rows.append(
-                {"blocks": f"on {servers} server{'s'[: servers > 1]}"}
-                | whose
-                | {
-                    "tokens/s": interval(summary.of("tokens_per_s", servers=servers), 1),
-                    "of one process": interval(summary.of("tokens_per_s_x", **place), 2),
-                    "transport, ms a step": interval(summary.of("transport_ms", **place), 2),
-                }
-            )
-    return rows

@@ -1,4 +1,7 @@
-"""Planes merged under running generations: what clients feel of it, what it takes, what they are told afterwards."""
+"""Planes merged under running generations: what clients feel of it, what it takes, what they are told afterwards.
+
+The last is what keys and values that coarse weights wrote do to the tokens that exact weights make after the hand-over.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +32,8 @@ from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.dtypes import named
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
-from firsttoken.study.show import interval
+from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Summary
 from firsttoken.study.timing import synchronise, timed
@@ -46,13 +47,6 @@ from firsttoken_studies.progressiveserve.coldstart.harness import make_cold
 from firsttoken_studies.progressiveserve.frontier import PrecisionConfig
 from firsttoken_studies.progressiveserve.timeline import peak_growth, timeline_process
 from firsttoken_studies.progressiveserve.timeline_trial import TimelineSpec
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-# What keys and values that coarse weights wrote do to the tokens that exact weights make after the hand-over.
 
 KEEP, REDO = TRANSITIONS["naive"], TRANSITIONS["prefill again"]
 
@@ -174,22 +168,16 @@ def handover_summary(rows: Rows) -> Summary:
     """Summarize by context length: mean KL at the first position and over all, and how often the likeliest token
     is that of the exact weights, where keys and values are kept, beside weights that stay coarse; what a prefill again
     takes."""
-    summary = Summary()
-    for context in dict.fromkeys(row["context_tokens"] for row in rows):
-        mine = [row for row in rows if row["context_tokens"] == context]
-        after = [row for row in mine if row["position"]]
-        first = [row for row in after if row["position"] == 1]
-        taken = [row["redo_ms"] for row in mine if "redo_ms" in row]
-        summary.add("redo_ms", bootstrap(taken, "median").summary("ms"), context_tokens=context)
+    summary, frame = Summary(), frame_of(rows)
+    for context, mine in frame.groupby("context_tokens", sort=False):
+        after, first = mine[mine.position > 0], mine[mine.position == 1]
+        summary.by(mine, {}, {"redo_ms": ("redo_ms", "median", "ms")}, context_tokens=context)
         for name in ("kept", "coarse"):
-            place = {"case": name, "context_tokens": context}
-            summary.add("kl_first_nats", bootstrap([row[f"kl_{name}"] for row in first]).summary("nats"), **place)
-            by_window: dict[int, list[dict[str, Any]]] = {}
-            for row in after:
-                by_window.setdefault(row["window"], []).append(row)
-            for measure, what, unit, scale in (("kl_nats", "kl", "nats", 1), ("same_token_pct", "same", "%", 100)):
-                means = [sum(row[f"{what}_{name}"] for row in part) / len(part) for part in by_window.values()]
-                summary.add(measure, bootstrap(means).summary(unit, scale), **place)
+            place, kl, same = {"case": name, "context_tokens": context}, f"kl_{name}", f"same_{name}"
+            summary.by(first, {}, {"kl_first_nats": (kl, "mean", "nats")}, **place)
+            means = after.astype({same: float}).groupby("window", sort=False)[[kl, same]].mean()
+            over = {"kl_nats": (kl, "mean", "nats"), "same_token_pct": (same, "mean", "%", 100)}
+            summary.by(means, {}, over, **place)
     return summary
 
 
@@ -302,26 +290,23 @@ def _timeline(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Pro
 def refinement_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """A step with and without merges, the longest gap between two tokens while planes come, what merging takes of the
     memory's rate, peaks over the model, and the divergence after the hand-over."""
-    summary = handover_summary([row for row in rows if row["row"] == "handover"])
-    (logits,) = (row["same"] for row in rows if row["row"] == "logits")
-    summary.add("same_logits", {"value": logits, "unit": "as the plain whole model's, bit by bit"})
-    (copied,) = (row["gb_per_s"] for row in rows if row["row"] == "copy")
-    summary.add("copy_gb_per_s", {"value": copied, "unit": "GB/s"})
-    (size,) = (row["bytes"] for row in rows if row["row"] == "model")
+    summary = handover_summary(rows_where(rows, row="handover"))
+    (logits,), (copy,), (model,) = (rows_where(rows, row=one) for one in ("logits", "copy", "model"))
+    summary.add("same_logits", {"value": logits["same"], "unit": "as the plain whole model's, bit by bit"})
+    summary.add("copy_gb_per_s", {"value": copy["gb_per_s"], "unit": "GB/s"})
     runs = range(parameters["refinement"]["runs"])
     peaks: dict[str, list[float | None]] = {}
     for case in dict.fromkeys(row["case"] for row in rows if "case" in row):
-        found = [[row for row in rows if row.get("case") == case and row["run"] == run] for run in runs]
+        found = [rows_where(rows, case=case, run=run) for run in runs]
         _case(partial(summary.add, case=case), found, parameters)
-        peaks[case] = [peak_growth(each, size) for each in found]
+        peaks[case] = [peak_growth(each, model["bytes"]) for each in found]
     _peaks(summary, {case: each for case, each in peaks.items() if None not in each})
-    merged = [row for row in rows if "merged_bytes" in row and row["case"] == KEPT]
-    if merged:
-        rates = [row["merged_bytes"] / 1e9 / row["merging_s"] for row in merged]
-        shares, longest = [rate / copied for rate in rates], [1000 * row["longest_merge_s"] for row in merged]
-        summary.add("merge_gb_per_s", bootstrap(rates, "median").summary("GB/s of 16-bit weights"))
-        summary.add("merge_x", bootstrap(shares, "median").summary("of the copy's rate"), than="copy")
-        summary.add("longest_merge_ms", bootstrap(longest, "median").summary("ms"))
+    if merged := [row for row in rows_where(rows, case=KEPT) if "merged_bytes" in row]:
+        rates = frame_of(merged).assign(gb_per_s=lambda of: of.merged_bytes / 1e9 / of.merging_s)
+        rates["share"] = rates.gb_per_s / copy["gb_per_s"]
+        summary.by(rates, {}, {"merge_gb_per_s": ("gb_per_s", "median", "GB/s of 16-bit weights")})
+        summary.by(rates, {}, {"merge_x": ("share", "median", "of the copy's rate")}, than="copy")
+        summary.by(rates, {}, {"longest_merge_ms": ("longest_merge_s", "median", "ms", 1000)})
     step = summary.get("step_ms", case=STILL)
     for case in (KEPT, AGAIN):
         if step and (gap := summary.get("longest_gap_ms", case=case)):
@@ -363,15 +348,14 @@ def _case(add: Callable[..., Entry], runs: list[Rows], parameters: Mapping[str, 
 def token_gaps(rows: Rows) -> list[tuple[float, float]]:
     """When two tokens of one client came after one another, in s."""
     clients: dict[int, list[float]] = {}
-    for row in rows:
-        if row["row"] == "token":
-            clients.setdefault(row["client"], []).append(row["at_s"])
+    for row in rows_where(rows, row="token"):
+        clients.setdefault(row["client"], []).append(row["at_s"])
     return [pair for times in clients.values() for pair in pairwise(times)]
 
 
 def refining(rows: Rows) -> tuple[float, float] | None:
     """Return the span in which planes came and were merged (from, to; in s); None where none did."""
-    events = [row for row in rows if row["row"] == "event" and row["stage"] > 1]
+    events = [row for row in rows_where(rows, row="event") if row["stage"] > 1]
     begun = [row["at_s"] for row in events if row["what"] == "loading"]
     ended = [row["at_s"] for row in events if row["what"] == "arrived"]
     return (min(begun), max(ended)) if begun and ended else None
@@ -379,101 +363,3 @@ def refining(rows: Rows) -> tuple[float, float] | None:
 
 def _within(rows: Rows, start: float, end: float) -> list[float]:
     return [high - low for low, high in token_gaps(rows) if high > start and low < end]
-
-
-# The figures and tables of refinement under load, drawn from results alone.
-
-CASES = {
-    WHOLE: "the plain model, in one stage",
-    STILL: "first bits, nothing comes",
-    KEPT: "planes come, what was written is kept",
-    AGAIN: "planes come, prefilled again",
-}
-HANDOVERS = {
-    "coarse": ("none", "no hand-over: weights stay coarse"),
-    "kept": ("naive", "exact weights, old keys and values"),
-}
-
-
-def refinement(result: Result) -> Figure:
-    """Left, the gaps between tokens over time in one run, with planes that come (shaded) and without; right, the
-    divergence from exact weights on exact keys and values by position after the hand-over."""
-    import matplotlib.pyplot as plt
-
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-    for case, look in ((STILL, "other"), (KEPT, "measured")):
-        rows = [row for row in result.rows if row.get("case") == case and row["run"] == 0]
-        gaps = sorted((high, 1000 * (high - low)) for low, high in token_gaps(rows))
-        if gaps:
-            left.plot(
-                *zip(*gaps, strict=True), LOOKS[look].marker, color=COLOURS[look], markersize=4, label=CASES[case]
-            )
-        if window := refining(rows):
-            left.axvspan(*window, color=COLOURS["single"], alpha=0.25, linewidth=0, label="planes come")
-    left.set(xlabel="s from the server's start", ylabel="gap between two tokens of a client, ms", ylim=(0, None))
-    left.legend(loc="upper center", bbox_to_anchor=(0.5, 1.3), fontsize=9)
-    _draw_divergence(right, result)
-    return fig
-
-
-def _draw_divergence(ax: Axes, result: Result) -> None:
-    rows = [row for row in result.rows if row["row"] == "handover" and row["position"]]
-    contexts = list(dict.fromkeys(row["context_tokens"] for row in rows))
-    for context, line in zip(contexts, ("-", "--", ":"), strict=False):
-        mine = [row for row in rows if row["context_tokens"] == context]
-        places = sorted({row["position"] for row in mine})
-        for name, (look, label) in HANDOVERS.items():
-            means = [np.mean([row[f"kl_{name}"] for row in mine if row["position"] == place]) for place in places]
-            ax.plot(places, means, line, color=COLOURS[look], label=f"{label}, {context} tokens")
-    ax.set(xlabel="tokens after the hand-over", ylabel="KL from the exact model, nats", yscale="log")
-    ax.yaxis.set_major_formatter("{x:g}")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.3), fontsize=9)
-
-
-def load_rows(result: Result) -> Rows:
-    """Every timeline: a step, the longest gap while planes came, and the peak over the model."""
-    found = result.summary
-    return [
-        {
-            "timeline": name,
-            "step, ms": interval(found.get("step_ms", case=case)),
-            "planes came for, s": interval(found.get("refining_s", case=case), 2),
-            "longest gap meanwhile, ms": interval(found.get("longest_gap_ms", case=case), 0),
-            "of a step": interval(found.get("longest_gap_x", case=case, than="step"), 2),
-            "peak memory / model": interval(found.get("peak_memory_x", case=case, than="model"), 2),
-            "/ plain model's": interval(found.get("peak_memory_x", case=case, than=WHOLE), 2),
-        }
-        for case, name in CASES.items()
-        if found.get("short_requests", case=case)
-    ]
-
-
-def merge_rows(result: Result) -> Rows:
-    """How fast planes are merged, and what that is of a copy's rate in the same memory."""
-    found = result.summary
-    measured = {
-        "merged, GB/s of 16-bit weights": interval(found.get("merge_gb_per_s"), 2),
-        "of the rate of a copy": interval(found.get("merge_x", than="copy"), 3),
-        "longest merge between two steps, ms": interval(found.get("longest_merge_ms"), 1),
-        "logits of the end bit by bit the plain model's": interval(found.of("same_logits")),
-    }
-    return [{"what": name, "measured": shown} for name, shown in measured.items()]
-
-
-def handover_table(result: Result) -> Rows:
-    """Return by context KL and agreement with kept keys and values and with coarse weights; a new prefill's time."""
-    found, rows = result.summary, []
-    for context in result.parameters["refinement"]["contexts"]:
-        kept, coarse = ({"case": case, "context_tokens": context} for case in ("kept", "coarse"))
-        rows.append(
-            {
-                "context, tokens": context,
-                "kept: KL at once": interval(found.of("kl_first_nats", **kept), 4),
-                "kept: KL": interval(found.of("kl_nats", **kept), 4),
-                "kept: same next, %": interval(found.of("same_token_pct", **kept)),
-                "coarse: KL": interval(found.of("kl_nats", **coarse), 4),
-                "coarse: same next, %": interval(found.of("same_token_pct", **coarse)),
-                "prefill again, ms": interval(found.of("redo_ms", context_tokens=context)),
-            }
-        )
-    return rows

@@ -24,20 +24,13 @@ from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.trace import Step, Trace
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import Drawn, counted, legend, over
-from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
-from firsttoken.study.show import interval
+from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import Interval, bootstrap
-from firsttoken.study.summary import Entry, Summary
+from firsttoken.study.summary import Summary
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-# Batches of a shape that is asked for, run on the live executor and timed: a chunk of a prompt beside decodes.
+    import pandas
 
 BLOCK = 16
 
@@ -213,224 +206,49 @@ def _prefilled(step: Step) -> dict[str, float]:
     return {"cached": cached, "new": new, "ms": 1e3 * step.seconds}
 
 
+def table_pieces(rows: Rows, prompt: int, piece: int) -> float:
+    """What a prompt takes in pieces by the table, over the whole one."""
+    ms = {row["piece"]: row["ms"] for row in rows_where(rows, what="table", of="pieces", prompt=prompt)}
+    return ms[piece] / ms[prompt]
+
+
 def batch_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """What pieces cost over the whole prompt, by the table and live; steps that prefill and decode over one of each;
     a token more than a tile."""
-    config = parameters["batch_cost"]
-    table = [row for row in rows if row["what"] == "table"]
-    of = {(row["prompt"], row["piece"]): row["ms"] for row in table if row["of"] == "pieces"}
-    summary = Summary()
+    summary, config = Summary(), parameters["batch_cost"]
     for piece in config["table_pieces"]:
-        over = [of[prompt, piece] / of[prompt, prompt] for prompt in config["table_prompts"]]
+        over = [table_pieces(rows, prompt, piece) for prompt in config["table_prompts"]]
         worst = {"value": max(over), "n": len(over), "unit": "x"}
         summary.add("prefill_x", worst, source="table", budget_tokens=piece, than="whole", across="worst")
-    mixed = {(row["chunk"], row["run"]): row["ms"] for row in table if row["of"] == "mixed"}
+    mixed = frame_of(rows, what="table", of="mixed").set_index(["chunk", "run"]).ms
     for piece in config["table_pieces"]:
         apart = mixed[piece, "alone"] + mixed[0, "beside"]
         together = {"value": mixed[piece, "beside"] / apart, "n": 1, "unit": "x"}
         summary.add("mixed_x", together, source="table", budget_tokens=piece, than="apart")
-    one, more = (row["ms"] for row in table if row["of"] == "tile")
+    one, more = (row["ms"] for row in rows_where(rows, what="table", of="tile"))
     summary.add("prefill_x", {"value": more / one, "n": 1, "unit": "x"}, source="table", **PAST_TILE)
     _add_live(summary, rows, config)
     return summary
 
 
 def _add_live(summary: Summary, rows: Rows, config: Mapping[str, Any]) -> None:
-    repeats = sorted({row["repeat"] for row in rows if "repeat" in row})
+    def ms(what: str, **asked: int) -> pandas.api.typing.SeriesGroupBy:
+        """The times of these steps, by repeat."""
+        return frame_of(rows, what=what, **asked).groupby("repeat").ms
 
-    def ms(what: str, repeat: int, **asked: int) -> np.ndarray:
-        mine = (row for row in rows if row["what"] == what and row["repeat"] == repeat)
-        return np.array([row["ms"] for row in mine if all(row[name] == value for name, value in asked.items())])
-
-    whole = [ms("live", repeat, context=0, piece=config["prompt"]).sum() for repeat in repeats]
+    whole = ms("live", context=0, piece=config["prompt"]).sum()
     for piece in config["pieces"]:
-        alone = {repeat: ms("live", repeat, context=0, piece=piece) for repeat in repeats}
-        over = _over([each.sum() for each in alone.values()], whole).summary("x")
+        alone, contexts = ms("live", context=0, piece=piece), config["contexts"]
+        over = _over(alone.sum(), whole).summary("x")
         summary.add("prefill_x", over, source="live", budget_tokens=piece, than="whole")
-        together, apart = np.zeros(len(repeats)), np.zeros(len(repeats))
-        for context in config["contexts"]:
-            decode = [ms("decode", repeat, context=context).mean() for repeat in repeats]
-            together += [ms("live", repeat, context=context, piece=piece).sum() for repeat in repeats]
-            apart += [each.sum() + len(each) * one for each, one in zip(alone.values(), decode, strict=True)]
+        together = sum(ms("live", context=context, piece=piece).sum() for context in contexts)
+        apart = sum(alone.sum() + alone.count() * ms("decode", context=context).mean() for context in contexts)
         over = _over(together, apart).summary("x")
         summary.add("mixed_x", over, source="live", budget_tokens=piece, than="apart")
-    tiles = ([ms("tile", repeat, tokens=config["tile"] + more).sum() for repeat in repeats] for more in (1, 0))
+    tiles = (ms("tile", tokens=config["tile"] + more).sum() for more in (1, 0))
     summary.add("prefill_x", _over(*tiles).summary("x"), source="live", **PAST_TILE)
 
 
 def _over(these: Any, those: Any) -> Interval:
     """The ratio of means; repeats are resampled, each with both."""
     return bootstrap(np.column_stack([these, those]), lambda sample: float(np.divide(*sample.mean(0))))
-
-
-# The figures and tables of notebook 43: what a batch costs.
-
-PAPER = {  # prefill in pieces over whole, by prompt and piece: artifact of the paper, chunking-overhead.csv (Yi-34B)
-    2047: {512: 1.152, 1024: 1.175, 2048: 0.999},
-    4095: {512: 1.189, 1024: 1.202, 2048: 1.024},
-    8191: {512: 1.117, 1024: 1.109, 2048: 0.937},
-    16383: {512: 0.995, 1024: 0.961, 2048: 0.805},
-}
-DASHES = ("-", "--", ":")
-TABLE_LINE = f"{LOOKS['chunks alone'].marker}-"
-
-
-def table_costs(recorded: Result | None, now: Result) -> Figure:
-    """Draw from the cost table what a token costs in a prompt by itself and in a batch that decodes."""
-    import matplotlib.pyplot as plt
-
-    drawn = over(recorded, now)
-    fig, ax = plt.subplots(figsize=(7.5, 3.8))
-    contexts = sorted({row["context"] for one in drawn for row in _table_rows(one.result, "decode")})
-    for one in drawn:
-        prompts = {row["tokens"]: _each(row, "tokens") for row in _table_rows(one.result, "prefill")}
-        one.line(ax, list(prompts), list(prompts.values()), "chunks alone")
-        for context, dashes in zip(contexts, DASHES, strict=False):
-            rows = [row for row in _table_rows(one.result, "decode") if row["context"] == context]
-            places = [row["requests"] for row in rows]
-            one.line(ax, places, [_each(row, "requests") for row in rows], "measured", linestyle=dashes, marker="s")
-    ax.plot([], [], TABLE_LINE, color=COLOURS["chunks alone"], label="prompt alone, by its tokens")
-    for context, dashes in zip(contexts, DASHES, strict=False):
-        label = f"decodes over {context:,} tokens each, by requests"
-        ax.plot([], [], "s", ls=dashes, color=COLOURS["measured"], label=label)
-    ax.set(yscale="log", xlabel="tokens of the step", ylabel="ms a token")
-    ax.set_xscale("log", base=2)
-    _plain(ax)
-    ax.set_title(_tables(drawn), fontsize=10.5)
-    alone, least = (
-        min(_each(row, of)["value"] for row in _table_rows(drawn[0].result, what) if row[of] == 1 or what == "prefill")
-        for what, of in (("decode", "requests"), ("prefill", "tokens"))
-    )
-    fig.suptitle(f"A decode alone costs {alone / least:.0f} times a token of a large prompt", fontsize=12)
-    legend(fig, ax, drawn, columns=2)
-    return fig
-
-
-def live_costs(recorded: Result | None, now: Result) -> Figure:
-    """Live: a step by the size of its chunk, alone and beside decodes; and what pieces cost over the whole prompt."""
-    import matplotlib.pyplot as plt
-
-    drawn = over(recorded, now)
-    fig, (steps, pieces) = plt.subplots(1, 2, figsize=(9, 4.6))
-    configs = [one.result.parameters["batch_cost"] for one in drawn]
-    contexts = sorted({context for config in configs for context in config["contexts"]})
-    cases = [(0, "measured", "-"), *((c, "sarathi", d) for c, d in zip(contexts, DASHES, strict=False))]
-    for one, config in zip(drawn, configs, strict=True):
-        sizes = [*config["pieces"], config["prompt"]]
-        for context, name, dashes in cases:
-            each = [_step(_steps_ms(one.result, context, size)) for size in sizes]
-            one.line(steps, sizes, each, name, linestyle=dashes, markersize=5)
-        decode = np.median([row["ms"] for row in one.result.rows if row["what"] == "decode"])
-        steps.axhline(decode, color=COLOURS["floor"], linestyle=":", **one.style)
-        for prompt in config["table_prompts"]:
-            ratios = [{"value": _table_pieces(one.result, prompt, piece)} for piece in config["table_pieces"]]
-            one.line(pieces, config["table_pieces"], ratios, "chunks alone", markersize=4)
-        live = [_live_pieces(one.result, piece) for piece in config["pieces"]]
-        one.line(pieces, config["pieces"], live, "measured")
-    for at in PAPER.values():
-        pieces.plot(list(at), list(at.values()), "|-", color=COLOURS["paper"], zorder=3)
-    pieces.axhline(1, color=COLOURS["floor"], linestyle=":")
-    steps.plot([], [], "o-", color=COLOURS["measured"], label="live: a chunk alone, pieces of a prompt")
-    for context, name, dashes in cases[1:]:
-        label = f"live: beside {configs[0]['running']} decodes over {context:,} tokens"
-        steps.plot([], [], "o", ls=dashes, color=COLOURS[name], label=label)
-    steps.plot([], [], ":", color=COLOURS["floor"], label="decodes alone; the whole prompt")
-    steps.plot([], [], "|-", color=COLOURS["paper"], label="paper: Yi-34B, 2,047 to 16,383 tokens")
-    steps.plot([], [], TABLE_LINE, color=COLOURS["chunks alone"], label=_tables(drawn))
-    repeats = counted(drawn, "prefill_x", source="live", **PAST_TILE)
-    steps.set_title(f"median step ({repeats} repeats)", fontsize=10.5)
-    steps.set(yscale="log", xlabel="tokens of the chunk", ylabel="ms a step")
-    pieces.set_title("a prompt in pieces over the whole one, 95 %", fontsize=10.5)
-    pieces.set(yscale="log", xlabel="tokens of a piece", ylabel="time / that of the whole prompt")
-    for ax in (steps, pieces):
-        ax.set_xscale("log", base=2)
-        _plain(ax)
-    low, high = pieces.get_ylim()
-    pieces.set_yticks([tick for tick in (0.8, 1, 1.2, 1.5, 2, 2.5, 4, 6) if low < tick < high])
-    ends = [(piece, _live_pieces(drawn[0].result, piece)["value"]) for piece in sorted(configs[0]["pieces"])]
-    (small, slow), (large, quick) = ends[0], ends[-1]
-    told = f"{large} tokens take {quick:.2f} of a whole prompt's time, pieces of {small} take {slow:.2f}"
-    fig.suptitle(f"Live, pieces of {told}", fontsize=12)
-    legend(fig, steps, drawn, columns=2)
-    return fig
-
-
-def piece_rows(result: Result) -> Rows:
-    """Live, by the size of a piece: over the whole prompt, and together with decodes over one of each."""
-    return [
-        {
-            "tokens of a piece": piece,
-            "time / whole prompt": interval(_live_pieces(result, piece), 2),
-            "with decodes / apart": interval(
-                result.summary.of("mixed_x", source="live", budget_tokens=piece, than="apart"), 2
-            ),
-        }
-        for piece in result.parameters["batch_cost"]["pieces"]
-    ]
-
-
-def table_rows(result: Result) -> Rows:
-    """The same by the cost table, the worst of its prompts."""
-    value = result.summary.value
-    return [
-        {
-            "tokens of a piece": piece,
-            "time / whole prompt, at most": f"{value('prefill_x', **where, than='whole', across='worst'):.2f}",
-            "with decodes / apart": f"{value('mixed_x', **where, than='apart'):.2f}",
-        }
-        for piece in result.parameters["batch_cost"]["table_pieces"]
-        for where in ({"source": "table", "budget_tokens": piece},)
-    ]
-
-
-def tile_rows(result: Result) -> Rows:
-    """A token more than a tile, beside the paper's."""
-    here, table = (result.summary.of("prefill_x", source=source, **PAST_TILE) for source in ("live", "table"))
-    return [
-        {"what": "257 tokens / 256", "paper (A100)": 1.32, "live": interval(here, 2), "table": f"{table['value']:.2f}"}
-    ]
-
-
-def _live_pieces(result: Result, piece: int) -> Entry:
-    return result.summary.of("prefill_x", source="live", budget_tokens=piece, than="whole")
-
-
-def _steps_ms(result: Result, context: int, size: int) -> list[float]:
-    """Return the times of the steps that took a whole piece; of a prompt's last piece less may be left."""
-    rows = (row for row in result.rows if row["what"] == "live" and row["context"] == context and row["new"] == size)
-    return [row["ms"] for row in rows]
-
-
-def _step(ms: Sequence[float]) -> Entry | None:
-    """The median of steps; None where there is none."""
-    return {"value": float(np.median(ms))} if ms else None
-
-
-def _table_rows(result: Result, of: str) -> Rows:
-    return [row for row in result.rows if row["what"] == "table" and row["of"] == of]
-
-
-def _each(row: dict[str, Any], of: str) -> Entry:
-    """Milliseconds for each of the row's tokens, or requests."""
-    return {"value": row["ms"] / row[of]}
-
-
-def _table_pieces(result: Result, prompt: int, piece: int) -> float:
-    ms = {(row["prompt"], row["piece"]): row["ms"] for row in _table_rows(result, "pieces")}
-    return ms[prompt, piece] / ms[prompt, prompt]
-
-
-def _tables(drawn: Sequence[Drawn]) -> str:
-    """The cost tables of the results, those of the record first."""
-    costs = [one.result.parameters["hardware"]["costs"] for one in drawn]
-    return f"by the table of {', yours of '.join(dict.fromkeys(costs))}"
-
-
-def _plain(ax: Axes) -> None:
-    from matplotlib.ticker import LogLocator
-
-    if ax.get_yscale() == "log":
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_minor_formatter("")
-    ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.yaxis.set_major_formatter("{x:g}")

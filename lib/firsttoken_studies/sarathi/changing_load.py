@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from tqdm import tqdm
@@ -24,18 +23,10 @@ from firsttoken.sarathi.lengths import lengths
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
-from firsttoken.study.show import interval
+from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
-from firsttoken_studies.sarathi.figures import NAMES, told
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 # Schedulers that know what each request is promised: Niyama's classes of service (Goel et al., arXiv 2503.22562).
 
@@ -265,28 +256,25 @@ class _Served:
 def changing_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Times by scheduler; shares within each objective, and how many points the adaptive budget's is above the best of
     the fixed budgets' and rivals' of each draw; requests that were late; who was overtaken after the bound."""
-    summary = Summary()
-    runs = [row for row in rows if row["what"] == "run" and row.get("objective", TIMES[STRICT]) == TIMES[STRICT]]
-    by = {name: [row for row in runs if row["scheduler"] == name] for name in _names(runs)}
-    for name, mine in by.items():
+    summary, runs, within = Summary(), frame_of(strict(rows, "run")), frame_of(rows, what="within")
+    for name, mine in runs.groupby("scheduler", sort=False):
         where = place_of(name)
-        summary.add("tbt_p99_s", bootstrap([row["tbt_p99_s"] for row in mine]).summary("s"), **where)
-        for tenant, q in itertools.product(TENANTS, QUANTILES):
-            ttft = bootstrap([row[f"{tenant}_ttft_p{q}_s"] for row in mine])
-            summary.add(f"ttft_p{q}_s", ttft.summary("s"), **where, tenant=tenant)
-        summary.add("longest_wait_s", bootstrap([row["longest_wait_s"] for row in mine]).summary("s"), **where)
-        summary.add("late_pct", bootstrap([row["late"] for row in mine]).summary("%", 100), **where)
-        overtaken = {"value": sum(row["overtaken"] for row in mine), "n": len(mine), "unit": "pairs of requests"}
+        summary.by(mine, {}, {"tbt_p99_s": ("tbt_p99_s", "mean", "s")}, **where)
+        for tenant in TENANTS:
+            times = {f"ttft_p{q}_s": (f"{tenant}_ttft_p{q}_s", "mean", "s") for q in QUANTILES}
+            summary.by(mine, {}, times, **where, tenant=tenant)
+        rest = {"longest_wait_s": ("longest_wait_s", "mean", "s"), "late_pct": ("late", "mean", "%", 100)}
+        summary.by(mine, {}, rest, **where)
+        overtaken = {"value": mine.overtaken.sum(), "n": len(mine), "unit": "pairs of requests"}
         summary.add("overtaken", overtaken, **where)
     above = []
-    for times in dict.fromkeys(row["objective"] for row in rows if row["what"] == "within"):
-        here = [row for row in rows if row["what"] == "within" and row["objective"] == times]
-        shares = {name: [row["share"] for row in here if row["scheduler"] == name] for name in _names(here)}
+    for times, here in within.groupby("objective", sort=False):
+        shares = {name: mine.share.to_numpy() for name, mine in here.groupby("scheduler", sort=False)}
         for name, each in shares.items():
             summary.add("within_pct", bootstrap(each).summary("%", 100), **place_of(name), objective=times)
         rivals = [each for name, each in shares.items() if name.startswith(RIVALS)]
         if ADAPTIVE in shares and rivals:
-            distance = bootstrap(np.subtract(shares[ADAPTIVE], np.max(rivals, axis=0))).summary("points", 100)
+            distance = bootstrap(shares[ADAPTIVE] - np.max(rivals, axis=0)).summary("points", 100)
             above.append(summary.add("within_points", distance, **ABOVE_BEST, objective=times))
     if above:
         worst = min(above, key=lambda entry: entry["value"])
@@ -294,120 +282,6 @@ def changing_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def _names(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(row["scheduler"] for row in rows))
-
-
-# The figures and tables of notebook 44: schedulers under a load that changes.
-
-COURSE = ("prefill_first", "sarathi 512", "shortest_first 512", "adaptive_budget")
-
-
-def within(recorded: Result | None, now: Result) -> Figure:
-    """The share of requests within each objective by scheduler, coloured by its rank there; the best has a
-    frame. A panel for the record, and one for the reader's run: two tables do not lie over each other."""
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Rectangle
-
-    drawn = over(recorded, now)
-    schedulers = list(dict.fromkeys(name for one in drawn for name in _schedulers(one.result)))
-    fig, axes = plt.subplots(1, len(drawn), figsize=(9, 0.34 * len(schedulers) + 2), sharey=True, squeeze=False)
-    for ax, one in zip(axes[0], drawn, strict=True):
-        result, iteration_s = one.result, one.result.floors["decode_iteration"]["value"]
-        objectives = result.parameters["changing_load"]["objectives"]
-        entries = [
-            [result.summary.get("within_pct", **place_of(name), objective=times) for times in objectives]
-            for name in schedulers
-        ]
-        shares = np.array([[entry["value"] if entry else np.nan for entry in row] for row in entries])
-        ranks = 1 + (shares[None] > shares[:, None]).sum(1)  # the best 1, as have all that are as good
-        ax.imshow(np.where(np.isnan(shares), np.nan, ranks), cmap="Blues_r", vmin=1, vmax=14, aspect="auto")
-        for place, column in np.argwhere(~np.isnan(shares)):
-            dark = "white" if ranks[place, column] <= 5 else "black"
-            ax.text(column, place, f"{shares[place, column]:.0f}", ha="center", va="center", color=dark, fontsize=10)
-            if ranks[place, column] == 1:
-                frame = {"fill": False, "edgecolor": COLOURS["report"], "linewidth": 2.5}
-                ax.add_patch(Rectangle((column - 0.46, place - 0.44), 0.92, 0.88, **frame))
-        ax.set_xticks(range(len(objectives)), [f"{1e3 * times * iteration_s:.0f}" for times in objectives])
-        n = max(entry["n"] for row in entries for entry in row if entry)
-        ax.set_title(f"{one.who(n)}\n{result.provenance['costs']}", fontsize="medium")
-        ax.set(xlabel="gaps of at most, ms")
-        ax.grid(visible=False)
-    axes[0][0].set_yticks(range(len(schedulers)), [told(name) for name in schedulers])
-    fig.suptitle("Every objective has another best scheduler (frame): % of requests within it")
-    return fig
-
-
-def course(recorded: Result | None, now: Result) -> Figure:
-    """Phase by phase, the median first token of who arrived and the P99 of the gaps; bands are the busy phases."""
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
-
-    drawn, load = over(recorded, now), now.parameters["changing_load"]
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.2))
-    panels = (("ttft_p50_s", 1.0, "median first token, s"), ("tbt_p99_s", 1e3, "P99 between two tokens, ms"))
-    for ax, (column, scale, label) in zip(axes, panels, strict=True):
-        for phase in (phase for phase, factor in enumerate(load["factors"], start=1) if factor > 1):
-            ax.axvspan(phase - 0.5, phase + 0.5, color=COLOURS["other"], alpha=0.35, linewidth=0)
-        for one in drawn:
-            rows = [row for row in one.result.rows if row["what"] == "phase"]
-            rows = [row for row in rows if row.get("objective", TIMES[STRICT]) == TIMES[STRICT]]
-            for name in (name for name in COURSE if name in _schedulers(one.result)):
-                mine = [row for row in rows if row["scheduler"] == name]
-                each = {
-                    phase: [row[column] for row in mine if row["phase"] == phase]
-                    for phase in sorted({row["phase"] for row in mine})
-                }
-                means = [(phase + 1, {"value": np.mean(found)}) for phase, found in each.items() if found]
-                title = {"label": told(name)} if one.own else {}
-                one.line(ax, *zip(*means, strict=True), NAMES[name.partition(" ")[0]][0], scale=scale, **title)
-        ax.set_xticks(range(1, 1 + len(load["factors"])))
-        ax.set(yscale="log", xlabel="phase of the load (band: twice the mean rate)", ylabel=label)
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
-    fig.suptitle("Twice the mean rate: whole prompts stall who runs, chunks make who comes wait")
-    names = fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
-    name_results(fig, drawn, legend=names)
-    return fig
-
-
-def load_rows(result: Result) -> Rows:
-    """What clients saw, by scheduler, under the strict objective."""
-    found = result.summary
-    return [
-        {
-            "scheduler": told(name),
-            "P99 between tokens, ms": interval(scaled(found.of("tbt_p99_s", **where), 1e3), 0),
-            "light: P50 TTFT, s": interval(found.of("ttft_p50_s", **where, tenant="light"), 2),
-            "light: P99": interval(found.of("ttft_p99_s", **where, tenant="light"), 1),
-            "heavy: P50 TTFT, s": interval(found.of("ttft_p50_s", **where, tenant="heavy"), 2),
-            "heavy: P99": interval(found.of("ttft_p99_s", **where, tenant="heavy"), 1),
-            "late, % of requests": interval(found.of("late_pct", **where), 0),
-            "longest wait, s": interval(found.of("longest_wait_s", **where), 1),
-        }
-        for name, where in ((name, place_of(name)) for name in _schedulers(result))
-    ]
-
-
-def above_rows(result: Result) -> Rows:
-    """The adaptive budget's share over the best of fixed budgets and rivals, by objective."""
-    iteration_s, found = result.floors["decode_iteration"]["value"], result.summary
-    return [
-        {
-            "gaps of at most, ms": f"{1e3 * times * iteration_s:.0f}",
-            "adaptive, % within": interval(found.of("within_pct", scheduler=ADAPTIVE, objective=times), 0),
-            "above the best of the others, points": interval(above, 1),
-        }
-        for times in result.parameters["changing_load"]["objectives"]
-        if (above := found.get("within_points", **ABOVE_BEST, objective=times))
-    ]
-
-
-def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """An entry of a summary in another unit."""
-    return entry | {name: scale * entry[name] for name in ("value", "low", "high") if name in entry}
-
-
-def _schedulers(result: Result) -> list[str]:
-    return list(dict.fromkeys(row["scheduler"] for row in result.rows if row["what"] == "run"))
+def strict(rows: Rows, what: str) -> Rows:
+    """The rows of ``what`` under the strict objective: those of a scheduler that knows no objective are all."""
+    return [row for row in rows_where(rows, what=what) if row.get("objective", TIMES[STRICT]) == TIMES[STRICT]]

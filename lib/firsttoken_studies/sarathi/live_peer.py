@@ -1,4 +1,8 @@
-"""A live peer: vLLM and `firsttoken serve` with the same tokens a step, asked the same by somebody else's client."""
+"""A live peer: vLLM and `firsttoken serve` with the same tokens a step, asked the same by somebody else's client.
+
+The client is aiperf. It and vLLM run in environments of their own, behind OpenAI's interface; both servers get the same
+folder, dtype, threads, memory for keys and values, and tokens a step, and neither keeps prefixes.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -28,21 +33,12 @@ from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.parsing.schema import at_least, shaped
-from firsttoken.study.plot import LOOKS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
-from firsttoken.study.show import interval
+from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import bootstrap
-from firsttoken.study.summary import Scalar, Summary
+from firsttoken.study.summary import Summary
 from firsttoken.study.system.programs import free_port, last_line, started, wait_healthy
 from firsttoken_studies.engine.throughput import VLLM_PYTHON
-from firsttoken_studies.sarathi.changing_load import scaled
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-# aiperf, somebody else's client of OpenAI's interface, from its own environment, and what it says of a server.
 
 AIPERF = paths.ROOT / ".venv-clients" / "bin" / "aiperf"
 EXPORT = "profile_export_aiperf.json"
@@ -160,12 +156,8 @@ def answers(export: Path, requests: int) -> dict[str, float]:
             f"live_peer: aiperf saw {found.request_count.avg:.0f} answers to {requests} requests and {errors:.0f} "
             f"errors{why}"
         )
-    times = {
-        "ttft": found.time_to_first_token,
-        "itl": found.inter_token_latency,
-        "gap": found.inter_chunk_latency,
-        "latency": found.request_latency,
-    }
+    times = {"ttft": found.time_to_first_token, "itl": found.inter_token_latency}
+    times |= {"gap": found.inter_chunk_latency, "latency": found.request_latency}
     row = {
         f"{name}_{what}_s": getattr(entry, key) / 1e3
         for name, entry in times.items()
@@ -179,10 +171,6 @@ def answers(export: Path, requests: int) -> dict[str, float]:
         "tokens_per_s": found.output_token_throughput.avg,
     }
 
-
-# One model behind two servers of OpenAI's interface: `firsttoken serve`, and vLLM's from its own environment.
-#
-# Both get the same folder, dtype, threads, memory for keys and values, and tokens a step; neither keeps prefixes.
 
 OURS, VLLM = "ours", "vllm"
 RUNNING = 64  # requests in a step at once, at most: as many as the default of `firsttoken serve`
@@ -394,90 +382,17 @@ def _stored(profile: Profile, longest: int) -> Iterator[tuple[PeerModel, dict[st
 def peer_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Medians over rounds by system and budget; ours over vLLM's, round by round, at each budget and with each at its
     own best one, that of the best median."""
-    budgets = parameters["live_peer"]["budgets"]
-    found = {(row["system"], row["budget"], row["round"]): row for row in rows}
-    rounds = sorted({number for _, _, number in found})
-    summary = Summary()
+    budgets, frame, summary = parameters["live_peer"]["budgets"], frame_of(rows), Summary()
     for name, (column, unit, better) in METRICS.items():
-        values = {
-            (system, budget): [found[system, budget, number][column] for number in rounds]
-            for system in (OURS, VLLM)
-            for budget in budgets
-        }
-        medians = {case: bootstrap(each, "median") for case, each in values.items()}
-        for (system, budget), one in medians.items():
-            summary.add(column, one.summary(unit), engine=system, budget_tokens=budget)
-        best = {
-            system: better(budgets, key=lambda budget, of=system: medians[of, budget].estimate)
-            for system in (OURS, VLLM)
-        }
+        values = frame.pivot(index="round", columns=["system", "budget"], values=column)
+        for system, budget in product((OURS, VLLM), budgets):
+            median = bootstrap(values[system, budget], "median").summary(unit)
+            summary.add(column, median, engine=system, budget_tokens=budget)
+        best = {system: better(budgets, key=values[system].median().get) for system in (OURS, VLLM)}
         for system, budget in best.items():
             summary.add(f"{name}_best_budget_tokens", {"value": budget, "unit": "tokens"}, engine=system)
         pairs = [({"budget_tokens": budget}, budget, budget) for budget in budgets]
         for where, mine, theirs in [*pairs, (BEST, best[OURS], best[VLLM])]:
-            both = zip(values[OURS, mine], values[VLLM, theirs], strict=True)
-            over = bootstrap([ours / other for ours, other in both], "median").summary("x")
+            over = bootstrap(values[OURS, mine] / values[VLLM, theirs], "median").summary("x")
             summary.add(f"{name}_x", over, engine=OURS, than=VLLM, **where)
     return summary
-
-
-# The figure and the table of notebook 45: `firsttoken serve` beside vLLM.
-
-SYSTEMS = {OURS: ("sarathi", "firsttoken serve"), VLLM: ("other", "vLLM")}
-PANELS = (
-    ("ttft_p50_s", 1.0, "median first token, s"),
-    ("itl_p99_s", 1e3, "P99 of time between tokens, ms"),
-    ("tokens_per_s", 1.0, "tokens/s"),
-)
-COLUMNS = {  # of the table: a measure, its ratio to vLLM's, digits, and from seconds to the unit
-    "P50 TTFT, s": ("ttft_p50_s", "ttft_p50_x", 2, 1.0),
-    "P99 TTFT, s": ("ttft_p99_s", "ttft_p99_x", 2, 1.0),
-    "P99 ITL, ms": ("itl_p99_s", "itl_p99_x", 1, 1e3),
-    "P99 of single gaps, ms": ("gap_p99_s", "gap_p99_x", 0, 1e3),
-    "tokens/s": ("tokens_per_s", "tokens_per_s_x", 1, 1.0),
-}
-
-
-def beside(result: Result) -> Figure:
-    """What the client saw, by tokens a step: rounds as small dots beside their median, a large mark."""
-    import matplotlib.pyplot as plt
-
-    budgets = result.parameters["live_peer"]["budgets"]
-    fig, axes = plt.subplots(1, len(PANELS), figsize=(12, 3.9))
-    for ax, (column, scale, label) in zip(axes, PANELS, strict=True):
-        for shift, (system, (look, told)) in zip((-0.1, 0.1), SYSTEMS.items(), strict=True):
-            colour, marker = LOOKS[look]
-            for place, budget in enumerate(budgets):
-                mine = [row[column] for row in result.rows if (row["system"], row["budget"]) == (system, budget)]
-                each = [scale * value for value in mine]
-                ax.plot([place + 2 * shift] * len(each), each, ".", color=colour, markersize=7)
-            medians = [scale * result.summary.value(column, engine=system, budget_tokens=budget) for budget in budgets]
-            places = [place + shift for place in range(len(budgets))]
-            ax.plot(places, medians, marker, ls="-", color=colour, markersize=8, label=told)
-        ax.set(xlabel="tokens a step, at most", ylabel=label, xlim=(-0.5, len(budgets) - 0.5))
-        ax.set_xticks(range(len(budgets)), [f"{budget:,}" for budget in budgets])
-        ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
-    return fig
-
-
-def peer_rows(result: Result) -> Rows:
-    """Medians by tokens a step and server, and how often vLLM's ours are; in the last row with each at the budget that
-    is best for it."""
-    rows: Rows = []
-    for budget in result.parameters["live_peer"]["budgets"]:
-        for system, (_, told) in SYSTEMS.items():
-            entries = {
-                head: interval(scaled(result.summary.of(column, engine=system, budget_tokens=budget), scale), digits)
-                for head, (column, _, digits, scale) in COLUMNS.items()
-            }
-            rows.append({"tokens a step": f"{budget:,}: {told}"} | entries)
-        rows.append({"tokens a step": f"{budget:,}: over vLLM"} | _over(result.summary, budget_tokens=budget))
-    return [*rows, {"tokens a step": "each at its best: over vLLM"} | _over(result.summary, **BEST)]
-
-
-def _over(summary: Summary, **where: Scalar) -> dict[str, str]:
-    return {
-        head: interval(summary.of(measure, engine=OURS, than=VLLM, **where), 2)
-        for head, (_, measure, _, _) in COLUMNS.items()
-    }

@@ -1,0 +1,162 @@
+"""The figures and tables of notebook 53, drawn from results alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from firsttoken.petals.tuning.frozen import MOST_KEPT
+from firsttoken.study.overlay import PALE, Drawn, name_results, over
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.summary import Entry
+from firsttoken_studies.petals.spans import split_evenly
+from firsttoken_studies.petals.swarm_tuning import ALONE, AT_ONCE, HEAD, HELD_TO, KILLED, LOCAL, LORA, PROMPT, STOCK
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+KIND_NAMES = {LORA: "LoRA, on passages", PROMPT: "a soft prompt, on questions", HEAD: "a head of the client's own"}
+RUN_NAMES = {
+    STOCK: "stock PEFT, one process",
+    ALONE: "through servers, alone",
+    AT_ONCE: "through servers, both at once",
+    KILLED: "through servers, one killed",
+}
+_LOOKS = {STOCK: "other", ALONE: "measured", AT_ONCE: "single", KILLED: "mark"}
+
+
+def curves(recorded: Result | None, now: Result) -> Figure:
+    """The loss of each task by step, in each run; where a server was killed."""
+    import matplotlib.pyplot as plt
+
+    results = over(recorded, now)
+    fig, axes = plt.subplots(len(results), 2, figsize=(9, 1 + 2.6 * len(results)), squeeze=False)
+    styles = {
+        STOCK: {"linewidth": 7, "marker": ""},
+        ALONE: {"linewidth": 2, "marker": ""},
+        AT_ONCE: {"linestyle": "", "marker": "o", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 2},
+        KILLED: {"linestyle": "", "marker": "x", "markersize": 6, "markeredgewidth": 1.5},
+    }
+    for drawn, row_of_axes in zip(results, axes, strict=True):
+        for ax, kind in zip(row_of_axes, (LORA, PROMPT), strict=True):
+            for run, style in styles.items():
+                losses = {row["step"] + 1: row["loss"] for row in _losses(drawn.result, run, kind)}
+                label = RUN_NAMES[run] if drawn.own and kind == LORA else None
+                ax.plot([*losses], [*losses.values()], color=COLOURS[_LOOKS[run]], label=label, **style)
+            ax.set_title(f"{KIND_NAMES[kind]}\n{drawn.who()}", fontsize=10)
+            ax.set(xlabel="step", ylabel="loss, nats a token")
+            ax.xaxis.get_major_locator().set_params(integer=True)
+        place = next(row["step"] for row in drawn.result.rows if row["what"] == "fault") + 1
+        row_of_axes[0].axvline(place, color=COLOURS["mark"], linewidth=0.8, linestyle=(0, (1, 3)))
+        at = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        row_of_axes[0].annotate("a server is killed", (place, 1), (4, -4), fontsize=9, va="top", **at)
+    fig.suptitle("Nobody is disturbed: losses through servers are those of one process")
+    fig.legend(loc="outside lower center", ncols=4, fontsize=9)
+    return fig
+
+
+def _losses(result: Result, run: str, kind: str) -> Rows:
+    return [row for row in result.rows if row["what"] == "loss" and (row["run"], row["kind"]) == (run, kind)]
+
+
+def step_times(recorded: Result | None, now: Result) -> Figure:
+    """Seconds of a step of LoRA by chain beside what its arithmetic takes, each over the local step of its run."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(9, 3.8))
+    results = over(recorded, now)
+    chains = sorted({servers for drawn in results for servers in _chains(drawn.result)})
+    for drawn in results:
+        for place, servers in enumerate(chains):
+            entry = drawn.result.summary.get("step_x", servers=servers, than="one process")
+            drawn.point(ax, place + drawn.shift, entry, "measured", along="x")
+            if servers and entry is not None:
+                passes = 2 * [_forwards_again(drawn, servers)]
+                ends = [place + drawn.shift - 0.13, place + drawn.shift + 0.13]
+                ax.plot(passes, ends, color=COLOURS["floor"], linewidth=3, alpha=1 if drawn.own else PALE)
+    handles = [
+        plt.Line2D([], [], color=COLOURS["measured"], marker=LOOKS["measured"].marker, label="median, its interval"),
+        plt.Line2D([], [], color=COLOURS["floor"], linewidth=3, label="the local step, blocks forward twice or thrice"),
+    ]
+    ax.set_yticks(range(len(chains)), [_name(servers) for servers in chains])
+    ax.set(ylim=(len(chains) - 0.5, -0.5), xlim=(0, None), xlabel="a step of LoRA, over that of one process")
+    ax.legend(handles=handles, loc="lower left", fontsize=9)
+    fig.suptitle("Servers forget, so backward runs blocks forward again: one long span even thrice")
+    name_results(fig, results, "step_x")
+    return fig
+
+
+def _forwards_again(drawn: Drawn, servers: int) -> float:
+    """The local step with the forward passes added that servers compute again, over the local step.
+
+    A step through frozen blocks is as much forward as backward. Each layer runs forward once more for backward, and
+    those of all stretches that a server goes back in, but the last, once more for their outputs.
+    """
+    rows, asked = drawn.result.rows, drawn.result.parameters["swarm_tuning"]
+    share = next(row["block_share"] for row in rows if row["what"] == "chain")
+    names = [row["name"] for row in rows if row["what"] == "gradient" and row["kind"] == LORA]
+    depth = len({name.split("layers.")[-1].split(".")[0] for name in names})
+    several = max(1, MOST_KEPT // (asked["rows"] * asked["tokens"]))
+    spans = [span.split(":") for span in split_evenly(depth, servers)]
+    again = sum((int(b) - int(a) - 1) // several * several for a, b in spans)
+    return 1 + share / 2 * (1 + again / depth)
+
+
+def gradient_rows(recorded: Result | None, now: Result) -> Rows:
+    """The largest difference from local gradients, by what is trained."""
+    return [
+        {
+            "what is trained": name,
+            "gradients": (found := _gradient(drawn.result, kind))["n"],
+            "largest difference": f"{found['value']:.1e}",
+            "whose": drawn.who(),
+        }
+        for drawn in over(recorded, now)
+        for kind, name in KIND_NAMES.items()
+    ]
+
+
+def _gradient(result: Result, kind: str) -> Entry:
+    return result.summary.of("gradient_difference", variant=kind, than="one process")
+
+
+def chain_rows(recorded: Result | None, now: Result) -> Rows:
+    """Seconds and megabytes of a step of LoRA, by chain."""
+    return [
+        {
+            "blocks": _name(servers),
+            "a step, s": interval(drawn.result.summary.of("step_s", servers=servers), 2),
+            "over one process": interval(drawn.result.summary.of("step_x", servers=servers, than="one process"), 2),
+            "by its forward passes": f"{_forwards_again(drawn, servers):.2f}" if servers else "",
+            "over the wire, MB a step": f"{drawn.result.summary.value('step_mb', servers=servers):.2f}",
+            "whose": drawn.who(),
+        }
+        for drawn in over(recorded, now)
+        for servers in _chains(drawn.result)
+    ]
+
+
+def run_rows(recorded: Result | None, now: Result) -> Rows:
+    """Steps a second of each task in each run, and the largest difference of a loss from the run it is held to."""
+    rows: Rows = []
+    for drawn in over(recorded, now):
+        summary = drawn.result.summary
+        for run, name in RUN_NAMES.items():
+            rates = {
+                f"{KIND_NAMES[kind]}, steps/s": interval(summary.get("steps_per_s", variant=kind, case=run), 2)
+                for kind in (LORA, PROMPT)
+            }
+            apart = summary.get("loss_difference", case=run, than=HELD_TO.get(run, ""))
+            told = f"{apart['value']:.1e}" if apart else ""
+            rows.append({"run": name, **rates, "largest difference of a loss": told, "whose": drawn.who()})
+    return rows
+
+
+def _chains(result: Result) -> list[int]:
+    return [LOCAL, *result.parameters["swarm_tuning"]["chains"]]
+
+
+def _name(servers: int) -> str:
+    return f"on {servers} server{'s'[: servers > 1]}" if servers else "in one process"

@@ -1,0 +1,126 @@
+"""The figures and tables of notebook 44: schedulers under a load that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from firsttoken.sarathi.policy_text import place_of
+from firsttoken.study.overlay import name_results, over
+from firsttoken.study.plot import COLOURS
+from firsttoken.study.record import Result, Rows, frame_of
+from firsttoken.study.show import interval
+from firsttoken_studies.sarathi.changing_load import ABOVE_BEST, ADAPTIVE, strict
+from firsttoken_studies.sarathi.figures import NAMES, told
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+COURSE = ("prefill_first", "sarathi 512", "shortest_first 512", "adaptive_budget")
+
+
+def within(recorded: Result | None, now: Result) -> Figure:
+    """The share of requests within each objective by scheduler, coloured by its rank there; the best has a
+    frame. A panel for the record, and one for the reader's run: two tables do not lie over each other."""
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Rectangle
+
+    drawn = over(recorded, now)
+    schedulers = list(dict.fromkeys(name for one in drawn for name in _schedulers(one.result)))
+    fig, axes = plt.subplots(1, len(drawn), figsize=(9, 0.34 * len(schedulers) + 2), sharey=True, squeeze=False)
+    for ax, one in zip(axes[0], drawn, strict=True):
+        result, iteration_s = one.result, one.result.floors["decode_iteration"]["value"]
+        objectives = result.parameters["changing_load"]["objectives"]
+        entries = [
+            [result.summary.get("within_pct", **place_of(name), objective=times) for times in objectives]
+            for name in schedulers
+        ]
+        shares = np.array([[entry["value"] if entry else np.nan for entry in row] for row in entries])
+        ranks = 1 + (shares[None] > shares[:, None]).sum(1)  # the best 1, as have all that are as good
+        ax.imshow(np.where(np.isnan(shares), np.nan, ranks), cmap="Blues_r", vmin=1, vmax=14, aspect="auto")
+        for place, column in np.argwhere(~np.isnan(shares)):
+            dark = "white" if ranks[place, column] <= 5 else "black"
+            ax.text(column, place, f"{shares[place, column]:.0f}", ha="center", va="center", color=dark, fontsize=10)
+            if ranks[place, column] == 1:
+                frame = {"fill": False, "edgecolor": COLOURS["report"], "linewidth": 2.5}
+                ax.add_patch(Rectangle((column - 0.46, place - 0.44), 0.92, 0.88, **frame))
+        ax.set_xticks(range(len(objectives)), [f"{1e3 * times * iteration_s:.0f}" for times in objectives])
+        n = max(entry["n"] for row in entries for entry in row if entry)
+        ax.set_title(f"{one.who(n)}\n{result.provenance['costs']}", fontsize="medium")
+        ax.set(xlabel="gaps of at most, ms")
+        ax.grid(visible=False)
+    axes[0][0].set_yticks(range(len(schedulers)), [told(name) for name in schedulers])
+    fig.suptitle("Every objective has another best scheduler (frame): % of requests within it")
+    return fig
+
+
+def course(recorded: Result | None, now: Result) -> Figure:
+    """Phase by phase, the median first token of who arrived and the P99 of the gaps; bands are the busy phases."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
+
+    drawn, load = over(recorded, now), now.parameters["changing_load"]
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.2))
+    panels = (("ttft_p50_s", 1.0, "median first token, s"), ("tbt_p99_s", 1e3, "P99 between two tokens, ms"))
+    for ax, (column, scale, label) in zip(axes, panels, strict=True):
+        for phase in (phase for phase, factor in enumerate(load["factors"], start=1) if factor > 1):
+            ax.axvspan(phase - 0.5, phase + 0.5, color=COLOURS["other"], alpha=0.35, linewidth=0)
+        for one in drawn:
+            phases = frame_of(strict(one.result.rows, "phase"))
+            for name in (name for name in COURSE if name in _schedulers(one.result)):
+                means = phases[phases.scheduler == name].groupby("phase")[column].mean()
+                entries, title = [{"value": value} for value in means], {"label": told(name)} if one.own else {}
+                one.line(ax, means.index + 1, entries, NAMES[name.partition(" ")[0]][0], scale=scale, **title)
+        ax.set_xticks(range(1, 1 + len(load["factors"])))
+        ax.set(yscale="log", xlabel="phase of the load (band: twice the mean rate)", ylabel=label)
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("")
+    fig.suptitle("Twice the mean rate: whole prompts stall who runs, chunks make who comes wait")
+    names = fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
+    name_results(fig, drawn, legend=names)
+    return fig
+
+
+def load_rows(result: Result) -> Rows:
+    """What clients saw, by scheduler, under the strict objective."""
+    found = result.summary
+    return [
+        {
+            "scheduler": told(name),
+            "P99 between tokens, ms": interval(scaled(found.of("tbt_p99_s", **where), 1e3), 0),
+            "light: P50 TTFT, s": interval(found.of("ttft_p50_s", **where, tenant="light"), 2),
+            "light: P99": interval(found.of("ttft_p99_s", **where, tenant="light"), 1),
+            "heavy: P50 TTFT, s": interval(found.of("ttft_p50_s", **where, tenant="heavy"), 2),
+            "heavy: P99": interval(found.of("ttft_p99_s", **where, tenant="heavy"), 1),
+            "late, % of requests": interval(found.of("late_pct", **where), 0),
+            "longest wait, s": interval(found.of("longest_wait_s", **where), 1),
+        }
+        for name, where in ((name, place_of(name)) for name in _schedulers(result))
+    ]
+
+
+def above_rows(result: Result) -> Rows:
+    """The adaptive budget's share over the best of fixed budgets and rivals, by objective."""
+    iteration_s, found = result.floors["decode_iteration"]["value"], result.summary
+    return [
+        {
+            "gaps of at most, ms": f"{1e3 * times * iteration_s:.0f}",
+            "adaptive, % within": interval(found.of("within_pct", scheduler=ADAPTIVE, objective=times), 0),
+            "above the best of the others, points": interval(above, 1),
+        }
+        for times in result.parameters["changing_load"]["objectives"]
+        if (above := found.get("within_points", **ABOVE_BEST, objective=times))
+    ]
+
+
+def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """An entry of a summary in another unit."""
+    return entry | {name: scale * entry[name] for name in ("value", "low", "high") if name in entry}
+
+
+def _schedulers(result: Result) -> list[str]:
+    return list(result.frame(what="run").scheduler.unique())
