@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _BORROWING, _COMBINED = "firsttoken_extras.layer_borrowing", "firsttoken_studies.combined"
+_PLANES = "firsttoken_extras.bitplanes"
 RENAMED = {  # the longest that a name begins with counts
     "firsttoken.chunked": "firsttoken.sarathi",
     "firsttoken.crosspoint": "firsttoken.cps",
@@ -30,7 +31,10 @@ RENAMED = {  # the longest that a name begins with counts
     "firsttoken.kvreuse": "firsttoken.droidspeak",
     "firsttoken.ledger": "firsttoken_studies.ledger",
     "firsttoken.progressive": "firsttoken.progressiveserve",
+    "firsttoken.progressive.planes": _PLANES,
     "firsttoken.progressive.recovery": "firsttoken.progressiveserve.staged_serving",
+    "firsttoken.progressiveserve.bitplanes": _PLANES,
+    "firsttoken.progressiveserve.bitplanes.entries": f"{_PLANES}.plane_format",
     "firsttoken.swarm": "firsttoken.petals",
     "firsttoken.swarm.remote": "firsttoken.petals.remote_model",
     "firsttoken.swarm.trust.places": "firsttoken.petals.trust.priority_queue",
