@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from firsttoken.options import EXTENSIONS, parser
 from firsttoken.study import paths, storage
-from firsttoken.study.errors import AssetError, FirstTokenError, StageError
+from firsttoken.study.errors import AssetError, FirstTokenError
 from firsttoken.study.parsing.schema import unknown
-from firsttoken.study.profile import Profile, check_used, load_profile
+from firsttoken.study.profile import check_used, load_profile
 from firsttoken.study.system.openmp_spin import wait_briefly
 from firsttoken.terminal import ended_as_interrupted, show_what_it_can, size_text
 
@@ -57,38 +57,13 @@ def stage(options: argparse.Namespace) -> int:
     from firsttoken.progressiveserve.staging import stage_model
 
     profile = load_profile(options.profile, **dict(options.set))
-    planes = options.planes
-    if planes == "auto":
-        planes = _measured_plan(profile, options.budget, options.most_lost)
-    elif options.budget is not None or options.most_lost is not None:
-        raise StageError("--budget and --most-lost choose a plan: add --planes auto, or leave them out")
-    manifest = stage_model(profile, options.folder, options.adapters, planes)
+    make_plan = options.make_plan(options, profile)
+    manifest = stage_model(profile, options.folder, options.adapters, make_plan)
     check_used(dict(options.set), profile.used)
     for number, brought in enumerate(manifest.stages, start=1):
         healed = f", adapter {size_text(brought.adapter.bytes)}" if brought.adapter else ""
         print(f"stage {number} ({brought.name}): {len(brought.parts)} files, {size_text(brought.bytes)}{healed}")
     print(f"{options.folder}: serve it with `firsttoken serve {options.folder}`")
-    return OK
-
-
-def _measured_plan(profile: Profile, budget: float | None, most_lost: float | None) -> str:
-    from firsttoken.progressiveserve.bitplanes import planner
-
-    if budget is None and most_lost is None:
-        raise StageError("--planes auto needs --budget SHARE, such as 0.36, or --most-lost PERCENT, such as 5")
-    text, found = planner.measured(profile)
-    for one in planner.worth_it(found):
-        print(f"{one.mixture}: {one.first_share:.3f} of the bytes first, perplexity {one.lost_pct:+.1f} % by its parts")
-    chosen = planner.choose(found, text.lost_pct, budget, most_lost)
-    print(f"chosen: {chosen.mixture}, perplexity {chosen.lost_pct:+.1f} % as measured")
-    return str(chosen.mixture)
-
-
-def assemble(options: argparse.Namespace) -> int:
-    """Write the ordinary checkpoint that was staged."""
-    from firsttoken.progressiveserve.bitplanes.assemble import assemble as write
-
-    print(f"{write(options.folder, options.target)}: as stock from_pretrained reads it")
     return OK
 
 
@@ -124,7 +99,7 @@ def swarm(options: argparse.Namespace) -> int:
     return OK
 
 
-COMMANDS = (*(one for extension in EXTENSIONS for one in extension.COMMANDS), fetch, stage, assemble, serve, swarm)
+COMMANDS = (*(one for extension in EXTENSIONS for one in extension.COMMANDS), fetch, stage, serve, swarm)
 
 
 if __name__ == "__main__":

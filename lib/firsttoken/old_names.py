@@ -13,24 +13,30 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _BORROWING, _COMBINED = "firsttoken_extras.layer_borrowing", "firsttoken_studies.combined"
+_PLANES = "firsttoken_extras.bitplanes"
 RENAMED = {  # the longest that a name begins with counts
     "firsttoken.chunked": "firsttoken.sarathi",
     "firsttoken.crosspoint": "firsttoken.cps",
     "firsttoken.crosspoint.on_vllm": "firsttoken_extras.vllm_cross_point",
-    "firsttoken.engine.apart": "firsttoken.engine.worker",
-    "firsttoken.engine.apart.config": "firsttoken.engine.worker.worker_config",
-    "firsttoken.engine.apart.executor": "firsttoken.engine.worker.remote_executor",
+    "firsttoken.engine.apart": "firsttoken_extras.worker",
+    "firsttoken.engine.apart.config": "firsttoken_extras.worker.worker_config",
+    "firsttoken.engine.apart.executor": "firsttoken_extras.worker.remote_executor",
     "firsttoken.engine.config": "firsttoken.engine.engine_config",
     "firsttoken.engine.edges": "firsttoken.engine.hidden_state_cache",
     "firsttoken.engine.live": "firsttoken.engine.live_executor",
     "firsttoken.engine.schedulers.base": "firsttoken.engine.schedulers.scheduler",
     "firsttoken.engine.segments": "firsttoken.engine.decoder",
     "firsttoken.engine.views": "firsttoken.engine.model_version",
+    "firsttoken.engine.worker": "firsttoken_extras.worker",
     "firsttoken.experiments": "firsttoken_studies.experiments",
     "firsttoken.kvreuse": "firsttoken.droidspeak",
     "firsttoken.ledger": "firsttoken_studies.ledger",
     "firsttoken.progressive": "firsttoken.progressiveserve",
+    "firsttoken.progressive.planes": _PLANES,
     "firsttoken.progressive.recovery": "firsttoken.progressiveserve.staged_serving",
+    "firsttoken.progressiveserve.bitplanes": _PLANES,
+    "firsttoken.progressiveserve.bitplanes.entries": f"{_PLANES}.plane_format",
+    "firsttoken.service.over_worker": "firsttoken_extras.worker.worker_server",
     "firsttoken.swarm": "firsttoken.petals",
     "firsttoken.swarm.remote": "firsttoken.petals.remote_model",
     "firsttoken.swarm.trust.places": "firsttoken.petals.trust.priority_queue",

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from firsttoken import __version__, option_values
-from firsttoken.progressiveserve.bitplanes.layouts import SPLITS
-from firsttoken.progressiveserve.bitplanes.plan_spec import SPELLED
+from firsttoken.study.extensions import commands as commands_of_extensions
 
 # The options of ``firsttoken swarm``.
 
@@ -188,21 +185,18 @@ def _add_audits(added: argparse.ArgumentParser, prefix: str, first: str) -> None
 
 Command = Callable[[argparse.Namespace], int]
 
-_MEASURING = "firsttoken_studies"  # a package of its own: the library serves without it, and imports nothing of it
-EXTENSIONS = (
-    (importlib.import_module(f"{_MEASURING}.commands"),) if importlib.util.find_spec(_MEASURING) is not None else ()
-)
+EXTENSIONS = commands_of_extensions()  # packages of their own: the library serves without them, and imports none
 
 
 def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     """Return the program's parser; the command that was chosen is ``command`` of what it parses."""
-    known = {function.__name__: function for function in commands}
+    known, made = {function.__name__: function for function in commands}, dict[str, argparse.ArgumentParser]()
     parser = argparse.ArgumentParser(prog="firsttoken", description="Attacks on the time to the first token, compared.")
     parser.add_argument("--version", action="version", version=f"firsttoken {__version__}")
     added_to = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
-        added = added_to.add_parser(name, help=text, description=text)
+        made[name] = added = added_to.add_parser(name, help=text, description=text)
         added.set_defaults(command=known[name])
         return added
 
@@ -225,19 +219,7 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     option_values.add_profile(added)
     option_values.add_setting(added)
     added.add_argument("--adapters", default="", help="ours, report or none (default: the profile's best)")
-    added.add_argument(
-        "--planes",
-        default="",
-        metavar="PLAN",
-        help=f"the first bits of weights first: {SPELLED}, with a SPLIT of {', '.join(SPLITS)}; auto measures which",
-    )
-    share, percent = option_values.above_zero(1.0), option_values.above_zero(1000.0)
-    added.add_argument("--budget", type=share, metavar="SHARE", help="of auto: the most bytes of stage 1, of all")
-    added.add_argument("--most-lost", type=percent, metavar="PERCENT", help="of auto: the most perplexity it may cost")
-
-    added = command("assemble", "Write the ordinary checkpoint that was staged, bit by bit.")
-    added.add_argument("folder", type=option_values.folder, help="what `firsttoken stage` wrote")
-    added.add_argument("target", type=option_values.folder, help="the folder to write")
+    added.set_defaults(make_plan=lambda options, profile: None)
 
     added = command("serve", "Serve a model over HTTP, OpenAI's interface, while it arrives (needs firsttoken[serve]).")
     added.add_argument(
@@ -337,4 +319,7 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
 
     add_options(command("swarm", "Run a model over servers of its blocks (needs firsttoken[swarm])."))
 
+    for extension in EXTENSIONS:
+        for name, add in getattr(extension, "MORE_OPTIONS", {}).items():
+            add(made[name])
     return parser

@@ -20,11 +20,11 @@ from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.worker.remote_executor import ApartExecutor
-from firsttoken.engine.worker.worker_config import WorkerConfig
-from firsttoken.engine.worker.worker_model import hosted_model
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.stats import bootstrap
+from firsttoken_extras.worker.remote_executor import ApartExecutor
+from firsttoken_extras.worker.worker_config import WorkerConfig
+from firsttoken_extras.worker.worker_model import hosted_model
 
 PROMPT_TOKENS = 16
 

@@ -23,9 +23,9 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemptor import LOST
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.scheduler_state import VICTIMS
-from firsttoken.engine.worker.remote_executor import ApartExecutor
-from firsttoken.engine.worker.worker_config import WorkerConfig
 from firsttoken.study.errors import ModelError, ProfileError, RequestError, WorkerError
+from firsttoken_extras.worker.remote_executor import ApartExecutor
+from firsttoken_extras.worker.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.long(seconds=60)
 SHAPE = LlamaConfig(
@@ -258,8 +258,8 @@ def test_what_the_worker_refuses_is_told(config, tmp_path: Path) -> None:
 def test_an_engine_that_dies_takes_its_worker_along(config) -> None:
     """Also one that is stopped, so that nothing of its own can end it."""
     code = (
-        "import os, sys, time; from firsttoken.engine.worker.worker_config import WorkerConfig;"
-        "from firsttoken.engine.worker.remote_executor import ApartExecutor;"
+        "import os, sys, time; from firsttoken_extras.worker.worker_config import WorkerConfig;"
+        "from firsttoken_extras.worker.remote_executor import ApartExecutor;"
         f"executor = ApartExecutor(WorkerConfig({config.model!r}, 8));"
         "print(executor.worker.pid, flush=True); time.sleep(600)"
     )

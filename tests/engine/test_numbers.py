@@ -23,9 +23,9 @@ from firsttoken.engine.native.attend import NativeAttend
 from firsttoken.engine.request import LEAST, Request, Sampling, Work
 from firsttoken.engine.sampling import chance, likeliest, next_tokens
 from firsttoken.engine.sdpa_attention import PaddedAttend
-from firsttoken.engine.worker.remote_executor import ApartExecutor
-from firsttoken.engine.worker.worker_config import WorkerConfig
 from firsttoken.study.errors import OutputError, RequestError
+from firsttoken_extras.worker.remote_executor import ApartExecutor
+from firsttoken_extras.worker.worker_config import WorkerConfig
 
 ANSWER = 24
 NAN, INF = math.nan, math.inf

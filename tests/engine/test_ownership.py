@@ -14,9 +14,9 @@ from owned import BrokenStep, Failing, Guard, Ordeal, Prefixes
 
 from firsttoken.engine.async_engine import Server
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.worker.remote_executor import ApartExecutor
-from firsttoken.engine.worker.worker_config import WorkerConfig
 from firsttoken.study.errors import WorkerError
+from firsttoken_extras.worker.remote_executor import ApartExecutor
+from firsttoken_extras.worker.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
     from conftest import Run

@@ -41,7 +41,6 @@ from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.workload import sharegpt
 from firsttoken.progressiveserve import evaluation, training
-from firsttoken.progressiveserve.bitplanes.native_words import merger
 from firsttoken.progressiveserve.recipe import RECIPES
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study import paths, stats
@@ -49,6 +48,7 @@ from firsttoken.study.claims import load_claims
 from firsttoken.study.experiment import EVERY_PROFILE
 from firsttoken.study.record import Result
 from firsttoken.study.summary import Summary
+from firsttoken_extras.bitplanes.native_words import merger
 from firsttoken_studies.combined.borrowed import experiment as borrowed
 from firsttoken_studies.combined.fetchers import trial as fetch_trial
 from firsttoken_studies.cps import learnt_threshold

@@ -116,7 +116,8 @@ def workers() -> set[int]:
         with suppress(OSError):
             parents[int(status.parent.name)] = int(status.read_text().split("PPid:")[1].split()[0])
     found = {process for process, parent in parents.items() if parents.get(parent) == os.getpid()}
-    return {process for process in found if b"engine.worker.worker" in Path(f"/proc/{process}/cmdline").read_bytes()}
+    name = b"firsttoken_extras.worker.worker"
+    return {process for process in found if name in Path(f"/proc/{process}/cmdline").read_bytes()}
 
 
 @contextmanager

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
-from firsttoken.progressiveserve.bitplanes.plan_spec import Mixture
-from firsttoken.progressiveserve.bitplanes.plane_plan import by_planes
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest
-from firsttoken.progressiveserve.checkpoint.plan import staged
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, staged
 from firsttoken.progressiveserve.checkpoint.sources import (
     FolderSource,
     ModelSource,
@@ -25,28 +24,28 @@ from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
 
 RANDOM, NONE = "random:", "none"
+MakePlan = Callable[[Mapping[str, tuple[int, ...]]], LoadPlan]
+"""A plan of one's own: of the shapes of the model's tensors by name."""
 
 
-def stage_model(profile: Profile, folder: Path, recipe: str = "", planes: str = "") -> Manifest:
+def stage_model(profile: Profile, folder: Path, recipe: str = "", make_plan: MakePlan | None = None) -> Manifest:
     """Write the model of ``profile`` to ``folder`` in three stages, A, B and C, with the adapters of ``recipe``.
 
     Without a recipe they are those of the profile's best; "none" leaves the stages unhealed, as random weights are.
     A folder without a task adapter is copied tensor by tensor, and random weights are drawn so: neither is ever whole
-    in memory. With ``planes`` (as ``bitplanes.plan_spec`` has them SPELLED) the first bits of weights come first,
-    without adapters; the other bits, and layers that wait, come in the stages after it.
-    Raises StageError for an unknown recipe, a missing adapter and a plan that is none, and what loading and staging
-    raise.
+    in memory. With ``make_plan`` the stages are those of the plan that it makes, without adapters.
+    Raises StageError for an unknown recipe, adapters beside another plan and a missing one, and what loading, planning
+    and staging raise.
     """
-    if planes and recipe not in ("", NONE):
-        raise StageError(f"adapters of {recipe!r} heal stages of layers, and planes are none: choose one of both")
-    mixture = Mixture.parse(planes) if planes else None
+    if make_plan and recipe not in ("", NONE):
+        raise StageError(f"adapters of {recipe!r} heal stages of layers, and this plan has others: choose one of both")
     recipe = recipe or best_recipe(profile)
     if recipe not in (NONE, *RECIPES):
         raise StageError(f"no adapters of {recipe!r}; choose {', '.join(RECIPES)} or {NONE}")
     config = profile.section("served", ServedConfig)
     source = _source(profile, config)
-    if mixture:
-        return write_staged(source, by_planes(source.shapes, mixture), folder)
+    if make_plan:
+        return write_staged(source, make_plan(source.shapes), folder)
     plan = config.plan(source.config.num_hidden_layers)
     adapters = {} if recipe == NONE or profile.model.startswith(RANDOM) else stage_adapters(config, recipe)
     return write_staged(source, staged(source.names, plan), folder, adapters)

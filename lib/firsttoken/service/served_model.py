@@ -20,6 +20,7 @@ from firsttoken.service.prefixes import open_prefixes
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.dtypes import AUTO
 from firsttoken.study.errors import FirstTokenError, StageError
+from firsttoken.study.extensions import extension
 
 if TYPE_CHECKING:
     from firsttoken.service.static_server import ReadyServer
@@ -75,11 +76,13 @@ def serve_model(
 
 
 def _by_a_worker(config: ServiceConfig, limits: GrowthConfig) -> ReadyServer:
-    """Raises StageError where what a worker needs is not installed, and for a staged folder."""
+    """Raises StageError where a worker, or what it needs, is not installed, and for a staged folder."""
     if is_staged(config.folder):
         raise StageError(f"serve: {config.folder} comes in stages, and a worker hosts whole models; leave --worker out")
     try:
-        from firsttoken.service.over_worker import WorkerServer
+        server = extension("SERVERS", "worker")
+    except KeyError as error:
+        raise StageError("serve --worker needs firsttoken_extras: install firsttoken with all its packages") from error
     except ImportError as error:
         raise StageError('serve --worker needs pyzmq and msgpack: pip install "firsttoken[worker]"') from error
-    return WorkerServer(config, limits)
+    return server(config, limits)

@@ -17,11 +17,6 @@ from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.assets.stories import story_model
 from firsttoken.engine.sampling import likeliest
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, at_stage, load_served
-from firsttoken.progressiveserve.bitplanes.codec import encode
-from firsttoken.progressiveserve.bitplanes.encode import cutter
-from firsttoken.progressiveserve.bitplanes.first_stage import STORED, Bytes, coarse, coded_bytes
-from firsttoken.progressiveserve.bitplanes.layouts import SPLITS
-from firsttoken.progressiveserve.bitplanes.plan_spec import Mixture
 from firsttoken.progressiveserve.checkpoint.names import layer_of
 from firsttoken.progressiveserve.evaluation import Examination, QualityConfig
 from firsttoken.progressiveserve.quality import text_scores
@@ -32,6 +27,11 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
+from firsttoken_extras.bitplanes.codec import encode
+from firsttoken_extras.bitplanes.encode import cutter
+from firsttoken_extras.bitplanes.first_stage import STORED, Bytes, coarse, coded_bytes
+from firsttoken_extras.bitplanes.layouts import SPLITS
+from firsttoken_extras.bitplanes.plan_spec import Mixture
 
 # The largest weights first, to compare with: a mask of one bit a weight, and the values that are kept, coded.
 #

@@ -22,7 +22,6 @@ from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
-from firsttoken.progressiveserve.bitplanes.layouts import SPLITS
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import Skeleton
 from firsttoken.progressiveserve.loading.views import StageView
@@ -37,6 +36,7 @@ from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Summary
 from firsttoken.study.timing import synchronise, timed
+from firsttoken_extras.bitplanes.layouts import SPLITS
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     Checkpoint,
     planes_checkpoint,

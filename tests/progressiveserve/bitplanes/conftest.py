@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from firsttoken.progressiveserve.bitplanes.plan_spec import Mixture
-from firsttoken.progressiveserve.bitplanes.plane_plan import by_planes
+from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firsttoken.progressiveserve.bitplanes.codec import WORTH, decode, encode
 from firsttoken.study.errors import ModelError
+from firsttoken_extras.bitplanes.codec import WORTH, decode, encode
 
 DATA = bytes(range(8)) * 512
 

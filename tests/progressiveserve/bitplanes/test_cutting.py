@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.progressiveserve.bitplanes import encode
-from firsttoken.progressiveserve.bitplanes.encode import cutter
-from firsttoken.progressiveserve.bitplanes.layouts import GROUP, SPLITS, planes_of
-from firsttoken.progressiveserve.bitplanes.native_words import merger
 from firsttoken.study.errors import StageError
+from firsttoken_extras.bitplanes import encode
+from firsttoken_extras.bitplanes.encode import cutter
+from firsttoken_extras.bitplanes.layouts import GROUP, SPLITS, planes_of
+from firsttoken_extras.bitplanes.native_words import merger
 
 TORCH = {"F16": torch.float16, "BF16": torch.bfloat16}
 EVERY = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)

@@ -13,15 +13,15 @@ from loads import Loads
 from transformers import AutoModelForCausalLM
 
 from firsttoken.__main__ import main
-from firsttoken.progressiveserve.bitplanes.assemble import assemble
-from firsttoken.progressiveserve.bitplanes.first_stage import coarse, coded_bytes, layer_bytes
-from firsttoken.progressiveserve.bitplanes.layouts import SPLITS, planes_of
-from firsttoken.progressiveserve.bitplanes.plan_spec import UNCUT, LaterLayers, Mixture
-from firsttoken.progressiveserve.bitplanes.plane_plan import by_planes
 from firsttoken.progressiveserve.checkpoint.names import layer_of
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan
 from firsttoken.study.errors import ProfileError, StageError
 from firsttoken.study.profile import load_profile
+from firsttoken_extras.bitplanes.assemble import assemble
+from firsttoken_extras.bitplanes.first_stage import coarse, coded_bytes, layer_bytes
+from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
+from firsttoken_extras.bitplanes.plan_spec import UNCUT, LaterLayers, Mixture
+from firsttoken_extras.bitplanes.plane_plan import by_planes
 from firsttoken_studies.progressiveserve.frontier import (
     PrecisionConfig,
     Sparse,
@@ -54,8 +54,8 @@ def pieces(plan: LoadPlan) -> dict[str, list[tuple[str, int]]]:
     found: dict[str, list[tuple[str, int]]] = {}
     for part in (part for stage in plan.stages for part in stage.parts):
         for name in part.tensors:
-            cut = part.split is not None and name not in part.whole
-            found.setdefault(name, []).append((part.split if cut else UNCUT, part.plane if cut else 0))
+            coding = part.coding_of(name)
+            found.setdefault(name, []).append((coding.split, coding.plane) if coding else (UNCUT, 0))
     return found
 
 

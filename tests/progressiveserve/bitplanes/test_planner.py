@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from firsttoken.__main__ import main
-from firsttoken.progressiveserve.bitplanes.plan_spec import LaterLayers, Mixture
-from firsttoken.progressiveserve.bitplanes.planner import (
+from firsttoken.study.errors import StageError
+from firsttoken.study.record import load_result
+from firsttoken_extras.bitplanes.plan_spec import LaterLayers, Mixture
+from firsttoken_extras.bitplanes.planner import (
     CONSIDERED,
     EXACT,
     Sensitivities,
@@ -21,8 +23,6 @@ from firsttoken.progressiveserve.bitplanes.planner import (
     sensitivities,
     worth_it,
 )
-from firsttoken.study.errors import StageError
-from firsttoken.study.record import load_result
 
 LOST = {"4 bits": 0.12, "bits": 0.04, "8 bits": 0.001}
 SHARES = {"4 bits": 0.25, "bits": 0.35, "8 bits": 0.5, EXACT: 0.7}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,17 +15,18 @@ from transformers import AutoModelForCausalLM
 from firsttoken.__main__ import main
 from firsttoken.assets.lock import file_sha256
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.bitplanes.assemble import assemble
-from firsttoken.progressiveserve.bitplanes.layouts import SPLITS, planes_of
-from firsttoken.progressiveserve.bitplanes.plan_spec import Mixture
-from firsttoken.progressiveserve.bitplanes.plane_plan import by_planes
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, verify
 from firsttoken.progressiveserve.checkpoint.plan import Stage
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import Skeleton
 from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import ModelError, StageError
 from firsttoken.study.parsing.safetensors_header import read_header
+from firsttoken_extras.bitplanes.assemble import assemble
+from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
+from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 GATE = "model.layers.1.mlp.gate_proj.weight"
@@ -65,7 +67,7 @@ def test_planes_with_layers_deferred_and_the_ends_apart(stage_planes, ids, tmp_p
     staged = stage_planes("bits, 2:4 later, ends uncut")
     assert [stage.name for stage in staged.manifest.stages] == ["A", "B", "plane-2"]
     assert [part.layer for part in staged.manifest.stages[2].parts] == list(range(6))
-    assert [bool(part.cut) for part in staged.manifest.stages[0].parts] == [False, True, True, True, True, False]
+    assert [bool(part.format) for part in staged.manifest.stages[0].parts] == [False, True, True, True, True, False]
     found = errors(staged, ids, stock_answer(assemble(staged.folder, tmp_path / "whole"), ids))
     assert found[0] > found[1] > found[2] == 0
 
@@ -134,19 +136,24 @@ def rewritten(staged, stage: int, index: int, change) -> None:
 
 
 def cut_otherwise(**told):
-    """The same plane, of which the manifest says something else."""
-    return lambda part: [replace(part, cut={name: replace(tensor, **told) for name, tensor in part.cut.items()})]
+    """The same plane, of which the manifest says something else of each tensor."""
+    return lambda part: told_otherwise(cut={name: tensor | told for name, tensor in part.content["cut"].items()})(part)
+
+
+def told_otherwise(**told):
+    """The same file, of which the manifest says something else."""
+    return lambda part: [replace(part, content=part.content | told)]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda part: [replace(part, plane=0)], "has a plane of .* that the split 'bits' of BF16 has not"),
-        (lambda part: [replace(part, plane=2)], "has a plane of .* that the split 'bits' of BF16 has not"),
-        (lambda part: [replace(part, split="bytes")], "the split 'bytes' of BF16 has not"),
-        (lambda part: [replace(part, split="")], "is cut and names no split"),
-        (lambda part: [replace(part, split="4 bits")], "has no stream|has a plane of|and decoded it has"),
-        (cut_otherwise(sha256="0" * 64), "plane 1 of .* is of another checkpoint's"),
+        (told_otherwise(plane=0), "has a plane of .* that the split 'bits' of BF16 has not"),
+        (told_otherwise(plane=2), "has a plane of .* that the split 'bits' of BF16 has not"),
+        (told_otherwise(split="bytes"), "the split 'bytes' of BF16 has not"),
+        (told_otherwise(split=""), "is cut and names no split"),
+        (told_otherwise(split="4 bits"), "has no stream|has a plane of|and decoded it has"),
+        (cut_otherwise(sha256="0" * 64), "what .* has of .* is of another checkpoint's"),
         (cut_otherwise(dtype="F16"), "has a plane of .* that the split 'bits' of F16 has not"),
         (cut_otherwise(shape=(1 << 40, 1 << 20)), "and decoded it has"),
         (cut_otherwise(codecs=("raw",)), "has a plane of"),
@@ -200,14 +207,14 @@ def test_a_coded_stream_that_expands_beyond_its_declared_size(stage_planes):
 
     staged = stage_planes("bits", F16)
     part = staged.manifest.stages[0].parts[2]
-    name = next(name for name, tensor in part.cut.items() if name == GATE and tensor.codecs == ("zstd",))
+    name = next(name for name, tensor in part.coded.items() if name == GATE and tensor.codecs == ("zstd",))
     bomb = zstandard.compress(bytes(1 << 26))
 
     def swell(streams):
         streams[f"{name}.plane0.0"] = torch.frombuffer(bytearray(bomb), dtype=torch.uint8)
 
     rewritten(staged, 1, 2, swell)
-    if len(bomb) <= part.cut[name].shape[0] * part.cut[name].shape[1]:
+    if len(bomb) <= part.coded[name].shape[0] * part.coded[name].shape[1]:
         refused(staged, "would expand to 67,108,864 bytes, by its shape")
     else:
         refused(staged, "and decoded it has")
@@ -225,18 +232,22 @@ def test_plans_that_do_not_hold(stage_planes):
     plan = by_planes(shapes, Mixture("bits in three"))
     first, second, third = plan.stages
     for stages, words in (
-        ((first, third, second), "plane 2 of .* comes where plane 1 is due"),
+        ((first, third, second), "comes as plane 2 where plane 1 is due"),
         ((first, second), "lacks 1 of its planes"),
-        ((first, second, second, third), "plane 1 of .* comes where plane 2 is due"),
-        ((first, replace_part(second, split="bits"), third), "comes where plane"),
-        ((replace_part(first, split="bytes"), second, third), "no split of weights is called 'bytes'"),
-        ((replace_part(first, dtype="F8_E5M2"), second, third), "is rounded and cut in planes; choose one"),
-        ((first, second, replace_part(third, split=None)), "came in planes and comes again whole"),
+        ((first, second, second, third), "comes as plane 1 where plane 2 is due"),
+        ((first, recut(second, split="bits"), third), "comes as plane . where plane"),
+        ((recut(first, split="bytes"), second, third), "is cut by 'bytes': no split of weights is called so"),
+        ((replace_part(first, dtype="F8_E5M2"), second, third), "is rounded and comes in planes; choose one"),
+        ((first, second, replace_part(third, coding=None)), "came in planes and comes again whole"),
     ):
         with pytest.raises(StageError, match=words):
             replace(plan, stages=stages).check(list(shapes))
     with pytest.raises(StageError, match="no split of weights is called 'half'"):
         by_planes(shapes, Mixture("half"))
+
+
+def recut(stage: Stage, **told) -> Stage:
+    return replace_part(stage, coding=replace(stage.parts[1].coding, **told))
 
 
 def replace_part(stage: Stage, **told) -> Stage:
@@ -257,4 +268,17 @@ def test_the_command_line_stages_and_assembles(tmp_path, capsys):
     assert main(["assemble", str(tmp_path / "staged"), str(tmp_path / "whole")]) == 2
     assert "is there already" in capsys.readouterr().err
     assert main(["stage", str(tmp_path / "other"), "--planes", "bits", "--adapters", "ours", *chosen]) == 2
-    assert "planes are none" in capsys.readouterr().err
+    assert "this plan has others" in capsys.readouterr().err
+
+
+def test_a_manifest_of_before_parts_named_their_format_is_read(stage, stage_planes):
+    """Each part had the three fields of planes then, in planes or not."""
+    for staged in (stage_planes("bits"), stage("qwen2")):
+        path = staged.folder / "manifest.json"
+        content = json.loads(path.read_text(encoding="utf-8"))
+        del content["format"], content["sha256"]
+        for part in (part for one in content["stages"] for part in one["parts"]):
+            part |= {"split": "", "plane": 0, "cut": {}} | part.pop("content")
+            del part["format"]
+        path.write_text(json.dumps({"format": "firsttoken-staged-2", "sha256": sha256_of(content)} | content))
+        assert read_manifest(staged.folder) == staged.manifest

@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from firsttoken.assets.servable import model_shapes
-from firsttoken.progressiveserve.bitplanes.plan_spec import Mixture
-from firsttoken.progressiveserve.bitplanes.plane_plan import by_planes
 from firsttoken.progressiveserve.checkpoint.completeness import check_complete
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, StageFiles, check_layout, part_file
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, by_layers, coarse_first
@@ -23,6 +21,8 @@ from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.study.errors import ModelError
 from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 LAYERS, TIMES = 4, 60
 Parts = list[list[PartFile]]
@@ -70,10 +70,11 @@ def lose_a_tensor(parts: Parts, dice: random.Random) -> None:
     place = dice.randrange(len(stage))
     part = stage[place]
     name = dice.choice(list(part.brought))
-    gone = {name, *(part.streams(name) if name in part.cut else ())}
+    gone = {name, *(part.coding.entries(name) if name in part.coded else ())}
     if kept := [one for one in part.tensors if one not in gone]:
-        cut = {one: tensor for one, tensor in part.cut.items() if one != name}
-        stage[place] = retiled(replace(part, cut=cut, split=part.split if cut else ""), kept)
+        cut = {one: tensor for one, tensor in part.content.get("cut", {}).items() if one != name}
+        told = {"format": part.format, "content": part.content | {"cut": cut}} if cut else {"format": "", "content": {}}
+        stage[place] = retiled(replace(part, **told), kept)
     else:
         stage.pop(place)
 
@@ -84,10 +85,11 @@ def shorten_a_tensor(parts: Parts, dice: random.Random) -> None:
     place = dice.randrange(len(stage))
     part = stage[place]
     name = dice.choice(list(part.brought))
-    if name in part.cut:
-        tensor = part.cut[name]
-        shape = (tensor.shape[0] - 1, *tensor.shape[1:])
-        stage[place] = replace(part, cut=part.cut | {name: replace(tensor, shape=shape)})
+    if name in part.coded:
+        tensor = part.content["cut"][name]
+        shape = [tensor["shape"][0] - 1, *tensor["shape"][1:]]
+        cut = part.content["cut"] | {name: tensor | {"shape": shape}}
+        stage[place] = replace(part, content=part.content | {"cut": cut})
         return
     entry = part.tensors[name]
     shorter = replace(

@@ -100,7 +100,7 @@ def first_tensor(content):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c.pop("format"), "is of the format None, not 'firsttoken-staged-2'"),
+        (lambda c: c.pop("format"), "is of the format None, not 'firsttoken-staged-3'"),
         (lambda c: c.update(format="gguf"), "is of the format 'gguf'"),
         (lambda c: c.update(colour="red"), "unknown key 'colour'"),
         (lambda c: c.pop("kind"), "missing key 'kind'"),

@@ -8,10 +8,10 @@ import pytest
 import torch
 from growing import PATIENCE, PROMPT, events_of
 
-from firsttoken.progressiveserve.bitplanes.plan_spec import Mixture
-from firsttoken.progressiveserve.bitplanes.plane_plan import by_planes
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.errors import ProfileError
+from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plane_plan import by_planes
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint
 from firsttoken_studies.progressiveserve.refinement import (
     RefinementConfig,

@@ -8,10 +8,10 @@ from growing import PATIENCE, PROMPT, events_of, greedy, part_path, until
 from plain_tokens import check_greedy, judged
 from transformers import AutoModelForCausalLM
 
-from firsttoken.progressiveserve.bitplanes.assemble import assemble
-from firsttoken.progressiveserve.bitplanes.plan_spec import Mixture
-from firsttoken.progressiveserve.bitplanes.plane_plan import by_planes
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain, RequestBoundary
+from firsttoken_extras.bitplanes.assemble import assemble
+from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 IN_BF16 = 0.05  # of logits up to 3: three steps of bf16 there, as both sides round
 

@@ -20,7 +20,7 @@ def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[
     brought once: no part can be lost, doubled or shortened without an error here.
     Raises ModelError for a parameter that no stage brings, one that the model does not have, or brings twice, or has in
     another shape; for a layer in pieces; and for what stays rounded in the end.
-    The planes of a tensor must be of one: of the same dtype, and of the same bytes in the end.
+    What several parts bring of a tensor must be of one: of the same dtype, and of the same bytes in the end.
     """
     try:
         manifest.plan.check(list(shapes))
@@ -34,10 +34,10 @@ def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[
                     f"{folder}: {part.name} brings {name} as {list(entry.shape)}, by {CONFIG} it has the shape "
                     f"{list(shapes[name])}; {MEND}"
                 )
-        for name, tensor in part.cut.items():
+        for name, tensor in part.coded.items():
             found = tensor.dtype, tensor.sha256
             if whose.setdefault(name, found) != found:
-                raise ModelError(f"{folder}: plane {part.plane} of {name} is of another checkpoint's; {MEND}")
+                raise ModelError(f"{folder}: what {part.file} has of {name} is of another checkpoint's; {MEND}")
 
 
 def check_header(part: PartFile, header: bytes) -> None:

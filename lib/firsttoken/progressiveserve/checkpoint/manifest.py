@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from firsttoken.progressiveserve.bitplanes.entries import CutTensor
-from firsttoken.progressiveserve.bitplanes.layouts import SPLITS, stream_name
 from firsttoken.progressiveserve.checkpoint.names import COARSE, DTYPES, EMBEDDING, HEAD
+from firsttoken.progressiveserve.checkpoint.part_formats import CodedTensor, PartCoding, format_of
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage
 from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import ModelError
@@ -29,9 +27,6 @@ from firsttoken.study.parsing.safetensors_header import TensorEntry, check_tiles
 from firsttoken.study.parsing.schema import at_least, digits, plain_name, shaped
 
 # Where the files of a staged checkpoint lie, and that a manifest says nothing else (standard library only).
-
-if TYPE_CHECKING:  # it imports this
-    pass
 
 CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -58,8 +53,11 @@ def check_layout(manifest: Manifest) -> None:
             if not part.tensors:
                 raise Damaged(f"{file} ({part.name}) holds no tensor")
             check_tiles(part.tensors, part.data_start, part.bytes, f"{file} ({part.name})")
-            _check_planes(part, f"{file} ({part.name})")
-            whole = (entry for name, entry in part.brought.items() if name not in part.cut)
+            if part.format:
+                part.coding.check(part.tensors, f"{file} ({part.name})")
+            elif part.content:
+                raise Damaged(f"{file} ({part.name}) says more of its tensors and names no format")
+            whole = (entry for name, entry in part.brought.items() if name not in part.coded)
             if odd := next((entry.dtype for entry in whole if entry.dtype not in DTYPES), ""):
                 raise Damaged(f"{file} ({part.name}) holds the dtype {odd}, in which no weights are served")
         adapter = stage.adapter
@@ -72,29 +70,12 @@ def check_layout(manifest: Manifest) -> None:
             raise Damaged(f"{shown(name)} is no name of a file")
 
 
-def _check_planes(part: PartFile, what: str) -> None:
-    """Raise Damaged unless the file has, for each of its cut tensors, the streams of its plane, none above its size."""
-    if bool(part.split) != bool(part.cut):
-        raise Damaged(f"{what} is cut and names no split, or the other way round")
-    for name, tensor in part.cut.items():
-        layout = SPLITS.get(part.split, {}).get(tensor.dtype)
-        planes = layout.planes if layout else ()
-        if part.plane >= len(planes) or len(planes[part.plane]) != len(tensor.codecs):
-            raise Damaged(f"{what} has a plane of {name} that the split {shown(part.split)} of {tensor.dtype} has not")
-        for stream, key, codec in zip(planes[part.plane], part.streams(name), tensor.codecs, strict=True):
-            entry, size = part.tensors.get(key), stream.bytes(math.prod(tensor.shape))
-            if entry is None or entry.dtype != "U8" or len(entry.shape) != 1:
-                raise Damaged(f"{what} has no stream {key}")
-            if entry.shape[0] > size or (codec == "raw" and entry.shape[0] != size):
-                raise Damaged(f"{what}: the stream {key} has {entry.shape[0]:,} bytes, and decoded it has {size:,}")
-
-
 def _plain(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name)
 
 
 MANIFEST = "manifest.json"
-FORMAT = "firsttoken-staged-2"
+FORMAT, _UNNAMED_FORMATS = "firsttoken-staged-3", "firsttoken-staged-2"
 MEND = "stage it again"
 
 Bytes = Annotated[int, at_least(0)]
@@ -105,7 +86,8 @@ Sha256 = Annotated[str, digits(64)]
 class PartFile:
     """One safetensors file, read as a whole. A "refine" part overwrites tensors that an "add" part has brought.
 
-    Of the tensors ``cut`` it brings ``plane`` (0-based) by ``split``, whose streams are among the file's ``tensors``.
+    With a ``format`` the file holds tensors otherwise than as they are (``part_formats``), and ``content`` is what the
+    format says of them; its "refine" parts are merged into what the parts before have brought.
 
     ``name`` is "embedding", "layer 07" or "head", ``layer`` the 0-based index where it is a layer; ``file`` is
     relative to the folder (``layout``).
@@ -118,19 +100,29 @@ class PartFile:
     action: Literal["add", "refine"]
     layer: int | None
     tensors: dict[str, TensorEntry]
-    split: str = ""
-    plane: Annotated[int, at_least(0)] = 0
-    cut: dict[str, CutTensor] = field(default_factory=dict)
+    format: str = ""
+    content: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def coding(self) -> PartCoding:
+        """What the format says of the part. Raises Damaged, and ModelError for a format that is not here."""
+        return format_of(self.format).read(self.content)
 
     @property
-    def brought(self) -> dict[str, TensorEntry | CutTensor]:
-        """The model's tensors that it brings, whole or one plane of them, with the dtype and shape that they have."""
-        streams = {stream for name, tensor in self.cut.items() for stream in self.streams(name)}
-        return {name: entry for name, entry in self.tensors.items() if name not in streams} | self.cut
+    def coded(self) -> Mapping[str, CodedTensor]:
+        """The model's tensors that it brings in its format; none where it has none."""
+        return self.coding.tensors if self.format else {}
 
-    def streams(self, name: str) -> list[str]:
-        """The file's names of the streams of its plane of a cut tensor."""
-        return [stream_name(name, self.plane, index) for index in range(len(self.cut[name].codecs))]
+    @property
+    def merged(self) -> bool:
+        """Whether its tensors are merged into weights that are there, which it does not bring itself."""
+        return bool(self.format) and self.action == "refine"
+
+    @cached_property
+    def brought(self) -> Mapping[str, TensorEntry | CodedTensor]:
+        """The model's tensors that it brings, as they are or in its format, with the dtype and shape that they have."""
+        entries = {entry for name in self.coded for entry in self.coding.entries(name)}
+        return {name: entry for name, entry in self.tensors.items() if name not in entries} | dict(self.coded)
 
     @property
     def data_start(self) -> int:
@@ -190,14 +182,15 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all "add" parts and planes: the model once, without what overwrites it and adapters."""
+        """Bytes of all "add" parts and of what is merged into them: the model once, without what overwrites it and
+        adapters."""
         parts = (part for stage in self.stages for part in stage.parts)
-        return sum(part.bytes for part in parts if part.action == "add" or part.split)
+        return sum(part.bytes for part in parts if part.action == "add" or part.merged)
 
     @property
-    def in_planes(self) -> bool:
-        """Whether a file holds planes of tensors instead of tensors: stock transformers cannot read it."""
-        return any(part.cut for stage in self.stages for part in stage.parts)
+    def coded(self) -> bool:
+        """Whether a file holds tensors otherwise than as they are: stock transformers cannot read it."""
+        return any(part.format for stage in self.stages for part in stage.parts)
 
     @cached_property
     def plan(self) -> LoadPlan:
@@ -236,13 +229,27 @@ def read_manifest(folder: Path) -> Manifest:
     with blaming(path, ModelError, MEND):
         content = read_json(path)
         found = content.pop("format", None) if isinstance(content, dict) else None
-        if found != FORMAT:
+        if found not in (FORMAT, _UNNAMED_FORMATS):
             raise Damaged(f"it is of the format {found!r}, not {FORMAT!r}")
         if content.pop("sha256", None) != sha256_of(content):
             raise Damaged("it does not fit its own sha256, so it was altered")
-        manifest = shaped(Manifest, content)
+        manifest = shaped(Manifest, formats_named(content) if found == _UNNAMED_FORMATS else content)
         check_layout(manifest)
         return manifest
+
+
+def formats_named(content: Any) -> Any:
+    """A manifest, or a part of one, of before parts named their format: then there was one, "planes", and each part had
+    its three fields, which were empty where it was not in planes."""
+    if isinstance(content, list):
+        return [formats_named(one) for one in content]
+    if not isinstance(content, dict):
+        return content
+    if "cut" not in content:
+        return content | {key: formats_named(content[key]) for key in ("stages", "parts") if key in content}
+    planes = {key: content[key] for key in ("split", "plane", "cut") if key in content}
+    named = {"format": "planes", "content": planes} if any(planes.values()) else {}
+    return {key: value for key, value in content.items() if key not in planes} | named
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -293,9 +300,9 @@ def _sha256(path: Path) -> str:
 
 def _planned(part: PartFile) -> Part:
     coarse = next((entry.dtype for entry in part.tensors.values() if entry.dtype in COARSE), None)
-    whole = tuple(name for name in part.brought if name not in part.cut) if part.split else ()
-    names, split = tuple(part.brought), part.split or None
-    return Part(part.name, names, part.layer, part.action, coarse, split, part.plane, whole)
+    whole = tuple(name for name in part.brought if name not in part.coded)
+    coding = part.coding.planned(whole) if part.format else None
+    return Part(part.name, tuple(part.brought), part.layer, part.action, coarse, coding)
 
 
 def _files(manifest: Manifest, stages: Collection[int] | None) -> Iterator[tuple[str, str, PartFile | FileEntry]]:

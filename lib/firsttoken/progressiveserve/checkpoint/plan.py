@@ -8,11 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
-from firsttoken.progressiveserve.bitplanes.layouts import SPLITS, planes_of
 from firsttoken.progressiveserve.checkpoint.names import DTYPES, EMBEDDING, HEAD, NORM, layer_of
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study.errors import StageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from firsttoken.progressiveserve.checkpoint.sources import TensorSource
+
+
+class PlannedCoding(Protocol):
+    """A dataclass that says in which format a part brings its tensors, but for those of ``whole``; it writes them."""
+
+    format: str
+    whole: tuple[str, ...]
+
+    def fault(self, action: str, before: PlannedCoding | None) -> str:
+        """What is wrong with bringing a tensor so by ``action`` after it was brought as ``before`` says; "" if nothing.
+        ``before`` is None where it has not come, or has come as it is."""
+
+    def lacking(self) -> str:
+        """What a tensor lacks that is brought last by this; "" if nothing."""
+
+    def most_bytes(self, source: TensorSource, part: Part) -> int:
+        """Bytes of the file's tensors at most. Raises StageError for tensors that the format does not know."""
+
+    def encoded(self, source: TensorSource, part: Part) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The file's tensors by name, and what the manifest says of them (``PartFile.content``). Raises StageError."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +45,8 @@ class Part:
     """Tensors that travel in one file.
 
     ``action`` "add" brings tensors for the first time, "refine" overwrites in place ones that are there. ``dtype``, in
-    safetensors' words ("F8_E5M2"), rounds them on the way; None keeps what the source has. With a ``split``
-    (``planes.layouts``) it is ``plane`` (0-based) of each tensor that comes, but for those of ``whole``.
+    safetensors' words ("F8_E5M2"), rounds them on the way; None keeps what the source has. With a ``coding`` they
+    travel in its format, and "refine" merges them into what is there.
     """
 
     name: str
@@ -29,9 +54,11 @@ class Part:
     layer: int | None = None
     action: str = "add"
     dtype: str | None = None
-    split: str | None = None
-    plane: int = 0
-    whole: tuple[str, ...] = ()
+    coding: PlannedCoding | None = None
+
+    def coding_of(self, tensor: str) -> PlannedCoding | None:
+        """How it brings ``tensor``: None where that travels as it is."""
+        return None if self.coding is None or tensor in self.coding.whole else self.coding
 
 
 @dataclass(frozen=True)
@@ -91,9 +118,9 @@ class LoadPlan:
                         raise StageError(
                             f"stage {stage.name} refines {_what(tensor)} before a stage has brought it; add it first"
                         )
-                    if fault := _plane_fault(part, tensor, brought[tensor][1] if tensor in brought else None):
-                        raise StageError(f"stage {stage.name}: {fault}")
-                    if part.action == "refine" and not (part.split or brought[tensor][1].dtype):
+                    if fault := _coding_fault(part, tensor, brought[tensor][1] if tensor in brought else None):
+                        raise StageError(f"stage {stage.name}: {_what(tensor)} {fault}")
+                    if part.action == "refine" and not (part.coding or brought[tensor][1].dtype):
                         raise StageError(
                             f"stage {stage.name} brings {_what(tensor)} again, which is exact; leave it out"
                         )
@@ -103,24 +130,18 @@ class LoadPlan:
         if coarse := next((name for name, (_, part) in brought.items() if part.dtype), None):
             raise StageError(f"{_what(coarse)} stays {brought[coarse][1].dtype}: add a part that refines it")
         for name, (_, part) in brought.items():
-            if name not in part.whole and (lacking := planes_of(part.split) - 1 - part.plane):
-                raise StageError(f"{_what(name)} lacks {lacking} of its planes: name them in a later stage")
+            if (coding := part.coding_of(name)) and (lacking := coding.lacking()):
+                raise StageError(f"{_what(name)} lacks {lacking}: name them in a later stage")
 
 
-def _plane_fault(part: Part, tensor: str, before: Part | None) -> str:
-    """What is wrong with the plane of ``tensor`` that ``part`` brings after ``before``; "" if nothing."""
-    if part.split not in (None, *SPLITS):
-        return f"no split of weights is called {part.split!r}; choose one of {', '.join(SPLITS)}"
-    if not part.split or tensor in part.whole:
-        cut = before is not None and before.split is not None and tensor not in before.whole
-        return f"{_what(tensor)} came in planes and comes again whole; bring its other planes" if cut else ""
+def _coding_fault(part: Part, tensor: str, before: Part | None) -> str:
+    """What is wrong with the format in which ``part`` brings ``tensor`` after ``before``; "" if nothing."""
+    coding, earlier = part.coding_of(tensor), before.coding_of(tensor) if before else None
+    if coding is None:
+        return f"came in {earlier.format} and comes again whole; bring the rest of it" if earlier else ""
     if part.dtype:
-        return f"{_what(tensor)} is rounded and cut in planes; choose one"
-    follows = before is not None and before.split == part.split and tensor not in before.whole
-    due = before.plane + 1 if follows else 0
-    if part.plane != due or (part.action == "add") != (due == 0) or due >= planes_of(part.split):
-        return f"plane {part.plane} of {_what(tensor)} comes where plane {due} is due; bring each once and in order"
-    return ""
+        return f"is rounded and comes in {coding.format}; choose one"
+    return coding.fault(part.action, earlier)
 
 
 def by_layers(names: Sequence[str], groups: Sequence[Sequence[int]]) -> LoadPlan:

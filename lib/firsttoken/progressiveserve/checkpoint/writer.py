@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from firsttoken.assets.lock import file_sha256, first_line
-from firsttoken.progressiveserve.bitplanes.plane_files import most_bytes, write_planes
 from firsttoken.progressiveserve.checkpoint.completeness import check_complete
 from firsttoken.progressiveserve.checkpoint.manifest import (
     MANIFEST,
@@ -38,6 +37,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import (
     check_files,
     check_layout,
     check_side,
+    formats_named,
     part_file,
     read_manifest,
     write_manifest,
@@ -80,7 +80,7 @@ def already_there(folder: Path, partial: Path, identity: str) -> Manifest | None
         if manifest:
             check_files(folder, manifest)
             check_side(folder, manifest)
-            if (folder / INDEX).is_file() or manifest.in_planes:
+            if (folder / INDEX).is_file() or manifest.coded:
                 (folder / LOG).unlink(missing_ok=True)  # left by a kill between the rename and its removal
                 return manifest
     except ModelError:
@@ -107,7 +107,7 @@ def resume(partial: Path, identity: str) -> dict[str, PartFile]:
     finished: dict[str, PartFile] = {}
     for line in lines:
         try:
-            part = shaped(PartFile, parse_json(line))
+            part = shaped(PartFile, formats_named(parse_json(line)))
         except ValueError:  # the line that was being written when the process was killed
             break
         if (partial / part.file).is_file() and file_sha256(partial / part.file) == part.sha256:
@@ -129,7 +129,7 @@ def _before(folder: Path, reason: ModelError) -> tuple[str, tuple[StageFiles, ..
     with suppress(OSError, ValueError):
         content = read_json(folder / MANIFEST)
         if isinstance(content, dict) and content.get("format") == _BEFORE:
-            old = shaped(_Before, content, others=True)
+            old = shaped(_Before, formats_named(content), others=True)
             return old.plan_sha256, old.stages
     raise StageError(f"{folder} is no staged checkpoint: remove it or choose another folder ({reason})") from reason
 
@@ -216,25 +216,27 @@ def _identity(source: TensorSource, plan: LoadPlan, adapters: Mapping[int, Path]
 
 
 def _described(plan: LoadPlan) -> dict[str, Any]:
-    """``plan`` for its hash; a plan without planes keeps the one that it has always had."""
+    """``plan`` for its hash, which it has always had: what a part's coding says stands beside the rest."""
     content = asdict(plan)
     for part in (part for stage in content["stages"] for part in stage["parts"]):
-        if part["split"] is None:
-            del part["split"], part["plane"], part["whole"]
+        part |= part.pop("coding") or {}
     return content
 
 
 def _write_part(source: TensorSource, part: Part, folder: Path, file: str) -> PartFile:
-    if part.split:
-        return write_planes(source, part, folder, file)
     stored = getattr(torch, DTYPES[part.dtype][0]) if part.dtype else None
-    path = folder / file
-    with replacing(path) as temporary:
+    path, kind, content = folder / file, "", {}
+    if part.coding:
+        tensors, content = part.coding.encoded(source, part)
+        kind = part.coding.format
+    else:
         tensors = {name: source.get(name).to("cpu", stored).contiguous() for name in part.tensors}
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
     written = read_header(path).tensors
-    entries = {name: written[name] for name in part.tensors}
-    return PartFile(part.name, file, path.stat().st_size, file_sha256(path), part.action, part.layer, entries)
+    entries = written if kind else {name: written[name] for name in part.tensors}
+    size, sha256 = path.stat().st_size, file_sha256(path)
+    return PartFile(part.name, file, size, sha256, part.action, part.layer, entries, kind, content)
 
 
 def _complete(
@@ -260,7 +262,7 @@ def _complete(
         side=side,
         stages=tuple(stages),
     )
-    if not manifest.in_planes:  # else no file has a tensor that stock transformers could read (planes.assemble)
+    if not manifest.coded:  # else no file has a tensor that stock transformers could read
         index = {
             "metadata": {"total_size": _payload(Part("all", tuple(source.names)), source)},
             "weight_map": {name: part.file for stage in stages for part in stage.parts for name in part.tensors},
@@ -292,8 +294,8 @@ def _files_of(adapter: Path) -> list[Path]:
 
 def _payload(part: Part, source: TensorSource) -> int:
     """Bytes of the tensors of a part, as it stores them, or at most where it codes them."""
-    if part.split:
-        return most_bytes(source, part)
+    if part.coding:
+        return part.coding.most_bytes(source, part)
     rounded = DTYPES[part.dtype][1] if part.dtype else None
     return sum((rounded or source.dtype(name).itemsize) * math.prod(source.shapes[name]) for name in part.tensors)
 

@@ -82,7 +82,7 @@ class StageLoad:
         self._placer = on_one_core("placer", self._place_all)
 
     def _memory_for(self, largest: int, files: int, links: int) -> Memory:
-        if links == 1 and self._skeleton.device.type == "cpu" and all(part.plane for part in self._parts):
+        if links == 1 and self._skeleton.device.type == "cpu" and all(part.merged for part in self._parts):
             return PassingMemory()
         # with several links files are read long before their turn, and hold their buffers until then
         return memory_for(self._skeleton.device, largest, BUFFERS if links == 1 else max(1, files))
@@ -123,12 +123,12 @@ class StageLoad:
 
     def _place(self, part: PartFile, made: Made) -> torch.cuda.Event | None:
         begin = time.perf_counter()
-        if lacking := sorted(part.brought.keys() - made.weights.keys() - part.cut.keys()):
+        if lacking := sorted(part.brought.keys() - made.weights.keys() - part.coded.keys()):
             raise ModelError(f"{part.name} came without {lacking[0]}; stage it again")
         for name, weights in made.weights.items():
             put(*self._target(part, name), weights)
-        if part.plane:
-            self._skeleton.planes.place(part, made.file, partial(self._parameter, part))
+        if part.merged:
+            self._skeleton.merges.place(part, made.file, partial(self._parameter, part))
             self._maker.memory.let_go(made.file)
         if self._manifest.tied and part.layer is None:
             head, embedding = self._targets["lm_head"], self._targets["embed_tokens"]

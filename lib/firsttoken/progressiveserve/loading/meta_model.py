@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from firsttoken.assets.empty_model import build_on_meta
-from firsttoken.progressiveserve.bitplanes.decode import Planes
 from firsttoken.progressiveserve.checkpoint.completeness import check_complete
 from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, Manifest, check_side
+from firsttoken.progressiveserve.loading.merges import Merges
 from firsttoken.progressiveserve.loading.tensor_placement import Build, torch_dtype, untied_shapes
 from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
@@ -38,7 +38,7 @@ class Skeleton:
         self.folder, self.device = folder, torch.device(device)
         self.model.model.rotary_emb.to(self.device)
         self.layers: list[nn.Module] = list(self.model.model.layers)
-        self.planes = Planes()
+        self.merges = Merges()
         check_complete(folder, manifest, untied_shapes(self.model))
 
     def empty_view(self) -> StageView:

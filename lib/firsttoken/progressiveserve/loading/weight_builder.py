@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from firsttoken.progressiveserve.bitplanes.decode import Scratch, first_weights
 from firsttoken.progressiveserve.checkpoint.completeness import check_header
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile
+from firsttoken.progressiveserve.checkpoint.part_formats import WeightFiller, format_of
 from firsttoken.progressiveserve.loading.host_memory import BUFFERS, Memory, WeightRoom, memory_for, room_for
 from firsttoken.progressiveserve.loading.pinned_thread import on_one_core
 from firsttoken.progressiveserve.loading.read_plan import ADAPTER_FILES, parts_of
@@ -85,7 +85,7 @@ class Maker:
         moved = [
             entry.shape
             for name, entry in part.brought.items()
-            if (not part.plane if name in part.cut else part.cut or torch_dtype(entry.dtype) != self._dtype)
+            if (not part.merged if name in part.coded else part.coded or torch_dtype(entry.dtype) != self._dtype)
         ]
         return WeightRoom(sum(room_for(shape, self._dtype) for shape in moved), self._device)
 
@@ -98,32 +98,34 @@ class Maker:
             rooms.popleft().back()
 
     def _make_all(self, rooms: deque[WeightRoom]) -> None:
-        scratch = Scratch()
+        fillers: dict[str, WeightFiller] = {}
         try:
             for index, part in enumerate(self._parts):
                 if self._stopped:
                     raise LinkError("the load was stopped")
-                self._made.put(self._make(index, part, rooms.popleft(), scratch))
+                self._made.put(self._make(index, part, rooms.popleft(), fillers))
         except Exception as error:
             self._stopped = True
             self._made.put(error)
 
-    def _make(self, index: int, part: PartFile, room: WeightRoom, scratch: Scratch) -> Made:
+    def _make(self, index: int, part: PartFile, room: WeightRoom, fillers: dict[str, WeightFiller]) -> Made:
         file, first = self.reader.wait(self._first + index), part.data_start
         begin = time.perf_counter()
         check_header(part, bytes(file[:first]))
         data, copied = self.memory.settle(file[first:])
         found: dict[str, Tensor] = {}
         for name, entry in part.brought.items():
-            if name in part.cut:
+            if name in part.coded:
                 continue
             raw = data[entry.start - first : entry.end - first]
             weights = raw.view(torch_dtype(entry.dtype)).reshape(entry.shape)
-            if weights.dtype != self._dtype or part.cut:  # a norm need not hold the memory of streams
+            if weights.dtype != self._dtype or part.coded:  # a norm need not hold the memory of what is decoded
                 weights = room.take(entry.shape, self._dtype).copy_(weights)
             found[name] = weights
-        for name, tensor in part.cut.items() if not part.plane else ():
+        for name, tensor in part.coded.items() if not part.merged else ():
             found[name] = room.take(tensor.shape, self._dtype)
-            first_weights(part, name, file, found[name], scratch)
+            if part.format not in fillers:
+                fillers[part.format] = format_of(part.format).filler()
+            fillers[part.format].fill(part, name, file, found[name])
         self.seconds += time.perf_counter() - begin
         return Made(file, found, copied)

@@ -191,13 +191,13 @@ class Growth:
                 reading.close()
 
     def _merging(self) -> dict[str, float]:
-        """What it took to merge the planes of a stage that has come in planes: bytes of the weights, seconds in all and
-        of the longest merge between two steps."""
-        spent, self.skeleton.planes.spent = self.skeleton.planes.spent, []
+        """What it took to merge a stage into weights that were there: bytes of these, seconds in all and of the longest
+        merge between two steps."""
+        spent, self.skeleton.merges.spent = self.skeleton.merges.spent, []
         if not spent:
             return {}
         seconds = [merging.seconds for merging in spent]
-        size = 2 * sum(merging.words for merging in spent)
+        size = sum(merging.bytes for merging in spent)
         return {"merged_bytes": size, "merging_s": sum(seconds), "longest_merge_s": max(seconds)}
 
     def _bring(self, stage: int, previous: StageView) -> StageView:

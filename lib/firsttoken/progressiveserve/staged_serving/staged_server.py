@@ -240,7 +240,7 @@ class GrowingServer(Reception):
                 server.add(session, *asked)
         view = load.wait()
         server.between(self._gates.close)  # the gates go while no step passes them
-        skeleton.planes.between = server.between
+        skeleton.merges.between = server.between
         return view
 
     def _open_prefixes(self) -> None:

@@ -34,12 +34,12 @@ class Whole:
 
         from firsttoken.assets.decoder_layers import layers_of
         from firsttoken.assets.held import hold
-        from firsttoken.progressiveserve.bitplanes.decode import Planes
+        from firsttoken.progressiveserve.loading.merges import Merges
         from firsttoken.progressiveserve.loading.views import make_view
 
         self.model = hold(_loaded(folder, dtype, device))
         self.device = torch.device(device)
-        self.planes = Planes()  # no bits of it are still to come
+        self.merges = Merges()  # nothing of it is still to come
         layers, inner = layers_of(self.model), self.model.model
         ends = {"embed_tokens": inner.embed_tokens, "norm": inner.norm, "lm_head": self.model.lm_head}
         self.view = make_view(1, list(layers), ends)

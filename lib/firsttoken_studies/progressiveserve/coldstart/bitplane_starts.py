@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
-from firsttoken.progressiveserve.bitplanes.layouts import planes_of
 from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.evaluation import QualityConfig
@@ -24,6 +23,7 @@ from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Scalar, Summary
+from firsttoken_extras.bitplanes.layouts import planes_of
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     Checkpoint,
     planes_checkpoint,

@@ -12,8 +12,6 @@ from safetensors.torch import save_file
 
 from firsttoken.assets.corpora import load_qa
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
-from firsttoken.progressiveserve.bitplanes.plan_spec import Mixture
-from firsttoken.progressiveserve.bitplanes.plane_plan import by_planes
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest
 from firsttoken.progressiveserve.checkpoint.plan import staged, whole
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin, RandomSource, TensorSource
@@ -24,6 +22,8 @@ from firsttoken.progressiveserve.staging import RANDOM, best_recipe, served_sour
 from firsttoken.study import paths
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.profile import Profile
+from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,11 @@ def import_libraries(spec: TrialSpec, variant: StartVariant) -> None:
 
         import_peer(variant.peer)
     else:
-        from firsttoken.progressiveserve.bitplanes.native_words import merger
         from firsttoken.progressiveserve.loading import loader  # noqa: F401
 
-        if read_manifest(Path(spec.staged)).in_planes:
+        if read_manifest(Path(spec.staged)).coded:
+            from firsttoken_extras.bitplanes.native_words import merger
+
             merger()
     if variant.peer == "from_pretrained":
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401

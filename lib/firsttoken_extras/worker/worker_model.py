@@ -12,11 +12,11 @@ from firsttoken.assets.held import hold, unchanged
 from firsttoken.assets.servable import check_servable
 from firsttoken.assets.weights import tensors_of
 from firsttoken.engine.fused import fuse
-from firsttoken.engine.worker.worker_config import WorkerConfig
 from firsttoken.lean.build import lean_on_meta
 from firsttoken.lean.lean_config import OtherWay
 from firsttoken.lean.lean_model import LeanModel
 from firsttoken.study.dtypes import named
+from firsttoken_extras.worker.worker_config import WorkerConfig
 
 
 def hosted_model(config: WorkerConfig) -> nn.Module:

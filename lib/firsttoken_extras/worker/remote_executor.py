@@ -17,9 +17,12 @@ from firsttoken.engine.request import Request, Work
 from firsttoken.engine.sampling import no_number
 from firsttoken.engine.swap.block_copier import Moved, Movement
 from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.worker.forkserver import Nursery, WorkerGone
-from firsttoken.engine.worker.worker_config import WorkerConfig
-from firsttoken.engine.worker.worker_messages import (
+from firsttoken.study import errors
+from firsttoken.study.errors import CacheError, FirstTokenError, WorkerError
+from firsttoken.study.system.sockets import remove_folder, socket_folder
+from firsttoken_extras.worker.forkserver import Nursery, WorkerGone
+from firsttoken_extras.worker.worker_config import WorkerConfig
+from firsttoken_extras.worker.worker_messages import (
     MOST_BYTES,
     Fresh,
     ToldWork,
@@ -29,9 +32,6 @@ from firsttoken.engine.worker.worker_messages import (
     reply_of,
     sampling_told,
 )
-from firsttoken.study import errors
-from firsttoken.study.errors import CacheError, FirstTokenError, WorkerError
-from firsttoken.study.system.sockets import remove_folder, socket_folder
 
 # What a worker knows of each request, so that a step tells it no more than what is new.
 

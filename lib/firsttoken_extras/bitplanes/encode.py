@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from firsttoken.progressiveserve.bitplanes.layouts import BLOCK, SPLITS, Field, Layout
-from firsttoken.progressiveserve.bitplanes.native_words import merger
 from firsttoken.study.errors import StageError
+from firsttoken_extras.bitplanes.layouts import BLOCK, SPLITS, Field, Layout
+from firsttoken_extras.bitplanes.native_words import merger
 
 # The two bytes of a 16-bit weight, and fields of them packed into streams.
 #

@@ -39,7 +39,7 @@ class Nursery:
         """The process id of a new worker, which will connect to ``address``. Raises WorkerGone."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "firsttoken.engine.worker.worker"],
+                [sys.executable, "-m", "firsttoken_extras.worker.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,  # so that what has not been read shows to who polls

@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.progressiveserve.base_model import ServedModel, load_served
-from firsttoken.progressiveserve.bitplanes.first_stage import coarse, layer_bytes
-from firsttoken.progressiveserve.bitplanes.layouts import SPLITS, planes_of
-from firsttoken.progressiveserve.bitplanes.plan_spec import LaterLayers, Mixture
-from firsttoken.progressiveserve.bitplanes.plane_files import STORED
 from firsttoken.progressiveserve.quality import text_scores
 from firsttoken.progressiveserve.staging import RANDOM
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import load_result
+from firsttoken_extras.bitplanes.first_stage import coarse, layer_bytes
+from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
+from firsttoken_extras.bitplanes.plan_spec import LaterLayers, Mixture
+from firsttoken_extras.bitplanes.plane_files import STORED
 
 CONSIDERED = tuple(split for split in SPLITS if planes_of(split) == 2)
 EXACT = "lossless"

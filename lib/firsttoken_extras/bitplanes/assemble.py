@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from firsttoken.progressiveserve.bitplanes.decode import STORED, Planes, Scratch, first_weights
 from firsttoken.progressiveserve.checkpoint.manifest import PartFile, read_manifest, verify
 from firsttoken.progressiveserve.loading.read_plan import parts_of
 from firsttoken.study.errors import ModelError, StageError
+from firsttoken_extras.bitplanes.decode import STORED, FirstPlanes, LaterPlanes, Merge
 
 CPU = torch.device("cpu")
 
@@ -32,27 +33,32 @@ def assemble(folder: Path, target: Path) -> Path:
         raise StageError(f"{target} is there already: remove it or choose another folder")
     verify(folder, manifest)
     tensors: dict[str, Tensor] = {}
-    planes = Planes()
+    first, later = FirstPlanes(), LaterPlanes(_at_once)
     for part in parts_of(manifest, range(1, len(manifest.stages) + 1)):
         whole = load_file(folder / part.file)
-        tensors |= {name: whole[name] for name in part.brought if name not in part.cut}
-        if part.cut:
+        tensors |= {name: whole[name] for name in part.brought if name not in part.coded}
+        if part.format:
             file = memoryview(bytearray((folder / part.file).read_bytes()))
-            _add(part, file, tensors, planes)
+            _add(part, file, tensors, first, later)
     for part in (part for stage in manifest.stages for part in stage.parts):
-        for name, tensor in part.cut.items():
+        for name, tensor in part.coded.items():
             if hashlib.sha256(tensors[name].view(torch.int16).numpy()).hexdigest() != tensor.sha256:
                 raise ModelError(f"the planes of {name} in {folder} are not of one tensor; stage it again")
     return _written(folder, target, tensors, manifest.side)
 
 
-def _add(part: PartFile, file: memoryview, tensors: dict[str, Tensor], planes: Planes) -> None:
-    if part.plane == 0:
-        for name, cut in part.cut.items():
-            tensors[name] = torch.empty(cut.shape, dtype=STORED[cut.dtype])
-            first_weights(part, name, file, tensors[name], Scratch())
-    else:
-        planes.place(part, file, lambda name: nn.Parameter(tensors[name], requires_grad=False))
+def _at_once(merges: Sequence[Merge], size: int) -> None:
+    for merge in merges:
+        merge()
+
+
+def _add(part: PartFile, file: memoryview, tensors: dict[str, Tensor], first: FirstPlanes, later: LaterPlanes) -> None:
+    if part.merged:
+        later.place(part, file, lambda name: nn.Parameter(tensors[name], requires_grad=False))
+        return
+    for name, cut in part.coded.items():
+        tensors[name] = torch.empty(cut.shape, dtype=STORED[cut.dtype])
+        first.fill(part, name, file, tensors[name])
 
 
 def _written(folder: Path, target: Path, tensors: dict[str, Tensor], side: dict[str, object]) -> Path:

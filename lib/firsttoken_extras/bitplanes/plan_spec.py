@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from firsttoken.progressiveserve.bitplanes.layouts import SPLITS, planes_of
 from firsttoken.study.errors import StageError
+from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
 
 UNCUT = "uncut"
 SPELLED = "SPLIT[, FIRST:END later[ as SPLIT]][, ends SPLIT]"

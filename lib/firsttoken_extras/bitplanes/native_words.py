@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from firsttoken.progressiveserve.bitplanes.layouts import Field
 from firsttoken.study.system.compiled import shared_library
+from firsttoken_extras.bitplanes.layouts import Field
 
 SOURCE = Path(__file__).with_name("words.cpp")
 WIDENED = {torch.bfloat16: 1, torch.float16: 2}  # as words.cpp numbers what the words of float32 weights are

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from firsttoken.progressiveserve.bitplanes.codec import encode
-from firsttoken.progressiveserve.bitplanes.encode import cutter
-from firsttoken.progressiveserve.bitplanes.layouts import planes_of
-from firsttoken.progressiveserve.bitplanes.plan_spec import UNCUT, Mixture
 from firsttoken.progressiveserve.checkpoint.names import layer_of
 from firsttoken.progressiveserve.passlayer import pass_layers, restore_layers
+from firsttoken_extras.bitplanes.codec import encode
+from firsttoken_extras.bitplanes.encode import cutter
+from firsttoken_extras.bitplanes.layouts import planes_of
+from firsttoken_extras.bitplanes.plan_spec import UNCUT, Mixture
 
 STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
 

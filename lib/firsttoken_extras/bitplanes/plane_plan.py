@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from firsttoken.progressiveserve.bitplanes.layouts import planes_of
-from firsttoken.progressiveserve.bitplanes.plan_spec import UNCUT, Mixture
 from firsttoken.progressiveserve.checkpoint.names import EMBEDDING, layer_of
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage, by_layers
+from firsttoken_extras.bitplanes.layouts import planes_of
+from firsttoken_extras.bitplanes.plan_spec import UNCUT, Mixture
+from firsttoken_extras.bitplanes.plane_format import PlannedPlane
 
 
 def by_planes(shapes: Mapping[str, tuple[int, ...]], mixture: Mixture) -> LoadPlan:
@@ -25,12 +26,13 @@ def by_planes(shapes: Mapping[str, tuple[int, ...]], mixture: Mixture) -> LoadPl
         split = mixture.split_of(part.layer)
         if split == UNCUT or matrices.isdisjoint(part.tensors):
             return part
-        return replace(part, split=split, whole=tuple(name for name in part.tensors if name not in matrices))
+        whole = tuple(name for name in part.tensors if name not in matrices)
+        return replace(part, coding=PlannedPlane(split, 0, whole))
 
     stages = [replace(stage, parts=tuple(map(first, stage.parts))) for stage in plan.stages]
-    cut = sorted((part for stage in stages for part in stage.parts if part.split), key=_forward)
-    for plane in range(1, max(planes_of(part.split) for part in cut)):
-        parts = tuple(_refining(part, plane) for part in cut if plane < planes_of(part.split))
+    cut = sorted((part for stage in stages for part in stage.parts if part.coding), key=_forward)
+    for plane in range(1, max(planes_of(part.coding.split) for part in cut)):
+        parts = tuple(_refining(part, plane) for part in cut if plane < planes_of(part.coding.split))
         stages.append(Stage(f"plane-{plane + 1}", parts))
     made = LoadPlan(tuple(stages))
     made.check(list(shapes))
@@ -38,8 +40,8 @@ def by_planes(shapes: Mapping[str, tuple[int, ...]], mixture: Mixture) -> LoadPl
 
 
 def _refining(part: Part, plane: int) -> Part:
-    tensors = tuple(name for name in part.tensors if name not in part.whole)
-    return replace(part, tensors=tensors, action="refine", plane=plane, whole=())
+    tensors = tuple(name for name in part.tensors if name not in part.coding.whole)
+    return replace(part, tensors=tensors, action="refine", coding=PlannedPlane(part.coding.split, plane))
 
 
 def _forward(part: Part) -> float:

@@ -9,14 +9,14 @@ import torch
 from firsttoken.assets.checkpoint import stored_dtype, weight_files
 from firsttoken.assets.held import seen
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.worker.remote_executor import ApartExecutor
-from firsttoken.engine.worker.worker_config import WorkerConfig
 from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
 from firsttoken.progressiveserve.staged_serving.request_limits import BLOCK_TOKENS, GrowthConfig
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.static_server import ReadyServer
 from firsttoken.study import dtypes
 from firsttoken.study.devices import check_device
+from firsttoken_extras.worker.remote_executor import ApartExecutor
+from firsttoken_extras.worker.worker_config import WorkerConfig
 
 
 class WorkerServer(ReadyServer):

@@ -19,9 +19,10 @@ from firsttoken.engine.request import Request, Work
 from firsttoken.engine.sampling import pass_over
 from firsttoken.engine.swap.block_copier import Movement
 from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.worker.forkserver import FORKS
-from firsttoken.engine.worker.worker_config import WorkerConfig
-from firsttoken.engine.worker.worker_messages import (
+from firsttoken.study.parsing.schema import shaped
+from firsttoken_extras.worker.forkserver import FORKS
+from firsttoken_extras.worker.worker_config import WorkerConfig
+from firsttoken_extras.worker.worker_messages import (
     MOST_BYTES,
     ToldWork,
     WorkerOrder,
@@ -31,8 +32,7 @@ from firsttoken.engine.worker.worker_messages import (
     sampling_of,
     works_of,
 )
-from firsttoken.engine.worker.worker_model import hosted_model
-from firsttoken.study.parsing.schema import shaped
+from firsttoken_extras.worker.worker_model import hosted_model
 
 
 class HostedExecutor:

@@ -1,0 +1,38 @@
+"""What packages beside the library add to it, by name; it is imported when it is asked for (standard library only).
+
+A package that is not there adds nothing, and the library serves without it. A name leads to "module:object", so that a
+process that does not ask for it pays for neither the module nor what it imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+EXTRAS = "firsttoken_extras"
+PACKAGES = ("firsttoken_studies", EXTRAS)  # named, not imported: arrows lead from them to the library
+
+
+def commands() -> tuple[ModuleType, ...]:
+    """The modules that add to the command line: ``COMMANDS``, ``add_options``, which makes their parsers, and, where it
+    is there, ``MORE_OPTIONS``, which adds to the library's: by the command's name a function of its parser."""
+    there = (package for package in PACKAGES if importlib.util.find_spec(package) is not None)
+    return tuple(importlib.import_module(f"{package}.commands") for package in there)
+
+
+@cache
+def registered(kind: str) -> Mapping[str, str]:
+    """What the extras have of ``kind`` (an attribute of their ``registered`` module): "module:object" by name."""
+    if importlib.util.find_spec(EXTRAS) is None:
+        return {}
+    return getattr(importlib.import_module(f"{EXTRAS}.registered"), kind)
+
+
+def extension(kind: str, name: str) -> Any:
+    """The object that is registered as ``name``. Raises KeyError where none is, and ImportError for what it needs."""
+    module, _, attribute = registered(kind)[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

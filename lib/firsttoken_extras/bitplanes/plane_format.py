@@ -1,0 +1,139 @@
+"""Planes as a format of parts: what a manifest and a plan say of tensors that travel in them (standard library only).
+
+It is registered under its name, and the library's loader, writer and manifest find it there. What makes weights of
+planes needs torch, and is imported when the first weights are made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from firsttoken.progressiveserve.checkpoint.plan import Part
+from firsttoken.study.parsing.parse_errors import Damaged, shown
+from firsttoken.study.parsing.safetensors_header import TensorEntry
+from firsttoken.study.parsing.schema import at_least, digits, shaped
+from firsttoken_extras.bitplanes.codec import Codec
+from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of, stream_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from firsttoken.progressiveserve.checkpoint.sources import TensorSource
+    from firsttoken_extras.bitplanes.decode import FirstPlanes, LaterPlanes
+
+FORMAT = "planes"
+
+
+@dataclass(frozen=True)
+class CutTensor:
+    """A tensor of which a file has one plane: what it is when all are there, with the sha256 of its bytes then.
+
+    ``codecs`` say how each stream of the plane is coded.
+    """
+
+    dtype: Literal["F16", "BF16"]
+    shape: tuple[Annotated[int, at_least(1)], ...]
+    sha256: Annotated[str, digits(64)]
+    codecs: tuple[Codec, ...]
+
+
+@dataclass(frozen=True)
+class PlaneCoding:
+    """What a manifest says of a part in planes: of the tensors ``cut`` it brings ``plane`` (0-based) by ``split``."""
+
+    split: str
+    plane: Annotated[int, at_least(0)]
+    cut: dict[str, CutTensor]
+
+    @property
+    def tensors(self) -> Mapping[str, CutTensor]:
+        """The tensors that are cut."""
+        return self.cut
+
+    def entries(self, name: str) -> list[str]:
+        """The file's names of the streams of its plane of a cut tensor."""
+        return [stream_name(name, self.plane, index) for index in range(len(self.cut[name].codecs))]
+
+    def check(self, entries: Mapping[str, TensorEntry], what: str) -> None:
+        """Raise Damaged unless the file has, for each cut tensor, the streams of its plane, none above its size."""
+        if not (self.split and self.cut):
+            raise Damaged(f"{what} is cut and names no split, or the other way round")
+        for name, tensor in self.cut.items():
+            layout = SPLITS.get(self.split, {}).get(tensor.dtype)
+            planes = layout.planes if layout else ()
+            if self.plane >= len(planes) or len(planes[self.plane]) != len(tensor.codecs):
+                split = f"the split {shown(self.split)} of {tensor.dtype}"
+                raise Damaged(f"{what} has a plane of {name} that {split} has not")
+            for stream, key, codec in zip(planes[self.plane], self.entries(name), tensor.codecs, strict=True):
+                entry, size = entries.get(key), stream.bytes(math.prod(tensor.shape))
+                if entry is None or entry.dtype != "U8" or len(entry.shape) != 1:
+                    raise Damaged(f"{what} has no stream {key}")
+                if entry.shape[0] > size or (codec == "raw" and entry.shape[0] != size):
+                    raise Damaged(f"{what}: the stream {key} has {entry.shape[0]:,} bytes, and decoded it has {size:,}")
+
+    def planned(self, whole: tuple[str, ...]) -> PlannedPlane:
+        """What a plan says of the part, which brings ``whole`` as they are."""
+        return PlannedPlane(self.split, self.plane, whole)
+
+
+@dataclass(frozen=True)
+class PlannedPlane:
+    """What a plan says of a part: ``plane`` (0-based) by ``split`` of each tensor that comes, but for those of
+    ``whole``."""
+
+    format: ClassVar[str] = FORMAT
+    split: str
+    plane: int = 0
+    whole: tuple[str, ...] = ()
+
+    def fault(self, action: str, before: object) -> str:
+        """What is wrong with the plane of a tensor that comes after ``before``; "" if nothing."""
+        if self.split not in SPLITS:
+            return f"is cut by {self.split!r}: no split of weights is called so; choose one of {', '.join(SPLITS)}"
+        follows = isinstance(before, PlannedPlane) and before.split == self.split
+        due = before.plane + 1 if follows else 0
+        if self.plane != due or (action == "add") != (due == 0) or due >= planes_of(self.split):
+            return f"comes as plane {self.plane} where plane {due} is due; bring each once and in order"
+        return ""
+
+    def lacking(self) -> str:
+        """The planes that are still to come."""
+        return f"{left} of its planes" if (left := planes_of(self.split) - 1 - self.plane) else ""
+
+    def most_bytes(self, source: TensorSource, part: Part) -> int:
+        """Bytes of the plane that ``part`` brings, no stream of it coded. Raises StageError for a dtype that the split
+        does not know."""
+        from firsttoken_extras.bitplanes.plane_files import most_bytes
+
+        return most_bytes(source, part.tensors, self.split, self.plane, self.whole)
+
+    def encoded(self, source: TensorSource, part: Part) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The streams of the plane of each tensor of ``part``, and what the manifest says of them. Raises StageError
+        for a tensor of a dtype that the split does not know."""
+        from firsttoken_extras.bitplanes.plane_files import encoded
+
+        streams, cut = encoded(source, part.tensors, self.split, self.plane, self.whole)
+        return streams, {"split": self.split, "plane": self.plane, "cut": cut}
+
+
+class PlaneFormat:
+    """The handler of parts in planes."""
+
+    def read(self, content: dict[str, Any]) -> PlaneCoding:
+        """What a manifest says of a part. Raises Damaged."""
+        return shaped(PlaneCoding, content)
+
+    def filler(self) -> FirstPlanes:
+        """Return what makes weights of first planes."""
+        from firsttoken_extras.bitplanes.decode import FirstPlanes
+
+        return FirstPlanes()
+
+    def merger(self, run: Callable[[Sequence[Callable[[], None]], int], None]) -> LaterPlanes:
+        """Return what merges later planes into weights."""
+        from firsttoken_extras.bitplanes.decode import LaterPlanes
+
+        return LaterPlanes(run)

@@ -1,0 +1,82 @@
+"""What the extras add to the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from firsttoken import option_values
+from firsttoken.study.errors import StageError
+from firsttoken.study.profile import Profile
+from firsttoken_extras.bitplanes.layouts import SPLITS
+from firsttoken_extras.bitplanes.plan_spec import SPELLED
+
+OK = 0
+
+
+def assemble(options: argparse.Namespace) -> int:
+    """Write the ordinary checkpoint that was staged."""
+    from firsttoken_extras.bitplanes.assemble import assemble as write
+
+    print(f"{write(options.folder, options.target)}: as stock from_pretrained reads it")
+    return OK
+
+
+COMMANDS = (assemble,)
+
+
+def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Add the commands of the extras, each by ``command``, which makes its parser."""
+    added = command("assemble", "Write the ordinary checkpoint that was staged, bit by bit.")
+    added.add_argument("folder", type=option_values.folder, help="what `firsttoken stage` wrote")
+    added.add_argument("target", type=option_values.folder, help="the folder to write")
+
+
+def add_stage_options(stage: argparse.ArgumentParser) -> None:
+    """Let ``firsttoken stage`` write planes."""
+    stage.add_argument(
+        "--planes",
+        default="",
+        metavar="PLAN",
+        help=f"the first bits of weights first: {SPELLED}, with a SPLIT of {', '.join(SPLITS)}; auto measures which",
+    )
+    share, percent = option_values.above_zero(1.0), option_values.above_zero(1000.0)
+    stage.add_argument("--budget", type=share, metavar="SHARE", help="of auto: the most bytes of stage 1, of all")
+    stage.add_argument("--most-lost", type=percent, metavar="PERCENT", help="of auto: the most perplexity it may cost")
+    stage.set_defaults(make_plan=plan_of_planes)
+
+
+MORE_OPTIONS = {"stage": add_stage_options}
+
+
+def plan_of_planes(options: argparse.Namespace, profile: Profile) -> Callable[..., object] | None:
+    """What makes the plan of ``--planes`` of the shapes of a model's tensors; None where the plan is the library's.
+
+    Raises StageError for a plan that is none, and where measuring has nothing to go by.
+    """
+    planes = options.planes
+    if planes == "auto":
+        planes = measured_plan(profile, options.budget, options.most_lost)
+    elif options.budget is not None or options.most_lost is not None:
+        raise StageError("--budget and --most-lost choose a plan: add --planes auto, or leave them out")
+    if not planes:
+        return None
+    from firsttoken_extras.bitplanes.plan_spec import Mixture
+    from firsttoken_extras.bitplanes.plane_plan import by_planes
+
+    mixture = Mixture.parse(planes)
+    return lambda shapes: by_planes(shapes, mixture)
+
+
+def measured_plan(profile: Profile, budget: float | None, most_lost: float | None) -> str:
+    """Return the plan that ``--planes auto`` chooses; what it measures is printed. Raises StageError."""
+    from firsttoken_extras.bitplanes import planner
+
+    if budget is None and most_lost is None:
+        raise StageError("--planes auto needs --budget SHARE, such as 0.36, or --most-lost PERCENT, such as 5")
+    text, found = planner.measured(profile)
+    for one in planner.worth_it(found):
+        print(f"{one.mixture}: {one.first_share:.3f} of the bytes first, perplexity {one.lost_pct:+.1f} % by its parts")
+    chosen = planner.choose(found, text.lost_pct, budget, most_lost)
+    print(f"chosen: {chosen.mixture}, perplexity {chosen.lost_pct:+.1f} % as measured")
+    return str(chosen.mixture)

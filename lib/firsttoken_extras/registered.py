@@ -1,0 +1,4 @@
+"""What the extras add to the library, by name: each is imported when it is asked for (``study.extensions``)."""
+
+PART_FORMATS = {"planes": "firsttoken_extras.bitplanes.plane_format:PlaneFormat"}
+SERVERS = {"worker": "firsttoken_extras.worker.worker_server:WorkerServer"}
