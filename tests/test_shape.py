@@ -15,17 +15,17 @@ from the_library import behind, circles, floors, imported_anywhere, is_folder, r
 from firsttoken_studies.registry import EXPERIMENTS
 
 BUDGETS = {  # of each room at most: lines, modules that stand on each other, percent of its lines that import
-    "firsttoken": (780, 4, 9),
+    "firsttoken": (785, 4, 9),
     "firsttoken.assets": (2890, 7, 11),
     "firsttoken.cps": (640, 3, 10),
     "firsttoken.droidspeak": (3040, 8, 8.5),
-    "firsttoken.engine": (7360, 16, 8.5),
-    "firsttoken.lean": (580, 4, 7),
+    "firsttoken.engine": (7810, 16, 8.5),
+    "firsttoken.lean": (620, 4, 7.5),
     "firsttoken.link": (430, 2, 7),
     "firsttoken.petals": (6150, 14, 10.5),
-    "firsttoken.progressiveserve": (6200, 9, 11),
+    "firsttoken.progressiveserve": (5690, 8, 10.5),
     "firsttoken.sarathi": (430, 2, 12.5),
-    "firsttoken.service": (3050, 9, 11),
+    "firsttoken.service": (3050, 8, 10.5),
     "firsttoken.study": (5710, 8, 10),
     "firsttoken_extras": (10, 1, 0),
     "firsttoken_extras.layer_borrowing": (490, 3, 12),

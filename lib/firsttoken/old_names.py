@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _BORROWING, _COMBINED = "firsttoken_extras.layer_borrowing", "firsttoken_studies.combined"
+_STAGED = "firsttoken.progressiveserve.staged_serving"
 RENAMED = {  # the longest that a name begins with counts
     "firsttoken.chunked": "firsttoken.sarathi",
     "firsttoken.crosspoint": "firsttoken.cps",
@@ -24,6 +25,7 @@ RENAMED = {  # the longest that a name begins with counts
     "firsttoken.engine.edges": "firsttoken.engine.hidden_state_cache",
     "firsttoken.engine.live": "firsttoken.engine.live_executor",
     "firsttoken.engine.schedulers.base": "firsttoken.engine.schedulers.scheduler",
+    "firsttoken.engine.schedulers.deadline": "firsttoken.engine.schedulers.adaptive_budget",
     "firsttoken.engine.segments": "firsttoken.engine.decoder",
     "firsttoken.engine.views": "firsttoken.engine.model_version",
     "firsttoken.experiments": "firsttoken_studies.experiments",
@@ -31,6 +33,12 @@ RENAMED = {  # the longest that a name begins with counts
     "firsttoken.ledger": "firsttoken_studies.ledger",
     "firsttoken.progressive": "firsttoken.progressiveserve",
     "firsttoken.progressive.recovery": "firsttoken.progressiveserve.staged_serving",
+    f"{_STAGED}.request_limits": "firsttoken.engine.request_limits",
+    f"{_STAGED}.stage_loader": f"{_STAGED}.staged_server",
+    f"{_STAGED}.unstaged_model": "firsttoken.service.served_model",
+    "firsttoken.service.prefixes": "firsttoken.service.served_model",
+    "firsttoken.service.process": "firsttoken.service.launch",
+    "firsttoken.service.static_server": "firsttoken.engine.model_server",
     "firsttoken.swarm": "firsttoken.petals",
     "firsttoken.swarm.remote": "firsttoken.petals.remote_model",
     "firsttoken.swarm.trust.places": "firsttoken.petals.trust.priority_queue",
