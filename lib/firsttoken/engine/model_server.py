@@ -321,15 +321,9 @@ class LoadingServer(EngineServer):
         from firsttoken.engine.live_executor import LiveExecutor
 
         limits = self.limits
+        sizes = {"block_tokens": BLOCK_TOKENS, "host_blocks": limits.host_blocks}
         with files_alone():
-            return LiveExecutor(
-                model,
-                limits.blocks,
-                block_tokens=BLOCK_TOKENS,
-                host_blocks=limits.host_blocks,
-                device=device,
-                touched=False,
-            )
+            return LiveExecutor(model, limits.blocks, **sizes, device=device, touched=False)
 
     def _run(
         self,
