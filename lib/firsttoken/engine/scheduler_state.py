@@ -119,8 +119,8 @@ class PendingPrefix:
 
     def begin(self) -> None:
         """Let the source begin to bring its layers: the request has blocks for them."""
-        self.begun = True
         self._source.begin()
+        self.begun = True
 
     def close(self) -> None:
         """Nothing more is wanted of the source; may be called twice."""
