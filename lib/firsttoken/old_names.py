@@ -14,6 +14,7 @@ from types import ModuleType
 
 _BORROWING, _COMBINED = "firsttoken_extras.layer_borrowing", "firsttoken_studies.combined"
 _PLANES = "firsttoken_extras.bitplanes"
+_STAGED = "firsttoken.progressiveserve.staged_serving"
 RENAMED = {  # the longest that a name begins with counts
     "firsttoken.chunked": "firsttoken.sarathi",
     "firsttoken.crosspoint": "firsttoken.cps",
@@ -25,6 +26,7 @@ RENAMED = {  # the longest that a name begins with counts
     "firsttoken.engine.edges": "firsttoken.engine.hidden_state_cache",
     "firsttoken.engine.live": "firsttoken.engine.live_executor",
     "firsttoken.engine.schedulers.base": "firsttoken.engine.schedulers.scheduler",
+    "firsttoken.engine.schedulers.deadline": "firsttoken.engine.schedulers.adaptive_budget",
     "firsttoken.engine.segments": "firsttoken.engine.decoder",
     "firsttoken.engine.views": "firsttoken.engine.model_version",
     "firsttoken.engine.worker": "firsttoken_extras.worker",
@@ -37,6 +39,12 @@ RENAMED = {  # the longest that a name begins with counts
     "firsttoken.progressiveserve.bitplanes": _PLANES,
     "firsttoken.progressiveserve.bitplanes.entries": f"{_PLANES}.plane_format",
     "firsttoken.service.over_worker": "firsttoken_extras.worker.worker_server",
+    f"{_STAGED}.request_limits": "firsttoken.engine.request_limits",
+    f"{_STAGED}.stage_loader": f"{_STAGED}.staged_server",
+    f"{_STAGED}.unstaged_model": "firsttoken.service.served_model",
+    "firsttoken.service.prefixes": "firsttoken.service.served_model",
+    "firsttoken.service.process": "firsttoken.service.launch",
+    "firsttoken.service.static_server": "firsttoken.engine.model_server",
     "firsttoken.swarm": "firsttoken.petals",
     "firsttoken.swarm.remote": "firsttoken.petals.remote_model",
     "firsttoken.swarm.trust.places": "firsttoken.petals.trust.priority_queue",

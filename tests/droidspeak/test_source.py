@@ -205,7 +205,7 @@ def test_cancelled_in_every_phase(on_disk, engine) -> None:
             at.step()
         seen.add((str(request.phase), request.redo is not None, bool(request.output)))
         at.cancel(request)
-        assert request.source is None and not request.blocks
+        assert not at.scheduler.pending and not request.blocks
         at.run()
         assert len(other.output) == 60
         at.executor.close()

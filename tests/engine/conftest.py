@@ -145,7 +145,7 @@ class Run:
             assert bool(request.blocks) == has_blocks
             if has_blocks:
                 assert request.cached <= len(request.blocks) * engine.executor.block_tokens
-            away = request.phase in (Phase.SWAPPED, Phase.RESTORING) and request.source is None
+            away = request.phase in (Phase.SWAPPED, Phase.RESTORING) and request.number not in scheduler.pending
             assert (request.host is not None) == away
         assert len(scheduler.running) + len(scheduler.restoring) <= engine.config.requests
 

@@ -17,8 +17,8 @@ from transformers import DynamicCache
 from firsttoken.engine.decoder import Decoder, LocalSegment, check_cover
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import View
-from firsttoken.engine.request import Sampling
-from firsttoken.engine.scheduler_state import CoveredPrefix
+from firsttoken.engine.request import Request, Sampling
+from firsttoken.engine.scheduler_state import PendingPrefix
 from firsttoken.study.errors import ModelError, RequestError
 
 ANSWER = 24
@@ -132,4 +132,4 @@ def test_layers_that_the_model_does_not_have_are_not_computed_again(llama, redo:
     source = Stored(llama.model, llama.known[-1].prompt, 20, lambda came: None)
     source.redo = redo
     with pytest.raises(RequestError, match=r"computes range\(.*\) again, and the model has layers \[0, 2\)"):
-        CoveredPrefix(source, 2)
+        PendingPrefix(Request(0, [1], Sampling(), 0.0), source, 2)

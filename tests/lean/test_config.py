@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from firsttoken.lean.build import build_lean
 from firsttoken.lean.lean_config import OtherWay, lean_config
-from firsttoken.progressiveserve.loading.tensor_placement import build_lean
 from firsttoken.study.errors import ModelError
 
 

@@ -19,10 +19,9 @@ from firsttoken.engine.fused import FusedLayer, fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import Sampling
-from firsttoken.lean.build import lean_on_meta
+from firsttoken.lean.build import finish, lean_on_meta
 from firsttoken.lean.lean_model import LeanModel
 from firsttoken.progressiveserve.loading.rival_loaders import load_with
-from firsttoken.progressiveserve.loading.tensor_placement import finish
 from firsttoken.study.errors import ModelError
 
 IDS = torch.randint(97, (1, 29), generator=torch.Generator().manual_seed(1))

@@ -21,8 +21,8 @@ from services import CHATS, COMPLETIONS, GREEDY, byte_level, events, serving
 
 from firsttoken.__main__ import COMMANDS
 from firsttoken.assets.chat_template import ChatTemplate
+from firsttoken.engine.request_limits import POOL_TOKENS
 from firsttoken.options import parser
-from firsttoken.progressiveserve.staged_serving.request_limits import POOL_TOKENS
 from firsttoken.service.answer import Answers
 from firsttoken.service.request_schema import ChatRequest
 from firsttoken.service.service_config import ServiceConfig

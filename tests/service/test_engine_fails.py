@@ -15,12 +15,12 @@ from starlette.testclient import TestClient
 
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.model_server import ReadyServer
 from firsttoken.engine.request import Sampling, Work
-from firsttoken.progressiveserve.staged_serving.request_limits import GrowthConfig
+from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.service.app import build_replica
 from firsttoken.service.error_responses import refusal
 from firsttoken.service.service_config import ServiceConfig
-from firsttoken.service.static_server import ReadyServer
 from firsttoken.study.errors import EngineError, LengthError, RequestError, StageError
 
 ERRORS = [RuntimeError("out of memory\nand much more"), RequestError("layers [2, 9) are not"), LengthError("too long")]
@@ -67,7 +67,7 @@ def test_over_http_it_is_a_500_and_the_next_is_answered(plain: Path, failing) ->
 
 def test_it_is_over_a_worker_or_a_swarm_too(failing) -> None:
     executor = LiveExecutor(tiny_model(), 40)
-    server = ReadyServer(Engine(executor), GrowthConfig(), executor.close)
+    server = ReadyServer(Engine(executor), RequestLimits(), executor.close)
     try:
         for error in ERRORS:
             failing(error)

@@ -47,7 +47,7 @@ def test_numbers_out_of_range(tmp_path, key):
 
 def test_the_engine_is_told_its_budget(plain, monkeypatch):
     told = []
-    monkeypatch.setattr(served_model, "GrowingServer", lambda folder, links, limits, **_: told.append(limits.engine))
+    monkeypatch.setattr(served_model, "PlainServer", lambda folder, limits, **_: told.append(limits.engine))
     for asked in ({}, {"token_budget": 96}):
         served_model.serve_model(ServiceConfig(plain, **asked), broken=print)
     assert [engine.token_budget for engine in told] == [512, 96]

@@ -16,9 +16,9 @@ pytest.importorskip("starlette")
 
 from services import COMPLETIONS, ENDLESS, LIMITS
 
+from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.staged_serving.request_limits import GrowthConfig
-from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
+from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.service.app import Replica, build_app
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.text import read_vocabulary
@@ -38,8 +38,8 @@ class TestLoading:
     def served(folder: Path, link: Link, ask) -> Any:
         """What ``ask`` finds of a replica that loads over ``link``, in this process."""
         config = ServiceConfig(folder, **LIMITS)
-        growth = GrowthConfig(max_prompt_tokens=64, max_new_tokens=config.max_new_tokens, retry_s=0.05)
-        server = GrowingServer(folder, [link], growth)
+        limits = RequestLimits(max_prompt_tokens=64, max_new_tokens=config.max_new_tokens)
+        server = StagedServer(folder, [link], limits, retry_s=0.05)
         app = build_app(Replica(server, read_vocabulary(folder, 64), config, "the-replica"), server, config)
         server.start()
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from services import free_port
 
 from firsttoken.__main__ import main
+from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.staged_serving.request_limits import GrowthConfig
-from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
+from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 
 Change = Callable[[Path], None]
 
@@ -118,8 +118,8 @@ def test_a_device_that_is_not_here(device: str, options: list[str], plain: Path,
 
 def test_what_may_pass_is_tried_again_and_said(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A link that dies."""
-    limits = GrowthConfig(max_prompt_tokens=64, max_new_tokens=64, retry_s=0.01)
-    server = GrowingServer(tiny, [Link(fail_after_bytes=120_000)], limits)
+    limits = RequestLimits(max_prompt_tokens=64, max_new_tokens=64)
+    server = StagedServer(tiny, [Link(fail_after_bytes=120_000)], limits, retry_s=0.01)
     server.start()
     said = ""
     while "stage 2" not in said:

@@ -11,8 +11,8 @@ import pytest
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import Sampling
+from firsttoken.engine.request_limits import STALL_FREE
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.progressiveserve.staged_serving.request_limits import STALL_FREE
 from firsttoken.service.served_model import serve_model
 from firsttoken.service.service_config import ServiceConfig
 
@@ -40,7 +40,7 @@ def test_the_bound_of_serve_holds(tmp_path: Path, seconds: int) -> None:
     the end of the stream, where that is earlier."""
     config = ServiceConfig(tmp_path, scheduler="shortest_first", max_running=2)
     server = serve_model(config, lambda error: None, context=4096)
-    engine = Engine(SimulatedExecutor(EvenSteps(), 1000, block_tokens=16), server.config.engine)
+    engine = Engine(SimulatedExecutor(EvenSteps(), 1000, block_tokens=16), server.limits.engine)
     every_s = ANSWER * STEP_S / 2
     for number in range(int(seconds / every_s)):
         for beside in range(2):

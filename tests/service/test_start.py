@@ -37,7 +37,7 @@ class Gate:
     reached = False
 
     def find_spec(self, name, path=None, target=None):
-        if Gate.reached and threading.current_thread().name != "growth":
+        if Gate.reached and threading.current_thread().name != "loading":
             with open(place / "strays", "a") as file:
                 print(threading.current_thread().name, name, file=file)
         if name != "torch":
@@ -78,7 +78,7 @@ class Gated:
 
     @property
     def strays(self) -> str:
-        """What another thread than the growing one has imported since the gate was reached."""
+        """What another thread than the loading one has imported since the gate was reached."""
         file = self.place / "strays"
         return file.read_text() if file.exists() else ""
 

@@ -42,8 +42,8 @@ class Standing:
     afresh: bool  # what it holds cannot be moved: it is in the host, shared, on its way, or about an earlier change
 
     @classmethod
-    def of(cls, request: Request, *, shares: bool) -> Standing:
-        away = request.phase is Phase.SWAPPED or request.redo is not None or request.source is not None
+    def of(cls, request: Request, *, shares: bool, awaits: bool) -> Standing:
+        away = request.phase is Phase.SWAPPED or request.redo is not None or awaits
         return cls(request.cached, shares or away or not request.cached)
 
 

@@ -31,6 +31,7 @@ from firsttoken.assets.servable import check_servable
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
+from firsttoken.lean.build import build_lean
 from firsttoken.link.shaped import Link
 from firsttoken.petals.checkpoint_blocks import load_ends, load_span, model_sha256
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
@@ -39,9 +40,8 @@ from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import Skeleton
-from firsttoken.progressiveserve.loading.tensor_placement import build_lean
-from firsttoken.progressiveserve.staged_serving.unstaged_model import Whole
 from firsttoken.progressiveserve.stages import StagePlan
+from firsttoken.service.served_model import load_plain
 from firsttoken.service.text import read_vocabulary
 from firsttoken.study.errors import FirstTokenError
 
@@ -469,8 +469,7 @@ def _greedy(model: nn.Module, prompt: Sequence[int]) -> list[int]:
 
 def _served(folder: Path) -> Callable[[Sequence[int]], list[int]]:
     """As a service does: the model as one stage, in the engine."""
-    check_servable(folder)
-    model = Whole(folder, torch.float32, "cpu").model
+    model = load_plain(check_servable(folder), torch.float32, "cpu")
     engine = Engine(LiveExecutor(model, blocks=16))
 
     def answer(prompt: Sequence[int]) -> list[int]:

@@ -337,7 +337,7 @@ class Ordeal:
         self.engine.cancel(request)
 
     def _where(self, request: Request) -> str:
-        if request.source is not None:
+        if request.number in self.engine.scheduler.pending:
             return "its prefix is awaited"
         if request.transfer is not None:
             return "a copy is pending"

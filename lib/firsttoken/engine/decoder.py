@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.onednn_prepack import PackedLinear, packs
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.study.errors import ModelError, RequestError
@@ -70,6 +71,15 @@ class LocalSegment:
 
     def drop(self, request: int) -> None:
         """Its keys and values are in the pool, and go with its blocks."""
+
+    def fuse(self) -> Iterator[None]:
+        """Put fewer and larger operations in the place of each layer, one at a time while requests run.
+
+        The weights of a layer are there twice for that long, and where another segment has it until that is gone.
+        """
+        for i, layer in enumerate(self.modules):
+            self.modules[i] = fuse_layer(layer)
+            yield
 
 
 class Decoder:

@@ -16,7 +16,7 @@ from firsttoken.engine.preemption import POLICIES, policy_of
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
 from firsttoken.engine.request import GREEDY, Kind, PrefixSource, Request, Sampling, Work, parted
-from firsttoken.engine.scheduler_state import CoveredPrefix, victim_named
+from firsttoken.engine.scheduler_state import victim_named
 from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.simulated import TOKEN, SimulatedExecutor
@@ -175,8 +175,9 @@ class Engine:
         arrival_s = self.executor.now() if arrival_s is None else arrival_s
         request = Request(self._numbers, prompt, sampling, arrival_s, moves=moves)
         check_admission(request, source, self.executor, self.pool)
-        view = self.executor.view
-        request.source = source if source is None or view is None else CoveredPrefix(source, view.decoder.depth)
+        if source is not None:
+            view = self.executor.view
+            self.scheduler.expect(request, source, None if view is None else view.decoder.depth)
         self._numbers += 1
         self._open[request.number] = request
         heapq.heappush(self._coming, (request.order, request))
@@ -287,7 +288,7 @@ class Engine:
             before = self.scheduler.lengths
             if works := self.scheduler.plan():
                 return works
-            if self.scheduler.brought:
+            if self.scheduler.awaiting:
                 self.executor.wait_until(self.executor.now() + LOOK_S)
                 return []
             if self.scheduler.restoring:

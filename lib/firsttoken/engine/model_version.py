@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import ClassVar
 
-from firsttoken.engine.decoder import Decoder
+from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.hidden_state_cache import Edges
 from firsttoken.engine.request import Redo, Request
 
@@ -52,6 +52,14 @@ class View:
         if self.edges is not None and request.view.edges is not None:
             self.edges.adopt(request.number, request.view.edges)
         request.view.forget(request)
+
+    def fuse(self) -> Iterator[None]:
+        """Fuse the layers that are here as :meth:`LocalSegment.fuse` does, and then pack the head."""
+        for segment in self.decoder.segments:
+            if isinstance(segment, LocalSegment):
+                yield from segment.fuse()
+        self.decoder.pack_head()
+        yield
 
 
 Transition = Callable[[View, View], range | None]

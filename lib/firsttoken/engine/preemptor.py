@@ -127,7 +127,6 @@ class Preemptor:
 
     def forget(self, request: Request) -> None:
         """The request ended, wherever it stood. Raises DeviceLost where that is noticed now, once all is forgotten."""
-        request.give_up_source()
         self._open.pop(request.number, None)
         self._prefills.pop(request.number, None)
         self.executor.forget(request)

@@ -231,8 +231,7 @@ class Request:
         self.moves = moves
         self.view: Any = None  # what it computes with, an engine.model_version.View, since its first step
         self.redo: Redo | None = None  # before it goes on
-        self.source: PrefixSource | None = None  # of its first tokens, until all that is wanted has come
-        self.fell_back = ""  # or why its source's tokens were computed after all
+        self.fell_back = ""  # or why tokens that were to come from elsewhere were computed after all
         self.blocks: list[int] = []
         self.keys: list[bytes] = []  # a salt, and the keys of the full blocks, where prefixes are shared
         self.published = 0  # of its blocks
@@ -291,13 +290,6 @@ class Request:
     def forget(self) -> None:
         """Its keys and values are gone; what was computed will be computed again."""
         self.cached, self.redo = 0, None
-        self.give_up_source()
-
-    def give_up_source(self) -> None:
-        """Nothing more is wanted from elsewhere."""
-        if self.source is not None:
-            self.source.close()
-            self.source = None
 
     @property
     def finished(self) -> bool:

@@ -100,33 +100,74 @@ class Queues:
 # A cache from elsewhere: keys and values of how a request begins, computed by another model or at another time.
 
 
-class CoveredPrefix:
-    """``source``, held to what it says: each layer of a model of ``depth`` layers that is not computed again comes
-    once, with keys and values of all its tokens, before it is complete. ``arrived`` and ``complete`` raise CacheError
-    where it is not so.
+class PendingPrefix:
+    """What ``source`` brings of how ``request`` begins, from its arrival until nothing more is wanted.
 
-    Raises RequestError for layers to compute again that the model does not have.
+    The source is held to what it says: each layer of a model of ``depth`` layers (None: unknown, and not asked about)
+    that is not computed again comes once, with keys and values of all its tokens, before it is complete. Raises
+    RequestError for layers to compute again that the model does not have.
     """
 
-    def __init__(self, source: PrefixSource, depth: int) -> None:
-        self.tokens, self.redo = source.tokens, source.redo
-        if not 0 <= self.redo.start <= self.redo.stop <= depth or self.redo.step != 1:
-            raise RequestError(f"a stored prefix computes {self.redo} again, and the model has layers [0, {depth})")
+    def __init__(self, request: Request, source: PrefixSource, depth: int | None) -> None:
+        self.request, self.tokens, self._redo = request, source.tokens, source.redo
+        redo = self._redo
+        if depth is not None and (not 0 <= redo.start <= redo.stop <= depth or redo.step != 1):
+            raise RequestError(f"a stored prefix computes {redo} again, and the model has layers [0, {depth})")
         self._source = source
-        self._left = set(range(depth)) - set(self.redo)
+        self._left = None if depth is None else set(range(depth)) - set(redo)
+        self.begun = self.closed = False
 
     def begin(self) -> None:
-        """Let the source begin to bring its layers."""
+        """Let the source begin to bring its layers: the request has blocks for them."""
         self._source.begin()
+        self.begun = True
 
-    def edge(self) -> Tensor | None:
-        """Return the edge that the source brings, or None."""
-        return self._source.edge()
+    def close(self) -> None:
+        """Nothing more is wanted of the source; may be called twice."""
+        self.closed = True
+        self._source.close()
 
-    def arrived(self) -> list[tuple[int, Tensor]]:
-        """Return the layers that have come since the last call. Raises CacheError unless each comes once and whole."""
+    def bring(self, executor: Executor) -> bool:
+        """Take in what has come; whether the request has something to compute now.
+
+        That is what it computes again, as soon as this can begin, and what follows its prefix, once that is whole:
+        then this is closed. Where the source fails, or brings what does not fit, everything is computed from the
+        tokens, and ``request.fell_back`` says why.
+        """
+        request = self.request
+        try:
+            for layer, kv in self._arrived():
+                executor.fill(request, layer, kv[..., : self.tokens, :])
+            if request.computed < self.tokens:
+                return self._start(executor)
+            if request.redo is None and self._complete():
+                self.close()
+            return request.redo is not None or self.closed
+        except FirstTokenError as error:
+            request.forget()
+            self.close()
+            request.computed, request.fell_back = 0, str(error)
+            return True
+
+    def _start(self, executor: Executor) -> bool:
+        request, redo = self.request, self._redo
+        if not redo:
+            if self._complete():
+                request.advance(self.tokens)
+                self.close()
+            return self.closed
+        edge = self._source.edge() if redo.start else None
+        if redo.start and edge is None:
+            return False
+        hidden = None if edge is None else executor.edge_of(edge, self.tokens)
+        request.computed = self.tokens
+        request.redo = Redo(redo, self.tokens, hidden)
+        return True
+
+    def _arrived(self) -> list[tuple[int, Tensor]]:
+        """The layers that have come since the last call. Raises CacheError unless each comes once and whole."""
         came = self._source.arrived()
-        for layer, kv in came:
+        for layer, kv in came if self._left is not None else ():
             if layer not in self._left:
                 raise CacheError(f"a stored prefix brought layer {layer}, which had come or was not to come")
             if kv.dim() != 5 or kv.shape[3] < self.tokens:
@@ -134,58 +175,11 @@ class CoveredPrefix:
             self._left.remove(layer)
         return came
 
-    @property
-    def complete(self) -> bool:
+    def _complete(self) -> bool:
         """Whether the source is complete. Raises CacheError where it is and has not brought every layer."""
         if (complete := self._source.complete) and self._left:
             raise CacheError(f"a stored prefix ended without layer {min(self._left)}")
         return complete
-
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
-
-
-class Bringing:
-    """Takes in what the sources of requests bring, and says when a request can run."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-
-    def look(self, request: Request) -> bool:
-        """Take in what has come for ``request``; whether it has something to compute now.
-
-        That is what it computes again, as soon as this can begin, and what follows its prefix, once that is whole.
-        Where the source fails, or brings what does not fit, everything is computed from the tokens, and
-        ``request.fell_back`` says why.
-        """
-        source = request.source
-        try:
-            for layer, kv in source.arrived():
-                self._executor.fill(request, layer, kv[..., : source.tokens, :])
-            if request.computed < source.tokens:
-                return self._begun(request, source)
-            if request.redo is None and source.complete:
-                request.give_up_source()
-            return request.redo is not None or request.source is None
-        except FirstTokenError as error:
-            request.forget()
-            request.computed, request.fell_back = 0, str(error)
-            return True
-
-    def _begun(self, request: Request, source: PrefixSource) -> bool:
-        if not source.redo:
-            if source.complete:
-                request.advance(source.tokens)
-                request.give_up_source()
-            return request.source is None
-        edge = source.edge() if source.redo.start else None
-        if source.redo.start and edge is None:
-            return False
-        hidden = None if edge is None else self._executor.edge_of(edge, source.tokens)
-        request.computed = source.tokens
-        request.redo = Redo(source.redo, source.tokens, hidden)
-        return True
 
 
 class Holdings(Queues):
@@ -211,8 +205,16 @@ class Holdings(Queues):
         self.prefixes = prefixes
         self.planned: list[Work] = []  # for the coming step, by now
         self.preempted = 0  # how often so far
-        self.brought: list[Request] = []  # they have blocks, and a prefix on its way into them
-        self._bringing = Bringing(preemptor.executor)
+        self.pending: dict[int, PendingPrefix] = {}  # by the number of the request that it is of
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether anybody has blocks, and a prefix on its way into them."""
+        return any(prefix.begun for prefix in self.pending.values())
+
+    def expect(self, request: Request, source: PrefixSource, depth: int | None) -> None:
+        """``source`` brings what ``request``, which is about to arrive, begins with. Raises as PendingPrefix."""
+        self.pending[request.number] = PendingPrefix(request, source, depth)
 
     def arrive(self, request: Request) -> None:
         """A new request."""
@@ -220,12 +222,14 @@ class Holdings(Queues):
 
     def collect(self, *, wait: bool = False) -> None:
         """Requests whose keys and values have come run; with ``wait``, wait for the first that comes back."""
-        self.brought = [request for request in self.brought if request.source is not None]
-        for request in self.brought:
-            phase = Phase.RUNNING if self._bringing.look(request) else Phase.RESTORING
+        for prefix in [prefix for prefix in self.pending.values() if prefix.begun]:
+            request = prefix.request
+            phase = Phase.RUNNING if prefix.bring(self.preemptor.executor) else Phase.RESTORING
+            if prefix.closed:
+                del self.pending[request.number]
             if phase is not request.phase:
                 self.stand(request, phase)
-        for request in [request for request in self.restoring if request.source is None]:
+        for request in [request for request in self.restoring if request.number not in self.pending]:
             if self.preemptor.poll(request, wait=wait):
                 self.stand(request, Phase.RUNNING)
                 wait = False
@@ -233,6 +237,7 @@ class Holdings(Queues):
     def end(self, request: Request) -> None:
         """The request is over, wherever it stands; its blocks are free again. Raises DeviceLost, once it is."""
         try:
+            self._give_up_prefix(request)
             self.preemptor.forget(request)
         finally:
             self._release(request)
@@ -246,13 +251,14 @@ class Holdings(Queues):
         if action is Action.SWAP:
             self.stand(victim, Phase.SWAPPED)
         else:
+            self._give_up_prefix(victim)
             self.go_first(victim)
 
     def move(self, request: Request, view: View, layers: range) -> None:
         """``request``, which has begun, computes with ``view`` from now on, and ``layers`` again under the budgets of
         the coming steps. Raises RequestError where hidden states that this begins with were not kept."""
-        if request.source is not None:  # what was to come would be of another view
-            request.forget()
+        if request.number in self.pending:  # what was to come would be of another view
+            self._forget(request)
             request.computed = 0
         again = bool(layers) and (request.cached > 0 or request.redo is not None)
         elsewhere = request.phase is Phase.SWAPPED or self.prefixes is not None  # or in blocks that others read too
@@ -267,7 +273,7 @@ class Holdings(Queues):
             self.preemptor.move(request)
             if elsewhere:
                 self._release(request)
-                request.forget()
+                self._forget(request)
                 self.go_first(request)
             else:
                 self.stand(request, Phase.RUNNING)
@@ -277,10 +283,10 @@ class Holdings(Queues):
         """The device is lost, with all keys and values: who had any there, or in its host, waits before all who never
         ran, and computes them again. Those requests, the first come first."""
         self.pool.forget()
-        self.brought.clear()
         had = sorted([*self.running, *self.restoring, *self.swapped], key=lambda request: request.order)
         for request in reversed(had):
             self.preemptor.lose(request)
+            self._give_up_prefix(request)
             self._release(request)
             self.go_first(request)
         return had
@@ -289,9 +295,20 @@ class Holdings(Queues):
         """Its prefix comes from elsewhere; nobody else may share what is computed upon it."""
         if self.prefixes is not None:
             self.prefixes.part(request)
-        request.source.begin()
-        self.brought.append(request)
+        prefix = self.pending.pop(request.number)
+        self.pending[request.number] = prefix  # behind those that began before
+        prefix.begin()
         self.stand(request, Phase.RESTORING)
+
+    def _give_up_prefix(self, request: Request) -> None:
+        """Nothing more is wanted from elsewhere."""
+        if (prefix := self.pending.pop(request.number, None)) is not None:
+            prefix.close()
+
+    def _forget(self, request: Request) -> None:
+        """Its keys and values are gone, and those that were to come are not wanted; it computes them."""
+        request.forget()
+        self._give_up_prefix(request)
 
     def _grow(self, request: Request) -> bool:
         """Take the block that the next token of ``request`` may need; False when it had to give up its own."""
@@ -329,5 +346,5 @@ class Holdings(Queues):
         for request in sorted(self.running, key=lambda request: request.order, reverse=True):
             if not absent.isdisjoint(request.blocks[: request.cached // self.block_tokens]):
                 self._release(request)
-                request.forget()
+                self._forget(request)
                 self.go_first(request)

@@ -6,8 +6,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 
+from firsttoken.engine.model_server import ModelServer
 from firsttoken.engine.request import Sampling
-from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
 from firsttoken.service.choice import AnswerChoice, Piece
 from firsttoken.service.prometheus_metrics import Metrics
 from firsttoken.service.request_schema import ChatRequest, CompletionRequest, ServedRequest
@@ -23,7 +23,7 @@ class Answers:
     """``asked`` before ``server``, from :meth:`begin` to :meth:`close`; what the engine says arrives in ``inbox``."""
 
     def __init__(
-        self, server: GrowingServer, vocabulary: Vocabulary, asked: ServedRequest, inbox: Inbox, metrics: Metrics
+        self, server: ModelServer, vocabulary: Vocabulary, asked: ServedRequest, inbox: Inbox, metrics: Metrics
     ) -> None:
         self.asked = asked
         self.prompt_tokens = 0
@@ -112,7 +112,7 @@ class Answers:
         if isinstance(asked, ChatRequest):
             return [(self._chat_ids(asked), "")]
         assert isinstance(asked, CompletionRequest)
-        most = self._server.config.max_sessions
+        most = self._server.limits.max_sessions
         if len(asked.prompt) * asked.n > most:
             raise RequestError(f"prompt: {len(asked.prompt)} with n={asked.n} are more answers than the {most} served")
         read = [vocabulary.prompt_ids(prompt) for prompt in asked.prompt]
@@ -144,7 +144,7 @@ class Answers:
     def _most(self, prompt_tokens: int) -> int:
         """Tokens to say at most: what was asked for, or as OpenAI has it, 16 of a completion and of a chat all there is
         room for. The engine says 1 at least."""
-        asked, limits = self.asked, self._server.config
+        asked, limits = self.asked, self._server.limits
         if asked.most_new is not None:
             return max(1, asked.most_new)
         room = min(limits.max_new_tokens, min(limits.longest, self._vocabulary.context) - prompt_tokens)

@@ -22,7 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
+from firsttoken.engine.model_server import ModelServer
 from firsttoken.service import response_bodies
 from firsttoken.service.answer import Answers
 from firsttoken.service.error_responses import refusal, refuse, refusing
@@ -175,7 +175,7 @@ _ONLY_OURS = (
 class Replica:
     """The requests that one server answers. ``name`` tells replicas apart."""
 
-    def __init__(self, server: GrowingServer, vocabulary: Vocabulary, config: ServiceConfig, name: str) -> None:
+    def __init__(self, server: ModelServer, vocabulary: Vocabulary, config: ServiceConfig, name: str) -> None:
         self._server, self._vocabulary, self._config, self._name = server, vocabulary, config, name
         self._model = config.model
         self._created = int(time.time())
@@ -219,9 +219,9 @@ class Replica:
 
     async def swarm(self, request: Request) -> Response:
         """GET /swarm: who holds which blocks. Raises HTTPException where the blocks are here."""
-        if not self._config.swarm:
+        if (overview := self._server.overview()) is None:
             raise HTTPException(404, "the blocks are here; `firsttoken serve --swarm HOST:PORT` serves a swarm's")
-        return JSONResponse(self._server.overview())
+        return JSONResponse(overview)
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""
@@ -285,7 +285,7 @@ class Replica:
             self.unread.give_back(len(body))
 
     def _described(self) -> response_bodies.Json:
-        longest = min(self._server.config.longest, self._vocabulary.context)
+        longest = min(self._server.limits.longest, self._vocabulary.context)
         return response_bodies.one_model(self._model, self._created, longest)
 
     def _check_model(self, model: str | None) -> None:
@@ -293,7 +293,7 @@ class Replica:
             raise HTTPException(404, f"model: {model!r} is not served here; {self._model!r} is")
 
 
-def build_app(replica: Replica, server: GrowingServer, config: ServiceConfig) -> Starlette:
+def build_app(replica: Replica, server: ModelServer, config: ServiceConfig) -> Starlette:
     """The application of one replica; when it shuts down, it closes ``server``."""
 
     @asynccontextmanager

@@ -16,8 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from firsttoken.assets.lock import first_line
-from firsttoken.service.process import listening
-from firsttoken.service.service_config import ServiceConfig
+from firsttoken.service.service_config import ServiceConfig, listening
 from firsttoken.service.text import read_vocabulary
 from firsttoken.study.devices import check_device
 from firsttoken.study.errors import FirstTokenError, StageError

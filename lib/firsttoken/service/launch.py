@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -12,14 +14,10 @@ from typing import Any
 
 from firsttoken.assets.chat_template import read_template
 from firsttoken.assets.positions import shortened
-from firsttoken.assets.servable import check_servable
-from firsttoken.progressiveserve.checkpoint.manifest import check_files, read_manifest
 from firsttoken.service.cluster import replicas
-from firsttoken.service.prefixes import check_prefixes
-from firsttoken.service.process import one_process
-from firsttoken.service.served_model import is_staged
-from firsttoken.service.service_config import ServiceConfig
-from firsttoken.study.errors import FirstTokenError
+from firsttoken.service.served_model import check_model
+from firsttoken.service.service_config import ServiceConfig, listening
+from firsttoken.study.errors import FirstTokenError, StageError
 
 LOOK_S = 0.2
 _EXAMPLE = (
@@ -37,16 +35,54 @@ def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = l
     does not start.
     """
     config = replace(config, folder=config.folder.resolve())  # replicas may have another working directory
-    check_prefixes(config, is_staged(config.folder))
-    if is_staged(config.folder):
-        check_files(config.folder, read_manifest(config.folder), stages=(1,))
-    else:
-        check_servable(config.folder, in_8_bits=bool(config.swarm))
+    check_model(config)
     if fault := read_template(config.folder).trial():
         print(f"firsttoken: {config.model}: {fault}; /v1/completions is served", file=sys.stderr, flush=True)
     alone = config.replicas == 1 and config.cluster is None
-    with one_process(config, broken) if alone else replicas(config, broken):
+    with _one_process(config, broken) if alone else replicas(config, broken):
         yield f"http://{config.host}:{config.port}"
+
+
+@contextmanager
+def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> Iterator[None]:
+    """One replica, under uvicorn, answers on its port for the time of the block, in which the model begins to load.
+
+    ``broken`` as of the replica. At its end nothing new is taken, and those that run have the configuration's
+    ``grace_s`` seconds to end. Raises StageError when uvicorn is missing or does not start.
+    """
+    try:
+        import uvicorn
+
+        from firsttoken.service.app import build_replica
+        from firsttoken.service.unread import MOST_HEAD_BYTES, limited_protocol
+    except ImportError as error:
+        raise StageError('serve needs uvicorn and starlette: pip install "firsttoken[serve]"') from error
+    with listening(config) as listener:
+        app = build_replica(config, "replica-0", broken)
+        settings = uvicorn.Config(
+            app,
+            http=limited_protocol(app.state.unread, config.body_s),
+            h11_max_incomplete_event_size=2 * MOST_HEAD_BYTES,  # the protocol's own limit comes first
+            log_level="error",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+        )
+        server = uvicorn.Server(settings)
+        thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
+        thread.start()
+        try:
+            while not server.started:
+                if not thread.is_alive():
+                    raise StageError(f"the service did not start on {config.host}:{config.port}: choose another --port")
+                time.sleep(0.005)
+            app.state.begin()
+            yield
+            app.state.doors.close()
+            app.state.doors.wait(config.grace_s)
+        finally:
+            app.state.close()  # whoever is open is told, and no connection has to be waited for
+            server.should_exit = True
+            thread.join()
 
 
 def serve_forever(config: ServiceConfig) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from firsttoken.engine.model_server import ReadyServer
+from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.cover import unserved
 from firsttoken.petals.event_loop import wait_for
@@ -17,9 +19,7 @@ from firsttoken.petals.swarm_status import overview
 from firsttoken.petals.timeouts import Patience
 from firsttoken.petals.trust.arbitration import TOLERANCE
 from firsttoken.petals.trust.auditor import Audits
-from firsttoken.progressiveserve.staged_serving.request_limits import GrowthConfig
 from firsttoken.service.service_config import ServiceConfig
-from firsttoken.service.static_server import ReadyServer
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError
 
@@ -33,7 +33,7 @@ class SwarmServer(ReadyServer):
     folder without the model's ends.
     """
 
-    def __init__(self, config: ServiceConfig, limits: GrowthConfig) -> None:
+    def __init__(self, config: ServiceConfig, limits: RequestLimits) -> None:
         check_installed()
         audits, dtype = None, dtypes.resolve(dtypes.AUTO, "cpu")
         if config.swarm_audit_rate is not None:
@@ -60,8 +60,8 @@ class SwarmServer(ReadyServer):
         if audits is None:
             print(UNAUDITED, file=sys.stderr, flush=True)
         self._model.executor.view.stage = 1
-        self._bytes = sum(weight.nbytes for weight in self._model.model.parameters() if not weight.is_meta)
-        super().__init__(self._model.engine, limits, self._model.close)
+        weights = sum(weight.nbytes for weight in self._model.model.parameters() if not weight.is_meta)
+        super().__init__(self._model.engine, limits, self._model.close, weights)
 
     def overview(self) -> dict[str, Any]:
         """The swarm as this service knows it."""
@@ -76,15 +76,11 @@ class SwarmServer(ReadyServer):
             {"blocks": [line.layers.start, line.layers.stop], "address": record.address, "key": record.server[:8]}
             for line, record in list(model.chain.lines)
         ]
-        return {
+        return super().status() | {
             "stage": 0 if missing else 1,
-            "stages": 1,
             "state": "degraded" if missing else "complete",
             "error": unserved(missing) if missing else None,
             "events": [{"stage": 1, "what": f"replaced {key[:8]}: {why}"} for key, why in model.chain.faults[-_TOLD:]],
-            "sessions": len(self._open),
-            "bytes_loaded": self._bytes,
-            "bytes_total": self._bytes,
             "servers": servers,
             "known": len(model.swarm.servers()),
             "audits": self._audits,

@@ -1,29 +1,175 @@
-"""The one function that the service asks for a model to serve."""
+"""What serves a model folder: a plain server, which is here, a staged one, a swarm's or a worker's; this chooses."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
+from firsttoken.assets.checkpoint import ModelFiles, stored_dtype, weight_files
+from firsttoken.assets.lock import first_line
+from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
+from firsttoken.engine.model_server import LoadingServer, ModelServer, files_alone
+from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
+from firsttoken.lean.lean_config import OtherWay, lean_config
 from firsttoken.link.shaped import Link, LinkConfig
-from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST
-from firsttoken.progressiveserve.staged_serving.request_limits import STALL_FREE, GrowthConfig
-from firsttoken.progressiveserve.staged_serving.stage_loader import Growth
-from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
-from firsttoken.progressiveserve.staged_serving.unstaged_model import PlainGrowth
-from firsttoken.service.prefixes import open_prefixes
+from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from firsttoken.service.service_config import ServiceConfig
-from firsttoken.study.dtypes import AUTO
+from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, StageError
 from firsttoken.study.extensions import extension
+from firsttoken.study.system.direct_io import read_ahead
 
 if TYPE_CHECKING:
-    from firsttoken.service.static_server import ReadyServer
+    import torch
+    from torch import nn
+
+    from firsttoken.droidspeak.source import StoredPrefix
+    from firsttoken.engine.live_executor import LiveExecutor
+
+# A Hugging Face folder that was not staged: it is read whole, lean or by transformers itself.
+
+
+class PlainServer(LoadingServer):
+    """Serves the whole model in the plain folder ``folder``, and uses what is in ``store`` of how a prompt begins."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: RequestLimits,
+        *,
+        device: str,
+        broken: Callable[[FirstTokenError], None],
+        store: Path | None = None,
+    ) -> None:
+        super().__init__(limits, device, 1.0, broken)
+        self._folder, self._store = folder, store
+        self._live: LiveExecutor
+
+    def _read_ahead(self) -> None:
+        """Let the system bring the files into memory, which are mapped afterwards."""
+        with suppress(FirstTokenError):
+            for file in weight_files(self._folder):
+                Thread(target=read_ahead, args=(file,), daemon=True).start()
+
+    def _import(self) -> None:
+        """Import all that loads, but not transformers, which only few folders ask for."""
+        from firsttoken.assets import held  # noqa: F401
+        from firsttoken.lean import build  # noqa: F401
+
+    def _begin(self) -> bool:
+        """Read it all. Raises NoHope for a folder that cannot be read: it stays as it is."""
+        import torch
+
+        from firsttoken.assets.held import unchanged
+
+        self._stages = 1
+        with files_alone():
+            files = check_servable(self._folder)
+            self._bytes_total = files.bytes
+            stored = getattr(torch, stored_dtype(self._folder))
+        with unchanged(files.files), files_alone():
+            model = load_plain(files, dtypes.serving(dtypes.AUTO, stored, self._device), self._device)
+        self._bytes_moved = self._bytes_total
+        self._live = self._executor(model, torch.device(self._device))
+        self._live.view.stage = 1
+        self._run(self._live)
+        return True
+
+    def _go_on(self) -> None:
+        """Open the stored prefixes, and fuse the layers."""
+        from torch import nn
+
+        self._open_prefixes()
+        model = self._live.model.model
+        self._fuse(self._live.view, lambda: setattr(model, "layers", nn.ModuleList()))
+
+    def _open_prefixes(self) -> None:
+        if self._store is None:
+            return
+        try:
+            dtype = next(self._live.model.parameters()).dtype
+            find = open_prefixes(self._folder, self._store, self._device, dtype)
+        except FirstTokenError as error:
+            self._note(1, f"no stored prefixes: {first_line(error)}")
+            return
+
+        def counted(prompt: Sequence[int]) -> StoredPrefix | None:
+            source = find(prompt)
+            self._restored += source is not None
+            return source
+
+        self._server.sources = counted
+        self._note(1, "stored prefixes are used")
+
+
+def load_plain(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
+    """The model of ``files`` on ``device``, held in memory: lean, or what transformers makes of a folder that asks for
+    more, which a line on the terminal says. Raises ModelError for a folder that cannot be read, or of another family.
+    """
+    from firsttoken.assets.decoder_layers import layers_of
+    from firsttoken.assets.held import hold
+
+    model = hold(_loaded(files, dtype, device))
+    layers_of(model)  # which the engine runs
+    return model
+
+
+def _loaded(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
+    try:
+        lean_config(files.folder)
+    except OtherWay as reason:
+        print(f"firsttoken: {files.folder.name} starts with transformers' own modules: {reason}", file=sys.stderr)
+        from firsttoken.assets.models import load_model
+
+        return load_model(str(files.folder), dtype=dtype, device=device, with_tokenizer=False).model
+    from firsttoken.lean.build import load_lean
+
+    return load_lean(files, dtype, device)
+
+
+# Keys and values that were computed before, in a folder of KV files.
+
+
+def open_prefixes(
+    folder: Path, store: Path, device: str, dtype: torch.dtype
+) -> Callable[[Sequence[int]], StoredPrefix | None]:
+    """What finds the longest prefix of a prompt that the model in ``folder``, computing in ``dtype``, has in ``store``.
+
+    Caches of other models, and of this one in another dtype, are left alone. It hashes the weights and imports
+    transformers, which takes seconds. Raises ModelError for a folder that transformers does not know, and CacheError
+    for a store that cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    from firsttoken.assets.checkpoint import combined_sha256, weight_files
+    from firsttoken.assets.empty_model import build_on_meta
+    from firsttoken.droidspeak.identity import identify
+    from firsttoken.droidspeak.prefill import Group
+    from firsttoken.droidspeak.source import StoredPrefix
+    from firsttoken.droidspeak.store import KVStore
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    identity = identify(build_on_meta(folder, dtype), tokenizer, combined_sha256(weight_files(folder)))
+    stored = KVStore(store, memory_bytes=0, disk_bytes=sys.maxsize)
+    known = {"sender": identity, "receiver": identity, "group": Group(0, 0), "device": device}
+    return partial(_find, partial(StoredPrefix, stored, **known))
+
+
+def _find(source: Callable[..., StoredPrefix], prompt: Sequence[int]) -> StoredPrefix | None:
+    try:
+        return source(prompt, link=Link())  # a thread reads the file, and no step waits for it
+    except FirstTokenError:  # nothing of it is stored
+        return None
+
+
+# Which of the servers it is.
 
 
 def is_staged(folder: Path) -> bool:
@@ -34,14 +180,27 @@ def is_staged(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and not any(folder.glob("*.safetensors"))
 
 
+def check_model(config: ServiceConfig) -> None:
+    """Raises ModelError and StageError for a folder that cannot be served, or not with what ``config`` asks for."""
+    staged, store = is_staged(config.folder), config.prefix_store
+    if store is not None and not store.is_dir():
+        raise StageError(f"serve: there is no folder {store}; name one that a KVStore has written")
+    if store is not None and staged:
+        raise StageError("serve: stored prefixes are of a whole model, and this one comes in stages; leave them out")
+    if staged:
+        check_files(config.folder, read_manifest(config.folder), stages=(1,))
+    else:
+        check_servable(config.folder, in_8_bits=bool(config.swarm))
+
+
 def serve_model(
     config: ServiceConfig, broken: Callable[[FirstTokenError], None], context: int = sys.maxsize
-) -> GrowingServer | ReadyServer:
+) -> ModelServer:
     """The model of ``config``, whose context has ``context`` tokens. It takes requests from now on, and begins to load
     when it is started.
 
     Raises ProfileError for a scheduler, policy, pool or budget that the engine does not have, and as a SwarmServer;
-    what the folder lacks, a server that grows reports itself, and to ``broken`` what leaves no hope.
+    what the folder lacks, a server that loads it reports itself, and to ``broken`` what leaves no hope.
     """
     engine = replace(
         STALL_FREE,
@@ -51,8 +210,7 @@ def serve_model(
         token_budget=STALL_FREE.token_budget if config.token_budget is None else config.token_budget,
     )
     longest = config.max_len(context)
-    limits = GrowthConfig(
-        threads=config.threads,
+    limits = RequestLimits(
         max_sessions=config.max_running + config.max_waiting,
         max_prompt_tokens=min(config.max_prompt_tokens or longest, longest),
         max_new_tokens=min(config.max_new_tokens or longest, longest),
@@ -67,15 +225,15 @@ def serve_model(
         return SwarmServer(config, limits)
     if config.worker:
         return _by_a_worker(config, limits)
-    links, growth = [Link(LinkConfig(config.gbit_per_s))], Growth if is_staged(config.folder) else PlainGrowth
-    store, prefixes = config.prefix_store, None
-    if store is not None:
-        prefixes = partial(open_prefixes, config.folder, store, config.device)
-    options = {"device": config.device, "dtype": AUTO, "growth": growth, "broken": broken, "prefixes": prefixes}
-    return GrowingServer(config.folder, links, limits, **options)
+    if is_staged(config.folder):
+        from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
+
+        links, options = [Link(LinkConfig(config.gbit_per_s))], {"device": config.device, "broken": broken}
+        return StagedServer(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
+    return PlainServer(config.folder, limits, device=config.device, broken=broken, store=config.prefix_store)
 
 
-def _by_a_worker(config: ServiceConfig, limits: GrowthConfig) -> ReadyServer:
+def _by_a_worker(config: ServiceConfig, limits: RequestLimits) -> ModelServer:
     """Raises StageError where a worker, or what it needs, is not installed, and for a staged folder."""
     if is_staged(config.folder):
         raise StageError(f"serve: {config.folder} comes in stages, and a worker hosts whole models; leave --worker out")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from firsttoken.progressiveserve.staged_serving.request_limits import BLOCK_TOKENS, POOL_TOKENS
+from firsttoken.engine.request_limits import BLOCK_TOKENS, POOL_TOKENS
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes
 
@@ -127,3 +130,21 @@ def read_key(file: Path | None) -> str | None:
         return os.environ.get(KEY_VARIABLE) or None
     with blaming(file, StageError, "put the API key there, on one line"):
         return read_bytes(file, 4096).decode("utf-8").strip()
+
+
+@contextmanager
+def listening(config: ServiceConfig) -> Iterator[socket.socket]:
+    """A socket on the port of ``config``. Raises StageError for one that cannot be had.
+
+    What is sent and not taken for ``stalled_s`` ends its connection, by the kernel and where it can: a client that
+    reads nothing holds no place for longer.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        listener = socket.create_server((config.host, config.port), family=family, backlog=1024)
+    except OSError as error:
+        raise StageError(f"cannot listen on {config.host}:{config.port} ({error.strerror}): choose --port") from error
+    with listener:
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * config.stalled_s))
+        yield listener

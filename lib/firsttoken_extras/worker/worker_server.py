@@ -9,10 +9,9 @@ import torch
 from firsttoken.assets.checkpoint import stored_dtype, weight_files
 from firsttoken.assets.held import seen
 from firsttoken.engine.engine import Engine
-from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
-from firsttoken.progressiveserve.staged_serving.request_limits import BLOCK_TOKENS, GrowthConfig
+from firsttoken.engine.model_server import ReadyServer
+from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.service.service_config import ServiceConfig
-from firsttoken.service.static_server import ReadyServer
 from firsttoken.study import dtypes
 from firsttoken.study.devices import check_device
 from firsttoken_extras.worker.remote_executor import ApartExecutor
@@ -22,11 +21,11 @@ from firsttoken_extras.worker.worker_config import WorkerConfig
 class WorkerServer(ReadyServer):
     """Serves the plain folder of ``config``. Raises WorkerError for a worker that does not start, and ModelError."""
 
-    def __init__(self, config: ServiceConfig, limits: GrowthConfig) -> None:
+    def __init__(self, config: ServiceConfig, limits: RequestLimits) -> None:
         check_device(config.device)
-        stored = torch_dtype(stored_dtype(config.folder))
+        stored = getattr(torch, stored_dtype(config.folder))
         files = weight_files(config.folder)
-        self._bytes = sum(file.stat().st_size for file in files)
+        weights = sum(file.stat().st_size for file in files)
         self._executor = ApartExecutor(
             WorkerConfig(
                 str(config.folder),
@@ -40,18 +39,8 @@ class WorkerServer(ReadyServer):
             )
         )
         engine = Engine(self._executor, limits.engine, policy=limits.preemption)
-        super().__init__(engine, limits, self._executor.close)
+        super().__init__(engine, limits, self._executor.close, weights)
 
     def status(self) -> dict[str, Any]:
         """One stage that is there, and how many workers were lost."""
-        return {
-            "stage": 1,
-            "stages": 1,
-            "state": "complete",
-            "error": None,
-            "events": [],
-            "sessions": len(self._open),
-            "bytes_loaded": self._bytes,
-            "bytes_total": self._bytes,
-            "workers_lost": self._executor.lost,
-        }
+        return super().status() | {"workers_lost": self._executor.lost}

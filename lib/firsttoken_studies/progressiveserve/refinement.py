@@ -20,13 +20,13 @@ from tqdm import tqdm
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
 from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.request_limits import BLOCK_TOKENS
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import Skeleton
 from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.progressiveserve.staged_serving.probe import Probe
-from firsttoken.progressiveserve.staged_serving.request_limits import BLOCK_TOKENS
 from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.dtypes import named

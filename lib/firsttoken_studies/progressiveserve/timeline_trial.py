@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
-from firsttoken.progressiveserve.staged_serving.request_limits import GrowthConfig
-from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
+from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.system.fast_exit import tell_and_end
 from firsttoken.study.system.footprint import MemoryGrowth, resident
@@ -55,15 +55,13 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
     growth = MemoryGrowth()
     rows: list[dict[str, Any]] = [{"row": "memory", "at_s": 0.0, "rss_bytes": growth.before}]
     link = Link(LinkConfig(spec.gbit_per_s))
-    limits = GrowthConfig(
-        recover=spec.recover,
+    limits = RequestLimits(
         max_sessions=spec.clients,
         max_prompt_tokens=len(spec.prompt),
         max_new_tokens=spec.new_tokens,
     )
-    server = GrowingServer(
-        Path(spec.folder), [link], limits, device=spec.device, dtype=spec.dtype, policy=TRANSITIONS[spec.policy]
-    )
+    policy, where = TRANSITIONS[spec.policy], {"device": spec.device, "dtype": spec.dtype}
+    server = StagedServer(Path(spec.folder), [link], limits, policy=policy, recover=spec.recover, **where)
     start = time.monotonic()
     server.start()
     threads = [threading.Thread(target=_client, args=(server, spec, i, start, rows)) for i in range(spec.clients)]
@@ -81,7 +79,7 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
     return rows + events
 
 
-def _client(server: GrowingServer, spec: TimelineSpec, client: int, start: float, rows: list[dict[str, Any]]) -> None:
+def _client(server: StagedServer, spec: TimelineSpec, client: int, start: float, rows: list[dict[str, Any]]) -> None:
     """One request after another; the last one that begins in time is finished."""
     for request in itertools.count():
         asked = time.monotonic() - start

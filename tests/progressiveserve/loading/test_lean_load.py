@@ -10,6 +10,7 @@ from loads import ALL, Loads
 
 from firsttoken.engine.fused import FusedLayer, fuse_layer
 from firsttoken.engine.native.library import kernels
+from firsttoken.lean.build import build_lean
 from firsttoken.lean.lean_model import LeanModel
 from firsttoken.lean.tokenizer import read_tokenizer
 from firsttoken.link.shaped import Link
@@ -17,7 +18,6 @@ from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.lora import LoraLinear
 from firsttoken.progressiveserve.loading.meta_model import Skeleton
-from firsttoken.progressiveserve.loading.tensor_placement import build_lean
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
 

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets.empty_model import build_on_meta, put
-from firsttoken.progressiveserve.loading.tensor_placement import finish, torch_dtype
+from firsttoken.lean.build import finish
+from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
 from firsttoken.study.errors import ModelError
 
 

@@ -18,7 +18,7 @@ from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import Skeleton
 from firsttoken.progressiveserve.loading.rival_loaders import load_with
 from firsttoken.progressiveserve.loading.weight_builder import Maker
-from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
+from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study import dtypes
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -77,11 +77,11 @@ def test_other_peoples_loaders_are_asked_for_the_same(stage, ids) -> None:
 @pytest.mark.parametrize(("fast", "dtype"), [(True, BF16), (False, FP32)])
 def test_a_service_computes_in_what_its_processor_is_fast_at(stage, monkeypatch, fast: bool, dtype) -> None:
     monkeypatch.setattr(dtypes, "cpu_rates", lambda: dtypes.ProductRates(fast, 100.0, 200.0 if fast else 1.0))
-    server = GrowingServer(stage("llama", True, BF16).folder, [Link()], dtype=dtypes.AUTO)
+    server = StagedServer(stage("llama", True, BF16).folder, [Link()], dtype=dtypes.AUTO)
     server.start()
     try:
         assert server.wait_stage(3, 60)
-        assert {parameter.dtype for parameter in server._growth.skeleton.model.parameters()} == {dtype}
+        assert {parameter.dtype for parameter in server._loader.skeleton.model.parameters()} == {dtype}
         assert len(list(server.submit([5, 6, 7], 3).events())) == 3
     finally:
         server.close()

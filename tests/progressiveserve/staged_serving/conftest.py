@@ -10,13 +10,13 @@ from growing import OURS, PATIENCE
 from torch import nn
 from transformers import PreTrainedModel
 
+from firsttoken.engine import model_server
+from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.loading.lora import CONFIG, WEIGHTS, parse_adapter
 from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
-from firsttoken.progressiveserve.staged_serving import stage_loader
-from firsttoken.progressiveserve.staged_serving.request_limits import GrowthConfig
-from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
+from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.staged_serving.transitions import Transition
 
 Views = Callable[..., list[StageView]]
@@ -45,17 +45,18 @@ def views() -> Views:
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., GrowingServer]]:
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StagedServer]]:
     """Starts servers, and at the end holds them to having ended: none of their threads is left.
 
     What was mended is found soon, though a slow machine has failed many times by then: answers are open meanwhile.
     """
-    monkeypatch.setattr(stage_loader, "LONGEST_PAUSE_S", 0.05)
-    servers: list[GrowingServer] = []
+    monkeypatch.setattr(model_server, "LONGEST_PAUSE_S", 0.05)
+    servers: list[StagedServer] = []
 
-    def start(staged, link: Link | None = None, policy: Transition | None = None, **config) -> GrowingServer:
-        options = GrowthConfig(**({"retry_s": 0.02} | config))
-        server = GrowingServer(staged.folder, [link or Link()], options, policy=policy)
+    def start(staged, link: Link | None = None, policy: Transition | None = None, **config) -> StagedServer:
+        own = {name: config.pop(name) for name in ("threads", "recover", "retry_s") if name in config}
+        options = {"policy": policy, "retry_s": 0.02} | own
+        server = StagedServer(staged.folder, [link or Link()], RequestLimits(**config), **options)
         servers.append(server)
         server.start()
         return server

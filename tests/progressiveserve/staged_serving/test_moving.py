@@ -178,7 +178,8 @@ class Run:
             source = model.source(asked)
             request = self.engine.submit(asked.prompt, Sampling(asked.new), moves=asked.moves, source=source)
             self.asked[request] = asked
-        self.brought = {request: request.source.tokens for request in self.asked if request.source is not None}
+        pending = self.engine.scheduler.pending
+        self.brought = {one: pending[one.number].tokens for one in self.asked if one.number in pending}
         self.said: dict[Request, list[tuple[int, int, Course]]] = {request: [] for request in self.asked}
         self.courses: dict[Request, Course] = {}  # of those that have begun
         self.left: set[Request] = set()
@@ -216,8 +217,13 @@ class Run:
 
     def _publish(self, stage: int) -> None:
         shares = self.schedule.config.share_prefixes
+        pending = self.engine.scheduler.pending
         before = {
-            request: (request.view.stage, self._course(request), Standing.of(request, shares=shares))
+            request: (
+                request.view.stage,
+                self._course(request),
+                Standing.of(request, shares=shares, awaits=request.number in pending),
+            )
             for request in self.asked
             if request.moves and request.view is not None and not request.finished
         }

@@ -27,7 +27,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.plan import coarse_first, whole
-from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
+from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.staged_serving.transitions import FromBoundary, Naive, PrefillAgain, Transition
 
 
@@ -82,7 +82,7 @@ def test_stop_ids_end_an_answer_and_are_handed_over(stage, serve):
     assert tokens_of(server.submit(PROMPT, 1)) == expected[:1]
 
 
-def across_both(staged, serve, policy: Transition) -> tuple[GrowingServer, list[list[TokenEvent]]]:
+def across_both(staged, serve, policy: Transition) -> tuple[StagedServer, list[list[TokenEvent]]]:
     """A pinned session and three that move on, open while the wire is dead after stage 1 and stage 3 has a bad shard.
 
     Each fault is mended when all have seen the stage before, and they go on until the last stage has been seen.

@@ -18,7 +18,7 @@ from growing import (
 
 from firsttoken.engine.async_engine import Stream
 from firsttoken.link.shaped import Link, LinkConfig
-from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
+from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study.errors import BusyError
 
 
@@ -60,7 +60,7 @@ def test_closing_during_a_pause_between_two_tries(stage, serve):
 
 
 def test_closing_what_never_started(stage):
-    server = GrowingServer(stage().folder, [Link()])
+    server = StagedServer(stage().folder, [Link()])
     server.close()
     with pytest.raises(BusyError):
         server.submit(PROMPT, 1)

@@ -194,7 +194,7 @@ def test_a_failure_of_stage_3_is_not_forgotten_while_stage_2_takes_over(stage, s
     assert server.wait_stage(1, PATIENCE)
     session = server.submit(PROMPT, 1000, upgrade=True)
     assert first_event(session)
-    server._growth._retry_s = PATIENCE  # of stage 3: one failure, and a long time until the next
+    server._retry_s = PATIENCE  # of stage 3: one failure, and a long time until the next
     link.restore()
     assert server.wait_stage(2, PATIENCE)
     session.cancel()

@@ -15,15 +15,15 @@ from growing import (
     until,
 )
 
+from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.staged_serving.request_limits import GrowthConfig
-from firsttoken.progressiveserve.staged_serving.staged_server import GrowingServer
+from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study.errors import BusyError, RequestError
 
 
 def test_what_is_asked_for_has_limits(stage):
-    limits = GrowthConfig(max_prompt_tokens=4, max_new_tokens=9, max_sessions=2)
-    server = GrowingServer(stage().folder, [Link()], limits)
+    limits = RequestLimits(max_prompt_tokens=4, max_new_tokens=9, max_sessions=2)
+    server = StagedServer(stage().folder, [Link()], limits)
     for prompt, count, words in [
         ([], 3, "the prompt has 0 tokens; 1 to 4 are taken"),
         (PROMPT, 3, "the prompt has 5 tokens; 1 to 4 are taken"),

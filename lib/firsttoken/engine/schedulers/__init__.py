@@ -1,8 +1,7 @@
-"""Schedulers: one policy a file, one method each; the registry is what a configuration names."""
+"""Schedulers: one kind of policy a file, one method each; the registry is what a configuration names."""
 
 from firsttoken.engine.schedulers.ablation import ChunkedOnly, HybridOnly
-from firsttoken.engine.schedulers.adaptive_budget import AdaptiveBudget
-from firsttoken.engine.schedulers.deadline import Deadline
+from firsttoken.engine.schedulers.adaptive_budget import AdaptiveBudget, Deadline
 from firsttoken.engine.schedulers.iteration_level import IterationLevel
 from firsttoken.engine.schedulers.prefill_cap import PrefillCap
 from firsttoken.engine.schedulers.prefill_first import PrefillFirst

@@ -62,14 +62,14 @@ class Scheduler(Holdings, ABC):
             return None
         request = self.waiting[0]
         tokens = request.most_cached if reserve else len(request.tokens)
-        shared = [] if request.source is not None else self._shared(request)
+        shared = [] if request.number in self.pending else self._shared(request)
         blocks = self.pool.take(self._missing(request, tokens) - len(shared), admission=True, shared=shared)
         if blocks is None:
             return None
         request.blocks = blocks
         if self.prefixes is not None:
             self.prefixes.admitted(request, len(shared))
-        if request.source is not None:
+        if request.number in self.pending:
             self._await(request)
             return self.admit(reserve=reserve)
         self.stand(request, Phase.RUNNING)

@@ -20,7 +20,7 @@ class Skeleton:
     """The model of a staged checkpoint with no weights yet, and its layers by index whether they compute or not.
 
     It computes in ``dtype``, or as it is stored; what arrives is converted as it is put in its place. ``build`` makes
-    the stock model, or the lean one (``tensor_placement.build_lean``). Raises ModelError for a config.json that is not
+    the stock model, or the lean one (``lean.build.build_lean``). Raises ModelError for a config.json that is not
     the one that was staged, or describes another model than the manifest.
     """
 

@@ -24,10 +24,11 @@ from firsttoken.assets.checkpoint import ModelFiles, check_shard, stored_dtype
 from firsttoken.assets.empty_model import build_on_meta, put
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.servable import check_servable
-from firsttoken.assets.weights import check_tied, tensors_of
+from firsttoken.assets.weights import check_tied
+from firsttoken.lean.build import finish, load_lean
 from firsttoken.lean.lean_model import LeanModel
 from firsttoken.progressiveserve.loading.reader import host_memory
-from firsttoken.progressiveserve.loading.tensor_placement import build_lean, finish, torch_dtype
+from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
 from firsttoken.study.errors import LinkError, StageError
 from firsttoken.study.parsing.safetensors_header import Header
 from firsttoken.study.system.direct_io import open_uncached, read_at
@@ -193,15 +194,6 @@ def _safetensors(files: ModelFiles, dtype: torch.dtype, device: torch.device) ->
     )
 
 
-def _lean(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> LeanModel | PreTrainedModel:
-    """Not a peer but what they are measured against: lean layers on the mapped file."""
-    model = build_lean(files.folder, dtype)
-    model.model.rotary_emb.to(device)
-    for name, tensor in tensors_of(files, device=device):
-        put(model, name, tensor)
-    return finish(model)
-
-
 def _runai(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     from runai_model_streamer import SafetensorsStreamer
 
@@ -257,5 +249,5 @@ PEERS = {
     "runai": Peer(_runai, "runai-model-streamer"),
     "fastsafetensors": Peer(_fastsafetensors, "fastsafetensors"),
     "chunked": Peer(_chunked),
-    "lean": Peer(_lean),
+    "lean": Peer(load_lean),  # not a peer but what they are measured against: lean layers on the mapped file
 }

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from firsttoken.engine.decoder import Decoder, LocalSegment
-from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.hidden_state_cache import Edges
 from firsttoken.engine.model_version import Transition as Redo
 from firsttoken.engine.model_version import View
@@ -23,22 +22,13 @@ class GrownView(View):
     def __init__(self, model: PreTrainedModel, modules: StageView, policy: Transition) -> None:
         modules.activate(model)
         kept = policy.keep(modules)
-        self._segment = LocalSegment(modules.layers)
-        super().__init__(Decoder(model, [self._segment]), Edges(kept) if kept else None, modules.stage)
+        super().__init__(Decoder(model, [LocalSegment(modules.layers)]), Edges(kept) if kept else None, modules.stage)
         self.modules = modules
 
     def fuse(self) -> Iterator[None]:
-        """Put fewer and larger operations in the place of each layer, and pack the head, one a time while requests run.
-
-        The weights of a layer are there twice for that long, and where another view has it until its last request ends.
-        This view is then the last of its model: nothing can be compared with it.
-        """
+        """Fuse as any view does. It is then the last of its model: nothing can be compared with it."""
         del self.modules
-        for i, layer in enumerate(self._segment.modules):
-            self._segment.modules[i] = fuse_layer(layer)
-            yield
-        self.decoder.pack_head()
-        yield
+        return super().fuse()
 
 
 def moving(policy: Transition) -> Redo:

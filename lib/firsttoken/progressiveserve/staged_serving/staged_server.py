@@ -1,282 +1,227 @@
 """Serving from the first stage on, while the later ones arrive (ProgressiveServe, 3.4.2).
 
-Requests are taken at once. One thread imports what computes and brings the stages; every import of
-torch is its own, so that no two threads wait for each other's. The engine's thread runs the requests, all that are open
-in each step; between two steps, and nowhere else, a stage that has arrived whole becomes the one that new requests
-begin with. What happens to open ones is their policy's affair (``transitions.py``).
+One thread imports what computes and brings the stages. The engine's thread runs the requests, all that are open in each
+step; between two steps, and nowhere else, a stage that has arrived whole becomes the one that new requests begin with.
+What happens to open ones is their policy's affair (``transitions.py``).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from firsttoken.assets.lock import first_line
-from firsttoken.engine.async_engine import Server, Standing, Stream, TokenSink, step_failure
+from firsttoken.assets.model_config import CONFIG
+from firsttoken.engine.async_engine import step_failure
+from firsttoken.engine.model_server import LoadingServer, files_alone
 from firsttoken.engine.preemptor import MOVED, Recovery
-from firsttoken.engine.request import Sampling
+from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.staged_serving.request_limits import BLOCK_TOKENS, GrowthConfig
-from firsttoken.progressiveserve.staged_serving.stage_loader import Growth, NoHope, files_alone
-from firsttoken.study.errors import ClosedError, FirstTokenError, StageError
-from firsttoken.study.system.openmp import loops_on_one_core
+from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
+from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, open_reader, part_blobs
+from firsttoken.progressiveserve.loading.reader import BlobReader
+from firsttoken.study import dtypes
+from firsttoken.study.errors import ClosedError, FirstTokenError
 
-# The clients' side of a server that grows: requests are taken from the first moment on, before torch is imported.
-
-
-class Reception:
-    """Keeps who comes until there is an engine, then sends them on to it; ``growth`` is what has come of the model."""
-
-    def __init__(self, growth: Growth, config: GrowthConfig) -> None:
-        self.config = config
-        self._growth = growth
-        self._change = threading.Condition()
-        self._sessions: dict[Stream, tuple[Sequence[int], Sampling, bool]] = {}  # open, with what each asked for
-        self._server: Server | None = None
-        self._stage = 0  # that new requests begin with
-        self._restored = 0  # requests that began with a stored prefix
-        self._hopeless: FirstTokenError | None = None
-
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling | int,
-        upgrade: bool = False,
-        events: TokenSink | None = None,
-    ) -> Stream:
-        """Open a generation; a number is as many greedy tokens. ``upgrade`` moves it to a better stage when one comes,
-        else it ends as it began.
-
-        Its tokens go to ``events`` if given, else the stream has them. Returns at once.
-        Raises RequestError for a prompt or a length outside the limits and BusyError when all places are taken; what
-        the model cannot take, and what goes wrong later, the stream raises.
-        """
-        self.config.check(len(prompt_ids), sampling.max_tokens if isinstance(sampling, Sampling) else sampling)
-        asked = prompt_ids, sampling if isinstance(sampling, Sampling) else Sampling(sampling), upgrade
-        with self._change:
-            if self._growth.closing.is_set():
-                raise self._hopeless or ClosedError("the server is shutting down")
-            self.config.check_room(len(self._sessions))
-            session = Stream(self._leave, self._forget, events)
-            self._sessions[session] = asked
-            if self._server is not None:
-                self._server.add(session, *asked)
-        return session
-
-    def status(self) -> dict[str, Any]:
-        """Stage, state and what happened so far; times in seconds since the start."""
-        growth = self._growth
-        with self._change:
-            stage = self._stage
-            complete = bool(stage) and (stage == growth.stages or not self.config.recover)
-            before = "loading" if growth.prepared else "starting"
-            running = "complete" if complete else "recovering" if stage else before
-            state = "failed" if self._hopeless else "degraded" if growth.error else running
-            return {
-                "stage": stage,
-                "stages": growth.stages,
-                "state": state,
-                "error": growth.error or None,
-                "events": list(growth.events),
-                "sessions": len(self._sessions),
-                "restored": self._restored,
-                "bytes_loaded": growth.bytes_moved,
-                "bytes_total": growth.bytes_total,
-            }
-
-    def standing(self) -> Standing:
-        """What the engine holds now; what waits for stage 1 waits there."""
-        with self._change:
-            server, waiting = self._server, len(self._sessions)
-        return Standing(waiting=waiting) if server is None else server.standing()
-
-    def wait_stage(self, stage: int, timeout_s: float) -> bool:
-        """Wait until requests are served by ``stage`` or a later one; False when ``timeout_s`` is over first."""
-        with self._change:
-            return self._change.wait_for(lambda: self._stage >= stage, timeout_s)
-
-    def _leave(self, session: Stream, wait: bool) -> None:
-        with self._change:
-            server = self._server
-        if server is not None:
-            server.leave(session, wait)
-        else:
-            session.end()
-
-    def _forget(self, session: Stream) -> None:
-        with self._change:
-            self._sessions.pop(session, None)
-
-
-if TYPE_CHECKING:  # imported by the thread that grows, while requests are already taken
-    import torch
-
-    from firsttoken.engine.request import PrefixSource
+if TYPE_CHECKING:  # imported by the thread that loads, while requests are already taken
+    from firsttoken.progressiveserve.loading.loader import StageLoad
+    from firsttoken.progressiveserve.loading.meta_model import Skeleton
     from firsttoken.progressiveserve.loading.views import StageView
+    from firsttoken.progressiveserve.loading.weight_builder import Maker
     from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
     from firsttoken.progressiveserve.staged_serving.transitions import Transition
 
-    Prefixes = Callable[[torch.dtype], Callable[[Sequence[int]], PrefixSource | None]]
 
-PAUSE_S = 0.05  # between two layers that are fused, which takes 10 ms each
+class StageLoader:
+    """Loads the stages of the checkpoint in ``folder`` over ``links`` by ``threads`` readers a link, one stage after
+    another; ``dtype`` as in :func:`firsttoken.study.dtypes.serving`."""
+
+    def __init__(self, folder: Path, links: Sequence[Link], *, device: str, dtype: str, threads: int) -> None:
+        self._folder, self._links, self._device, self._dtype = folder, list(links), device, dtype
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._closed = False
+        self._loading: StageLoad | None = None
+        self._early: BlobReader | Maker | None = None  # of stage 1, begun before there is a model
+        self._manifest: Manifest
+        self.skeleton: Skeleton
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that came over all links, those of failed attempts included."""
+        return sum(link.bytes_moved for link in self._links)
+
+    def read_ahead(self) -> None:
+        """Begin to read stage 1, where that can be done without torch; what is wrong with it is for :meth:`plan`."""
+        if self._device != "cpu":  # the load wants pinned memory
+            return
+        with suppress(FirstTokenError):
+            manifest = read_manifest(self._folder)
+            with self._lock:
+                if not self._closed:
+                    self._early = open_reader(self._folder, manifest, [1], self._links, threads=self._threads)
+
+    def plan(self) -> tuple[int, int]:
+        """The number of the stages, and of the bytes of all of them. Raises ModelError and StageError."""
+        manifest = self._manifest = read_manifest(self._folder)
+        stages = range(1, len(manifest.stages) + 1)
+        bytes_total = sum(
+            blob.bytes
+            for stage in stages
+            for blobs in (adapter_blobs, part_blobs)
+            for blob in blobs(self._folder, manifest, [stage])
+        )
+        return len(stages), bytes_total
+
+    def build(self) -> Skeleton:
+        """The model before its weights, which are read meanwhile. Raises ModelError and StageError, or NoHope."""
+        import torch
+
+        from firsttoken.lean.build import build_lean
+        from firsttoken.progressiveserve.loading.meta_model import Skeleton
+        from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+        from firsttoken.progressiveserve.loading.weight_builder import Maker
+
+        manifest = self._manifest
+        computing = dtypes.serving(self._dtype, torch_dtype(manifest.dtype), self._device)
+        with self._lock:
+            if self._early is not None and not isinstance(self._early, Maker):
+                self._early = Maker(manifest, [1], self._early, torch.device(self._device), computing)
+        # a file that is not there yet may still be on its way, as a part of the model may; what a file says stays
+        with files_alone() if (self._folder / CONFIG).is_file() else nullcontext():
+            self.skeleton = Skeleton(self._folder, manifest, self._device, computing, build_lean)
+        return self.skeleton
+
+    def load(self, stage: int, previous: StageView) -> StageLoad:
+        """Begin to load ``stage`` on top of ``previous``."""
+        from firsttoken.progressiveserve.loading.loader import StageLoad
+
+        with self._lock:
+            early, self._early = self._early, None  # whose it is from now on
+        options = {"threads": self._threads, "maker": early}
+        load = StageLoad(self._folder, self._manifest, [stage], self._links, self.skeleton, previous, **options)
+        with self._lock:
+            self._loading, closed = load, self._closed
+        if closed:
+            load.close()
+        return load
+
+    def finish(self, load: StageLoad) -> StageView:
+        """The view of what ``load`` brings, once it is whole. Raises what the load raises."""
+        view = load.wait()
+        self._loading = None  # the load holds its stage's layers
+        return view
+
+    def ended_by(self, error: Exception) -> bool:
+        """Whether ``error`` is what ended the load that was under way."""
+        return self._loading is not None and self._loading.failure is error
+
+    def merging(self) -> dict[str, float]:
+        """What it took to merge a stage into weights that were there: bytes of these, seconds in all and of the longest
+        merge between two steps."""
+        spent, self.skeleton.merges.spent = self.skeleton.merges.spent, []
+        if not spent:
+            return {}
+        seconds = [merging.seconds for merging in spent]
+        size = sum(merging.bytes for merging in spent)
+        return {"merged_bytes": size, "merging_s": sum(seconds), "longest_merge_s": max(seconds)}
+
+    def close(self) -> None:
+        """Stop the load that is under way, and begin no other."""
+        with self._lock:
+            self._closed = True
+            load, early = self._loading, self._early
+        for reading in (load, early):
+            if reading:
+                reading.close()
 
 
-class GrowingServer(Reception):
-    """Serves the staged checkpoint in ``folder``, fetched over ``links``, while it arrives; ``dtype`` as in
-    :func:`firsttoken.study.dtypes.serving`. Another ``growth`` serves another kind of folder. ``broken`` is told, by
-    another thread, of what leaves no hope: something that computes cannot be imported, or the files are of no model
-    that can be served.
-    ``prefixes`` is asked once, when the only stage is there, and then for what is stored of each prompt."""
+class StagedServer(LoadingServer):
+    """Serves the staged checkpoint in ``folder``, fetched over ``links`` as :class:`StageLoader` does, while it
+    arrives. ``policy`` says what becomes of requests when a better stage comes; ``recover`` False stays at stage 1.
+    ``retry_s`` and ``broken`` are of every server that loads."""
 
     def __init__(
         self,
         folder: Path,
         links: Sequence[Link],
-        config: GrowthConfig | None = None,
+        limits: RequestLimits | None = None,
         *,
         device: str = "cpu",
         dtype: str = "stored",
         policy: Transition | None = None,
-        growth: type[Growth] = Growth,
+        threads: int = 8,
+        recover: bool = True,
+        retry_s: float = 1.0,
         broken: Callable[[FirstTokenError], None] = lambda error: None,
-        prefixes: Prefixes | None = None,
     ) -> None:
-        config = config or GrowthConfig()
-        options = {"device": device, "dtype": dtype, "threads": config.threads, "retry_s": config.retry_s}
-        super().__init__(growth(folder, links, **options), config)
-        self._policy, self._broken, self._prefixes = policy, broken, prefixes
+        super().__init__(limits or RequestLimits(), device, retry_s, broken)
+        self._loader = StageLoader(folder, links, device=device, dtype=dtype, threads=threads)
+        self._policy, self._recover = policy, recover
         self._gates = ExitStack()  # at layers that have not arrived
         self._told = threading.Event()  # the status says what the clients are about to hear
         self._last: GrownView  # that was made; stage 1 makes the first
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begin to load and to serve; returns at once."""
-        self._growth.note(0, "started")
-        self._thread = threading.Thread(target=self._grow, name="growth", daemon=True)
-        self._thread.start()
 
     def close(self) -> None:
-        """End every session, the load that is under way, and both threads."""
         with self._change:
-            self._growth.closing.set()
-        self._growth.close()
-        if self._thread is not None:
-            self._thread.join()
+            self._closing.set()
+        self._loader.close()
+        super().close()
 
-    def _grow(self) -> None:
-        """Stage 1, with requests computing behind its layers as they arrive; then the others, one after another."""
-        if not self._prepare():
-            return
-        try:
-            view = self._growth.insist(1, self._begin, self._end_all)
-        except NoHope as error:
-            self._give_up(error.fault)
-            return
-        if view is not None:
-            self._serving(view.stage)
-            self._open_prefixes()
-            self._bring_the_others(view)
-            del view  # so that its layers go one by one as they are fused
-            if self._last.stage == self._growth.stages:
-                self._fuse()
-            self._growth.closing.wait()
-        self._end_all(ClosedError("the server was closed"))
+    @property
+    def _bytes_moved(self) -> int:
+        return self._loader.bytes_moved
 
-    def _prepare(self) -> bool:
-        """Import what computes. Where that fails it would every time: nobody is served, and whoever asks learns why."""
-        try:
-            self._growth.prepare()
-            from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
+    def _read_ahead(self) -> None:
+        self._loader.read_ahead()
 
-            self._policy = self._policy or PrefillAgain()
-            return True
-        except FirstTokenError as error:
-            self._give_up(error)
-        except Exception as error:
-            fault = f"what computes cannot be imported: {first_line(error)}"
-            self._give_up(StageError(f"{fault}; install firsttoken again"))
-        return False
+    def _import(self) -> None:
+        from firsttoken.progressiveserve.loading import loader  # noqa: F401
+        from firsttoken.progressiveserve.staged_serving import stage_versions  # noqa: F401
+        from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 
-    def _give_up(self, fault: FirstTokenError) -> None:
-        """Nobody is served from now on: who waits, and who asks, learns of ``fault``."""
-        self._growth.error = str(fault)
-        with self._change:
-            self._hopeless = fault
-            self._growth.closing.set()
-        self._end_all(fault)
-        self._broken(fault)
+        self._policy = self._policy or PrefillAgain()
 
-    def _begin(self) -> StageView:
-        """Load stage 1, and serve with what is there of it. Raises what the load raises."""
-        from firsttoken.engine.engine import Engine
-        from firsttoken.engine.live_executor import LiveExecutor
-
+    def _begin(self) -> bool:
+        """Load stage 1, with requests computing behind its layers as they arrive."""
         self._gates.close()  # of an attempt that failed
-        load = self._growth.first()
-        skeleton = self._growth.skeleton
-        with files_alone():
-            executor = LiveExecutor(
-                skeleton.model,
-                self.config.blocks,
-                block_tokens=BLOCK_TOKENS,
-                host_blocks=self.config.host_blocks,
-                device=skeleton.device,
-                touched=False,
-            )
+        self._stages, self._bytes_total = self._loader.plan()
+        skeleton = self._loader.build()
+        load = self._loader.load(1, skeleton.empty_view())
+        executor = self._executor(skeleton.model, skeleton.device)
         self._gates.enter_context(load.streaming())
         executor.view = self._last = self._view(load.view)
-        engine = Engine(executor, self.config.engine, policy=self.config.preemption, recovered=self._recovered)
-        server = Server(engine, self.config.max_sessions, self._explained)
-        loops_on_one_core()  # layers are fused in this thread while others are computed with
         self._told.clear()
-        with self._change:
-            self._server = server
-            for session, asked in self._sessions.items():
-                server.add(session, *asked)
-        view = load.wait()
+        server = self._run(executor, self._explained, self._recovered)
+        self._loader.finish(load)
         server.between(self._gates.close)  # the gates go while no step passes them
         skeleton.merges.between = server.between
-        return view
+        return True
 
-    def _open_prefixes(self) -> None:
-        if self._prefixes is None:
-            return
-        try:
-            find = self._prefixes(next(self._growth.skeleton.model.parameters()).dtype)
-        except FirstTokenError as error:
-            self._growth.note(self._stage, f"no stored prefixes: {first_line(error)}")
-            return
+    def _go_on(self) -> None:
+        """Bring the other stages, and fuse the last one's layers."""
+        last = self._stages if self._recover else 1
+        if all(self._bring(stage) for stage in range(2, last + 1)) and last == self._stages:
+            self._fuse(self._last, self._loader.skeleton.release)  # once the last stage has taken over
 
-        def counted(prompt: Sequence[int]) -> PrefixSource | None:
-            source = find(prompt)
-            self._restored += source is not None
-            return source
-
-        self._server.sources = counted
-        self._growth.note(self._stage, "stored prefixes are used")
-
-    def _bring_the_others(self, view: StageView) -> None:
-        for better in self._growth.later(view) if self.config.recover else ():
-            self._last = self._view(better)
-            self._server.soon(partial(self._take_over, self._last))
-
-    def _fuse(self) -> None:
-        """The last stage's layers one after another, with pauses in which steps have all cores to themselves."""
-        with suppress(FirstTokenError):  # the server is being closed
-            self._server.between(self._growth.skeleton.release)  # once the last stage has taken over
-            for _ in self._last.fuse():
-                if self._growth.closing.wait(PAUSE_S):
-                    return
+    def _bring(self, stage: int) -> bool:
+        """Whether ``stage`` came before the server was closed."""
+        loader, previous = self._loader, self._last.modules
+        view = self._insist(stage, lambda: loader.finish(loader.load(stage, previous)))
+        if view is None:
+            return False
+        self._note(stage, "arrived", **loader.merging())
+        self._last = self._view(view)
+        self._server.soon(partial(self._take_over, self._last))
+        return True
 
     def _view(self, modules: StageView) -> GrownView:
         from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
 
-        return GrownView(self._growth.skeleton.model, modules, self._policy)
+        return GrownView(self._loader.skeleton.model, modules, self._policy)
 
     def _take_over(self, view: GrownView) -> None:
         from firsttoken.progressiveserve.staged_serving.stage_versions import moving
@@ -284,32 +229,19 @@ class GrowingServer(Reception):
         self._server.publish(view, moving(self._policy))
         self._serving(view.stage)
 
-    def _serving(self, stage: int) -> None:
-        with self._change:
-            self._stage = stage
-            self._growth.note(stage, "serving")
-            self._change.notify_all()
-
     def _recovered(self, recovery: Recovery) -> None:
         if recovery.reason == MOVED:
             what = f"a session of {recovery.tokens} tokens moved over"
-            self._growth.note(self._stage, what, took_s=recovery.recompute_s)
+            self._note(self._stage, what, took_s=recovery.recompute_s)
 
     def _explained(self, error: Exception) -> Exception:
         """What clients are told when a step fails; when it was the load that did, once the status says so too."""
-        if self._growth.ended_by(error):
+        if self._loader.ended_by(error):
             self._told.wait()
-            return ClosedError("the server was closed") if self._growth.closing.is_set() else error
+            return ClosedError("the server was closed") if self._closing.is_set() else error
         return step_failure(error)
 
     def _end_all(self, error: Exception) -> None:
-        """Whoever is open ends with ``error``, in the engine or before it."""
         self._told.set()
-        with self._change:
-            server, self._server = self._server, None
-            waiting = [session for session in self._sessions if session.request is None]
-        if server is not None:
-            server.close(error)
+        super()._end_all(error)
         self._gates.close()  # not before: a step would compute with what is not there
-        for session in waiting if server is None else []:
-            session.end(error)

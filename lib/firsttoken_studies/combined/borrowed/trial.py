@@ -22,12 +22,12 @@ from firsttoken.engine.decoder import LocalSegment  # noqa: E402
 from firsttoken.engine.engine import Engine  # noqa: E402
 from firsttoken.engine.live_executor import LiveExecutor  # noqa: E402
 from firsttoken.engine.request import Request, Sampling  # noqa: E402
+from firsttoken.lean.build import build_lean  # noqa: E402
 from firsttoken.link.shaped import Link, LinkConfig  # noqa: E402
 from firsttoken.petals.timeouts import Patience  # noqa: E402
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest  # noqa: E402
 from firsttoken.progressiveserve.loading.loader import StageLoad  # noqa: E402
 from firsttoken.progressiveserve.loading.meta_model import Skeleton  # noqa: E402
-from firsttoken.progressiveserve.loading.tensor_placement import build_lean  # noqa: E402
 from firsttoken.study.dtypes import DTYPES, named  # noqa: E402
 from firsttoken.study.system.cores import stay_on  # noqa: E402
 from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from firsttoken.engine.attention import page
 from firsttoken.engine.request import Work
+from firsttoken.lean.build import build_lean
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.block_backend import BlockStack
 from firsttoken.petals.checkpoint_blocks import parse_blocks
@@ -30,7 +31,6 @@ from firsttoken.petals.server import ServerConfig, serving
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import Skeleton
-from firsttoken.progressiveserve.loading.tensor_placement import build_lean
 from firsttoken.progressiveserve.loading.views import make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.system.fast_exit import tell_and_end

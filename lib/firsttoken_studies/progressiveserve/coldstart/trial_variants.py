@@ -94,9 +94,9 @@ def start_ours(
 ) -> tuple[int, More]:
     """Our loader, the prefill behind it or in its stream: the first token, and what to measure after it."""
     from firsttoken.assets.empty_model import build_on_meta
+    from firsttoken.lean.build import build_lean
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import Skeleton
-    from firsttoken.progressiveserve.loading.tensor_placement import build_lean
 
     folder = Path(spec.staged)
     manifest = maker.manifest if maker else read_manifest(folder)  # which takes some 50 ms

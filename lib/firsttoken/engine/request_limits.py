@@ -1,4 +1,4 @@
-"""What a server that grows is told."""
+"""What may be asked of a model that is served: how long, by how many, and how they share its engine."""
 
 from __future__ import annotations
 
@@ -16,20 +16,14 @@ STALL_FREE = EngineConfig(scheduler="sarathi", watermark=0.0, wait_s=5.0)
 
 
 @dataclass(frozen=True)
-class GrowthConfig:
-    """Limits and habits of a server that grows.
+class RequestLimits:
+    """A prompt and its answer together have ``max_model_len`` tokens at most; None: as many as both limits allow.
 
-    ``threads`` readers a link; a failed stage is tried again after ``retry_s`` seconds, and after twice as long each
-    further time, up to a minute. ``recover`` False stays at stage 1. A prompt and its answer together have
-    ``max_model_len`` tokens at most; None: as many as both limits allow. The KV pool holds ``max_sessions`` of the
-    longest requests, but at most ``POOL_TOKENS`` tokens, or one such request; or ``kv_blocks``. ``engine`` says how
-    they share it, ``preemption`` how who gave way comes back (computed again, unless given): where that may be a swap,
-    the host's pool is as large.
+    The KV pool holds ``max_sessions`` of the longest requests, but at most ``POOL_TOKENS`` tokens, or one such request;
+    or ``kv_blocks``. ``engine`` says how they share it, ``preemption`` how who gave way comes back (computed again,
+    unless given): where that may be a swap, the host's pool is as large.
     """
 
-    threads: int = 8
-    recover: bool = True
-    retry_s: float = 1.0
     max_sessions: int = 64
     max_prompt_tokens: int = 4096
     max_new_tokens: int = 1024
