@@ -103,9 +103,10 @@ class Summary(list[Entry]):
         for values, group in groups if len(frame) else ():
             place = dict(zip(keys, values, strict=True))
             for measure, (column, statistic, unit, *scale) in measures.items():
-                found = group[column].dropna().to_numpy(float)
+                found = group[column].dropna().infer_objects()
                 if len(found):
-                    self.add(measure, bootstrap(found, statistic).summary(unit, *scale), **place, **where)
+                    plain = found.to_numpy(bool if found.dtype == bool else float)  # the mean of booleans is a share
+                    self.add(measure, bootstrap(plain, statistic).summary(unit, *scale), **place, **where)
 
     def get(self, measure: str, /, **where: Scalar) -> Entry | None:
         """The entry of ``measure`` at exactly ``where``, or None."""

@@ -353,7 +353,7 @@ def tuning_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     summary.add("replaced", {"value": fault["replaced"], "unit": "servers"}, case=KILLED)
     summary.add("step_s", {"value": steps.seconds[KILLED, LORA, fault["step"]], "unit": "s"}, case=KILLED)
     good = folder.same_base & (folder.difference <= SAME)
-    summary.add("folders_pct", {"value": 100 * good.mean(), "unit": "%", "n": len(good)})
+    summary.add("folders_pct", bootstrap(good).summary("%", 100))
     summary.add("loss_difference", _largest(folder.difference), case="folder", than=ALONE)
     return summary
 

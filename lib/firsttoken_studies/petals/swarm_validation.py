@@ -315,5 +315,5 @@ def validation_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             apart.append(abs(100 * sum(here) / len(here) - expected))
     summary.add("caught_off_points", bootstrap(apart).summary("points"), than="foreseen", across="mean")
     if caught:
-        summary.add("deposits_left_pct", bootstrap([row["deposit"] / DEPOSIT for row in caught]).summary("%", 100))
+        summary.add("deposits_left_pct", bootstrap([row["deposit"] > 0 for row in caught]).summary("%", 100))
     return summary

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tqdm import tqdm
 
 from firsttoken.study.errors import ProfileError
@@ -82,11 +81,10 @@ def _whose(summary: Summary, starts: Rows) -> None:
     summary.add("answers", {"value": len(wanted), "unit": "answers of starts that wait"}, variant=WHOLE)
     for variant in (PRUNED, BORROWED):
         mine = [tuple(row["tokens"]) for row in starts if row["variant"] == variant]
-        same = [100.0 * (tokens in wanted) for tokens in mine]
-        first = [100.0 * (tokens[0] in {one[0] for one in wanted}) for tokens in mine]
+        same = [tokens in wanted for tokens in mine]
+        first = [tokens[0] in {one[0] for one in wanted} for tokens in mine]
         for measure, found in (("same_tokens_pct", same), ("same_first_token_pct", first)):
-            entry = {"value": float(np.mean(found)), "unit": "% of starts", "n": len(mine)}
-            summary.add(measure, entry, variant=variant, than=WHOLE)
+            summary.add(measure, bootstrap(found).summary("% of starts", 100), variant=variant, than=WHOLE)
     refused = [row["gone"] for row in starts if row["variant"] == BORROWED and "all layers" not in row["gone"]]
     summary.add("loans_that_failed", {"value": len(refused), "unit": "starts"})
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tqdm import tqdm
 
 from firsttoken.assets.needs import LAYERS, ModelFacts, Need, check
@@ -73,11 +72,10 @@ def _fetched(summary: Summary, rows: Rows, count: int, rate: float) -> None:
 def _whose(summary: Summary, rows: Rows) -> None:
     wanted = {tuple(row["tokens"]) for row in rows if row["variant"] == WHOLE}
     fetched = [row for row in rows if row["variant"] == FETCHED]
-    same = [100.0 * (tuple(row["tokens"]) in wanted) for row in fetched]
+    same = bootstrap([tuple(row["tokens"]) in wanted for row in fetched])
     failed = sum("all layers" not in row["gone"] for row in fetched)
     summary.add("answers", {"value": len(wanted), "unit": "answers of starts of one process"}, variant=WHOLE)
-    entry = {"value": float(np.mean(same)), "unit": "% of starts", "n": len(same)}
-    summary.add("same_tokens_pct", entry, variant=FETCHED, than=WHOLE)
+    summary.add("same_tokens_pct", same.summary("% of starts", 100), variant=FETCHED, than=WHOLE)
     summary.add("loans_that_failed", {"value": failed, "unit": "starts"}, variant=FETCHED)
 
 
