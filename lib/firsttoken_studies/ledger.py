@@ -27,9 +27,9 @@ from firsttoken.study.record import (
     write_result,
 )
 from firsttoken.study.record_log import (
-    Answer,
-    Line,
+    ClaimRecord,
     Log,
+    LogLine,
     answer_of,
     faults,
     forms,
@@ -207,7 +207,7 @@ def note_run(result: Result, because: str = "") -> None:
     write_log(log().followed_by([run_line(result, _answers(may, result), log(), told)]))
 
 
-def _answers(asked: Iterable[Claim], result: Result) -> dict[str, Answer]:
+def _answers(asked: Iterable[Claim], result: Result) -> dict[str, ClaimRecord]:
     found = {claim.id: answer_of(claim, result, str(judge(claim, result).verdict)) for claim in asked}
     return {name: answer for name, answer in found.items() if answer}
 
@@ -229,14 +229,14 @@ def summarise_again(because: str) -> list[str]:
         line = noted.standing[result.experiment, result.profile, result.slug]
         answers = _answers((claim for claim in claims() if claim.id in line.claims), again)
         kept = {name: replace(line.claims[name], **_measured(answer)) for name, answer in answers.items()}
-        same = Line("summary", *line.place, rows=line.rows, started=line.started, claims=kept, reason=because)
+        same = LogLine("summary", *line.place, rows=line.rows, started=line.started, claims=kept, reason=because)
         noted = noted.followed_by([same])
         told.append(f"{result.experiment} on {result.slug}: {other} of {len(plain)} entries are others")
     write_log(noted)
     return told
 
 
-def _measured(answer: Answer) -> dict[str, Any]:
+def _measured(answer: ClaimRecord) -> dict[str, Any]:
     return {"entries": answer.entries, "verdict": answer.verdict}
 
 
@@ -252,7 +252,7 @@ def take_out(experiment: str, slug: str, because: str, *, faulty: bool) -> Path:
         known = sorted(found[2] for found in noted.standing if found[0] == experiment)
         raise FirstTokenError(f"no result of {experiment} on {slug} is recorded; {unknown(slug, known)}")
     line = noted.standing[place]
-    gone = Line("removal", *place, line.gpu, line.started, rows=line.rows, reason=because, faulty=faulty)
+    gone = LogLine("removal", *place, line.gpu, line.started, rows=line.rows, reason=because, faulty=faulty)
     write_log(noted.followed_by([gone]))
     path = result_path(*place)
     path.unlink(missing_ok=True)
@@ -262,9 +262,9 @@ def take_out(experiment: str, slug: str, because: str, *, faulty: bool) -> Path:
 def note_edits(because: str) -> list[str]:
     """Note the claims that are others than the log knows, and return their names. Raises as ``note_run`` does."""
     noted = log()
-    edited = {one.id: Answer((), *forms(one)) for one in claims() if forms(one) not in noted.known(one)}
+    edited = {one.id: ClaimRecord((), *forms(one)) for one in claims() if forms(one) not in noted.known(one)}
     if edited:
-        write_log(noted.followed_by([Line("edit", claims=edited, reason=because)]))
+        write_log(noted.followed_by([LogLine("edit", claims=edited, reason=because)]))
     return list(edited)
 
 

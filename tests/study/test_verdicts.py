@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 from entries import entry
 
+from firsttoken.study.record_log import ClaimRecord, Log, LogLine, forms, rows_digest, run_line
 from firsttoken.study.verdicts import Verdict, judge, judge_all, judge_record, show
 
-R, T, F, FEW, N = Verdict
+R, T, F, DIFFERS, FEW, N = Verdict
 
 LOSS = {"kind": "ratio", "value": -20.0, "tolerance": 0.25, "no_effect": 0.0}
 GAIN = {"kind": "ratio", "value": 2.0, "unit": "x", "tolerance": 0.1, "no_effect": 1.0}
+SHARE = {"kind": "ratio", "value": 50.0, "unit": "% of own", "tolerance": 0.25, "no_effect": 0.0}
 LIMIT = {"kind": "bound", "value": 3.0, "op": "<="}
 LEAST = {"kind": "bound", "value": 3.0, "op": ">="}
 
@@ -26,7 +28,8 @@ LEAST = {"kind": "bound", "value": 3.0, "op": ">="}
         ({"value": True}, {"value": True}, R),
         ({"value": True}, {"value": 1}, F),
         (LOSS, {"value": -16}, R),
-        (LOSS, {"value": -16, "low": -30, "high": -1}, R),
+        (LOSS, {"value": -16, "low": -17, "high": -15}, R),
+        (LOSS, {"value": -16, "low": -30, "high": -1}, T),  # the value is within the tolerance, its interval is not
         (LOSS, {"value": -16, "low": -30, "high": 1}, F),  # within the tolerance, and maybe nothing at all
         (LOSS, {"value": -11}, T),
         (LOSS, {"value": -11, "low": -12, "high": 1}, F),
@@ -34,6 +37,10 @@ LEAST = {"kind": "bound", "value": 3.0, "op": ">="}
         (LOSS, {"value": -40}, T),
         (LOSS, {"value": -41}, F),
         (LOSS, {"value": 3}, F),
+        (GAIN | {"tolerance": 0.5}, {"value": 1.7}, T),  # no ratio has more than a quarter
+        (SHARE, {"value": 60}, R),
+        (SHARE, {"value": 74}, T),
+        (SHARE, {"value": 98.8}, F),  # of the half that is to be left it leaves a fortieth
         (GAIN, {"value": 1.91}, R),
         (GAIN, {"value": 1.85}, T),  # the tolerance is a share of the effect, which is 1
         (GAIN, {"value": 1.03}, F),
@@ -69,6 +76,7 @@ def test_verdicts_on_one_measure(claim, make_result, changes: dict, measured: di
         ([(1,), (4,), (3,)], F),
         ([(3,), (2,), (1,)], F),
         ([(1,), (1,), (3,)], F),
+        ([(1,), (1.05,), (3,)], T),  # a step of less than a tenth
     ],
 )
 def test_verdicts_on_an_ordering(claim, make_result, entries: list, verdict: Verdict) -> None:
@@ -101,6 +109,38 @@ def test_only_the_profiles_that_a_claim_names_may_answer(claim, make_result) -> 
     results = [make_result(profile=name, summary=[entry(value=value)]) for name, value in (("quick", 1), ("full", 25))]
     by_full, by_quick = judge_all([claim(), claim(profiles=("quick",))], results, "test-cpu-2c")
     assert (by_full.verdict, by_quick.verdict) == (R, F)
+
+
+def test_machines_that_differ_are_both_named(claim, make_result) -> None:
+    here = make_result(summary=[entry(value=25)])
+    there = make_result(machine={"slug": "other-cpu-2c", "gpu": None}, summary=[entry(value=1)])
+    (found,) = judge_record([claim()], [here, there], here.slug)
+    assert found.verdict == DIFFERS
+    assert found.measured == "25 on test-cpu-2c: reproduced; 1 on other-cpu-2c: not reproduced"
+
+
+def test_a_result_that_was_removed_still_counts_for_its_machine(claim, make_result) -> None:
+    here, gone = make_result(summary=[entry(value=25)]), make_result(machine={"slug": "gone-2c", "gpu": None})
+    answer = ClaimRecord(({"value": 1},), *forms(claim()))
+    log = Log().followed_by([run_line(gone, {"c": answer}, Log())])
+    removal = {"experiment": gone.experiment, "profile": gone.profile, "machine": gone.slug, "started": gone.started}
+    for faulty, verdict in ((False, DIFFERS), (True, R)):
+        line = LogLine("removal", **removal, rows=rows_digest(gone.rows), reason="moved", faulty=faulty)
+        (found,) = judge_record([claim()], [here], here.slug, log.followed_by([line]))
+        assert found.verdict == verdict
+
+
+def test_a_claim_whose_words_were_changed_says_so(claim, make_result) -> None:
+    result = make_result(summary=[entry(value=25)])
+    for fixed, standing in (("before", ""), ("after", "post hoc"), ("other", "post hoc"), ("unknown", "unverifiable")):
+        answer = ClaimRecord(({"value": 25},), *forms(claim()), fixed)
+        log = Log().followed_by([run_line(result, {"c": answer}, Log())])
+        judged = judge(claim(), result, log)
+        assert (judged.standing, judged.reworded) == (standing, False)
+    assert judge(claim(conditions="on a better day"), result, Log(log.lines)).standing == "unverifiable"
+    answer = ClaimRecord(({"value": 25},), *forms(claim()))
+    log = Log().followed_by([run_line(result, {"c": answer}, Log())])
+    assert judge(claim(conditions="on a better day"), result, log).reworded
 
 
 def test_what_only_another_machine_recorded_names_it(claim, make_result) -> None:

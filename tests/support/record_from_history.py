@@ -18,7 +18,7 @@ import yaml
 from firsttoken.study import history, paths
 from firsttoken.study.claims import Claim
 from firsttoken.study.record import all_results
-from firsttoken.study.record_log import Answer, Line, Log, answer_of, forms, rows_digest, write_log
+from firsttoken.study.record_log import ClaimRecord, Log, LogLine, answer_of, forms, rows_digest, write_log
 from firsttoken.study.verdicts import judge_entries
 from firsttoken_studies import ledger
 
@@ -61,7 +61,7 @@ def _runs() -> list[tuple[dict[str, Any], Mapping[str, Any], str]]:
     return list(found.values())
 
 
-def _now(result: Any, claims: Mapping[str, Claim]) -> dict[str, Answer]:
+def _now(result: Any, claims: Mapping[str, Claim]) -> dict[str, ClaimRecord]:
     """What a result that the record still holds says of each claim."""
     found = {}
     for claim in claims.values():
@@ -71,7 +71,7 @@ def _now(result: Any, claims: Mapping[str, Claim]) -> dict[str, Answer]:
     return found
 
 
-def _then(content: Mapping[str, Any], asked: Mapping[str, Any], claims: Mapping[str, Claim]) -> dict[str, Answer]:
+def _then(content: Mapping[str, Any], asked: Mapping[str, Any], claims: Mapping[str, Claim]) -> dict[str, ClaimRecord]:
     """What a result that is gone said of each claim that there is still, read as the claims of its commit named it."""
     found, summary = {}, content["summary"]
     for name, claim in claims.items():
@@ -95,16 +95,16 @@ def _entry(summary: list[dict[str, Any]], measure: str, where: Mapping[str, Any]
     return next((entry for entry in summary if (entry["measure"], entry["where"]) == (measure, where)), None)
 
 
-def _judged(claim: Claim, entries: tuple[dict[str, Any], ...], revision: str) -> Answer:
+def _judged(claim: Claim, entries: tuple[dict[str, Any], ...], revision: str) -> ClaimRecord:
     fixed, reworded = history.standing(claim, revision)
     verdict = str(judge_entries(claim, entries)[0]) if fixed != "other" else ""
-    return Answer(entries, *forms(claim), fixed, reworded, verdict)
+    return ClaimRecord(entries, *forms(claim), fixed, reworded, verdict)
 
 
-def _line(content: Mapping[str, Any], found: Mapping[str, Answer], log: Log, again: str) -> Line:
+def _line(content: Mapping[str, Any], found: Mapping[str, ClaimRecord], log: Log, again: str) -> LogLine:
     place = content["experiment"], content["profile"], content["machine"]["slug"]
     before = log.standing.get(place)
-    return Line(
+    return LogLine(
         kind="run",
         experiment=place[0],
         profile=place[1],

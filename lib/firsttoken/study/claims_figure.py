@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from firsttoken.study import plot
 from firsttoken.study.claims import Claim, is_number
 from firsttoken.study.record import Result
-from firsttoken.study.record_log import Log
+from firsttoken.study.record_log import EMPTY, Log
 from firsttoken.study.verdicts import Judgement, Verdict, judge_record
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _GROUNDS = {"live": "", "simulated": " *", "arithmetic": " °"}  # behind a clai
 _COLUMNS = (("ProgressiveServe",), ("DroidSpeak", "CPS"), ("PETALS", "Sarathi-Serve"))
 
 
-def effects(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log) -> Figure:
+def effects(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log = EMPTY) -> Figure:
     """Every claim of a report, a line each, sorted: how many times better (right) or worse (left) than the report.
 
     1 is the report's effect or bound. A claim without a size, an order or an equality, stands at 1 where it is

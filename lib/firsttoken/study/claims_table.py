@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from firsttoken.study.claims import GROUNDS, Claim, is_number
 from firsttoken.study.markdown import table
 from firsttoken.study.record import Result, pick
-from firsttoken.study.record_log import Log
+from firsttoken.study.record_log import EMPTY, Log
 from firsttoken.study.verdicts import TOLERANCE, Judgement, Verdict, judge, judge_all, judge_record, show
 
 
@@ -22,7 +22,7 @@ class Own:
 
 
 def table_for(
-    claims: Iterable[Claim], results: Iterable[Result], machine: str, own: Own | None = None, log: Log | None = None
+    claims: Iterable[Claim], results: Iterable[Result], machine: str, own: Own | None = None, log: Log = EMPTY
 ) -> str:
     """The claims judged by what was recorded on ``machine`` (a slug), beside a GPU's results and the reader's ``own``.
 
@@ -45,7 +45,7 @@ def table_for(
     return f"{table(columns)}\n\nRecorded: `{machine}`, the largest profile that was run there.{yours}"
 
 
-def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log) -> str:
+def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log = EMPTY) -> str:
     """All that the ledger has on ``claims``, with conditions and minutes, judged by the record of ``machine``."""
     recorded = judge_record(claims, results, machine, log)
     columns = {
@@ -65,7 +65,7 @@ def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str,
     return table(columns)
 
 
-def scoreboard(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log) -> str:
+def scoreboard(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log = EMPTY) -> str:
     """The headline claims with their conditions, judged by the record of ``machine``."""
     recorded = judge_record([claim for claim in claims if claim.headline], results, machine, log)
     columns = {
@@ -82,7 +82,7 @@ _SAID = (Verdict.REPRODUCED, Verdict.TREND, Verdict.FAILED, Verdict.DIFFERS)
 _HEADS = {"live": "measured live", "simulated": "simulated or replayed", "arithmetic": "arithmetic"}
 
 
-def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log) -> str:
+def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log = EMPTY) -> str:
     """The claims of the reports, by what a value stands on: how many are reproduced, a trend only, not reproduced, and
     dependent on the machine. Goals of this project are none of them (:func:`goals`)."""
     judged = judge_record([claim for claim in claims if claim.whose == "report"], results, machine, log)
@@ -97,7 +97,7 @@ def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str, log
     return f"{table(rows)}\n\nEach cell: {' / '.join(_SAID)}."
 
 
-def goals(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log) -> str:
+def goals(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log = EMPTY) -> str:
     """The goals that this project set itself: those it works towards, with how often each was tried, and those that its
     tests hold as well."""
     judged = judge_record([claim for claim in claims if claim.whose == "project"], results, machine, log)

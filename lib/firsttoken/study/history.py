@@ -12,7 +12,7 @@ from typing import Any
 
 from firsttoken.study import paths
 from firsttoken.study.claims import DECIDES, WORDING, Claim
-from firsttoken.study.record_log import Fixed, Line, Log, parse_log, rows_digest
+from firsttoken.study.record_log import Fixed, Log, LogLine, parse_log, rows_digest
 
 _RENAMED = "661ed531c"  # the commit that named measures by measure and place; all else of the claims stayed as it was
 _DEFAULTS: dict[str, Any] = {"unit": "", "tolerance": 0.0, "where": {}, "whose": "report", "nature": "measured"}
@@ -30,7 +30,7 @@ def is_ancestor(revision: str, of: str = "HEAD") -> bool:
 
 
 def standing(claim: Claim, revision: str) -> tuple[Fixed, bool]:
-    """How ``claim`` stood at ``revision`` (as ``record_log.Answer.fixed`` says it), and whether it was worded
+    """How ``claim`` stood at ``revision`` (as ``record_log.ClaimRecord.fixed`` says it), and whether it was worded
     otherwise.
 
     A claim whose tolerance was only narrowed since stands as before.
@@ -68,7 +68,7 @@ def faults(log: Log, claims: Sequence[Claim]) -> list[str]:
     return [*found, *_changed_lines(log)]
 
 
-def _false_lines(line: Line, claims: Mapping[str, Claim]) -> Iterator[str]:
+def _false_lines(line: LogLine, claims: Mapping[str, Claim]) -> Iterator[str]:
     for name, answer in line.claims.items():
         if name not in claims or answer.asked != claims[name].digest[:16]:
             continue

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from firsttoken.study import paths
@@ -24,7 +25,7 @@ from firsttoken.study.files import write_text
 from firsttoken.study.notebooks import notebook_paths, read_notebook
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.record import Result, known_machine, pick
-from firsttoken.study.record_log import Log
+from firsttoken.study.record_log import EMPTY, Log
 from firsttoken.study.summary import Entry, Scalar
 from firsttoken.study.verdicts import show
 
@@ -65,6 +66,7 @@ def filled(notebook: Path, text: str) -> str:
 
 
 Tables = Mapping[str, Callable[[Result], str]]  # by experiment: systems make them, and ``study`` knows no system
+NO_TABLES: Tables = MappingProxyType({})
 
 _CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)
 
@@ -84,7 +86,12 @@ def recorded_machine() -> str | None:
 
 
 def render(
-    template: Path, claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables, log: Log
+    template: Path,
+    claims: Sequence[Claim],
+    results: Sequence[Result],
+    machine: str,
+    tables: Tables = NO_TABLES,
+    log: Log = EMPTY,
 ) -> str:
     """What ``template`` gives, with what was recorded on ``machine``, and on another where ``where`` says so.
 
@@ -156,7 +163,9 @@ def _written(page: Path, template: Path, *content: Any) -> str:
     return filled(page, text) if page.suffix == ".ipynb" else text
 
 
-def outdated(claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables, log: Log) -> list[Path]:
+def outdated(
+    claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables = NO_TABLES, log: Log = EMPTY
+) -> list[Path]:
     """The pages that are not what their templates give. Raises as ``render`` does."""
     return [
         page
@@ -166,7 +175,9 @@ def outdated(claims: Sequence[Claim], results: Sequence[Result], machine: str, t
     ]
 
 
-def update(claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables, log: Log) -> None:
+def update(
+    claims: Sequence[Claim], results: Sequence[Result], machine: str, tables: Tables = NO_TABLES, log: Log = EMPTY
+) -> None:
     """Write all pages, or none where one cannot be made. Raises as ``render`` does."""
     made = {page: _written(page, template, claims, results, machine, tables, log) for page, template in pages().items()}
     for page, text in made.items():

@@ -33,7 +33,7 @@ Fixed = Literal["before", "after", "other", "unknown"]
 
 
 @dataclass(frozen=True)
-class Answer:
+class ClaimRecord:
     """What a run says of a claim: the entries of its summary, one a place of the claim.
 
     ``asked`` and ``worded`` are the digests of the claim (``forms``) when the line was written. ``fixed`` says how the
@@ -55,7 +55,7 @@ def _reasoned(reason: str) -> str:
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """One line.
 
     ``rows`` is the sha256 of the run's rows, and ``replaces`` the :attr:`run` whose file this one took. ``faulty`` says
@@ -74,7 +74,7 @@ class Line:
     rows: str = ""
     replaces: str = ""
     code: str = ""
-    claims: dict[str, Answer] = field(default_factory=dict)
+    claims: dict[str, ClaimRecord] = field(default_factory=dict)
     reason: Annotated[str, _reasoned] = ""
     faulty: bool = False
     previous: str = FIRST
@@ -108,7 +108,7 @@ def rows_digest(rows: Rows) -> str:
 class Log:
     """The lines of the file, oldest first, and what stands by them."""
 
-    def __init__(self, lines: Iterable[Line] = ()) -> None:
+    def __init__(self, lines: Iterable[LogLine] = ()) -> None:
         self.lines = tuple(lines)
 
     @property
@@ -116,7 +116,7 @@ class Log:
         """The sha256 of the last line."""
         return _sha256(self.lines[-1].text) if self.lines else FIRST
 
-    def runs(self) -> list[Line]:
+    def runs(self) -> list[LogLine]:
         """The lines of runs."""
         return [line for line in self.lines if line.kind == "run"]
 
@@ -130,9 +130,9 @@ class Log:
         return {line.replaces or line.run for line in self.lines if line.faulty}
 
     @cached_property
-    def standing(self) -> dict[tuple[str, str, str], Line]:
+    def standing(self) -> dict[tuple[str, str, str], LogLine]:
         """The run that each place of the record holds, with the answers of its last summary."""
-        gone, found = self.gone(), dict[tuple[str, str, str], Line]()
+        gone, found = self.gone(), dict[tuple[str, str, str], LogLine]()
         for line in self.lines:
             if line.kind == "run" and line.run not in gone:
                 found[line.place] = line
@@ -145,9 +145,9 @@ class Log:
         noted = (line.claims[claim.id] for line in self.lines if claim.id in line.claims)
         return {(answer.asked, answer.worded) for answer in noted}
 
-    def answers(self, claim: Claim) -> list[tuple[Line, Answer]]:
+    def answers(self, claim: Claim) -> list[tuple[LogLine, ClaimRecord]]:
         """Each run that answered the claim, with its answer as it was last summarised, faulty ones left out."""
-        faulty, summaries = self.faulty(), dict[str, Answer]()
+        faulty, summaries = self.faulty(), dict[str, ClaimRecord]()
         for line in self.lines:
             if line.kind == "summary" and claim.id in line.claims:
                 summaries[line.run] = line.claims[claim.id]
@@ -157,12 +157,15 @@ class Log:
             if claim.id in line.claims and line.run not in faulty
         ]
 
-    def followed_by(self, lines: Iterable[Line]) -> Log:
+    def followed_by(self, lines: Iterable[LogLine]) -> Log:
         """The log with ``lines`` at its end, each holding the sha256 of the one before it."""
         longer = self
         for line in lines:
             longer = Log((*longer.lines, replace(line, previous=longer.head)))
         return longer
+
+
+EMPTY = Log()
 
 
 def read_log(path: Path | None = None) -> Log:
@@ -178,10 +181,10 @@ def read_log(path: Path | None = None) -> Log:
 
 def parse_log(text: str, path: Path) -> Log:
     """The log that ``text`` holds; ``path`` is named in errors. Raises as ``read_log`` does."""
-    lines, head = list[Line](), FIRST
+    lines, head = list[LogLine](), FIRST
     for number, said in enumerate(text.splitlines(), start=1):
         with blaming(f"{path.name}:{number}", FirstTokenError, "restore the file from git"):
-            line = shaped(Line, parse_json(said))
+            line = shaped(LogLine, parse_json(said))
             if line.previous != head:
                 raise Damaged("does not follow from the line before it, so one of the two was edited")
             if line.text != said:
@@ -197,13 +200,13 @@ def write_log(log: Log) -> None:
         write_text(paths.RECORD_LOG, "".join(f"{line.text}\n" for line in log.lines))
 
 
-def answer_of(claim: Claim, result: Result, verdict: str) -> Answer | None:
+def answer_of(claim: Claim, result: Result, verdict: str) -> ClaimRecord | None:
     """What ``result`` says of ``claim`` as it stands now; None where its summary lacks a place of the claim."""
     found = [result.summary.get(claim.measure, **where) for where in claim.places]
     if any(entry is None for entry in found):
         return None
     kept = [{k: v for k, v in entry.items() if k not in ("measure", "where")} for entry in found if entry]
-    return Answer(tuple(kept), *forms(claim), verdict=verdict)
+    return ClaimRecord(tuple(kept), *forms(claim), verdict=verdict)
 
 
 def forms(claim: Claim) -> tuple[str, str]:
@@ -211,10 +214,10 @@ def forms(claim: Claim) -> tuple[str, str]:
     return claim.digest[:16], claim.wording[:16]
 
 
-def run_line(result: Result, answers: Mapping[str, Answer], log: Log, reason: str = "") -> Line:
+def run_line(result: Result, answers: Mapping[str, ClaimRecord], log: Log, reason: str = "") -> LogLine:
     """The line of a run, which replaces what the log has at its place."""
     before = log.standing.get((result.experiment, result.profile, result.slug))
-    return Line(
+    return LogLine(
         kind="run",
         experiment=result.experiment,
         profile=result.profile,
@@ -257,7 +260,7 @@ def faults(log: Log, results: Sequence[Result], claims: Sequence[Claim]) -> list
     return found
 
 
-def _other_numbers(line: Line, result: Result, claims: Mapping[str, Claim]) -> Iterable[str]:
+def _other_numbers(line: LogLine, result: Result, claims: Mapping[str, Claim]) -> Iterable[str]:
     for name, kept in line.claims.items():
         now = answer_of(claims[name], result, "") if name in claims else None
         if now and kept.asked == now.asked and kept.entries != now.entries:
@@ -267,11 +270,11 @@ def _other_numbers(line: Line, result: Result, claims: Mapping[str, Claim]) -> I
             )
 
 
-def _values(answer: Answer) -> str:
+def _values(answer: ClaimRecord) -> str:
     return ", ".join(str(entry.get("value")) for entry in answer.entries)
 
 
-def _said(line: Line) -> str:
+def _said(line: LogLine) -> str:
     return f"{line.experiment} on {line.machine}, begun {line.started},"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from firsttoken.study.claims import Claim
 from firsttoken.study.claims_table import Own, told
 from firsttoken.study.record import Result, pick
-from firsttoken.study.record_log import Log
+from firsttoken.study.record_log import EMPTY, Log
 from firsttoken.study.verdicts import Judgement, Verdict, judge, judge_record
 
 WIDTH, MOST = 100, 10  # characters of a line; contradictions that are named
@@ -23,7 +23,7 @@ _HEADS = {
 }
 
 
-def run_end(claims: Sequence[Claim], recorded: Iterable[Result], machine: str, own: Own, log: Log) -> list[str]:
+def run_end(claims: Sequence[Claim], recorded: Iterable[Result], machine: str, own: Own, log: Log = EMPTY) -> list[str]:
     """Lines of at most ``WIDTH`` characters: by report how often each verdict falls in the reader's ``own`` run, and
     the claims of which it contradicts the record (of ``machine``) or the report most, each in two lines."""
     mine = [judge(claim, pick(own.results, claim.experiment, claim.profiles, "any")) for claim in claims]

@@ -20,7 +20,7 @@ from typing import Any
 
 from firsttoken.study.claims import Claim, is_number
 from firsttoken.study.record import Result, pick
-from firsttoken.study.record_log import Answer, Log, forms
+from firsttoken.study.record_log import EMPTY, ClaimRecord, Log, forms
 from firsttoken.study.stats import FEWEST
 from firsttoken.study.summary import named
 
@@ -70,7 +70,7 @@ class Judgement:
         return f"{self.verdict}, {self.standing}" if self.standing else str(self.verdict)
 
 
-def judge(claim: Claim, result: Result | None, log: Log | None = None) -> Judgement:
+def judge(claim: Claim, result: Result | None, log: Log = EMPTY) -> Judgement:
     """The verdict on ``claim`` from ``result``; "not run here" without one, or when it lacks the measure.
 
     What the claim was when the run began is known from ``log``, where it has a line of the run, and else from the
@@ -87,13 +87,13 @@ def judge(claim: Claim, result: Result | None, log: Log | None = None) -> Judgem
     verdict, why = judge_entries(claim, found)
     share = None if claim.no_effect is None or claim.kind == "ordering" else effect(claim, found[0])[1]
     value = found[0]["value"] if claim.kind == "bound" else None
-    line = (log or Log()).standing.get((result.experiment, result.profile, result.slug))
+    line = log.standing.get((result.experiment, result.profile, result.slug))
     answer = line.claims.get(claim.id) if line and line.started == result.started else None
     standing, reworded = _standing(claim, result, answer)
     return Judgement(claim, _measured(claim, found), verdict, why, standing, reworded, share, value)
 
 
-def _standing(claim: Claim, result: Result, answer: Answer | None) -> tuple[str, bool]:
+def _standing(claim: Claim, result: Result, answer: ClaimRecord | None) -> tuple[str, bool]:
     if answer is None:
         return ("" if result.entries.get(claim.id) == claim.digest else "post hoc"), False
     asked, worded = forms(claim)
@@ -112,23 +112,20 @@ def judge_entries(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Ver
 
 
 def judge_all(
-    claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None, log: Log | None = None
+    claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None, log: Log = EMPTY
 ) -> list[Judgement]:
     """One judgement a claim, from the result that ``record.pick`` prefers on ``machine`` (None: this machine)."""
     results = list(results)
     return [judge(claim, pick(results, claim.experiment, claim.profiles, machine), log) for claim in claims]
 
 
-def judge_record(
-    claims: Iterable[Claim], results: Iterable[Result], machine: str, log: Log | None = None
-) -> list[Judgement]:
+def judge_record(claims: Iterable[Claim], results: Iterable[Result], machine: str, log: Log = EMPTY) -> list[Judgement]:
     """Judge as ``judge_all`` does, and beside it by what every other machine without a GPU said last, a machine whose
     result was removed by its line in ``log``.
 
     An experiment that only another machine has recorded is judged by that, which ``measured`` says. Where the machines
     differ the verdict is that it depends on the machine, and each is named with its own. No verdict mixes two machines.
     """
-    log = log or Log()
     others = sorted({result.slug for result in results if not result.machine["gpu"]} - {machine})
     return [_by_machines(claim, list(results), (machine, *others), log) for claim in claims]
 
@@ -153,7 +150,7 @@ def _by_machines(claim: Claim, results: Sequence[Result], machines: Sequence[str
 
 
 def count_verdicts(
-    claims: Iterable[Claim], results: Iterable[Result], machine: str, log: Log | None = None
+    claims: Iterable[Claim], results: Iterable[Result], machine: str, log: Log = EMPTY
 ) -> dict[str, int]:
     """How often each verdict falls, as in ``judge_record``."""
     verdicts = [judgement.verdict for judgement in judge_record(claims, results, machine, log)]
