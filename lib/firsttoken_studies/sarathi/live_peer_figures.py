@@ -8,7 +8,7 @@ from firsttoken.study.plot import LOOKS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Scalar, Summary
-from firsttoken_studies.sarathi.changing_load import scaled
+from firsttoken_studies.sarathi.figures import scaled
 from firsttoken_studies.sarathi.live_peer import BEST, OURS, VLLM
 
 if TYPE_CHECKING:
