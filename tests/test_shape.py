@@ -20,29 +20,29 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken.cps": (640, 3, 10),
     "firsttoken.droidspeak": (3040, 8, 8.5),
     "firsttoken.engine": (7010, 16, 8.5),
-    "firsttoken.lean": (620, 4, 7.5),
+    "firsttoken.lean": (620, 4, 7.6),
     "firsttoken.link": (430, 2, 7),
     "firsttoken.petals": (6150, 14, 10.5),
     "firsttoken.progressiveserve": (4640, 8, 10.5),
     "firsttoken.sarathi": (430, 2, 12.5),
-    "firsttoken.service": (2995, 8, 10.5),
-    "firsttoken.study": (6420, 9, 10),
+    "firsttoken.service": (3010, 8, 10.5),
+    "firsttoken.study": (6570, 9, 10),
     "firsttoken_extras": (100, 1, 15),
     "firsttoken_extras.bitplanes": (1360, 6, 10),
     "firsttoken_extras.layer_borrowing": (490, 3, 12),
     "firsttoken_extras.vllm_cross_point": (345, 3, 12.5),
     "firsttoken_extras.worker": (865, 3, 13),
-    "firsttoken_studies": (920, 3, 9),
-    "firsttoken_studies.combined": (1900, 3, 13.5),
-    "firsttoken_studies.cps": (1650, 4, 9),
-    "firsttoken_studies.droidspeak": (4410, 7, 9.5),
+    "firsttoken_studies": (1200, 4, 9),
+    "firsttoken_studies.combined": (1890, 3, 13.5),
+    "firsttoken_studies.cps": (1615, 4, 10),
+    "firsttoken_studies.droidspeak": (4375, 7, 10),
     "firsttoken_studies.engine": (750, 1, 11),
-    "firsttoken_studies.petals": (3350, 4, 9.5),
-    "firsttoken_studies.progressiveserve": (4280, 5, 11),
-    "firsttoken_studies.sarathi": (2330, 4, 11),
+    "firsttoken_studies.petals": (3330, 4, 10),
+    "firsttoken_studies.progressiveserve": (4260, 5, 11.5),
+    "firsttoken_studies.sarathi": (2315, 4, 12),
     "firsttoken_studies.trying": (480, 2, 17),
 }
-LONGEST, LONGEST_STUDY = 400, 680  # lines of a file; a study is one file a notebook
+LONGEST = 400  # lines of a file; a study that would be longer is measured in one and drawn in another
 SHORTER_THAN_60 = 86  # files of the library, which is a concept that hardly deserves one
 NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no part of it
     "firsttoken.assets.qa_files": "more than 400 lines together",
@@ -58,8 +58,8 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.worker.remote_executor": "an engine runs over it without a service",
     "firsttoken_extras.worker.worker_model": "a test serves it without the process",
 }
-NEIGHBOURING_STUDIES = 17  # a study whose numbers another one draws
-BEHIND_A_NOTEBOOK = 20_600  # lines of the library that the studies of one notebook import
+NEIGHBOURING_STUDIES = 19  # a study whose numbers another file draws
+BEHIND_A_NOTEBOOK = 20_635  # lines of the library that the studies of one notebook import
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin
 _NO_SUBJECT = re.compile(
     r"(Of|As|By|From|Where|Who|Whose|That|Those|So|Until|At|In|Out|On|For|Behind|Before|After|Beside|None|Also)\b"
@@ -102,8 +102,7 @@ def _leaf(module: str) -> str:
 
 
 def test_files_are_neither_long_nor_many_of_them_short() -> None:
-    most = {"firsttoken_studies": LONGEST_STUDY}
-    assert [m for m in sources() if lines_of(m) > most.get(m.partition(".")[0], LONGEST)] == []
+    assert [m for m in sources() if lines_of(m) > LONGEST] == []
     short = [m for m in sources() if m.startswith("firsttoken.") and lines_of(m) < 60 and not is_folder(m)]
     assert len(short) <= SHORTER_THAN_60
 

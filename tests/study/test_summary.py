@@ -10,6 +10,7 @@ import pytest
 from entries import entry
 
 from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.record import frame_of
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary, misplaced
 
@@ -68,3 +69,15 @@ def test_a_result_makes_a_summary_of_its_list(make_result) -> None:
     result = make_result()
     assert result.summary.value("copy_s") == 0.375
     assert isinstance(replace(result, summary=list(result.summary)).summary, Summary)
+
+
+def test_a_frame_is_summarised_by_its_groups_in_their_order() -> None:
+    rows = [{"what": "run", "policy": policy, "took_s": s, "n": 1} for policy in ("swap", "drop") for s in (0.1, 0.3)]
+    rows += [{"what": "floor", "took_s": 0.05}]
+    summary = Summary()
+    summary.by(frame_of(rows, what="run"), {"policy": "policy"}, {"took_ms": ("took_s", "median", "ms", 1000)}, batch=4)
+    summary.by(frame_of(rows), {}, {"n": ("n", "mean", "")})
+    summary.by(frame_of(rows, what="nothing"), {"policy": "policy"}, {"took_ms": ("took_s", "mean", "ms")})
+    assert [entry["where"] for entry in summary] == [{"policy": "swap", "batch": 4}, {"policy": "drop", "batch": 4}, {}]
+    assert summary.of("took_ms", policy="drop", batch=4)["value"] == pytest.approx(200)
+    assert summary.of("n")["n"] == 4, "a row without a value counts for nothing"

@@ -38,7 +38,7 @@ Rows = list[dict[str, Any]]
 
 
 def rows_where(rows: Rows, **values: Any) -> Rows:
-    """Those of ``rows`` that have all of ``values`` in the columns of these names, in their order."""
+    """Return those of ``rows`` that have all of ``values`` in the columns of these names, in their order."""
     return [row for row in rows if values.items() <= row.items()]
 
 

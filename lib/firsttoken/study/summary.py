@@ -99,8 +99,10 @@ class Summary(list[Entry]):
         :func:`~firsttoken.study.stats.bootstrap` takes), the unit, and by what the column is multiplied where that is
         not 1.
         """
+        if not len(frame):
+            return
         groups = frame.groupby(list(keys.values()), sort=False) if keys else [((), frame)]
-        for values, group in groups if len(frame) else ():
+        for values, group in groups:
             place = dict(zip(keys, values, strict=True))
             for measure, (column, statistic, unit, *scale) in measures.items():
                 found = group[column].dropna().infer_objects()

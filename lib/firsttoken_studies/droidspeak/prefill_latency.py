@@ -27,7 +27,7 @@ from firsttoken.droidspeak.profile.pareto import smallest_within
 from firsttoken.study.overlay import Drawn, legend, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
@@ -39,6 +39,7 @@ from firsttoken_studies.droidspeak.styles import METHODS, style_of
 from firsttoken_studies.droidspeak.wire import SUFFIX, random_request
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -157,19 +158,16 @@ def _timed(
     return {"prefill_s": round(prefilled, 6), "first_token_s": round(watch.seconds, 6)}
 
 
-def over_share(rows: Sequence[dict[str, Any]]) -> dict[float, Interval]:
+def over_share(rows: Rows) -> dict[float, Interval]:
     """Return by share of layers partial prefill's time over (k + first token) / L of the same round's full prefill.
 
     ``rows`` are of one length.
     """
-    full = {row["round"]: row for row in rows if row["method"] == "full prefill"}
-    ratios: dict[float, list[float]] = {}
-    for row in sorted(rows, key=lambda row: row["compute"]):
-        if row["method"] == "DroidSpeak" and row["compute"] < 1:
-            whole = full[row["round"]]
-            share = row["compute"] * whole["prefill_s"] + whole["first_token_s"] - whole["prefill_s"]
-            ratios.setdefault(row["compute"], []).append(row["first_token_s"] / share)
-    return {share: bootstrap(values, "median") for share, values in ratios.items()}
+    frame = frame_of(rows).merge(frame_of(rows, method="full prefill"), on="round", suffixes=("", "_full"))
+    partial = frame[(frame.method == "DroidSpeak") & (frame.compute < 1)]
+    share = partial.compute * partial.prefill_s_full + partial.first_token_s_full - partial.prefill_s_full
+    ratios = (partial.first_token_s / share).groupby(partial.compute)
+    return {compute: bootstrap(values, "median") for compute, values in ratios}
 
 
 def latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -180,17 +178,17 @@ def latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """
     summary, lengths, shares = Summary(), sorted({row["tokens"] for row in rows}), parameters["latency"]["shares"]
     for tokens in lengths:
-        of = [row for row in rows if row["tokens"] == tokens]
+        of = rows_where(rows, tokens=tokens)
         if each := over_share(of):
             worst = max(each.values(), key=lambda interval: interval.estimate).summary("x of (k + first token) / L")
             over = {"method": "DroidSpeak", "than": "its share of a full prefill"}
             summary.add("ttft_x", worst, **over, context_tokens=tokens, across="worst")
         if "depth" in rows[0]:
             _add_ways(summary, of, tokens, shares)
-    longest = [row for row in rows if row["tokens"] == lengths[-1]]
-    if blends := [row for row in longest if row["method"] == "CacheBlend"]:
+    longest = rows_where(rows, tokens=lengths[-1])
+    if blends := rows_where(longest, method="CacheBlend"):
         usual = min(row["compute"] for row in blends)  # with the paper's share of tokens, its least
-        gain = _gain(longest, [row for row in blends if row["compute"] == usual])
+        gain = _gain(longest, rows_where(blends, compute=usual))
         summary.add("speedup_x", gain.summary("x"), method="CacheBlend", share=min(shares))
     _add_speedups(summary, longest, [Run.parse(text) for text in parameters["reuse"]["runs"]])
     return summary
@@ -201,8 +199,8 @@ def _add_ways(summary: Summary, rows: Rows, tokens: int, shares: Sequence[float]
     depth = rows[0]["depth"]
     blended = {round(_blended(tokens, depth, share), 4): share for share in shares}
     for name in ("DroidSpeak", "CacheBlend", "smaller model"):
-        for compute in sorted({row["compute"] for row in rows if row["method"] == name}):
-            mine = [row for row in rows if row["method"] == name and row["compute"] == compute]
+        for compute in sorted({row["compute"] for row in rows_where(rows, method=name)}):
+            mine = rows_where(rows, method=name, compute=compute)
             size = {"share": blended[compute]} if name == "CacheBlend" else {"layers": round(compute * depth)}
             summary.add("speedup_x", _gain(rows, mine).summary("x"), method=name, **size, context_tokens=tokens)
 
@@ -232,11 +230,9 @@ def _add_speedups(summary: Summary, rows: Rows, runs: Sequence[Run]) -> None:
 
 def _gain(rows: Rows, mine: Rows) -> Interval:
     """How many times earlier the first token comes in ``mine`` than in the full prefill of the same round."""
-    full = {row["round"]: row["first_token_s"] for row in rows if row["method"] == "full prefill"}
+    full = {row["round"]: row["first_token_s"] for row in rows_where(rows, method="full prefill")}
     return bootstrap([full[row["round"]] / row["first_token_s"] for row in mine], "median")
 
-
-# How long each method computes, and partial prefill against its share of a full one, in notebook 33.
 
 TARGET = 1.10  # of (k + first token) / L
 SHARE = COLOURS["mark"]  # the line of what is in proportion
@@ -255,9 +251,9 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
     for one in drawn:
         edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
         there = sorted({row["tokens"] for row in one.result.rows})
-        _times(left, [row for row in one.result.rows if row["tokens"] == there[-1]], one, f"{there[-1]:,}")
+        _times(left, one.result.frame(tokens=there[-1]), one, f"{there[-1]:,}")
         for tokens in there:
-            over_it = over_share([row for row in one.result.rows if row["tokens"] == tokens])
+            over_it = over_share(rows_where(one.result.rows, tokens=tokens))
             shares = [100 * share for share in over_it]
             low, middle, high = np.array([[found.low, found.estimate, found.high] for found in over_it.values()]).T
             right.errorbar(shares, middle, [middle - low, high - middle], marker="os^Dv"[lengths.index(tokens)],
@@ -276,23 +272,16 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def _times(ax: Axes, rows: Rows, one: Drawn, tokens: str) -> None:
+def _times(ax: Axes, frame: pandas.DataFrame, one: Drawn, tokens: str) -> None:
     edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
-    by: dict[str, dict[float, list[float]]] = {}
-    for row in rows:
-        by.setdefault(row["method"], {}).setdefault(row["compute"], []).append(row["first_token_s"])
-    for name, line in by.items():
-        points = sorted((100 * share, float(np.median(times))) for share, times in line.items())
-        look = style_of(name)
-        ax.plot(*zip(*points, strict=True), f"{look.marker}-", color=look.colour, **edge, **one.style)
+    for name, mine in frame.groupby("method", sort=False):
+        line, look = mine.groupby("compute").first_token_s.median(), style_of(name)
+        ax.plot(100 * line.index, line, f"{look.marker}-", color=look.colour, **edge, **one.style)
         known = ax.get_legend_handles_labels()[1]
         if look.label not in known:
             ax.plot([], [], f"{look.marker}-", color=look.colour, label=look.label)
-    full = [row for row in rows if row["method"] == OWN]
-    prefill, first = (
-        float(np.median(v))
-        for v in ([r["prefill_s"] for r in full], [r["first_token_s"] - r["prefill_s"] for r in full])
-    )
+    full = frame[frame.method == OWN]
+    prefill, first = full.prefill_s.median(), (full.first_token_s - full.prefill_s).median()
     in_share = {} if "in proportion" in ax.get_legend_handles_labels()[1] else {"label": "in proportion"}
     ax.plot([0, 100], [first, prefill + first], color=SHARE, linewidth=1.2, **(one.style | {"zorder": 1}), **in_share)
     ax.annotate(f"{tokens} tokens", (100, prefill + first), ha="right", va="bottom", fontsize=9)

@@ -12,7 +12,7 @@ from firsttoken.droidspeak.profile.profile_transfer import Chooser, best_of_size
 from firsttoken.study.overlay import Drawn, name_results, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
@@ -107,8 +107,7 @@ def over_own(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[float]
     Groups of a fixed size are compared with those of the same size.
     """
     same = ["what", "receiver", "sender", "rule", "judged_on", *(["layers"] if row["rule"] == OF_SIZE else [])]
-    wanted = {name: row[name] for name in same} | {"chosen_on": row["judged_on"]}
-    own = next(other for other in rows if all(other.get(name) == value for name, value in wanted.items()))
+    own, *_ = rows_where(rows, **{name: row[name] for name in same}, chosen_on=row["judged_on"])
     return [mine - theirs for mine, theirs in zip(row["item_loss"], own["item_loss"], strict=True)]
 
 
@@ -120,13 +119,12 @@ def is_foreign(row: dict[str, Any]) -> bool:
 def transfer_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """What each choice loses where it is used, what a foreign one loses more than the task's own, how stable one is."""
     summary = Summary()
-    for row in rows:
-        if row["what"] == "transfer" and row["rule"] == AT_BOUND:
-            place = _place(row)
-            summary.add("loss_points", bootstrap(row["item_loss"]).summary("points", 100), **place)
-            if row["chosen_on"] == SEEN:  # the optimism of a choice about its own items
-                unseen = bootstrap([-difference for difference in over_own(rows, row)]).summary("points", 100)
-                summary.add("loss_points", unseen, **place | {"chosen_on": row["judged_on"], "than": SEEN})
+    for row in rows_where(rows, what="transfer", rule=AT_BOUND):
+        place = _place(row)
+        summary.add("loss_points", bootstrap(row["item_loss"]).summary("points", 100), **place)
+        if row["chosen_on"] == SEEN:  # the optimism of a choice about its own items
+            unseen = bootstrap([-difference for difference in over_own(rows, row)]).summary("points", 100)
+            summary.add("loss_points", unseen, **place | {"chosen_on": row["judged_on"], "than": SEEN})
     for rule in (AT_BOUND, OF_SIZE):
         _add_foreign(summary, rows, rule)
     _add_stability(summary, rows)
@@ -166,25 +164,21 @@ def _add_foreign(summary: Summary, rows: Rows, rule: str) -> None:
 
 def _add_stability(summary: Summary, rows: Rows) -> None:
     """Add by task and sample size the layers chosen (95 % of the draws), and the mean loss on items not drawn."""
-    cells: dict[tuple[str, str, str, int], Rows] = {}
-    for row in rows:
-        if row["what"] == "choice":
-            cells.setdefault((row["receiver"], row["sender"], row["chosen_on"], row["items"]), []).append(row)
-    for (receiver, sender, task, items), of in cells.items():
-        place = {"receiver": receiver, "sender": sender, "task": task, "items": items}
-        layers = sorted(row["layers"] for row in of)
+    choices = frame_of(rows, what="choice")
+    if not len(choices):
+        return
+    keys = {"receiver": "receiver", "sender": "sender", "task": "chosen_on", "items": "items"}
+    for values, of in choices.groupby(list(keys.values()), sort=False):
+        layers = sorted(of.layers)
         middle, low, high = (layers[round(share * (len(layers) - 1))] for share in (0.5, 0.025, 0.975))
         chosen = {"value": middle, "low": low, "high": high, "n": len(of), "unit": "layers"}
-        lost = bootstrap([row["relative_loss"] for row in of])
-        summary.add("group_layers", chosen, **place)
-        summary.add("relative_loss_pct", lost.summary("% of the own score", 100), **place)
-    if sizes := sorted({items for *_, items in cells}):
+        summary.add("group_layers", chosen, **dict(zip(keys, values, strict=True)))
+        summary.by(of, keys, {"relative_loss_pct": ("relative_loss", "mean", "% of the own score", 100)})
+    if sizes := sorted(set(choices["items"])):
         half = sizes[len(sizes) // 2]  # of all items, the paper's 50 contexts or a few more
         worst = max(summary.all("relative_loss_pct", items=half), key=lambda entry: entry["value"])
         summary.add("relative_loss_pct", worst, items="half", across="worst")
 
-
-# The figures and tables of notebook 34, from a result of profile_transfer alone.
 
 PAPER_WORST, PAPER_MEAN = 4, 2  # points, 5.4
 
@@ -229,7 +223,7 @@ def stability(recorded: Result, now: Result) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     both = over(recorded, now)
-    choices = [(one, [row for row in one.result.rows if row["what"] == "choice"]) for one in both]
+    choices = [(one, rows_where(one.result.rows, what="choice")) for one in both]
     rows = [row for _, of_run in choices for row in of_run]
     runs = list(dict.fromkeys((_pair(row), row["chosen_on"]) for row in rows))
     sizes = sorted({row["items"] for row in rows})
@@ -273,7 +267,7 @@ def _sample(left: Axes, right: Axes, at: float, rows: Rows, one: Drawn, shade: f
 def matrix_rows(result: Result) -> Rows:
     """The matrix of losses: where a choice was made, where it is used; points, with the group chosen most often."""
     lines: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in _transfer_rows(result, AT_BOUND):
+    for row in rows_where(result.rows, what="transfer", rule=AT_BOUND):
         line = lines.setdefault((_pair(row), row["chosen_on"]), {"pair": _pair(row), "chosen on": row["chosen_on"]})
         loss = bootstrap(row["item_loss"]).summary("points", 100)
         line[f"used on {row['judged_on']}"] = f"{interval(loss)}, mostly {row['group']}"
@@ -282,8 +276,7 @@ def matrix_rows(result: Result) -> Rows:
 
 def difference_rows(result: Result) -> Rows:
     """What a foreign choice loses more than the task's own: at the bound, and at equal size averaged over the sizes."""
-    rows = []
-    papers = {"worst": f"at most {PAPER_WORST}", "mean": str(PAPER_MEAN)}
+    rows, papers = [], {"worst": f"at most {PAPER_WORST}", "mean": str(PAPER_MEAN)}
     for entry in result.summary.all("loss_points", variant=AT_BOUND, than=OWN):
         where = entry["where"]
         across = where.get("across")
@@ -306,20 +299,6 @@ def unseen_rows(result: Result) -> Rows:
         {"choice": _choice(entry["where"]), "points": interval(entry), "n": entry["n"]}
         for entry in result.summary.all("loss_points", than=SEEN)
     ]
-
-
-def elsewhere(result: Result) -> dict[str, list[float]]:
-    """Return by run the mean relative loss of choices on items not drawn, from samples of few items to many."""
-    found: dict[str, dict[int, list[float]]] = {}
-    for row in result.rows:
-        if row["what"] == "choice":
-            sizes = found.setdefault(f"{_pair(row)}: {row['chosen_on']}", {})
-            sizes.setdefault(row["items"], []).append(row["relative_loss"])
-    return {run: [sum(of) / len(of) for _, of in sorted(sizes.items())] for run, sizes in found.items()}
-
-
-def _transfer_rows(result: Result, rule: str) -> Rows:
-    return [row for row in result.rows if row["what"] == "transfer" and row["rule"] == rule]
 
 
 def _pair(row: Mapping[str, Scalar]) -> str:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from firsttoken.petals.int8_transport import pack, packed_bytes, unpack
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -206,21 +207,14 @@ def _stepping(model: nn.Module, ids: Tensor) -> Iterator[Callable[[], None]]:
 
 def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Perplexity lost by variant (per cent, paired by window), bytes over 16 bits, seconds over 16 bits by batch."""
-    by: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["what"] == "quality":
-            by.setdefault(row["variant"], []).append(row)
-    plain = np.array([row["text_nll"] for row in by[PLAIN]])
+    quality = frame_of(rows, what="quality")
+    plain = quality[quality.variant == PLAIN].text_nll.to_numpy()
     summary, perplexity = Summary(), bootstrap(plain, lambda sample: float(np.exp(sample.mean())))
     summary.add("perplexity", perplexity.summary(), variant=PLAIN)
-    for variant, here in by.items():
-        if variant == PLAIN:
-            continue
-        more = np.array([row["text_nll"] for row in here]) - plain
-        lost = bootstrap(more, lambda sample: float(100 * np.expm1(sample.mean())))
-        same = bootstrap([row["agree"] for row in here])
+    for variant, here in quality[quality.variant != PLAIN].groupby("variant", sort=False):
+        lost = bootstrap(here.text_nll.to_numpy() - plain, lambda sample: float(100 * np.expm1(sample.mean())))
         summary.add("perplexity_lost_pct", lost.summary("%"), variant=variant, than=PLAIN)
-        summary.add("same_token_pct", same.summary("%", 100), variant=variant, than=PLAIN)
+        summary.by(here, {"variant": "variant"}, {"same_token_pct": ("agree", "mean", "%", 100)}, than=PLAIN)
     for row in rows:
         if row["what"] == "bytes":
             over = {"value": row["bytes8"] / row["bytes16"], "unit": "x"}
@@ -228,11 +222,8 @@ def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         if row["what"] == "outliers":
             share = 100 * row["outliers"] / row["values"]
             summary.add("outliers_pct", {"value": share, "n": row["values"], "unit": "%"})
-    steps: dict[int, dict[str, list[float]]] = {}
-    for row in rows:
-        if row["what"] == "step":
-            steps.setdefault(row["batch"], {}).setdefault(row["of"], []).append(row["seconds"])
-    for batch, by_name in steps.items():
+    for batch, steps in frame_of(rows, what="step").groupby("batch", sort=False):
+        by_name = {name: mine.seconds.to_numpy() for name, mine in steps.groupby("of", sort=False)}
         for name, seconds in by_name.items():
             rate = bootstrap(seconds, lambda sample, n=batch: float(n / np.median(sample)))
             summary.add("tokens_per_s", rate.summary("tokens/s"), variant=name, batch=batch)
@@ -242,8 +233,6 @@ def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
                 summary.add("slower_pct", over.summary("%"), variant=name, batch=batch, than=WHOLE)
     return summary
 
-
-# The figure and the tables of notebook 51, drawn from a result alone.
 
 VARIANTS = {
     "states": "hidden states, between three servers",
@@ -293,11 +282,8 @@ def table_1_rows(recorded: Result | None, now: Result) -> Rows:
             lost = summary.get("perplexity_lost_pct", variant=variant, than=PLAIN)
             same = summary.get("same_token_pct", variant=variant, than=PLAIN)
             if lost is not None:
-                row = {
-                    "model": named,
-                    "bits": f"8: {name}",
-                    "perplexity": f"{plain['value'] * (1 + lost['value'] / 100):.2f}",
-                }
+                perplexity = plain["value"] * (1 + lost["value"] / 100)
+                row = {"model": named, "bits": f"8: {name}", "perplexity": f"{perplexity:.2f}"}
                 row |= {"lost, %, paired": interval(lost, 2), "same likeliest token, %": interval(same, 1)}
                 rows.append(row)
     return rows
@@ -309,18 +295,17 @@ def speed_rows(recorded: Result | None, now: Result) -> Rows:
     rows = []
     for drawn in over(recorded, now):
         summary = drawn.result.summary
-        for batch in drawn.result.parameters["eight_bits"]["batches"]:
-            for name, label in STEP_NAMES.items():
-                rows.append(
-                    {
-                        "requests": batch,
-                        "weights": label,
-                        "tokens/s": interval(summary.of("tokens_per_s", variant=name, batch=batch), 1),
-                        "slower, %": interval(summary.get("slower_pct", variant=name, batch=batch, than=WHOLE), 1),
-                        "slower in the paper, %": paper.get(batch, "") if name == "8_bits" else "",
-                        "whose": drawn.who(),
-                    }
-                )
+        for batch, name in product(drawn.result.parameters["eight_bits"]["batches"], STEP_NAMES):
+            rows.append(
+                {
+                    "requests": batch,
+                    "weights": STEP_NAMES[name],
+                    "tokens/s": interval(summary.of("tokens_per_s", variant=name, batch=batch), 1),
+                    "slower, %": interval(summary.get("slower_pct", variant=name, batch=batch, than=WHOLE), 1),
+                    "slower in the paper, %": paper.get(batch, "") if name == "8_bits" else "",
+                    "whose": drawn.who(),
+                }
+            )
     return rows
 
 

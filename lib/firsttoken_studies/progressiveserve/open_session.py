@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,11 +24,14 @@ from firsttoken.progressiveserve.staged_serving.probe import Probe
 from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import bootstrap, paired_bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import synchronise
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint, bare_checkpoint, served_checkpoint
+
+if TYPE_CHECKING:
+    import pandas
 
 MOVES = ((1, 2), (2, 3), (1, 3))
 ROUNDING = 0.5  # what right logits may differ by: four steps of bf16 at 16; the naive ones are off by 10 and more
@@ -167,22 +170,18 @@ def _loss(logits: torch.Tensor, target: int) -> torch.Tensor:
 
 def session_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """What every policy costs in ms at the longest context and does to the logits and to what follows, by kind."""
-    summary = Summary()
-    longest = max(parameters["open_session"]["contexts"])
+    summary, longest = Summary(), max(parameters["open_session"]["contexts"])
     for kind in ("healed", "bare"):
-        costs = [row for row in rows if row["measure"] == "cost" and row["kind"] == kind]
-        said = [row for row in rows if row["measure"] == "continuation" and row["kind"] == kind]
-        losses = {name: [row["nll"] for row in said if row["policy"] == name] for name in TRANSITIONS}
+        costs, said = (frame_of(rows, measure=measure, kind=kind) for measure in ("cost", "continuation"))
+        losses = dict(list(said.groupby("policy").nll)) if len(said) else {}
         for name in TRANSITIONS:
-            place = {"policy": name, "variant": kind}
-            chosen = [row for row in costs if row["policy"] == name]
-            at = [row["cost_ms"] for row in chosen if row["context_tokens"] == longest and row["from_stage"] == 1]
-            cost, same = bootstrap(at, "median"), bootstrap([row["same_token"] for row in chosen])
-            error = {"value": max(row["logit_error"] for row in chosen), "n": len(chosen)}
-            summary.add("cost_ms", cost.summary(f"ms at {longest} tokens"), **place, context_tokens=longest)
-            summary.add("logit_error", error, **place)
-            summary.add("same_token_pct", same.summary("%", 100), **place)
-            if losses[name]:
+            place, chosen = {"policy": name, "variant": kind}, costs[costs.policy == name]
+            at = chosen[(chosen.context_tokens == longest) & (chosen.from_stage == 1)]
+            cost = {"cost_ms": ("cost_ms", "median", f"ms at {longest} tokens")}
+            summary.by(at, {}, cost, **place, context_tokens=longest)
+            summary.add("logit_error", {"value": chosen.logit_error.max(), "n": len(chosen)}, **place)
+            summary.by(chosen, {}, {"same_token_pct": ("same_token", "mean", "%", 100)}, **place)
+            if name in losses:
                 excess = paired_bootstrap(losses[name], losses["prefill again"])
                 summary.add("nll", bootstrap(losses[name]).summary("nats a token"), **place)
                 summary.add("excess_nll", excess.summary("nats a token"), **place)
@@ -190,11 +189,12 @@ def session_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def cheapest_correct(costs: Rows) -> str:
+def cheapest_correct(costs: pandas.DataFrame) -> str:
     """Return the policy of least total cost among those that move an open request and always give the right logits.
 
     The request boundary costs nothing and moves nothing: it is what a request gets that does not ask to be moved.
     """
-    moving = [name for name in TRANSITIONS if name != "request boundary"]
-    right = [n for n in moving if all(row["logit_error"] <= ROUNDING for row in costs if row["policy"] == n)]
-    return min(right, key=lambda name: sum(row["cost_ms"] for row in costs if row["policy"] == name), default="none")
+    by_policy = costs.groupby("policy").agg({"logit_error": "max", "cost_ms": "sum"})
+    right = [name for name, found in by_policy.iterrows() if found.logit_error <= ROUNDING]
+    moving = [name for name in TRANSITIONS if name in right and name != "request boundary"]
+    return min(moving, key=by_policy.cost_ms.get, default="none")

@@ -12,7 +12,7 @@ from firsttoken.progressiveserve.stages import REPORT_PLAN
 from firsttoken.study.overlay import legend, name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result
-from firsttoken.study.show import interval, table
+from firsttoken.study.show import interval
 from firsttoken.study.summary import Scalar
 
 if TYPE_CHECKING:
@@ -280,13 +280,6 @@ def recovery_rows(result: Result, models: Mapping[str, dict[str, Scalar]]) -> li
         for kind in NAMES
         if get("f1_recovered_pct", **place, recipe=kind)
     ]
-
-
-def control_table(result: Result) -> pandas.DataFrame:
-    """Shares recovered by every control that removes layers, named by its block."""
-    blocks = result.provenance["blocks"]
-    controls = {f"{name}: layers {layers[0]}-{layers[-1]}": {"variant": name} for name, layers in blocks.items()}
-    return table(recovery_rows(result, controls), "model")
 
 
 def _places(result: Result) -> list[dict[str, Any]]:

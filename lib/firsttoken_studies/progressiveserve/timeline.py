@@ -17,7 +17,7 @@ from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, weight_byt
 from firsttoken.progressiveserve.base_model import ServedConfig, load_served
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
@@ -118,22 +118,21 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     runs = range(config["runs"])
     summary = Summary()
     for case in CASES:
-        mine = [row for row in rows if row["case"] == case]
-        first = [min(row["at_s"] for row in mine if row["run"] == run and row["row"] == "token") for run in runs]
-        last = max(row["stage"] for row in mine if row["row"] == "event")
-        served = [row for row in mine if row["row"] == "event" and row["what"] == "serving"]
-        full = [row["at_s"] for row in served if row["stage"] == last]
-        growth = [_growth(mine, run) for run in runs]
-        tokens = [len(_tokens(mine, run)) for run in runs]
+        mine = rows_where(rows, case=case)
+        tokens, events = frame_of(mine, row="token"), frame_of(mine, row="event")
+        by_run = tokens.groupby("run").at_s.agg(["min", "count"]).reindex(runs)
+        requests = [row["tokens"] for row in rows_where(mine, row="request")]
         short = {
-            "value": sum(row["tokens"] != config["new_tokens"] for row in mine if row["row"] == "request"),
-            "n": sum(row["row"] == "request" for row in mine),
+            "value": sum(count != config["new_tokens"] for count in requests),
+            "n": len(requests),
             "unit": "requests with a token too few or too many",
         }
-        summary.add("ttft_p50_s", bootstrap(first, "median").summary("s"), case=case)
-        summary.add("full_time_s", bootstrap(full, "median").summary("s"), case=case)
-        summary.add("tokens", bootstrap(tokens, "median").summary("tokens"), case=case)
+        served = events[(events.what == "serving") & (events.stage == events.stage.max())]
+        summary.by(by_run, {}, {"ttft_p50_s": ("min", "median", "s")}, case=case)
+        summary.by(served, {}, {"full_time_s": ("at_s", "median", "s")}, case=case)
+        summary.by(by_run, {}, {"tokens": ("count", "median", "tokens")}, case=case)
         summary.add("short_requests", short, case=case)
+        growth = [_growth(mine, run) for run in runs]
         if None not in growth:
             summary.add("peak_memory_x", bootstrap(growth, "median").summary("x"), case=case, than="model")
         told = [row for row in mine if {"device_peak_bytes", "model_bytes"} <= row.keys()]
@@ -152,8 +151,8 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 def _growth(rows: Rows, run: int) -> float | None:
     """Return how many times the model's bytes the process grew in one run; None where one of these is unknown."""
-    mine = [row for row in rows if row["run"] == run]
-    return peak_growth(mine, next(row.get("model_bytes") for row in mine if row["row"] == "peak"))
+    (peak,) = rows_where(rows, run=run, row="peak")
+    return peak_growth(rows_where(rows, run=run), peak.get("model_bytes"))
 
 
 def peak_growth(rows: Rows, model_bytes: int | None) -> float | None:
@@ -168,23 +167,18 @@ def peak_growth(rows: Rows, model_bytes: int | None) -> float | None:
     return (peak - before) / model_bytes
 
 
-def _tokens(rows: Rows, run: int) -> Rows:
-    return [row for row in rows if row["run"] == run and row["row"] == "token"]
-
-
 def stalls(rows: Rows, run: int) -> list[float]:
     """Return, for each request that was decoding when a stage took over, the ms between the tokens around that moment,
     less the median turn and less what moving sessions over took."""
-    tokens = _tokens(rows, run)
-    events = [row for row in rows if row["run"] == run and row["row"] == "event"]
-    moments = [row for row in events if row["what"] == "serving" and row["stage"] > 1]
+    events = rows_where(rows, run=run, row="event")
+    moments = [row for row in rows_where(events, what="serving") if row["stage"] > 1]
     by_request: dict[tuple[int, int], list[float]] = {}
-    for row in tokens:
+    for row in rows_where(rows, run=run, row="token"):
         by_request.setdefault((row["client"], row["request"]), []).append(row["at_s"])
     gaps = [(low, high) for times in by_request.values() for low, high in pairwise(times)]
     usual = float(np.median([high - low for low, high in gaps])) if gaps else 0.0
     found = []
     for moment in moments:
-        moved = sum(row["took_s"] for row in events if "took_s" in row and row["stage"] == moment["stage"])
+        moved = sum(row["took_s"] for row in rows_where(events, stage=moment["stage"]) if "took_s" in row)
         found += [1000 * (high - low - usual - moved) for low, high in gaps if low <= moment["at_s"] < high]
     return found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows, frame_of
 from firsttoken.study.show import interval
 from firsttoken_studies.sarathi.changing_load import ABOVE_BEST, ADAPTIVE, strict
-from firsttoken_studies.sarathi.figures import NAMES, told
+from firsttoken_studies.sarathi.figures import NAMES, scaled, told
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -115,11 +114,6 @@ def above_rows(result: Result) -> Rows:
         for times in result.parameters["changing_load"]["objectives"]
         if (above := found.get("within_points", **ABOVE_BEST, objective=times))
     ]
-
-
-def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """An entry of a summary in another unit."""
-    return entry | {name: scale * entry[name] for name in ("value", "low", "high") if name in entry}
 
 
 def _schedulers(result: Result) -> list[str]:

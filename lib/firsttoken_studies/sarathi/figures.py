@@ -45,6 +45,11 @@ def told(scheduler: str) -> str:
     return NAMES[name][1] + (f", {budget}" if budget else "")
 
 
+def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """An entry of a summary in another unit."""
+    return entry | {name: scale * entry[name] for name in ("value", "low", "high") if name in entry}
+
+
 def stalls(recorded: Result | None, now: Result) -> Figure:
     """The tokens of a running request after a long prompt has come, by scheduler (Figure 1a); one run each. Where a
     line has its mark the prompt has its first token."""

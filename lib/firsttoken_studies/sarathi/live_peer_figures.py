@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from firsttoken.study.plot import LOOKS
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.record import Result, Rows, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Scalar, Summary
-from firsttoken_studies.sarathi.changing_load_figures import scaled
+from firsttoken_studies.sarathi.figures import scaled
 from firsttoken_studies.sarathi.live_peer import BEST, OURS, VLLM
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def beside(result: Result) -> Figure:
         for shift, (system, (look, told)) in zip((-0.1, 0.1), SYSTEMS.items(), strict=True):
             colour, marker = LOOKS[look]
             for place, budget in enumerate(budgets):
-                each = scale * result.frame(system=system, budget=budget)[column]
+                each = scale * frame_of(result.rows, system=system, budget=budget)[column]
                 ax.plot([place + 2 * shift] * len(each), each, ".", color=colour, markersize=7)
             medians = [scale * result.summary.value(column, engine=system, budget_tokens=budget) for budget in budgets]
             places = [place + shift for place in range(len(budgets))]
