@@ -105,6 +105,9 @@ def claims(options: argparse.Namespace) -> int:
     if late := ledger.outdated_pages(options.machine):
         print(f"firsttoken: out of date: {', '.join(late)}; run `firsttoken claims --update`")
         return FAILED
+    if options.update:
+        print("claims: README.md, the pages of data and the notebooks show the record")
+        return OK
     if faults := ledger.record_faults():
         print(*(f"firsttoken: {fault}" for fault in faults), sep="\n", file=sys.stderr)
         return FAILED

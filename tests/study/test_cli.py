@@ -18,6 +18,7 @@ from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.notebooks import notebook_paths
 from firsttoken.study.record import write_result
+from firsttoken_studies import ledger
 from firsttoken_studies.registry import EXPERIMENTS
 
 pytestmark = pytest.mark.usefixtures("root")
@@ -109,7 +110,7 @@ def test_processes_that_compute_in_turns_wait_briefly(monkeypatch, experiment: s
     monkeypatch.delenv("GOMP_SPINCOUNT")
     told = []
 
-    def run_experiment(name: str, profile: object) -> SimpleNamespace:
+    def run_experiment(name: str, profile: object, because: str) -> SimpleNamespace:
         told.append("GOMP_SPINCOUNT" in os.environ)
         return SimpleNamespace(duration_s=0.0, rows=[], path="", summary=[])
 
@@ -205,13 +206,29 @@ def test_the_pages_are_updated_and_checked(root: Path, make_result, capsys) -> N
     for page in ("README.md", "CLAIMS.md", "CAPACITY.md"):
         (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
     assert main(["claims", "--check"]) == 1
-    write_result(make_result(profile="full", machine={"slug": "elsewhere-4c", "gpu": None}))
+    write_result(recorded := make_result(profile="full", machine={"slug": "elsewhere-4c", "gpu": None}))
     assert main(["claims", "--update", "--machine", "elsewhere-4c"]) == 0
+    assert main(["claims", "--check"]) == 1 and "has no line in record.jsonl" in capsys.readouterr().err
+    ledger.note_run(recorded)
     assert main(["claims", "--check"]) == 0, "the machine of the pages is checked, not this one"
     assert "Recorded: `elsewhere-4c`" in (root / "README.md").read_text(encoding="utf-8")
     assert main(["claims", "--machine", "elsewhere-4"]) == 2
     err = capsys.readouterr().err
     assert "no results of a machine 'elsewhere-4'" in err and "did you mean 'elsewhere-4c'?" in err
+
+
+def test_the_log_is_printed_and_keeps_a_reason_for_each_change(root: Path, make_result, capsys) -> None:
+    write_result(recorded := make_result(profile="full"))
+    ledger.note_run(recorded)
+    assert main(["record", "--remove", "machine"]) == 2 and "add --because TEXT" in capsys.readouterr().err
+    assert main(["record", "--remove", "machine", "--because", "moved"]) == 2
+    assert "add --machine NAME" in capsys.readouterr().err
+    assert main(["record", "--remove", "machine", "--machine", "nobody", "--because", "moved"]) == 2
+    assert f"no result of machine on nobody is recorded; known: {recorded.slug}" in capsys.readouterr().err
+    assert main(["record", "--remove", "machine", "--machine", recorded.slug, "--because", "moved"]) == 0
+    out = capsys.readouterr().out
+    assert "removal machine full" in out and ": moved" in out and "2 lines; the last has sha256" in out
+    assert not recorded.path.exists() and ledger.log().standing == {}
 
 
 def test_missing_results_are_listed(capsys) -> None:
@@ -220,7 +237,9 @@ def test_missing_results_are_listed(capsys) -> None:
     assert {"machine", "layer_distance", "stage_quality"} <= set(line.removeprefix("quick: ").split(", "))
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["measure"], ["claims"], ["capacity"], ["fetch"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command", [[], ["run"], ["measure"], ["claims"], ["record"], ["capacity"], ["fetch"], ["doctor"]]
+)
 def test_every_command_explains_itself(command: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--help"])

@@ -13,6 +13,7 @@ from firsttoken.study.errors import ClaimsError, FirstTokenError, NotebookError
 
 TEMPLATE = """{{ n("machine", "m") }} x, {{ n("machine", "m", 3) }} x, {{ i("machine", "m", 1) }}
 {{ counts }}
+{{ goals }}
 {{ scoreboard }}
 Recorded: `{{ machine }}`
 {% for report, table in systems.items() %}## {{ report }}
@@ -40,10 +41,8 @@ def test_the_pages_hold_numbers_verdicts_and_counts(template: Path, claim, recor
     assert pages.recorded_machine() == "test-cpu-2c" and pages.outdated(ledger, recorded, "test-cpu-2c") == []
     text = (paths.ROOT / "README.md").read_text(encoding="utf-8")
     assert text.startswith("1.5 x, 1.500 x, 1.5 [1.2, 1.8]\n")
-    assert "| progressive | 1 | 0 | 1 | 0 | 0 | 2 |" in text, "one holds, one does not, both are post hoc"
-    assert (
-        "| *all, measured* | 1 | 0 | 0 | 0 | 0 | 1 |" in text and "| *all, goals of this project* | 0 | 0 | 1 |" in text
-    )
+    assert "| progressive | 1 / 0 / 0 / 0 |" in text and "| *all* | 1 / 0 / 0 / 0 |" in text, "a goal is no claim"
+    assert "| improvement targets | 0 | 0 | 1 | 0 | 0 |" in text
     assert text.count("says so") == 3 and text.count("says so (Table 1)") == 2, "a headline is in both"
     paths.CLAIMS_PAGE.write_text(text.replace("1.5 x", "1.6 x"), encoding="utf-8")
     assert pages.outdated(ledger, recorded, "test-cpu-2c") == [paths.CLAIMS_PAGE]

@@ -112,15 +112,16 @@ def test_only_the_profiles_that_a_claim_names_may_answer(claim, make_result) -> 
 
 
 def test_machines_that_differ_are_both_named(claim, make_result) -> None:
-    here = make_result(summary=[entry(value=25)])
-    there = make_result(machine={"slug": "other-cpu-2c", "gpu": None}, summary=[entry(value=1)])
+    here = make_result(profile="full", summary=[entry(value=25)])
+    there = make_result(profile="full", machine={"slug": "other-cpu-2c", "gpu": None}, summary=[entry(value=1)])
     (found,) = judge_record([claim()], [here, there], here.slug)
     assert found.verdict == DIFFERS
     assert found.measured == "25 on test-cpu-2c: reproduced; 1 on other-cpu-2c: not reproduced"
 
 
 def test_a_result_that_was_removed_still_counts_for_its_machine(claim, make_result) -> None:
-    here, gone = make_result(summary=[entry(value=25)]), make_result(machine={"slug": "gone-2c", "gpu": None})
+    here = make_result(profile="full", summary=[entry(value=25)])
+    gone = make_result(profile="full", machine={"slug": "gone-2c", "gpu": None})
     answer = ClaimRecord(({"value": 1},), *forms(claim()))
     log = Log().followed_by([run_line(gone, {"c": answer}, Log())])
     removal = {"experiment": gone.experiment, "profile": gone.profile, "machine": gone.slug, "started": gone.started}

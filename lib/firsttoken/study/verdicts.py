@@ -26,6 +26,7 @@ from firsttoken.study.summary import named
 
 TOLERANCE = 0.25  # of the effect, for every ratio; a claim may set a narrower one, and says why
 WITHIN = 2.0  # an effect is of the report's size where neither is more than so many times the other
+RECORDED_UNDER = ("full", "gpu", "paper")  # profiles whose results are the record; no other makes machines differ
 LEAST_STEP = 0.1  # by which each value of an ordering is above the one before, as a share of the larger
 
 
@@ -137,7 +138,10 @@ def _by_machines(claim: Claim, results: Sequence[Result], machines: Sequence[str
         if line.machine not in said and not line.gpu and answer.fixed != "other" and answer.asked == forms(claim)[0]:
             verdict, why = judge_entries(claim, answer.entries)
             by[line.machine] = Judgement(claim, _measured(claim, answer.entries), verdict, why)
-    judged = {slug: one for slug, one in by.items() if one.verdict.judged}
+    kept = {result.slug for result in results if result.profile in RECORDED_UNDER} | {
+        line.machine for line in log.runs()
+    }
+    judged = {slug: one for slug, one in by.items() if one.verdict.judged and slug in kept}
     if len({one.verdict for one in judged.values()}) > 1:
         measured = "; ".join(f"{one.measured} on {slug}: {one.verdict}" for slug, one in judged.items())
         first = next(iter(judged.values()))
