@@ -188,7 +188,7 @@ def test_a_notebook_shows_the_verdicts_of_the_ledger(capsys):
                 assert capsys.readouterr().out in shown, mend
                 held += len(call.args)
     assert held > len(NOTEBOOKS)
-    counts = count_verdicts(ledger.claims(), ledger.recorded(), ledger.machine())
+    counts = count_verdicts(ledger.claims(), ledger.recorded(), ledger.machine(), ledger.log())
     (shown,) = ("".join(cell["outputs"][0]["text"]) for cell in code_cells(NOTEBOOKS[-1]) if is_count(cell))
     assert str(counts) in shown, "run `firsttoken run --again --only 90 --publish`"
 

@@ -94,7 +94,9 @@ def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str, log
             verdicts = [one.verdict for one in mine if one.claim.stands_on == ground and one.verdict.judged]
             rows[_HEADS[ground]].append(" / ".join(str(verdicts.count(one)) for one in _SAID) if verdicts else "")
         rows["not judged"].append(str(sum(not one.verdict.judged for one in mine) or ""))
-    return f"{table(rows)}\n\nEach cell: {' / '.join(_SAID)}."
+    met = sum(one.verdict == Verdict.REPRODUCED and one.claim.stands_on == "live" for one in judged)
+    said = f"**{met} of {len(judged)} statements of the reports were met by a live run** on processors with two cores."
+    return f"{said}\n\n{table(rows)}\n\nEach cell: {' / '.join(_SAID)}."
 
 
 def goals(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log = EMPTY) -> str:

@@ -275,8 +275,9 @@ _CHOICES, _MEANS = 200, 2000  # samples of the items that choose, and of those t
 def methods_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """What each method scores and loses in each run, and over the runs the chosen group and the lead over CacheBlend.
 
-    Means over runs keep the runs and draw the items again, those that choose and those that judge. Layers and speed-up
-    are of the runs in which something must be recomputed; of all, where that is none.
+    Means over runs keep the runs and draw the items again, those that choose and those that judge; their n is that of
+    the runs, which is what a claim on pairs of models is about. Layers and speed-up are of the runs in which something
+    must be recomputed; of all, where that is none.
     """
     summary, runs = Summary(), list(rows_by_run(rows).values())
     choices = [choice_of(of) for of in runs]
@@ -289,18 +290,19 @@ def methods_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         worst = max(lost, key=lambda entry: entry["value"])
         summary.add("relative_loss_pct", worst, method=method, across="worst")
     mended = [choice for choice in choices if len(choice.group)] or choices
+    pairs = {"n": len(mended)}
     layers = _over(mended, "shares", np.mean).summary("% of layers", 100)
-    summary.add("group_layers_pct", layers, **DECODED, across="mean")
+    summary.add("group_layers_pct", layers | pairs, **DECODED, across="mean")
     by_accuracy = zip(summary.all("speedup_x", **ACCURACY), choices, strict=True)
     gains = [entry["value"] for entry, choice in by_accuracy if len(choice.group)]
-    summary.add("speedup_x", _over(mended, "gains", np.mean).summary("x"), **DECODED, across="mean")
-    summary.add("speedup_x", _over(mended, "gains", np.min).summary("x"), **DECODED, across="least")
+    summary.add("speedup_x", _over(mended, "gains", np.mean).summary("x") | pairs, **DECODED, across="mean")
+    summary.add("speedup_x", _over(mended, "gains", np.min).summary("x") | pairs, **DECODED, across="least")
     if gains:
         summary.add("speedup_x", bootstrap(gains).summary("x"), **ACCURACY, across="mean")
     for equal in (COMPUTE, LATENCY):
         leads = [lead for of in runs if (lead := _leads(of, equal)) is not None]
         if leads:
-            mean = _mean_of(leads).summary("points", 100)
+            mean = _mean_of(leads).summary("points", 100) | {"n": len(leads)}
             summary.add("score_above_points", mean, **ABOVE_BLEND, case=equal, across="mean")
     return summary
 
