@@ -137,7 +137,7 @@ def test_the_commands_of_the_pages_run_as_they_stand(monkeypatch):
     assert {"stage", "serve", "measure", "claims", "fetch", "doctor"} <= {words[0] for words in found}
     asked = []
     ran = "firsttoken_studies.experiments.run_experiment"
-    monkeypatch.setattr(ran, lambda name, profile: asked.append((name, profile)) or RESULT)
+    monkeypatch.setattr(ran, lambda name, profile, because: asked.append((name, profile)) or RESULT)
     for module in (main_module, studies):
         monkeypatch.setattr(module, "check_used", lambda settings, used: None)
     monkeypatch.setattr("firsttoken_extras.commands.measured_plan", lambda *a: "bits")  # a minute of measuring
