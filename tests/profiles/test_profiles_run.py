@@ -167,6 +167,7 @@ SMALLER = {  # claims whose places the rule's shapes have not:
     "progressive.refining-kept",  # shorter contexts
     "petals.local-layers",  # a quarter of the layers
     *("sarathi.chunk-overhead-live", "sarathi.ride-along-live"),  # smaller pieces
+    *("petals.overhead-8", "petals.overhead-32"),  # smaller batches
 }
 LEFT_OUT = {  # of the quick profile: more links, a second task
     "progressive.paraserve-links",

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("root")
 
 UNLIKE, TOLD_APART = 0.048, 0.08  # in Oklab, where 0.02 is about the least difference that an eye sees
 DRAWN_TOGETHER = (
+    ("paper", "measured", "not reproduced", "other"),  # 90
     ("S1", "S2", "S3", "paper", "measured", "floor"),  # 15
     ("none", "report", "ours", "S0", "paper"),  # 12
     ("by perplexity", "none", "ours", "measured", "floor"),  # 14

@@ -61,10 +61,10 @@ def by_machine(claim: dict, results: list[dict], lines: list[dict]) -> dict[str,
             said[result["machine"]["slug"]] = verdict(claim, [entries[0] for entries in found])
     faulty = {one.get("replaces") or f"{one['started']} {one['rows']}" for one in lines if one.get("faulty")}
     gone = {}
-    for line in lines:
+    for line in (line for line in lines if line["kind"] == "run"):
         answer = line.get("claims", {}).get(claim["id"])
         counts = answer and answer["fixed"] != "other" and f"{line['started']} {line['rows']}" not in faulty
-        if line["kind"] == "run" and counts and line["machine"] not in said:
+        if counts and line["machine"] not in said:
             gone[line["machine"]] = verdict(claim, answer["entries"])
     return said | gone
 

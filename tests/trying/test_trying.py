@@ -104,7 +104,7 @@ def test_the_table() -> None:
         "n = 5 draws, the same for all; mean [95 % interval]; > is yours",
         "",
         "                        s    ms",
-        "> mine.py  3.0 [1.8, 4.2]   5.0",
+        "> mine.py  3.0 [1.0, 5.0]   5.0",
         "  usual              10.0  50.0",
     ]
 

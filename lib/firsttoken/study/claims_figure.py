@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from firsttoken.study import plot
 from firsttoken.study.claims import Claim, is_number
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = 8.0  # times better or worse than the report; what lies beyond stands at the edge
-_LOOKS = {
-    Verdict.REPRODUCED: ("o", "#0072B2"),
-    Verdict.TREND: ("o", "#56B4E9"),
-    Verdict.DIFFERS: ("D", "#CC79A7"),
-    Verdict.FAILED: ("X", "#D55E00"),
-    Verdict.TOO_FEW: (".", "#999999"),
-    Verdict.NOT_RUN: (".", "#999999"),
+_LOOKS = {  # whose colour, the marker, and whether it is filled
+    Verdict.REPRODUCED: ("measured", "o", True),
+    Verdict.TREND: ("measured", "o", False),
+    Verdict.DIFFERS: ("measured", "D", False),
+    Verdict.FAILED: ("not reproduced", "X", True),
+    Verdict.TOO_FEW: ("other", ".", True),
+    Verdict.NOT_RUN: ("other", ".", True),
 }
 _GROUNDS = {"live": "", "simulated": " *", "arithmetic": " °"}  # behind a claim's name
 _COLUMNS = (("ProgressiveServe",), ("DroidSpeak", "CPS"), ("PETALS", "Sarathi-Serve"))
@@ -54,12 +54,8 @@ def effects(claims: Sequence[Claim], results: Sequence[Result], machine: str, lo
             ax.set_title(f"{name}: {_counted(lines)}", loc="left", fontsize=9.5, fontweight="bold")
             if row == len(column) - 1:
                 ax.set_xlabel("times better than the report", fontsize=9)
-    handles = [
-        Line2D([], [], ls="", marker=marker, color=colour, label=verdict)
-        for verdict, (marker, colour) in _LOOKS.items()
-        if verdict not in (Verdict.NOT_RUN, Verdict.TOO_FEW)
-    ]
-    handles.append(Line2D([], [], ls="", marker=".", color="#999999", label="not judged"))
+    handles = [Line2D([], [], ls="", label=verdict, **_marker(verdict)) for verdict in _LOOKS if verdict.judged]
+    handles.append(Line2D([], [], ls="", label="not judged", **_marker(Verdict.NOT_RUN)))
     handles.append(Line2D([], [], color=plot.COLOURS["paper"], lw=5, alpha=0.5, label="the report"))
     handles += [Line2D([], [], ls="", label="* simulated or replayed"), Line2D([], [], ls="", label="° arithmetic")]
     fig.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8.5, handletextpad=0.2)
@@ -99,13 +95,18 @@ def _inverse(share: float) -> float:
     return 1 / share if share > 0 else _SHOWN
 
 
+def _marker(verdict: Verdict) -> dict[str, Any]:
+    whose, marker, filled = _LOOKS[verdict]
+    colour = plot.COLOURS[whose]
+    return {"marker": marker, "color": colour, "markerfacecolor": colour if filled else "white"}
+
+
 def _draw(ax: Axes, lines: Sequence[_Line]) -> None:
     ax.axvline(1, color=plot.COLOURS["paper"], lw=5, alpha=0.5, zorder=0)
     for place, (judged, better) in enumerate(lines):
-        marker, colour = _LOOKS[judged.verdict]
-        inside = min(max(better, 1 / _SHOWN), _SHOWN)
-        ax.plot([1, inside], [place] * 2, color=colour, lw=1, alpha=0.6)
-        ax.plot(inside, place, marker, color=colour, markersize=5, clip_on=False)
+        look, inside = _marker(judged.verdict), min(max(better, 1 / _SHOWN), _SHOWN)
+        ax.plot([1, inside], [place] * 2, color=look["color"], lw=1, alpha=0.6)
+        ax.plot(inside, place, ls="", markersize=5, clip_on=False, **look)
     names = [f"{one.claim.id.partition('.')[2]}{_GROUNDS[one.claim.stands_on]}" for one, _ in lines]
     ax.set_yticks(range(len(lines)), names, fontsize=8)
     ax.set_ylim(len(lines) - 0.4, -0.6)

@@ -32,6 +32,7 @@ LOOKS: dict[str, Look] = {
     "floor": Look("#000000"),
     "target": Look("#CC2200"),  # a number that somebody asks for: a goal, a bound
     "other": Look("#BBBBBB", "s"),  # what stands beside: controls, other people's systems, choices that were not taken
+    "not reproduced": Look("#A93807", "X"),  # a claim
     "mark": Look("#333333"),  # a moment, a place, an interval over a bar
     # stages, and what heals them
     "S0": Look("#4D4D4D", "o"),

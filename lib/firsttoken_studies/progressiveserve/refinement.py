@@ -169,7 +169,7 @@ def handover_summary(rows: Rows) -> Summary:
     is that of the exact weights, where keys and values are kept, beside weights that stay coarse; what a prefill again
     takes."""
     summary, frame = Summary(), frame_of(rows)
-    for context, mine in frame.groupby("context_tokens", sort=False):
+    for context, mine in frame.groupby("context_tokens", sort=False) if len(frame) else ():
         after, first = mine[mine.position > 0], mine[mine.position == 1]
         summary.by(mine, {}, {"redo_ms": ("redo_ms", "median", "ms")}, context_tokens=context)
         for name in ("kept", "coarse"):

@@ -240,19 +240,20 @@ def test_a_partial_folder_of_another_plan_is_begun_again(source, saved, tmp_path
 KILLED = """
 import sys, time
 from pathlib import Path
+from firsttoken.progressiveserve.checkpoint import writer
 from firsttoken.progressiveserve.checkpoint.plan import by_layers
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
-from firsttoken.progressiveserve.checkpoint.writer import write_staged
 
-class Stuck(FolderSource):
-    def get(self, name):
-        if name.startswith("model.layers.1."):
-            print("stuck", flush=True)
-            time.sleep(60)
-        return super().get(name)
+def stuck(tensors, path, save=writer.save_file, **options):
+    if any(name.startswith("model.layers.1.") for name in tensors):
+        Path(path).write_bytes(b"half a file")
+        print("stuck", flush=True)
+        time.sleep(60)
+    save(tensors, path, **options)
 
-source = Stuck(Path(sys.argv[1]))
-write_staged(source, by_layers(source.names, [(0, 3), (1,), (2,)]), Path(sys.argv[2]))
+writer.save_file = stuck
+source = FolderSource(Path(sys.argv[1]))
+writer.write_staged(source, by_layers(source.names, [(0, 3), (1,), (2,)]), Path(sys.argv[2]))
 """
 
 

@@ -77,14 +77,19 @@ def test_layers_fuse_as_they_arrive(stage):
 
 def test_a_tensor_that_is_missing_or_has_another_shape(stage):
     """Held against the lean model's own names and shapes before anything is read."""
-    staged = stage()
-    manifest, turned = read_manifest(staged.folder), read_manifest(staged.folder)
-    del manifest.stages[0].parts[1].tensors["model.layers.0.mlp.up_proj.weight"]
+    staged, name = stage(), "model.layers.0.mlp.up_proj.weight"
+    manifest = read_manifest(staged.folder)
+    first = manifest.stages[0]
+    layer = first.parts[1]
+
+    def with_tensors(tensors):
+        parts = (first.parts[0], replace(layer, tensors=tensors), *first.parts[2:])
+        return replace(manifest, stages=(replace(first, parts=parts), *manifest.stages[1:]))
+
+    lacking = with_tensors({key: entry for key, entry in layer.tensors.items() if key != name})
     with pytest.raises(ModelError, match=r"does not stage the model of its config\.json: .*up_proj"):
-        Skeleton(staged.folder, manifest, build=build_lean)
-    tensors = turned.stages[0].parts[1].tensors
-    entry = tensors["model.layers.0.mlp.up_proj.weight"]
-    tensors["model.layers.0.mlp.up_proj.weight"] = replace(entry, shape=entry.shape[::-1])
+        Skeleton(staged.folder, lacking, build=build_lean)
+    turned = with_tensors(layer.tensors | {name: replace(layer.tensors[name], shape=layer.tensors[name].shape[::-1])})
     with pytest.raises(ModelError, match=r"layer 00 brings model\.layers\.0\.mlp\.up_proj\.weight as \[32, 64\]"):
         Skeleton(staged.folder, turned, build=build_lean)
 
