@@ -203,8 +203,10 @@ def note_run(result: Result, because: str = "") -> None:
     """Add the line of a run for the record to the log. Raises as ``log`` does, ClaimsError and StorageError."""
     asked = [claim for claim in claims() if claim.experiment == result.experiment]
     may = [claim for claim in asked if not claim.profiles or result.profile in claim.profiles]
-    told = because or f"recorded again, at revision {result.git_revision[:9]}"
-    write_log(log().followed_by([run_line(result, _answers(may, result), log(), told)]))
+    noted = log()
+    again = (result.experiment, result.profile, result.slug) in noted.standing
+    told = because or (f"recorded again, at revision {result.git_revision[:9]}" if again else "")
+    write_log(noted.followed_by([run_line(result, _answers(may, result), noted, told)]))
 
 
 def _answers(asked: Iterable[Claim], result: Result) -> dict[str, ClaimRecord]:
