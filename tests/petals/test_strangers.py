@@ -221,8 +221,8 @@ def test_a_member_that_names_a_strangers_port_leads_each_there_once(here, client
     for _ in range(4):
         wait_for(model.swarm.look())
     time.sleep(1.0)  # the server looks again, too
-    rounds = 1 + (time.monotonic() - began) // 2  # each once, and again after 2 s
-    assert 1 <= port.came <= 2 * rounds
+    rounds = 1 + (time.monotonic() - began) // 2  # who looks leads there once, and again after 2 s at the earliest
+    assert 1 <= port.came <= 3 * rounds
     assert {one.server for one in model.swarm.servers()} == {public_hex(key)}
     assert "on another machine, and this swarm is of this one alone" in model.swarm.contacts.faults["192.0.2.7:4000"]
     wait_for(server.stop(None))
