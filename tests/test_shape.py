@@ -16,7 +16,7 @@ from firsttoken_studies.registry import EXPERIMENTS
 
 BUDGETS = {  # of each room at most: lines, modules that stand on each other, percent of its lines that import
     "firsttoken": (755, 4, 9),
-    "firsttoken.assets": (2890, 7, 11),
+    "firsttoken.assets": (2985, 7, 11),
     "firsttoken.cps": (640, 3, 10),
     "firsttoken.droidspeak": (3040, 8, 8.5),
     "firsttoken.engine": (7010, 16, 8.5),
@@ -32,20 +32,19 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken_extras.layer_borrowing": (490, 3, 12),
     "firsttoken_extras.vllm_cross_point": (345, 3, 12.5),
     "firsttoken_extras.worker": (865, 3, 13),
-    "firsttoken_studies": (1200, 4, 9.5),
+    "firsttoken_studies": (1430, 4, 9.5),
     "firsttoken_studies.combined": (1890, 3, 13.5),
     "firsttoken_studies.cps": (1615, 4, 10),
     "firsttoken_studies.droidspeak": (4375, 7, 10),
     "firsttoken_studies.engine": (750, 1, 11),
-    "firsttoken_studies.petals": (3330, 4, 10),
-    "firsttoken_studies.progressiveserve": (4260, 5, 11.5),
+    "firsttoken_studies.petals": (3480, 4, 10),
+    "firsttoken_studies.progressiveserve": (4335, 5, 11.5),
     "firsttoken_studies.sarathi": (2315, 4, 12),
     "firsttoken_studies.trying": (480, 2, 17),
 }
 LONGEST = 400  # lines of a file; a study that would be longer is measured in one and drawn in another
 SHORTER_THAN_60 = 86  # files of the library, which is a concept that hardly deserves one
 NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no part of it
-    "firsttoken.assets.qa_files": "more than 400 lines together",
     "firsttoken.droidspeak.tiered_store": "more than 400 lines together",
     "firsttoken.options": "more than 400 lines together",
     "firsttoken.progressiveserve.loading.merges": "a handler of parts stands on it without the model",
@@ -59,7 +58,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.worker.remote_executor": "an engine runs over it without a service",
     "firsttoken_extras.worker.worker_model": "a test serves it without the process",
 }
-NEIGHBOURING_STUDIES = 19  # a study whose numbers another file draws
+NEIGHBOURING_STUDIES = 20  # a study whose numbers another file draws
 BEHIND_A_NOTEBOOK = 20_635  # lines of the library that the studies of one notebook import
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin
 _NO_SUBJECT = re.compile(

@@ -37,6 +37,13 @@ _ALL = (
         "stage_summary",
     ),
     Experiment(
+        "stage_tasks",
+        "What each stage answers on a second task",
+        "12",
+        "firsttoken_studies.progressiveserve.stage_tasks:stage_tasks",
+        "stage_tasks_summary",
+    ),
+    Experiment(
         "healing_training",
         "The adapters that are served",
         "12",
@@ -308,6 +315,13 @@ _ALL = (
         "51",
         "firsttoken_studies.petals.eight_bits:eight_bits",
         "eight_bits_summary",
+    ),
+    Experiment(
+        "eight_bits_tasks",
+        "Accuracy with weights in 8 bits",
+        "51",
+        "firsttoken_studies.petals.eight_bits_tasks:eight_bits_tasks",
+        "tasks_summary",
     ),
     Experiment(
         "swarm_chains",

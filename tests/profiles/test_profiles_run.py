@@ -22,6 +22,7 @@ from made_up import (
     NoLimit,
     asked_peer,
     bytes_tokenizer,
+    choice_questions,
     few_conversations,
     in_this_process,
     items,
@@ -49,6 +50,7 @@ from firsttoken.study.experiment import EVERY_PROFILE
 from firsttoken.study.record import Result
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.native_words import merger
+from firsttoken_studies import multiple_choice
 from firsttoken_studies.combined.borrowed import experiment as borrowed
 from firsttoken_studies.combined.fetchers import trial as fetch_trial
 from firsttoken_studies.cps import learnt_threshold
@@ -137,6 +139,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
             patch.setattr(place, "boolq_prompts", passages)
         for place in (setting, reuse_training):
             patch.setattr(place, "load_items", items)
+        patch.setattr(multiple_choice, "choice_items", choice_questions)
         patch.setattr(frontier, "story_model", lambda: AutoModelForCausalLM.from_config(shapes.shape_config("tiny")))
         patch.setattr(setting, "held_out", lambda task: {})
         for place in (profiling, reuse_methods, gating, profile_transfer):

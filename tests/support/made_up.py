@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import PreTrainedTokenizerFast
 
+from firsttoken.assets.choice_tasks import ChoiceItem
 from firsttoken.assets.qa_files import QAItem
 from firsttoken.droidspeak.profile.pareto import Profiled
 from firsttoken.droidspeak.reuse_items import TaskItem
@@ -49,6 +50,11 @@ def questions(source: str, split: str) -> list[QAItem]:
     """Forty questions of any source, without a passage where it is TriviaQA."""
     passage = "" if "trivia" in source else "Mr {i} is in."
     return [QAItem(f"{split}-{i}", passage.format(i=i), "Who?", (f"{i}",)) for i in range(40)]
+
+
+def choice_questions(task: str, count: int) -> list[ChoiceItem]:
+    """Questions of any multiple-choice task, whose options are one letter each."""
+    return [ChoiceItem((f"{i}:",) * 3, ("a", "b", "c"), i % 3) for i in range(count)]
 
 
 def items(task: str, split: str, tokenizer: Any, tokens: int, count: int | None) -> list[TaskItem]:

@@ -107,6 +107,8 @@ def scaled(section: str, key: str, value: Any) -> Any:
         return min(value, 2 if key in COUNTS else 1)
     if key == "cases":
         return list(dict.fromkeys(f"{case.split()[0]} 4" for case in value))
+    if key == "tasks":
+        return [f"{task.split()[0]} 4" for task in value]
     if key == "systems":
         return [name for name in value if name != "vllm"]  # has an environment of its own
     return FIXED.get(key, value)

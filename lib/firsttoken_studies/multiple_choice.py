@@ -1,0 +1,192 @@
+"""Multiple-choice accuracy of variants of one model, measured and summarised alike for every notebook that has it.
+
+The option whose text a model finds likeliest behind its context is its answer. The rows keep which option each variant
+chose, in the order of the task, and one row a task the right ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from firsttoken.assets.choice_tasks import TASKS, ChoiceItem, check_count, choice_items
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.parsing.schema import some
+from firsttoken.study.record import Rows
+from firsttoken.study.stats import bootstrap, paired_bootstrap
+from firsttoken.study.summary import Scalar, Summary
+
+_TASK = re.compile(r"(\w+) ([1-9]\d{0,5})")
+
+
+@dataclass(frozen=True)
+class ChoiceTasksConfig:
+    """``tasks`` as "hellaswag 1000", a task and how many of its questions; ``batch`` questions at once."""
+
+    tasks: Annotated[tuple[str, ...], some]
+    batch: int
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            if not _TASK.fullmatch(task):
+                raise ProfileError(f"tasks: {task!r} is no task with a number of questions, such as hellaswag 1000")
+            check_count(*self._split(task))
+        names = [task.split()[0] for task in self.tasks]
+        if len(set(names)) < len(names):
+            raise ProfileError(f"tasks: one of them is there twice in {', '.join(self.tasks)}; name each once")
+
+    @staticmethod
+    def _split(task: str) -> tuple[str, int]:
+        name, _, count = task.partition(" ")
+        return name, int(count)
+
+    @cached_property
+    def items(self) -> dict[str, list[ChoiceItem]]:
+        """The questions of each task. Raises CorpusError and AssetError as ``choice_items`` does."""
+        return {task: choice_items(task, count) for task, count in map(self._split, self.tasks)}
+
+    def right(self) -> Rows:
+        """One row a task: the right options."""
+        return [{"task": task, "right": [item.answer for item in items]} for task, items in self.items.items()]
+
+    def chosen(self, variant: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Rows:
+        """One row a task: the options that ``variant`` chooses."""
+        return [
+            {
+                "task": task,
+                "variant": variant,
+                "chosen": choices(model, tokenizer, items, self.batch, TASKS[task].by_length),
+            }
+            for task, items in self.items.items()
+        ]
+
+
+def accuracy_summary(rows: Rows, places: Mapping[str, dict[str, Scalar]], baseline: str) -> Summary:
+    """Accuracy in % of every variant, at its place in ``places``; the points that it has more than ``baseline`` and the
+    share of equal answers, both paired by question; and the points averaged over the tasks, each counted alike."""
+    right = {row["task"]: np.array(row["right"]) for row in rows if "right" in row}
+    chosen = {(row["variant"], row["task"]): np.array(row["chosen"]) for row in rows if "chosen" in row}
+    asked = sum(map(len, right.values()))
+    summary = Summary()
+    for variant in dict.fromkeys(name for name, _ in chosen):
+        place, changes = places[variant], []
+        for task, answers in right.items():
+            correct = chosen[variant, task] == answers
+            summary.add("accuracy_pct", bootstrap(correct).summary("%", 100), **place, task=task)
+            if variant != baseline:
+                before = (chosen[baseline, task] == answers).astype(float)
+                change = paired_bootstrap(correct.astype(float), before)
+                summary.add("accuracy_change", change.summary("points", 100), **place, task=task)
+                same = bootstrap(chosen[variant, task] == chosen[baseline, task])
+                summary.add("same_choice_pct", same.summary("%", 100), **place, task=task)
+                changes.append((correct - before) * (asked / len(right) / len(answers)))
+        if len(changes) > 1:  # weighted so that the mean over all questions is the mean of the tasks' means
+            mean = bootstrap(np.concatenate(changes))
+            summary.add("accuracy_change", mean.summary("points", 100), **place, across="mean")
+    return summary
+
+
+def choices(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[ChoiceItem], batch: int, by_length: bool
+) -> list[int]:
+    """The option that the model finds likeliest, for each item: by the log-likelihood of its continuation, which
+    ``by_length`` divides by its bytes."""
+    chosen = []
+    for item, losses in zip(items, option_losses(model, tokenizer, items, batch), strict=True):
+        sizes = [len(text.encode()) if by_length else 1 for text in item.continuations]
+        each = [loss / size for loss, size in zip(losses, sizes, strict=True)]
+        chosen.append(min(range(len(each)), key=each.__getitem__))
+    return chosen
+
+
+@torch.inference_mode()
+def option_losses(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[ChoiceItem], batch: int
+) -> list[list[float]]:
+    """The nats of every option's continuation behind its context, for each item; ``batch`` items at once, the longest
+    first, so that what does not fit the memory fails at once."""
+    rows = [_PackedOptions.of(item, tokenizer) for item in items]
+    order = sorted(range(len(rows)), key=lambda at: -len(rows[at].ids))
+    losses: dict[int, list[float]] = {}
+    for at in tqdm(range(0, len(order), batch), desc="choices", leave=False, disable=None):
+        chosen = order[at : at + batch]
+        losses |= dict(zip(chosen, _losses(model, [rows[one] for one in chosen]), strict=True))
+    return [losses[at] for at in range(len(items))]
+
+
+@dataclass
+class _PackedOptions:
+    """All options of a question as one row of tokens, in segments: each context once, and every continuation.
+
+    A token has a position, and sees its own segment and the segment ``before`` it. The four endings of HellaSwag share
+    a context of some 45 tokens: 156 tokens a question instead of 290.
+
+    ``scored`` are the places of each option: where its tokens are foretold, and the tokens.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)  # by segment, the context's; its own where it is a context
+    scored: list[tuple[list[int], list[int]]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> _PackedOptions:
+        packed, contexts = cls(), dict[tuple[int, ...], tuple[int, int]]()
+        for context, continuation in zip(item.contexts, item.continuations, strict=True):
+            known = tokenizer(context)["input_ids"]
+            told = tokenizer(f"{context} {continuation}")["input_ids"][len(known) :]
+            key = tuple(known)
+            if key not in contexts:
+                contexts[key] = (packed._add(known, 0), len(packed.ids) - 1)
+            segment, last = contexts[key]
+            start = len(packed.ids)
+            packed._add(told, len(known), segment)
+            packed.scored.append(([last, *range(start, len(packed.ids) - 1)], told))
+        return packed
+
+    def _add(self, ids: list[int], position: int, before: int | None = None) -> int:
+        segment = len(self.before)
+        self.ids += ids
+        self.positions += range(position, position + len(ids))
+        self.segments += [segment] * len(ids)
+        self.before.append(segment if before is None else before)
+        return segment
+
+    def seen(self) -> Tensor:
+        """Whether a token [tokens] sees another [tokens]."""
+        segments = torch.tensor(self.segments)
+        behind = torch.tensor(self.before)[segments]
+        own = (segments[:, None] == segments[None]) | (behind[:, None] == segments[None])
+        return own & torch.ones_like(own).tril()
+
+
+def _losses(model: PreTrainedModel, rows: Sequence[_PackedOptions]) -> list[list[float]]:
+    width, device = max(len(row.ids) for row in rows), model.device
+    ids, positions = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(2))
+    seen = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1)  # padding sees itself, or softmax has no number
+    for at, row in enumerate(rows):
+        size = len(row.ids)
+        ids[at, :size], positions[at, :size] = torch.tensor(row.ids), torch.tensor(row.positions)
+        seen[at, :size, :size] = row.seen()
+    hidden = torch.zeros(seen.shape, dtype=model.dtype).masked_fill(~seen, torch.finfo(model.dtype).min)[:, None]
+    logits = model(
+        ids.to(device), attention_mask=hidden.to(device), position_ids=positions.to(device), use_cache=False
+    ).logits
+    return [
+        [
+            F.cross_entropy(logits[at, places].float(), torch.tensor(told, device=device), reduction="sum").item()
+            for places, told in row.scored
+        ]
+        for at, row in enumerate(rows)
+    ]

@@ -1,0 +1,79 @@
+"""The stages on a second task: multiple-choice questions without a passage, on which no adapter was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from firsttoken.assets.choice_tasks import TASKS
+from firsttoken.assets.needs import ModelFacts, check
+from firsttoken.progressiveserve.base_model import ServedConfig, at_stage, load_served
+from firsttoken.progressiveserve.quality_gates import GATES
+from firsttoken.study.overlay import legend, over
+from firsttoken.study.plot import LOOKS
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.summary import Scalar, Summary
+from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
+from firsttoken_studies.progressiveserve.layers import LETTERS
+from firsttoken_studies.progressiveserve.stage_figures import NAMES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PLACES: dict[str, dict[str, Scalar]] = {
+    "s0": {"stage": 0},
+    **{f"s{stage}_{recipe}": {"stage": stage, "recipe": recipe} for stage in LETTERS for recipe in NAMES},
+    "s3": {"stage": 3},
+}
+
+
+def stage_tasks(profile: Profile) -> Outcome:
+    """Which options every stage chooses, unhealed and healed by each recipe."""
+    config = profile.section("stage_tasks", ChoiceTasksConfig)
+    place = profile.section("served", ServedConfig)
+    check(place.needs(), ModelFacts(profile.model))
+    served = load_served(profile)
+    rows = config.right()
+    for variant, where in PLACES.items():
+        stage, recipe = int(where["stage"]), where.get("recipe", "none")
+        adapter = None if recipe == "none" else place.folder / f"{LETTERS[stage]}-{recipe}"
+        with at_stage(served, stage or max(GATES), adapter) as model:
+            rows += config.chosen(variant, model, served.tokenizer)
+    return Outcome(rows, provenance=served.provenance | {"block": list(served.plan.block)})
+
+
+def stage_tasks_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
+    """Accuracy of every stage by task, and the points that it has less than the full model."""
+    return accuracy_summary(rows, PLACES, "s0")
+
+
+def accuracy_by_stage(recorded: Result | None, now: Result) -> Figure:
+    """Points of accuracy by which each stage stays behind the full model, by recipe, and what the report allows."""
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    tasks = [task for task in TASKS if now.summary.get("accuracy_pct", stage=0, task=task)]
+    fig, axes = plt.subplots(1, len(tasks), figsize=(9, 4.4), layout="constrained", squeeze=False)
+    for ax, task in zip(axes[0], tasks, strict=True):
+        for stage, limit in GATES.items():
+            kinds: list[dict[str, Any]] = [{"recipe": kind} for kind in NAMES] if stage in LETTERS else [{}]
+            for at, kind in zip(np.linspace(-0.27, 0.27, len(kinds)) if kinds[1:] else [0.0], kinds, strict=True):
+                for one in drawn:
+                    entry = one.result.summary.get("accuracy_change", stage=stage, task=task, **kind)
+                    one.point(ax, stage + at + one.shift / 3, entry, kind.get("recipe", "S3"))
+            named = {"label": "the report allows at most (EM, F1)"} if stage == min(GATES) else {}
+            ax.plot([stage - 0.45, stage + 0.45], [-limit] * 2, color=LOOKS["target"].colour, linewidth=2.5, **named)
+        ax.axhline(0, color=LOOKS["mark"].colour, linewidth=1)
+        ax.set(title=TASKS[task].title, xticks=list(GATES), xticklabels=[f"stage {stage}" for stage in GATES])
+    for name, label in (NAMES | {"S3": "whole model"}).items():
+        axes[0][0].plot([], [], LOOKS[name].marker, color=LOOKS[name].colour, label=label)
+    axes[0][0].set_ylabel("points of accuracy against the full model")
+    full = drawn[0].result.summary.of("accuracy_pct", stage=0, task=tasks[0])
+    fig.suptitle(
+        f"A second task: the full model answers {full['value']:.0f} % of {TASKS[tasks[0]].title}; what a stage loses"
+    )
+    legend(fig, axes[0][0], drawn, "accuracy_change")
+    return fig
