@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from firsttoken.old_names import RENAMED, renamed
+from firsttoken.old_names import RENAMED, OldMember, renamed
 
 
 @pytest.mark.parametrize("name", RENAMED)
@@ -36,3 +36,17 @@ def test_names_of_today_are_left_alone() -> None:
         assert renamed(name) is None
     with pytest.raises(ModuleNotFoundError, match=r"firsttoken\.petals\.nothing"):
         importlib.import_module("firsttoken.swarm.nothing")
+
+
+def test_a_member_is_found_by_its_old_name_and_the_new_one_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    class Policy:
+        work = OldMember("chunk")
+
+        def __init__(self) -> None:
+            self.chunk = 3
+
+    class Own(Policy):
+        pass
+
+    assert (Own().work, Own().work) == (3, 3)
+    assert capsys.readouterr().err == "firsttoken: Policy.work is called Policy.chunk now\n"

@@ -1,4 +1,4 @@
-"""Modules under the names that README files and policies of readers had for them before.
+"""Modules, and members of classes that readers derive from, under the names that they had before.
 
 The old names work for this version, and one line names the new one.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 _BORROWING, _COMBINED = "firsttoken_extras.layer_borrowing", "firsttoken_studies.combined"
 _PLANES = "firsttoken_extras.bitplanes"
@@ -93,3 +94,22 @@ class OldNames(MetaPathFinder, Loader):
 def install() -> None:
     """Let old names be found. It goes first, as a module that moved within its package has both names there."""
     sys.meta_path.insert(0, OldNames())
+
+
+class OldMember:
+    """An attribute of a class that its users may still call by the name that it had before.
+
+    The old name works for this version, and one line on stderr names the new one.
+    """
+
+    def __init__(self, now: str) -> None:
+        self._now, self._told = now, False
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._line = f"firsttoken: {owner.__name__}.{name} is called {owner.__name__}.{self._now} now"
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if not self._told:
+            print(self._line, file=sys.stderr)
+            self._told = True
+        return getattr(owner if instance is None else instance, self._now)

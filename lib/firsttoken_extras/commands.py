@@ -61,11 +61,11 @@ def plan_of_planes(options: argparse.Namespace, profile: Profile) -> Callable[..
         raise StageError("--budget and --most-lost choose a plan: add --planes auto, or leave them out")
     if not planes:
         return None
-    from firsttoken_extras.bitplanes.plan_spec import Mixture
+    from firsttoken_extras.bitplanes.plan_spec import PlanSpec
     from firsttoken_extras.bitplanes.plane_plan import by_planes
 
-    mixture = Mixture.parse(planes)
-    return lambda shapes: by_planes(shapes, mixture)
+    plan_spec = PlanSpec.parse(planes)
+    return lambda shapes: by_planes(shapes, plan_spec)
 
 
 def measured_plan(profile: Profile, budget: float | None, most_lost: float | None) -> str:
@@ -76,7 +76,9 @@ def measured_plan(profile: Profile, budget: float | None, most_lost: float | Non
         raise StageError("--planes auto needs --budget SHARE, such as 0.36, or --most-lost PERCENT, such as 5")
     text, found = planner.measured(profile)
     for one in planner.worth_it(found):
-        print(f"{one.mixture}: {one.first_share:.3f} of the bytes first, perplexity {one.lost_pct:+.1f} % by its parts")
+        print(
+            f"{one.plan_spec}: {one.first_share:.3f} of the bytes first, perplexity {one.lost_pct:+.1f} % by its parts"
+        )
     chosen = planner.choose(found, text.lost_pct, budget, most_lost)
-    print(f"chosen: {chosen.mixture}, perplexity {chosen.lost_pct:+.1f} % as measured")
-    return str(chosen.mixture)
+    print(f"chosen: {chosen.plan_spec}, perplexity {chosen.lost_pct:+.1f} % as measured")
+    return str(chosen.plan_spec)

@@ -74,7 +74,7 @@ def capacity(options: argparse.Namespace) -> int:
     """Find the capacity of one scheduler and print it beside the record's."""
     from firsttoken_studies import ledger
     from firsttoken_studies.sarathi import leaderboard
-    from firsttoken_studies.sarathi.contest import Contest
+    from firsttoken_studies.sarathi.contest import CapacityBenchmark
 
     profile = load_profile(options.profile, **dict(options.set))
     trace = None
@@ -85,7 +85,7 @@ def capacity(options: argparse.Namespace) -> int:
         print(f"{options.arrivals}: {trace.told()}")
     elif options.arrivals_unit is not None:
         raise ProfileError("--arrivals-unit says what the times of a trace are: add --arrivals FILE, or leave it out")
-    contest = Contest.of(options.scheduler, profile, options.seeds, trace)
+    contest = CapacityBenchmark.of(options.scheduler, profile, options.seeds, trace)
     rates = contest.run()
     print(contest.told(rates, pick(ledger.recorded(), leaderboard.EXPERIMENT, machine="any")))
     if options.trace or options.rows:

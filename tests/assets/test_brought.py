@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from firsttoken.assets.manual_downloads import bring, brought
+from firsttoken.assets.manual_downloads import bring, downloaded
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 
@@ -41,19 +41,19 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("lock")
 def test_they_are_copied_and_found(folder: Path, tmp_path: Path) -> None:
     assert bring(folder) == bring(folder / "pair") == ["pair"]
-    found = brought("pair")
+    found = downloaded("pair")
     assert found.parent == tmp_path / "cache" / "assets"
     assert {path.name: path.read_bytes() for path in found.iterdir()} == CONTENT
-    assert brought(str(folder)) == folder, "a folder of the reader's own"
+    assert downloaded(str(folder)) == folder, "a folder of the reader's own"
     assert bring(tmp_path) == []
 
 
 @pytest.mark.usefixtures("lock")
 def test_what_is_missing_or_altered_is_told(folder: Path) -> None:
     with pytest.raises(AssetError, match=r"pair is not in the cache: .*example.org.*fetch --from DIR"):
-        brought("pair")
+        downloaded("pair")
     with pytest.raises(AssetError, match=r"there is no pear, and no such files are pinned; known: pair"):
-        brought("pear")
+        downloaded("pear")
     with pytest.raises(AssetError, match=r"no folder .*nowhere; name the one that holds the files"):
         bring(folder / "nowhere")
     (folder / "pair" / "b.csv").write_bytes(b"3,5\n")
@@ -64,6 +64,6 @@ def test_what_is_missing_or_altered_is_told(folder: Path) -> None:
         bring(folder)
     (folder / "pair" / "b.csv").write_bytes(CONTENT["b.csv"])
     bring(folder)
-    (brought("pair") / "a.csv").write_bytes(b"9,9\n")
+    (downloaded("pair") / "a.csv").write_bytes(b"9,9\n")
     with pytest.raises(AssetError, match=r"a.csv was altered; bring it again"):
-        brought("pair")
+        downloaded("pair")

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from borrowing import PATIENCE, SHORT, SMALL
+from borrowing import SHORT, SMALL, TIMEOUTS
 from swarms import DEPTH, Asked, Here, asking, copied, varied
 from transformers import PreTrainedModel
 
@@ -17,7 +17,7 @@ from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
 from firsttoken_extras.layer_borrowing.embeddings import ends_first
-from firsttoken_extras.layer_borrowing.lease import Loan
+from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
@@ -68,10 +68,10 @@ def replica(lent: PreTrainedModel, neighbour: Here) -> Iterator[Callable[..., Bo
         """Its layers are those of the whole model, and used when they are said to have come; others are lent by
         ``lenders``, or all by who is at ``address``, which is the neighbour's unless given."""
         arrivals, executor = LayerArrivals(DEPTH), LiveExecutor(lent, 64)
-        found, patience = (address, SHORT) if address else (neighbour.server.record.address, PATIENCE)
+        found, timeouts = (address, SHORT) if address else (neighbour.server.record.address, TIMEOUTS)
         whole = [Lender(found, range(DEPTH))]
-        loan = Loan(lenders or whole, model or neighbour.model, DEPTH, 32, patience=patience)
-        one = BorrowingReplica(executor, lent.model.layers, arrivals, loan, config)
+        lease = Lease(lenders or whole, model or neighbour.model, DEPTH, 32, timeouts=timeouts)
+        one = BorrowingReplica(executor, lent.model.layers, arrivals, lease, config)
         one.arrivals = arrivals
         made.append(one)
         return one

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from borrowing import PATIENCE, nothing_is_left, until
+from borrowing import TIMEOUTS, nothing_is_left, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loads import Held
@@ -27,14 +27,14 @@ from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.wire import Stretch
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.study.errors import LinkError, SwarmError
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals, follow
 from firsttoken_extras.layer_borrowing.embeddings import neighbours_name
-from firsttoken_extras.layer_borrowing.lease import Loan
+from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
-from firsttoken_studies.petals.fleet import SwarmMember
+from firsttoken_studies.petals.fleet import ProxiedServer
 
 TOKENS = 9
 
@@ -49,7 +49,7 @@ def test_every_boundary_to_every_other(replica, neighbour, asked):
         assert made.here == before
         made.arrivals.come(after - before)
         until(request, 6, made)
-        assert made.here == after and made.loan.steps
+        assert made.here == after and made.lease.steps
         assert check_greedy(request.output, one.plain) == 6
         made.close()
     nothing_is_left(neighbour.server)
@@ -123,13 +123,13 @@ def test_what_is_taken_over_is_what_would_have_been_computed(replica, neighbour,
 
 
 @pytest.fixture(scope="module")
-def member(ends_folder) -> Iterator[Callable[[], SwarmMember]]:
+def member(ends_folder) -> Iterator[Callable[[], ProxiedServer]]:
     """A neighbour in a process of its own, another one when it has been killed."""
-    members: list[SwarmMember] = []
+    members: list[ProxiedServer] = []
 
-    def up() -> SwarmMember:
+    def up() -> ProxiedServer:
         if not members or members[-1].gone:
-            members.append(SwarmMember(ends_folder, f"0:{DEPTH}", []).ready())
+            members.append(ProxiedServer(ends_folder, f"0:{DEPTH}", []).ready())
             members[-1].gone = False
         return members[-1]
 
@@ -143,13 +143,13 @@ def member(ends_folder) -> Iterator[Callable[[], SwarmMember]]:
 def test_the_neighbour_fails_at_any_token(replica, member, asked, token, fault):
     """kill -9, SIGSTOP, a link that is reset, one that falls silent, before each token: own layers are waited for."""
     one, lender = asked(21, TOKENS), member()
-    made = replica(lender.relay.address)
+    made = replica(lender.proxy.address)
     made.arrivals.come(1 + token % DEPTH)
     request = made.submit(one.prompt, Sampling(TOKENS))
     until(request, token, made)
     getattr(lender, fault)()
     lender.gone = fault == "kill"
-    while not made.loan.gone:
+    while not made.lease.gone:
         made.step()
     assert len(request.output) == token
     made.arrivals.come(DEPTH - token % DEPTH)
@@ -162,8 +162,8 @@ def test_the_neighbour_fails_at_any_token(replica, member, asked, token, fault):
 def test_a_silent_neighbour_is_not_waited_for_once_all_layers_are_here(replica, member, asked):
     """However long its own patience: this one would be a minute."""
     one, lender = asked(21, 4), member()
-    made = replica(lender.relay.address)
-    made.loan._spans[0].lines[-1]._patience = PATIENCE
+    made = replica(lender.proxy.address)
+    made.lease._spans[0].sessions[-1]._timeouts = TIMEOUTS
     made.arrivals.come(3)
     request = made.submit(one.prompt, Sampling(4))
     until(request, 2, made)
@@ -195,34 +195,34 @@ def test_a_neighbour_that_cannot_lend_is_a_plain_wait(replica, neighbour, asked,
     else:
         up = here.serve((0, DEPTH), limits={"sessions": 1, "spare_s": 600.0})[0]
         changed["address"] = up.record.address
-        other = Loan([Lender(up.record.address, range(DEPTH))], here.model, DEPTH, 32)
+        other = Lease([Lender(up.record.address, range(DEPTH))], here.model, DEPTH, 32)
         # a session for which nothing was computed would yield its place
         wait_for(other._spans[0].run([Stretch(0, 0, 1)], torch.zeros(1, 32), 0))
     made = replica(**changed)
     made.arrivals.come(2)
     request = made.submit(one.prompt, Sampling(4))
-    while not made.loan.gone:
+    while not made.lease.gone:
         made.step()
     assert not request.output
     made.arrivals.come(DEPTH - 1)
     made.run()
     assert check_greedy(request.output, one.plain) == 4
-    assert re.search(said, made.loan.gone), made.loan.gone
+    assert re.search(said, made.lease.gone), made.lease.gone
     if spoilt == "gone":
         other.close()
 
 
 def test_an_address_beyond_this_machine_wants_a_certificate(lent):
     with pytest.raises(SwarmError, match="give --tls-ca"):
-        Loan([Lender("192.0.2.1:4000", range(DEPTH))], "model", DEPTH, 32)
+        Lease([Lender("192.0.2.1:4000", range(DEPTH))], "model", DEPTH, 32)
 
 
 def test_requests_that_share_prefixes_are_refused(lent, neighbour):
     shared = EngineConfig(share_prefixes=True)
-    loan = Loan([Lender("127.0.0.1:9", range(DEPTH))], "model", DEPTH, 32)
+    lease = Lease([Lender("127.0.0.1:9", range(DEPTH))], "model", DEPTH, 32)
     with closing(LiveExecutor(lent, 4)) as executor, pytest.raises(SwarmError, match="share no prefixes"):
-        BorrowingReplica(executor, lent.model.layers, LayerArrivals(DEPTH), loan, shared)
-    loan.close()
+        BorrowingReplica(executor, lent.model.layers, LayerArrivals(DEPTH), lease, shared)
+    lease.close()
 
 
 @pytest.fixture
@@ -232,13 +232,13 @@ def loaded(ends_folder, neighbour, asked) -> Iterator[Callable]:
 
     def start(link: Link) -> BorrowingReplica:
         manifest = read_manifest(ends_folder)
-        skeleton = Skeleton(ends_folder, manifest)
-        load = StageLoad(ends_folder, manifest, [1], [link], skeleton, skeleton.empty_view(), threads=1)
+        meta_model = MetaModel(ends_folder, manifest)
+        load = StageLoad(ends_folder, manifest, [1], [link], meta_model, meta_model.empty_view(), threads=1)
         name = neighbours_name(ends_folder, manifest)
         assert name == model_sha256(ends_folder)
-        loan = Loan([Lender(neighbour.server.record.address, range(DEPTH))], name, DEPTH, 32)
-        executor = LiveExecutor(skeleton.model, 64, device=skeleton.device)
-        made.append((BorrowingReplica(executor, load.view.layers, follow(load, DEPTH), loan), load))
+        lease = Lease([Lender(neighbour.server.record.address, range(DEPTH))], name, DEPTH, 32)
+        executor = LiveExecutor(meta_model.model, 64, device=meta_model.device)
+        made.append((BorrowingReplica(executor, load.view.layers, follow(load, DEPTH), lease), load))
         return made[-1][0]
 
     yield start
@@ -259,7 +259,7 @@ def test_a_load_over_a_link(loaded, ends_folder, neighbour, asked):
     made = loaded(link)
     request = made.submit(one.prompt, Sampling(8))
     until(request, 4, made)
-    assert made.here < DEPTH and made.loan.steps
+    assert made.here < DEPTH and made.lease.steps
     link.go.set()
     made.settle()
     assert made.here == DEPTH

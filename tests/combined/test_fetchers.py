@@ -21,7 +21,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import ProfileError, StageError, SwarmError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import Result
-from firsttoken_extras.layer_borrowing.lease import Loan
+from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_studies.combined.fetchers import experiment
 from firsttoken_studies.combined.fetchers.division import bytes_of, divided
@@ -57,8 +57,8 @@ def test_every_split_at_every_boundary(replica, neighbour, asked, first):
             if first + token <= DEPTH:
                 assert made.here == first + token - 1
                 made.arrivals.come()
-        assert check_greedy(request.output, one.plain) == TOKENS and made.loan.steps
-        assert made.loan.gone == "all layers are here"
+        assert check_greedy(request.output, one.plain) == TOKENS and made.lease.steps
+        assert made.lease.gone == "all layers are here"
         made.close()
     nothing_is_left(neighbour.server)
 
@@ -71,7 +71,7 @@ def test_nothing_is_computed_before_the_lowest_boundary_is_here(replica, neighbo
     made.arrivals.fail(ConnectionError("nothing more comes"))
     with pytest.raises(ConnectionError):
         made.step()
-    assert not request.output and not made.loan.steps
+    assert not request.output and not made.lease.steps
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -87,8 +87,8 @@ def test_a_lender_that_has_lost_its_session_is_told_again(replica, here, asked, 
         until(request, token, made)
         while up[lost].sessions.ends["IdleError"] < token // 2:
             time.sleep(0.01)
-    assert not made.loan.gone and check_greedy(request.output, one.plain) == 6
-    assert len(made.loan._spans[lost].lines) > 1 == len(made.loan._spans[1 - lost].lines)
+    assert not made.lease.gone and check_greedy(request.output, one.plain) == 6
+    assert len(made.lease._spans[lost].sessions) > 1 == len(made.lease._spans[1 - lost].sessions)
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +120,9 @@ def test_a_lender_is_killed_at_any_token(replica, pair, asked, token, killed):
     until(request, token, made)
     members[killed].kill()
     members[killed].gone = True
-    while not made.loan.gone:
+    while not made.lease.gone:
         made.step()
-    assert len(request.output) == token and members[killed].address in made.loan.gone
+    assert len(request.output) == token and members[killed].address in made.lease.gone
     made.arrivals.come(DEPTH - 2)
     until(request, TOKENS, made)
     assert check_greedy(request.output, one.plain) == TOKENS
@@ -134,7 +134,7 @@ def test_a_lender_is_killed_at_any_token(replica, pair, asked, token, killed):
 def test_lenders_that_leave_a_gap_or_overlap_are_refused(layers):
     lenders = [Lender("127.0.0.1:9", range(*one)) for one in layers]
     with pytest.raises(SwarmError, match=r"are lent: name them in order to the end of \[0, 6\), each once") as caught:
-        Loan(lenders, "model", DEPTH, 32)
+        Lease(lenders, "model", DEPTH, 32)
     assert "\n" not in str(caught.value)
 
 

@@ -24,7 +24,7 @@ from firsttoken.study.errors import RequestError
 
 DEPTH = 10
 COSTS = GroupCosts(
-    DEPTH, layer_s=0.01, layer_token_s=1e-5, first_token_s=0.005, kv_token_bytes=800, edge_token_bytes=1200
+    DEPTH, layer_s=0.01, layer_token_s=1e-5, first_token_s=0.005, kv_token_bytes=800, e_cache_token_bytes=1200
 )
 NOW = Conditions(tokens=1000, bytes_per_s=1e8, latency_s=0.001)
 GROUPS = st.tuples(st.integers(0, DEPTH), st.integers(0, DEPTH)).map(lambda ends: Group(*sorted(ends)))
@@ -47,7 +47,7 @@ def test_pipelined_lies_between_its_floor_and_the_unpipelined(
     group: Group, rate: float, load: float, latency: float
 ) -> None:
     now = Conditions(1000, rate, latency, load)
-    sent = (DEPTH - len(group)) * COSTS.kv_token_bytes + group.needs_edge * COSTS.edge_token_bytes
+    sent = (DEPTH - len(group)) * COSTS.kv_token_bytes + group.needs_e_cache * COSTS.e_cache_token_bytes
     compute = COSTS.compute_s(group, now)
     floor = max(now.transfer_s(1000 * sent), compute + load * COSTS.first_token_s)
     pipelined = COSTS.ttft_s(group, now)
@@ -58,7 +58,7 @@ def test_pipelined_lies_between_its_floor_and_the_unpipelined(
 
 def test_a_lower_group_hides_the_pass_behind_the_prefix() -> None:
     """The pass waits for layer 9 only: the other nine have been passed by when it comes."""
-    costs = GroupCosts(DEPTH, 0.0, 0.0, first_token_s=1.0, kv_token_bytes=1, edge_token_bytes=1)
+    costs = GroupCosts(DEPTH, 0.0, 0.0, first_token_s=1.0, kv_token_bytes=1, e_cache_token_bytes=1)
     assert costs.ttft_s(Group(0, 9), Conditions(1, 0.5)) == pytest.approx(2.1)
     assert costs.ttft_s(Group(0, 9), Conditions(1, 0.5), Schedule.SEND_REUSED) == pytest.approx(3.0)
 

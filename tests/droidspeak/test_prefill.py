@@ -94,8 +94,8 @@ def test_a_full_prefill_is_the_model_s_own_bit_by_bit(models):
     cache, hidden = plain(model, PREFIX, hidden=True)
     full = full_prefill(model, PREFIX, range(DEPTH))
     assert same(cache_of(full.kv), cache)
-    assert sorted(full.edges) == list(range(DEPTH))
-    assert all(torch.equal(full.edges[layer], hidden[layer]) for layer in range(DEPTH))
+    assert sorted(full.e_cache) == list(range(DEPTH))
+    assert all(torch.equal(full.e_cache[layer], hidden[layer]) for layer in range(DEPTH))
 
 
 def test_recomputing_all_is_a_full_prefill_of_the_receiver(models):
@@ -132,7 +132,7 @@ def test_a_sender_that_is_the_receiver_gives_its_own_cache_bit_by_bit(receiver, 
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 def test_a_group_is_what_the_receiver_makes_of_the_sender_s_hidden_states(receiver, sender, sent, group):
     cache = partial_prefill(receiver, PREFIX, sent, group)
-    hidden = sent.edges[group.lo] if group.lo else receiver.model.embed_tokens(PREFIX.ids)
+    hidden = sent.e_cache[group.lo] if group.lo else receiver.model.embed_tokens(PREFIX.ids)
     assert same(cache, from_layer(receiver, PREFIX, group.lo, hidden), group.layers)
     assert same(cache, cache_of(sent.kv), set(range(DEPTH)) - set(group.layers))
     assert not same(cache, plain(receiver, PREFIX)[0]) or group == Group(0, DEPTH)
@@ -192,11 +192,11 @@ def test_only_the_last_logits_where_asked(receiver, sent):
 
 def test_what_was_sent_stays_as_it_is(receiver, sender, sent):
     before = [(kv.keys.clone(), kv.values.clone()) for kv in sent.kv]
-    edges = {layer: hidden.clone() for layer, hidden in sent.edges.items()}
+    edges = {layer: hidden.clone() for layer, hidden in sent.e_cache.items()}
     for group in (NOTHING, Group(1, 3)):
         suffix_logits(receiver, PREFIX, SUFFIX, partial_prefill(receiver, PREFIX, sent, group))
     assert all(torch.equal(a, b) for kv, old in zip(sent.kv, before, strict=True) for a, b in zip(kv, old, strict=True))
-    assert all(torch.equal(sent.edges[layer], hidden) for layer, hidden in edges.items())
+    assert all(torch.equal(sent.e_cache[layer], hidden) for layer, hidden in edges.items())
 
 
 def test_bfloat16_too(receiver, sender):
@@ -213,7 +213,7 @@ def test_a_group_out_of_range_is_refused(receiver, sent, group):
 
 
 def test_a_missing_edge_is_refused(receiver, sent):
-    few = replace(sent, edges={1: sent.edges[1]})
+    few = replace(sent, edges={1: sent.e_cache[1]})
     with pytest.raises(RequestError, match=r"no E-cache at layer 2 was stored \(there: 1\); store that edge too"):
         partial_prefill(receiver, PREFIX, few, Group(2, 3))
     with pytest.raises(RequestError, match=r"\(there: none\)"):
@@ -250,7 +250,7 @@ def test_kv_of_another_shape_or_dtype_is_refused(receiver, sent, odd):
 
 @pytest.mark.parametrize("spoil", [lambda e: e[:, 1:], lambda e: e[:1], lambda e: e[..., :16], lambda e: e.double()])
 def test_an_edge_of_another_shape_or_dtype_is_refused(receiver, sent, spoil):
-    bad = replace(sent, edges={2: spoil(sent.edges[2])})
+    bad = replace(sent, edges={2: spoil(sent.e_cache[2])})
     with pytest.raises(CacheError, match=r"the E-cache at layer 2 of the cache is .*another model or prefix"):
         partial_prefill(receiver, PREFIX, bad, Group(2, 3))
 
@@ -308,4 +308,4 @@ def test_spans(layers, groups):
 def test_a_group_reads_as_it_is_written():
     assert (str(Group(2, 5)), str(NOTHING), str(Group(3, 4))) == ("2-4", "none", "3-3")
     assert [len(Group(2, 5)), 2 in Group(2, 5), 5 in Group(2, 5), 1 in Group(2, 5)] == [3, True, False, False]
-    assert [Group(0, 2).needs_edge, Group(1, 2).needs_edge, Group(2, 2).needs_edge] == [False, True, False]
+    assert [Group(0, 2).needs_e_cache, Group(1, 2).needs_e_cache, Group(2, 2).needs_e_cache] == [False, True, False]

@@ -35,7 +35,7 @@ PREFIX = Prefix.of(ROWS)
 
 def mixed(group=NOTHING, sender=SENDER):
     return partial_prefill(
-        RECEIVER, PREFIX, full_prefill(sender, PREFIX, [group.lo] if group.needs_edge else ()), group
+        RECEIVER, PREFIX, full_prefill(sender, PREFIX, [group.lo] if group.needs_e_cache else ()), group
     )
 
 

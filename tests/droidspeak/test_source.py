@@ -50,10 +50,11 @@ class Pair:
 
     @torch.inference_mode()
     def said(self, group: Group, tokens: int, said: Sequence[int]) -> Plain:
-        """``said`` with the logits of a partial prefill of the first ``tokens`` tokens and all that was said before."""
+        """``said`` with the logits of a partial prefill of the first ``tokens`` tokens and all that was said
+        before."""
         prefix = Prefix.of([CONTEXT[:tokens]])
         kv = tuple(type(one)(*(part[..., :tokens, :] for part in one)) for one in self.sent.kv)
-        sent = replace(self.sent, kv=kv, edges={n: edge[:, :tokens] for n, edge in self.sent.edges.items()})
+        sent = replace(self.sent, kv=kv, edges={n: edge[:, :tokens] for n, edge in self.sent.e_cache.items()})
         cache = partial_prefill(self.plain, prefix, sent, group)
         rest = torch.tensor([[*CONTEXT[tokens:], *SUFFIX, *said[:-1]]])
         return Plain(list(said), suffix_logits(self.plain, prefix, rest, cache, keep=len(said))[0].float())
@@ -99,7 +100,9 @@ def test_the_engine_says_what_partial_prefill_says(pair, engine, group: Group, s
     at.run()
     told = pair.said(group, len(CONTEXT), request.output)
     assert check_greedy(request.output, told) == 8
-    assert at.books["prefill"] == len(SUFFIX) and at.books["recompute"] == (len(CONTEXT) if len(group) else 0)
+    assert at.token_counts["prefill"] == len(SUFFIX) and at.token_counts["recompute"] == (
+        len(CONTEXT) if len(group) else 0
+    )
 
 
 def test_a_prefix_that_the_context_leaves_half_way(pair, engine) -> None:
@@ -131,7 +134,7 @@ def test_over_a_link_beside_others(on_disk, engine, rate: float) -> None:
 
 
 def bytes_of_edge(pair: Pair) -> int:
-    return pair.sent.edges[2].nbytes
+    return pair.sent.e_cache[2].nbytes
 
 
 @pytest.mark.parametrize("when", ["at once", "behind the edge", "near the end"])
@@ -184,8 +187,8 @@ def test_a_torn_file_is_noticed(on_disk, engine, piece: str) -> None:
     ],
 )
 def test_an_edge_that_does_not_fit_hurts_nobody_else(pair, engine, monkeypatch, spoil: Callable, why: str) -> None:
-    edge = StoredPrefix.edge
-    monkeypatch.setattr(StoredPrefix, "edge", lambda source: spoil(edge(source)))
+    edge = StoredPrefix.hidden_states
+    monkeypatch.setattr(StoredPrefix, "hidden_states", lambda source: spoil(edge(source)))
     at = engine(pair, scheduler="sarathi")
     other, request = at.submit([9] * 9, Sampling(20)), submit(at, pair.source(Group(2, 4)))
     at.run()

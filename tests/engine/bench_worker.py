@@ -22,9 +22,9 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.stats import bootstrap
-from firsttoken_extras.worker.remote_executor import ApartExecutor
+from firsttoken_extras.worker.remote_executor import RemoteExecutor
 from firsttoken_extras.worker.worker_config import WorkerConfig
-from firsttoken_extras.worker.worker_model import hosted_model
+from firsttoken_extras.worker.worker_model import load_worker_model
 
 PROMPT_TOKENS = 16
 
@@ -55,7 +55,7 @@ def main() -> None:
     blocks = max(options.running) * -(-(PROMPT_TOKENS + options.steps + 1) // 16)
     config = WorkerConfig(options.model, blocks)
     print(f"{options.model}, {machine_slug()}, {options.steps} steps a round, n={options.rounds} rounds, ms a step")
-    with closing(LiveExecutor(hosted_model(config), blocks)) as here, closing(ApartExecutor(config)) as there:
+    with closing(LiveExecutor(load_worker_model(config), blocks)) as here, closing(RemoteExecutor(config)) as there:
         for running in options.running:
             rows = []
             for turn in range(options.rounds + 1):  # the first warms up

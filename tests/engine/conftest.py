@@ -155,8 +155,8 @@ class Run:
         self.engine.pool.check()
         assert self.engine.pool.free == self.engine.pool.count
         assert all(request.finished and request.host is None for request in self.requests)
-        if isinstance(executor, LiveExecutor) and executor.arena is not None:
-            executor.arena.check()
+        if isinstance(executor, LiveExecutor) and executor.host_pool is not None:
+            executor.host_pool.check()
         assert host_free(executor) == self.host_free
 
 
@@ -164,8 +164,8 @@ def host_free(executor: Executor) -> int:
     """Blocks of the host pool that nobody has."""
     if isinstance(executor, SimulatedExecutor):
         return executor._host_free
-    arena = getattr(executor, "arena", None)  # a worker's is in its own process
-    return arena.free if arena is not None else 0
+    host_pool = getattr(executor, "host_pool", None)  # a worker's is in its own process
+    return host_pool.free if host_pool is not None else 0
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ import pytest
 from transformers import LlamaConfig
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.engine.async_engine import Server
+from firsttoken.engine.async_engine import AsyncEngine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemptor import LOST
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.study.errors import ModelError, ProfileError, RequestError, WorkerError
-from firsttoken_extras.worker.remote_executor import ApartExecutor
+from firsttoken_extras.worker.remote_executor import RemoteExecutor
 from firsttoken_extras.worker.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.long(seconds=60)
@@ -55,21 +55,21 @@ def config(subject, tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
 
 
 @pytest.fixture(scope="module")
-def shared(config: WorkerConfig) -> Iterator[ApartExecutor]:
+def shared(config: WorkerConfig) -> Iterator[RemoteExecutor]:
     """One worker for all who do not hurt it."""
-    with closing(ApartExecutor(config)) as executor:
+    with closing(RemoteExecutor(config)) as executor:
         yield executor
 
 
 @pytest.fixture(scope="module")
-def fragile(config: WorkerConfig) -> Iterator[ApartExecutor]:
+def fragile(config: WorkerConfig) -> Iterator[RemoteExecutor]:
     """One whose workers are hurt."""
-    with closing(ApartExecutor(config)) as executor:
+    with closing(RemoteExecutor(config)) as executor:
         yield executor
 
 
 @pytest.fixture
-def hurt(fragile: ApartExecutor, config: WorkerConfig) -> Iterator[Callable[..., None]]:
+def hurt(fragile: RemoteExecutor, config: WorkerConfig) -> Iterator[Callable[..., None]]:
     """The worker of ``fragile`` will not answer its next order: it is stopped, and ``killed`` once that is sent."""
 
     def hit(*, killed: bool = True) -> None:
@@ -160,10 +160,12 @@ def test_draws_and_chances_are_those_of_one_process(lab, shared, subject) -> Non
                 run.submit(one.prompt, sampling, 0.0)
             said = run.finish()
             assert sum(request.preemptions for request in run.requests)
-            chances = [chance for one in run.requests for chance in (*one.chances, *one.prompt_chances)]
-            told.append((said, [[token for token, _ in one.likeliest] for one in chances], chances))
+            token_logprobs = [
+                token_logprob for one in run.requests for token_logprob in (*one.token_logprobs, *one.prompt_logprobs)
+            ]
+            told.append((said, [[token for token, _ in one.top_logprobs] for one in token_logprobs], token_logprobs))
     assert told[0][:2] == told[1][:2]
-    ours, theirs = ([one.logprob for one in chances] for _, _, chances in told)
+    ours, theirs = ([one.logprob for one in token_logprobs] for _, _, token_logprobs in told)
     assert ours == pytest.approx(theirs, abs=1e-4)
 
 
@@ -224,7 +226,7 @@ def test_clients_learn_it(lab, fragile, hurt, config, subject) -> None:
     run, folder = lab.on(fragile), Path(config.model)
     away = folder.rename(folder.with_name("away"))
     try:
-        with Server(run.engine) as server:
+        with AsyncEngine(run.engine) as server:
             hurt()
             with pytest.raises(WorkerError, match=r"begun 3 times.*no worker starts: "):
                 list(server.submit(subject.known[-1].prompt, Sampling(ANSWER)))
@@ -237,7 +239,7 @@ def test_clients_learn_it(lab, fragile, hurt, config, subject) -> None:
 
 
 def test_nothing_is_left(config) -> None:
-    executor = ApartExecutor(config)
+    executor = RemoteExecutor(config)
     worker = executor.worker
     assert not worker.folder.exists(), "it goes once both ends are connected, so no kill leaves it"
     executor.close()
@@ -247,9 +249,9 @@ def test_nothing_is_left(config) -> None:
 
 def test_what_the_worker_refuses_is_told(config, tmp_path: Path) -> None:
     with pytest.raises(ModelError):
-        ApartExecutor(replace(config, model=str(tmp_path)))
+        RemoteExecutor(replace(config, model=str(tmp_path)))
     with pytest.raises(RequestError, match="host pool"):
-        ApartExecutor(replace(config, host_blocks=1 << 30))
+        RemoteExecutor(replace(config, host_blocks=1 << 30))
     for changed in ({"swap": "by post"}, {"dtype": "int3"}, {"blocks": 0}, {"step_s": 0}, {"retries": -1}):
         with pytest.raises(ProfileError, match="worker: "):
             replace(config, **changed)
@@ -259,8 +261,8 @@ def test_an_engine_that_dies_takes_its_worker_along(config) -> None:
     """Also one that is stopped, so that nothing of its own can end it."""
     code = (
         "import os, sys, time; from firsttoken_extras.worker.worker_config import WorkerConfig;"
-        "from firsttoken_extras.worker.remote_executor import ApartExecutor;"
-        f"executor = ApartExecutor(WorkerConfig({config.model!r}, 8));"
+        "from firsttoken_extras.worker.remote_executor import RemoteExecutor;"
+        f"executor = RemoteExecutor(WorkerConfig({config.model!r}, 8));"
         "print(executor.worker.pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as engine:

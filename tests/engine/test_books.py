@@ -53,7 +53,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], str]:
 
 def lines(run, number: int) -> list[tuple]:
     """What was done for a request, in order."""
-    return [entry[1:] for step in run.trace.steps for entry in step.bookings if entry.request == number]
+    return [entry[1:] for step in run.trace.steps for entry in step.token_spans if entry.request == number]
 
 
 # -- what a work is
@@ -77,9 +77,9 @@ def test_a_work_says_what_it_does(prompt, computed, cached, length, tokens, expe
     request = Request(3, [0] * prompt, GREEDY, 0.0)
     request.tokens += [0] * (length - prompt)
     request.cached, request.computed = cached, computed
-    work = request.work(tokens)
-    assert work.bookings == [(3, *line) for line in expected]
-    assert work.decodes == request.decoding == decodes and work.completes == (cached + tokens == length)
+    chunk = request.chunk(tokens)
+    assert chunk.token_spans == [(3, *line) for line in expected]
+    assert chunk.decodes == request.decoding == decodes and chunk.completes == (cached + tokens == length)
 
 
 # -- chunked prefills
@@ -98,7 +98,7 @@ def test_the_last_token_of_a_prompt_is_no_decode(lab, in_pieces) -> None:
     ((action, tokens, seconds, _),) = (tuple(vars(seen).values()) for seen in policy.seen)
     assert (action, tokens) == (Action.RECOMPUTE, 33)
     assert seconds == pytest.approx(sum(step.seconds for step in run.trace.steps if step.prefills))
-    assert run.engine.books == {PREFILL: 33, DECODE: 3}
+    assert run.engine.token_counts == {PREFILL: 33, DECODE: 3}
 
 
 def test_prompts_in_pieces_are_taught_whole(lab, in_pieces) -> None:
@@ -126,7 +126,7 @@ def test_who_is_preempted_on_the_way_back_has_two_recoveries(lab, in_pieces) -> 
     run.engine.scheduler.preempt(request)
     run.finish()
     assert [recovery.tokens for recovery in run.trace.recoveries] == [8, 21]
-    assert run.engine.books == {PREFILL: 20, DECODE: 3, RECOMPUTE: 8 + 20}
+    assert run.engine.token_counts == {PREFILL: 20, DECODE: 3, RECOMPUTE: 8 + 20}
 
 
 def test_half_a_prompt_that_was_evicted_is_recomputed_and_then_prefilled(lab, in_pieces) -> None:
@@ -195,7 +195,7 @@ def test_every_token_is_booked_once(
         if request.number != gone:
             assert done == set(range(prompt + new - 1)) and lengths[PREFILL] == prompt and lengths[DECODE] == new - 1
         total += lengths
-    assert run.engine.books == total
+    assert run.engine.token_counts == total
     if gone is None:
         assert len(run.trace.recoveries) == sum(request.preemptions for request in run.requests)
         assert not run.engine.preemptor._open and not run.engine.preemptor._prefills
@@ -204,5 +204,7 @@ def test_every_token_is_booked_once(
     )
     assert not undisturbed - Counter(policy.recomputes), "a whole prompt was not taught"
     for step in run.trace.steps:
-        assert sum(new for _, new in step.prefills) + len(step.contexts) == sum(e.end - e.start for e in step.bookings)
-        assert len(step.contexts) <= sum(entry.kind is DECODE for entry in step.bookings)
+        assert sum(new for _, new in step.prefills) + len(step.contexts) == sum(
+            e.end - e.start for e in step.token_spans
+        )
+        assert len(step.contexts) <= sum(entry.kind is DECODE for entry in step.token_spans)

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from firsttoken.engine.decoder import Decoder, LocalSegment, check_cover
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.model_version import View
+from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.scheduler_state import PendingPrefix
 from firsttoken.study.errors import ModelError, RequestError
@@ -54,8 +54,8 @@ def test_a_view_that_loses_a_layer_computes_nothing(lab, llama) -> None:
     """At any moment: an error until the layer is back, then the tokens that it would have said."""
     run = lab.live(llama.model, 60)
     executor: LiveExecutor = run.engine.executor
-    segment = LocalSegment(executor.view.decoder.segments[0].modules)
-    executor.view = View(Decoder(llama.model, [segment]))
+    segment = LocalSegment(executor.version.decoder.segments[0].modules)
+    executor.version = ModelVersion(Decoder(llama.model, [segment]))
     one = llama.known[-1]
     request = run.submit(one.prompt, Sampling(ANSWER))
     for lost in (0, 5, 11):

@@ -58,7 +58,7 @@ class Forgetful(LiveExecutor):
     def swap_out(self, request: Request) -> Moved | None:
         moved = super().swap_out(request)
         if moved is not None:
-            self.arena.rows(request.host)[-self.lost :] = 0
+            self.host_pool.rows(request.host)[-self.lost :] = 0
         return moved
 
 

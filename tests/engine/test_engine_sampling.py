@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from firsttoken.engine.request import Request, Sampling, Work
+from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import next_tokens
 
 SHARES = torch.tensor([0.02, 0.4, 0.05, 0.3, 0.13, 0.1])
@@ -15,15 +15,15 @@ LOGITS = SHARES.log() + 3.0
 DRAWS = 3000
 
 
-def waiting(sampling: Sampling, number: int = 0) -> Work:
+def waiting(sampling: Sampling, number: int = 0) -> ScheduledChunk:
     """A prompt of one token that is about to get its first."""
-    return Request(number, [0], sampling, 0.0).work()
+    return Request(number, [0], sampling, 0.0).chunk()
 
 
 def draws(**sampling) -> Counter:
     """How often each token comes, one draw for each of ``DRAWS`` seeds."""
-    works = [waiting(Sampling(seed=seed, **sampling)) for seed in range(DRAWS)]
-    return Counter(next_tokens(LOGITS.expand(DRAWS, -1), works))
+    chunks = [waiting(Sampling(seed=seed, **sampling)) for seed in range(DRAWS)]
+    return Counter(next_tokens(LOGITS.expand(DRAWS, -1), chunks))
 
 
 def check_frequencies(seen: Counter, shares: torch.Tensor) -> None:
@@ -34,9 +34,9 @@ def check_frequencies(seen: Counter, shares: torch.Tensor) -> None:
 
 def test_greedy_is_the_largest() -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
-    works = [waiting(Sampling()) for _ in range(50)]
-    assert next_tokens(logits, works) == logits.argmax(-1).tolist()
-    assert next_tokens(logits.bfloat16(), works) == logits.bfloat16().argmax(-1).tolist()
+    chunks = [waiting(Sampling()) for _ in range(50)]
+    assert next_tokens(logits, chunks) == logits.argmax(-1).tolist()
+    assert next_tokens(logits.bfloat16(), chunks) == logits.bfloat16().argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -76,8 +76,8 @@ def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
 
 def test_each_draw_moves_on_and_a_seed_repeats_them_all() -> None:
     def series(seed: int) -> list[int]:
-        work = waiting(Sampling(temperature=1.0, seed=seed))
-        return [next_tokens(LOGITS[None], [work])[0] for _ in range(40)]
+        chunk = waiting(Sampling(temperature=1.0, seed=seed))
+        return [next_tokens(LOGITS[None], [chunk])[0] for _ in range(40)]
 
     assert series(7) == series(7)
     assert len({tuple(series(seed)) for seed in (-5, 0, 1, 2, 2**64 - 1)}) == 5
@@ -90,12 +90,12 @@ def test_each_draw_moves_on_and_a_seed_repeats_them_all() -> None:
 
 def test_half_a_prompt_draws_nothing() -> None:
     request = Request(0, [1, 2, 3], Sampling(temperature=1.0, seed=3), 0.0)
-    whole = [next_tokens(LOGITS[None], [request.work(3)])[0] for _ in range(20)]
+    whole = [next_tokens(LOGITS[None], [request.chunk(3)])[0] for _ in range(20)]
     again = Request(0, [1, 2, 3], Sampling(temperature=1.0, seed=3), 0.0)
     cut = []
     for _ in range(20):
-        next_tokens(LOGITS[None], [again.work(2)])
-        cut += next_tokens(LOGITS[None], [again.work(3)])
+        next_tokens(LOGITS[None], [again.chunk(2)])
+        cut += next_tokens(LOGITS[None], [again.chunk(3)])
     assert cut == whole
 
 
@@ -173,10 +173,10 @@ def test_chances_are_the_models_however_a_prompt_is_cut(lab, llama, scheduler, b
     lab.close()  # the model computes by itself from here on
     for request, output in zip(requests[1::2], outputs[1::2], strict=True):
         shares = judged(llama.model, request.tokens[: request.prompt_tokens], output)
-        chances = [*request.prompt_chances, *request.chances]
-        assert len(chances) == len(shares)
-        for chance, row, token in zip(chances, shares, request.tokens[1:], strict=True):
-            assert chance.logprob == pytest.approx(float(row[token]), abs=1e-3)  # fp32, batched and alone
+        token_logprobs = [*request.prompt_logprobs, *request.token_logprobs]
+        assert len(token_logprobs) == len(shares)
+        for token_logprob, row, token in zip(token_logprobs, shares, request.tokens[1:], strict=True):
+            assert token_logprob.logprob == pytest.approx(float(row[token]), abs=1e-3)  # fp32, batched and alone
             values = row.topk(4).values.tolist()
-            assert [logprob for _, logprob in chance.likeliest] == pytest.approx(values, abs=1e-3)
-    assert not any(request.chances or request.prompt_chances for request in requests[::2])
+            assert [logprob for _, logprob in token_logprob.top_logprobs] == pytest.approx(values, abs=1e-3)
+    assert not any(request.token_logprobs or request.prompt_logprobs for request in requests[::2])

@@ -22,9 +22,9 @@ def outcome(run) -> tuple:
     """All that a run leaves behind."""
     return (
         [(one.times_s, one.tokens, one.cached, one.computed, one.preemptions, one.begun_s) for one in run.requests],
-        [(step.at_s, step.seconds, step.prefills, step.contexts, step.bookings) for step in run.trace.steps],
+        [(step.at_s, step.seconds, step.prefills, step.contexts, step.token_spans) for step in run.trace.steps],
         run.trace.recoveries,
-        run.engine.books,
+        run.engine.token_counts,
         run.engine.executor.now(),
     )
 

@@ -17,14 +17,14 @@ from schedules import draw_schedule, perform
 from torch import nn
 from transformers import LlamaConfig
 
-from firsttoken.engine.async_engine import Server
+from firsttoken.engine.async_engine import AsyncEngine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.attend import NativeAttend
-from firsttoken.engine.request import LEAST, Request, Sampling, Work
-from firsttoken.engine.sampling import chance, likeliest, next_tokens
+from firsttoken.engine.request import LEAST, Request, Sampling, ScheduledChunk
+from firsttoken.engine.sampling import likeliest, next_tokens, token_logprob
 from firsttoken.engine.sdpa_attention import PaddedAttend
 from firsttoken.study.errors import OutputError, RequestError
-from firsttoken_extras.worker.remote_executor import ApartExecutor
+from firsttoken_extras.worker.remote_executor import RemoteExecutor
 from firsttoken_extras.worker.worker_config import WorkerConfig
 
 ANSWER = 24
@@ -74,8 +74,8 @@ def damaged(request: pytest.FixtureRequest, whole) -> Damaged:
     return Damaged(whole, request.param)
 
 
-def works(count: int, sampling: Sampling = MODES[0]) -> list[Work]:
-    return [Request(number, [1, 2, 3], sampling, 0.0).work() for number in range(count)]
+def chunks(count: int, sampling: Sampling = MODES[0]) -> list[ScheduledChunk]:
+    return [Request(number, [1, 2, 3], sampling, 0.0).chunk() for number in range(count)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -87,15 +87,17 @@ def test_a_row_that_is_no_number_fails_alone(dtype: torch.dtype, sampling: Sampl
     for row, what in bad.items():
         logits[row, draw.randrange(300)] = what
     logits[0], bad[0] = -INF, -INF
-    asked = works(40, sampling)
+    asked = chunks(40, sampling)
     tokens = next_tokens(logits, asked)
-    assert {row for row, work in enumerate(asked) if isinstance(work.request.failure, OutputError)} == bad.keys()
+    assert {row for row, chunk in enumerate(asked) if isinstance(chunk.request.failure, OutputError)} == bad.keys()
     if not sampling.temperature:
         assert all(tokens[row] == int(logits[row].argmax()) for row in range(40) if row not in bad)
     assert all(
-        len(work.request.chances) == (sampling.logprobs is not None) for row, work in enumerate(asked) if row not in bad
+        len(chunk.request.token_logprobs) == (sampling.logprobs is not None)
+        for row, chunk in enumerate(asked)
+        if row not in bad
     )
-    assert not any(work.request.chances for row, work in enumerate(asked) if row in bad)
+    assert not any(chunk.request.token_logprobs for row, chunk in enumerate(asked) if row in bad)
     with pytest.raises(OutputError, match="no finite number; copy its weights again"):
         likeliest(logits)
 
@@ -103,18 +105,18 @@ def test_a_row_that_is_no_number_fails_alone(dtype: torch.dtype, sampling: Sampl
 def test_some_logits_of_minus_infinity_are_a_mask() -> None:
     logits = torch.full((1, 5), -INF)
     logits[0, 3] = 2.0
-    (work,) = works(1, MODES[2])
-    assert next_tokens(logits, [work]) == [3] == likeliest(logits).tolist() and work.request.failure is None
-    assert work.request.chances[0] == chance(logits[0], 3, 3)
-    assert [share for _, share in work.request.chances[0].likeliest] == [0.0, LEAST, LEAST]
+    (chunk,) = chunks(1, MODES[2])
+    assert next_tokens(logits, [chunk]) == [3] == likeliest(logits).tolist() and chunk.request.failure is None
+    assert chunk.request.token_logprobs[0] == token_logprob(logits[0], 3, 3)
+    assert [share for _, share in chunk.request.token_logprobs[0].top_logprobs] == [0.0, LEAST, LEAST]
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1.0, 1e300, sys.float_info.max, 10**40])
 @pytest.mark.parametrize("top_p", [5e-324, 1e-9, 0.5, 1.0])
 def test_extreme_samplings_draw_a_token(temperature: float, top_p: float) -> None:
     logits = torch.tensor([[3.0, -1e30, 1e30, -INF, 0.0]])
-    (work,) = works(1, Sampling(1, temperature=temperature, top_p=top_p))
-    assert next_tokens(logits, [work])[0] in (range(5) if temperature > 1e30 else [2])
+    (chunk,) = chunks(1, Sampling(1, temperature=temperature, top_p=top_p))
+    assert next_tokens(logits, [chunk])[0] in (range(5) if temperature > 1e30 else [2])
 
 
 @pytest.mark.parametrize("temperature", [10**400, INF, NAN, -1.0])
@@ -160,8 +162,8 @@ class Poisoned(LiveExecutor):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, attend=self.way, **options)
         self.pool.rows.fill_(NAN)
-        if self.arena is not None:
-            self.arena.all_rows.fill_(NAN)
+        if self.host_pool is not None:
+            self.host_pool.all_rows.fill_(NAN)
 
 
 class PoisonedNative(Poisoned):
@@ -177,20 +179,20 @@ def test_nothing_is_read_that_was_not_written(lab, whole, kind: type[LiveExecuto
 def test_a_worker_tells_of_it(lab, whole, tmp_path: Path) -> None:
     damaged = Damaged(whole, NAN)
     damaged.model.save_pretrained(tmp_path)
-    with closing(ApartExecutor(WorkerConfig(str(tmp_path), 40, block_tokens=4, host_blocks=40))) as executor:
+    with closing(RemoteExecutor(WorkerConfig(str(tmp_path), 40, block_tokens=4, host_blocks=40))) as executor:
         for sampling in (MODES[0], MODES[3]):
             in_company(lab.on(executor, requests=8, scheduler="sarathi", token_budget=16), damaged, sampling)
 
 
 def test_a_stream_ends_with_it_and_the_others_go_on(lab, damaged) -> None:
     run = lab.live(damaged.model, 200)
-    with Server(run.engine) as server:
+    with AsyncEngine(run.engine) as server:
         ill = server.submit(damaged.prompt(12, 5), Sampling(ANSWER))
         fine: Sequence[Any] = [server.submit(one.prompt, Sampling(ANSWER)) for one in damaged.known]
         with pytest.raises(OutputError, match="no finite number"):
             list(ill)
         assert [list(stream) for stream in fine] == [list(one.answer) for one in damaged.known]
-        assert server.standing().running == server.standing().blocks_used == 0
+        assert server.stats().running == server.stats().blocks_used == 0
 
 
 def test_a_run_raises_it(lab, damaged) -> None:

@@ -1,4 +1,5 @@
-"""Work never outlives the ownership of what it writes, and nothing is read that a step which failed was to write."""
+"""ScheduledChunk never outlives the ownership of what it writes, and nothing is read that a step which failed was to
+write."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 from owned import BrokenStep, Failing, Guard, Ordeal, Prefixes
 
-from firsttoken.engine.async_engine import Server
+from firsttoken.engine.async_engine import AsyncEngine
 from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import WorkerError
-from firsttoken_extras.worker.remote_executor import ApartExecutor
+from firsttoken_extras.worker.remote_executor import RemoteExecutor
 from firsttoken_extras.worker.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -57,16 +58,16 @@ def test_who_shares_blocks_of_a_step_that_failed_computes_them(lab, llama, fails
 
 
 @pytest.fixture(scope="module")
-def apart(llama, tmp_path_factory) -> Iterator[ApartExecutor]:
+def apart(llama, tmp_path_factory) -> Iterator[RemoteExecutor]:
     """A worker whose copies from the host are made in a thread of its own, for requests that bear one loss each."""
     folder = tmp_path_factory.mktemp("model")
     llama.model.save_pretrained(folder)
     options = {"block_tokens": 4, "host_blocks": 64, "swap": "overlapped", "retries": 1}
-    with closing(ApartExecutor(WorkerConfig(str(folder), 24, **options))) as executor:
+    with closing(RemoteExecutor(WorkerConfig(str(folder), 24, **options))) as executor:
         yield executor
 
 
-def dies(executor: ApartExecutor) -> None:
+def dies(executor: RemoteExecutor) -> None:
     """The worker is killed once its next order is sent, before it reads that."""
     worker, send = executor.worker, executor.worker.send
     os.kill(worker.pid, signal.SIGSTOP)
@@ -79,10 +80,10 @@ def dies(executor: ApartExecutor) -> None:
 
 
 @pytest.fixture
-def pending(lab, apart: ApartExecutor) -> Callable[[], Run]:
+def pending(lab, apart: RemoteExecutor) -> Callable[[], Run]:
     """Makes engines in which requests come back from the host and whose worker is not asked whether they have, so that
     they are on their way until somebody waits for them."""
-    apart.arrived = lambda number, wait: ApartExecutor.arrived(apart, number, wait) if wait else None
+    apart.arrived = lambda number, wait: RemoteExecutor.arrived(apart, number, wait) if wait else None
     return lambda: lab.on(apart, preemption="swap", scheduler="sarathi", token_budget=16, requests=8)
 
 
@@ -111,7 +112,7 @@ def test_streams_end_that_a_loss_in_a_cancellation_has_ended(apart, pending, lla
     """Those of requests that were begun too often: nobody waits for ever."""
     for _ in range(40):
         engine = pending().engine
-        with Server(engine) as server:
+        with AsyncEngine(engine) as server:
             held, step, gone = engine.scheduler, engine.step, []
 
             def goes(server=server, held=held, gone=gone) -> None:
@@ -134,7 +135,7 @@ def test_streams_end_that_a_loss_in_a_cancellation_has_ended(apart, pending, lla
                     ends.append(list(stream) == list(one.answer))
                 except WorkerError as error:
                     ends.append("begun 2 times" in str(error) and "a failure")
-        assert server.standing().blocks_used == 0
+        assert server.stats().blocks_used == 0
         if gone:
             break
     assert ends.pop(gone[0]) is False and all(ends) and "a failure" in ends

@@ -18,7 +18,7 @@ from plain_tokens import generated
 from firsttoken.engine import block_pool
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption.preemption_policy import Action, PreemptionPolicy
-from firsttoken.engine.request import Kind, Phase, Request, Sampling, Work
+from firsttoken.engine.request import Kind, Phase, Request, Sampling, ScheduledChunk
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
 
@@ -27,7 +27,7 @@ SHARED = {"share_prefixes": True}
 
 
 def prefilled(run) -> int:
-    return run.engine.books[Kind.PREFILL]
+    return run.engine.token_counts[Kind.PREFILL]
 
 
 def watch_writes(run) -> None:
@@ -35,21 +35,21 @@ def watch_writes(run) -> None:
     engine, size = run.engine, run.engine.executor.block_tokens
     execute = engine.executor.execute
 
-    def checked(works: Sequence[Work]) -> list[int]:
+    def checked(chunks: Sequence[ScheduledChunk]) -> list[int]:
         written: Counter[int] = Counter()
-        for work in works:
-            places = range(work.start // size, -(-work.end // size))
-            written.update(work.request.blocks[place] for place in places)
+        for chunk in chunks:
+            places = range(chunk.start // size, -(-chunk.end // size))
+            written.update(chunk.request.blocks[place] for place in places)
             for place in places:
-                block = work.request.blocks[place]
-                others = [other for other in run.requests if other is not work.request and block in other.blocks]
+                block = chunk.request.blocks[place]
+                others = [other for other in run.requests if other is not chunk.request and block in other.blocks]
                 assert len(others) + 1 == engine.pool.owners(block)
                 if others:
-                    assert work.end >= (place + 1) * size, "a block is shared that is not full"
+                    assert chunk.end >= (place + 1) * size, "a block is shared that is not full"
                 for other in others:
-                    assert other.cached >= (place + 1) * size and other.number in {one.request.number for one in works}
+                    assert other.cached >= (place + 1) * size and other.number in {one.request.number for one in chunks}
         assert not written or max(written.values()) == 1, "two write to one block"
-        return execute(works)
+        return execute(chunks)
 
     engine.executor.execute = checked
 
@@ -165,7 +165,7 @@ def test_what_is_recomputed_finds_its_own_blocks(lab) -> None:
     run.engine.scheduler.preempt(request)
     run.finish()
     (recovery,) = run.trace.recoveries
-    assert request.computed == 27 and recovery.tokens == 1 and run.engine.books[Kind.RECOMPUTE] == 0
+    assert request.computed == 27 and recovery.tokens == 1 and run.engine.token_counts[Kind.RECOMPUTE] == 0
     assert [one.tokens for one in seen] == [20] and not run.engine.preemptor._open
 
 
@@ -220,7 +220,7 @@ def test_no_block_is_lost_or_written_to_by_two(
     assert 0 <= sharing.found_tokens < sharing.asked_tokens
     assert not run.engine.preemptor._open and not run.engine.preemptor._prefills
     for request in run.requests:
-        booked = [entry for step in run.trace.steps for entry in step.bookings if entry.request == request.number]
+        booked = [entry for step in run.trace.steps for entry in step.token_spans if entry.request == request.number]
         tokens = Counter(
             t for entry in booked if entry.kind is not Kind.RECOMPUTE for t in range(entry.start, entry.end)
         )
@@ -321,11 +321,11 @@ class Fails(LiveExecutor):
 
     steps = 0
 
-    def execute(self, works: Sequence[Work]) -> list[int]:
+    def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         self.steps += 1
         if self.steps == 2:
             raise RuntimeError("out of memory")
-        return super().execute(works)
+        return super().execute(chunks)
 
 
 def test_what_a_failed_step_was_to_write_is_not_found(lab, llama) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.request import Phase, Sampling
 from firsttoken.engine.schedulers import REPORTED, SCHEDULERS, scheduler_named
-from firsttoken.engine.schedulers.adaptive_budget import Pace
+from firsttoken.engine.schedulers.adaptive_budget import StepTimeModel
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.study.errors import ProfileError
 
@@ -96,12 +96,12 @@ def test_the_adaptive_budget_learns_what_a_step_takes(lab) -> None:
 
 def test_a_step_longer_than_foretold_counts_at_once() -> None:
     """Ten prompt tokens a second, foretold exactly: half as many fit as soon as one step took twice as long."""
-    pace = Pace()
+    step_times = StepTimeModel()
     for tokens in (10, 20, 30, 40):
-        pace.observe([(0, tokens)], [], tokens / 10)
-    assert pace.most_tokens([], 0, 4.0, 1000) == 40
-    pace.observe([(0, 40)], [], 8.0)
-    assert pace.most_tokens([], 0, 4.0, 1000) == 20
+        step_times.observe([(0, tokens)], [], tokens / 10)
+    assert step_times.most_tokens([], 0, 4.0, 1000) == 40
+    step_times.observe([(0, 40)], [], 8.0)
+    assert step_times.most_tokens([], 0, 4.0, 1000) == 20
 
 
 def test_a_step_is_stretched_so_far_and_no_further(lab) -> None:
@@ -173,16 +173,16 @@ def test_rules_of_stall_free_batches(lab, asked, scheduler: str, policy: str, bu
     engine = run.engine
     execute = engine.executor.execute
 
-    def watched(works):
-        batch = {work.request.number for work in works}
+    def watched(chunks):
+        batch = {chunk.request.number for chunk in chunks}
         running = [request for request in engine.scheduler.running if request.phase is Phase.RUNNING]
         assert {request.number for request in running if request.decoding} <= batch, "a decode was left out"
         bound = budget if scheduler not in ("adaptive_budget", "deadline") else budget + 4 + 4  # a block goes on always
-        assert sum(work.tokens for work in works) <= bound
-        assert len(batch) == len(works), "a request is twice in a batch"
-        for work in works:
-            assert work.end <= 4 * len(work.request.blocks), "keys without a block"
-        return execute(works)
+        assert sum(chunk.tokens for chunk in chunks) <= bound
+        assert len(batch) == len(chunks), "a request is twice in a batch"
+        for chunk in chunks:
+            assert chunk.end <= 4 * len(chunk.request.blocks), "keys without a block"
+        return execute(chunks)
 
     engine.executor.execute = watched
     run.finish()

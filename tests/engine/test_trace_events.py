@@ -68,5 +68,5 @@ def test_nothing_overlaps_and_all_is_there(lab, asked, scheduler: str, spare: in
         assert all(span["ts"] >= 0 and span["dur"] >= 0 for span in spans)
         assert all(one["ts"] + one["dur"] <= after["ts"] + 1e-3 for one, after in pairwise(spans))
     assert sum(event["ph"] == "i" for event in events) == len(run.trace.recoveries)
-    told = sum(len(step.works) for step in run.trace.steps)
+    told = sum(len(step.chunks) for step in run.trace.steps)
     assert sum(event["ph"] == "X" for event in events) == len(run.trace.steps) + len(run.requests) + told

@@ -11,7 +11,7 @@ from swarms import Asked, Here, asking, copied, varied
 from transformers import PreTrainedModel
 
 from firsttoken.petals.remote_model import RemoteModel
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +46,8 @@ def client(folder: Path) -> Iterator[Callable[..., RemoteModel]]:
     made: list[RemoteModel] = []
 
     def make(*peers: str, **options: Any) -> RemoteModel:
-        patience = Patience(**{"step_s": 5.0, "refresh_s": 30.0, "find_s": 10.0} | options.pop("patience", {}))
-        made.append(RemoteModel(options.pop("folder", folder), peers, patience=patience, **options))
+        timeouts = Timeouts(**{"step_s": 5.0, "refresh_s": 30.0, "find_s": 10.0} | options.pop("timeouts", {}))
+        made.append(RemoteModel(options.pop("folder", folder), peers, timeouts=timeouts, **options))
         return made[-1]
 
     yield make

@@ -76,7 +76,7 @@ class Held(NamedTuple):
 def _held(up: Running) -> Held:
     sessions, status = up.sessions, Path("/proc/self/status").read_text()
     numbers = {line.split()[0]: line.split()[1] for line in status.splitlines() if len(line.split()) > 1}
-    pool, places = sessions.room.pool, sessions.places
+    pool, places = sessions.slots.pool, sessions.queue
     return Held(
         int(numbers["VmRSS:"]),
         int(numbers["Threads:"]),
@@ -84,7 +84,7 @@ def _held(up: Running) -> Held:
         len(asyncio.all_tasks()),
         sessions.open,
         len(places._queue) + up.frozen.waiting + up.frozen.busy,
-        sessions.room.held,
+        sessions.slots.held,
         pool.count - pool.free,
     )
 

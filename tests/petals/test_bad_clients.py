@@ -71,7 +71,7 @@ def left(here, server) -> None:
             await asyncio.sleep(0.01)
 
     wait_for(gone())
-    room = server.sessions.room
+    room = server.sessions.slots
     assert room.held == 0 and room.pool.free == room.pool.count
     room.pool.check()
 

@@ -15,7 +15,7 @@ from swarms import part
 
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.swarm import Conduct
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning.passes import Pass
 from firsttoken.petals.tuning.remote_training import TrainingChain
 from firsttoken.study.errors import RequestError, SwarmError
@@ -64,13 +64,13 @@ def test_whatever_a_server_answers_another_is_asked(pair, client, asked):
     (bad, good), one = pair, asked(8, TOKENS)
     model = client(bad.record.address)
     for number, code in enumerate(CODES):
-        model.swarm.conduct = Conduct(model.swarm.patience)
+        model.swarm.conduct = Conduct(model.swarm.timeouts)
         ends = refuse(bad, code, after=number % 2)
         first_asked(model, bad)
         said_by(model, one)
         assert 1 <= len(ends) <= 5, code
         assert bad.record.server in {server for server, _ in model.chain.faults}, code
-        assert model.chain.lines[0][1].server == good.record.server
+        assert model.chain.sessions[0][1].server == good.record.server
         said_by(model, one)
         assert len(ends) <= 5, code  # and is not asked again
 
@@ -79,7 +79,7 @@ def test_whatever_a_server_answers_another_is_asked(pair, client, asked):
 def test_who_has_nobody_else_is_told_the_reason_and_asks_seldom(here, client, code):
     (bad,) = here.serve((0, 6))
     ends = refuse(bad, grpc.StatusCode[code])
-    model = client(bad.record.address, patience={"find_s": 0.3})
+    model = client(bad.record.address, timeouts={"find_s": 0.3})
     for _ in range(2):
         with pytest.raises(SwarmError, match=r"you are wrong|its connection was closed"):
             model.generate(torch.tensor([[1, 2, 3]]), 2)
@@ -96,7 +96,7 @@ def test_passes_of_training_ask_another(here, client):
 
     chain, hidden = TrainingChain(model.swarm, range(6)), torch.randn(1, 4, 32)
     for refusal in (RequestError("no"), SwarmError("no"), ValueError("no"), asyncio.CancelledError()):
-        model.swarm.conduct = Conduct(model.swarm.patience)
+        model.swarm.conduct = Conduct(model.swarm.timeouts)
         bad.frozen.answer = partial(refusing, refusal=refusal)
         first_asked(model, bad)
         out, entered = wait_for(chain.forward(hidden, {}, 1.0))
@@ -106,7 +106,7 @@ def test_passes_of_training_ask_another(here, client):
             wait_for(chain.backward([entered[0][1:]], hidden, {}, 1.0))
     assert [server for server, _ in chain.faults] == [bad.record.server] * 4
     good.frozen.answer = bad.frozen.answer = partial(refusing, refusal=RequestError("no"))
-    model.swarm.conduct = Conduct(model.swarm.patience)
+    model.swarm.conduct = Conduct(model.swarm.timeouts)
     with pytest.raises(RequestError, match=r"refuses: no .*nobody else that answers has blocks 0 to 5"):
         wait_for(chain.forward(hidden, {}, 1.0))
     assert len(chain.faults) == 6  # each was asked once
@@ -116,18 +116,18 @@ def test_passes_of_training_ask_another(here, client):
 def test_finite_nonsense_is_the_servers_fault(pair, client, asked, value):
     (bad, good), one = pair, asked(8, TOKENS)
     model = client(bad.record.address)
-    for module in bad.sessions.batcher.stack._segment.modules:
+    for module in bad.sessions.batcher.backend._segment.modules:
         module.forward = lambda hidden, *_, **__: torch.full_like(hidden, value)
     first_asked(model, bad)
     said_by(model, one)
     assert "computed nonsense" in model.chain.faults[0][1]
-    assert model.chain.lines[0][1].server == good.record.server
+    assert model.chain.sessions[0][1].server == good.record.server
 
 
 def test_who_is_late_again_and_again_is_left(pair, client, asked):
     """The time that a step took is told, not waited for: on a busy machine everybody is late."""
     (late, good), one = pair, asked(8, TOKENS)
-    model = client(late.record.address, patience={"late_s": 60.0})
+    model = client(late.record.address, timeouts={"late_s": 60.0})
     took, conduct = model.swarm.conduct.took, model.swarm.conduct
     conduct.took = lambda server, seconds, announced_s: took(
         server, announced_s + (100.0 if server == late.record.server else 0.0), announced_s
@@ -137,7 +137,7 @@ def test_who_is_late_again_and_again_is_left(pair, client, asked):
     assert [server for server, _ in model.chain.faults] == [late.record.server]
     assert "100.00 s later than it announced" in model.chain.faults[0][1]
     assert model.swarm.served[late.record.server] == (len(one.prompt) + 1) * 6  # two steps, and it is left
-    assert model.chain.lines[0][1].server == good.record.server
+    assert model.chain.sessions[0][1].server == good.record.server
     assert model.chain.heirs[0][0][0].server == good.record.server
     first_asked(model, late)
     said_by(model, one)
@@ -149,7 +149,7 @@ def test_who_is_late_stays_where_nobody_is_faster(here, client, asked):
     one = asked(8, TOKENS)
     ups = here.serve((0, 6))
     for expected in (0, 1):
-        model = client(ups[0].record.address, patience={"late_s": 60.0})
+        model = client(ups[0].record.address, timeouts={"late_s": 60.0})
         took = model.swarm.conduct.took
         model.swarm.conduct.took = lambda server, _, announced_s, took=took: took(
             server, announced_s + 100.0, announced_s
@@ -161,7 +161,7 @@ def test_who_is_late_stays_where_nobody_is_faster(here, client, asked):
 
 
 def test_one_step_that_is_late_is_anybodys():
-    conduct = Conduct(Patience())
+    conduct = Conduct(Timeouts())
     for seconds in (0.01, 5.0, *[0.01] * 8, 5.0, 0.01):
         conduct.took("a", seconds, 0.01)
         assert conduct.late_s("a") == 0
@@ -176,7 +176,7 @@ def test_one_step_that_is_late_is_anybodys():
 def test_who_fails_again_is_left_for_longer(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("firsttoken.petals.swarm.time.monotonic", lambda: now[0])
-    conduct = Conduct(Patience(ban_s=10.0, find_s=8.0))
+    conduct = Conduct(Timeouts(ban_s=10.0, find_s=8.0))
     for failures, (rest_s, ban_s) in enumerate([(0.05, 10), (0.1, 20), (0.2, 40), (0.4, 80), (0.8, 100), (1.6, 100)]):
         conduct.failed("a")
         begun = now[0]
@@ -214,7 +214,7 @@ def test_a_step_that_was_broken_off_leaves_no_answer_to_the_next(pair, client, a
     for up, run in zip((first, second), runs, strict=True):
         up.sessions.batcher.run = lambda *step, run=run: sleeping(*step, run=run)
     wait_for(broken_off())
-    assert model.chain.lines == [] and model.chain.faults == []
+    assert model.chain.sessions == [] and model.chain.faults == []
     said_by(model, one)
     wait_for(model.chain.forget([999]))
     assert model.chain.kept_bytes == 0

@@ -18,7 +18,7 @@ from firsttoken.petals.access import Access
 from firsttoken.petals.chain import Chain
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.swarm import Swarm
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import MOST_TOKENS, Stretch
 
 TOLERANCE = 1e-4
@@ -68,7 +68,7 @@ def test_every_split_into_one_to_six_servers_says_the_local_tokens(everyone, cli
         split(model, cuts)
         requests = [model.engine.submit(one.prompt, Sampling(6)) for one in known]
         model.engine.run()
-        assert [line.layers for line, _ in model.chain.lines] == [range(*one) for one in spans(cuts)]
+        assert [session.layers for session, _ in model.chain.sessions] == [range(*one) for one in spans(cuts)]
         for request, one in zip(requests, known, strict=True):
             assert check_greedy(request.output, one.plain) == 6
     assert model.chain.faults == []
@@ -90,7 +90,7 @@ def test_every_split_gives_the_local_hidden_states(everyone, folder, tiny):
 
     async def run(cuts) -> tuple[torch.Tensor, torch.Tensor]:
         record = everyone[0, 1]
-        swarm = Split(record.model, [record.address], 32, Access(), Patience())
+        swarm = Split(record.model, [record.address], 32, Access(), Timeouts())
         swarm.choose(spans(cuts))
         await swarm.look()
         chain = Chain(swarm, range(DEPTH), "float32")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.fairness import HERE, Client, Turns, client_of, who_yields
-from firsttoken.petals.kv_slots import Room
+from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.service import PASS, SESSION
 from firsttoken.petals.session import HEADERS
 from firsttoken.petals.tuning.frozen import MOST_WAITING
@@ -104,34 +104,34 @@ def test_turns_that_were_not_asked_for_are_not_saved_up():
 
 
 def test_room_is_made_by_who_has_most_and_by_who_was_idle_longest():
-    room, many, few = Room(8, 4, 8, 64, spare_s=1000.0), {}, {}
-    room.place(many, [Stretch(number, 0, 8) for number in range(4)], client=A)
+    slots, many, few = KVSlots(8, 4, 8, 64, spare_s=1000.0), {}, {}
+    slots.place(many, [Stretch(number, 0, 8) for number in range(4)], client=A)
     for number in (2, 0, 1, 3):  # their order of use
-        room.computed(many, [Stretch(number, 0, 8)])
+        slots.computed(many, [Stretch(number, 0, 8)])
         time.sleep(0.002)
-    room.place(few, [Stretch(0, 0, 12)], client=C)
+    slots.place(few, [Stretch(0, 0, 12)], client=C)
     assert sorted(many) == [1, 3]  # two blocks each
     with pytest.raises(BusyError, match=r"the pool of 32 tokens is full; ask again in \d+\.\d s"):
-        room.place(few, [Stretch(1, 0, 16)], client=C)  # more than its share
-    room.check()
-    room.spare_s = 0.0
-    room.place(few, [Stretch(1, 0, 16)], client=C)
+        slots.place(few, [Stretch(1, 0, 16)], client=C)  # more than its share
+    slots.check()
+    slots.spare_s = 0.0
+    slots.place(few, [Stretch(1, 0, 16)], client=C)
     assert not many and sorted(few) == [0, 1]
-    room.check()
+    slots.check()
 
 
 @pytest.fixture
 def small(here):
     """A server of little, and what opens sessions with it, over one connection for each ``client`` that is named."""
     up = here.serve((0, 6), limits={"sessions": 4, "kv_tokens": 128, "idle_s": 60.0, "spare_s": 60.0}, trains=True)[0]
-    stack, channels = AsyncExitStack(), {}
+    backend, channels = AsyncExitStack(), {}
     given = tuple(zip(HEADERS, ("1", here.model, "0:6", "float32"), strict=True))
 
     async def channel(client: str) -> grpc.aio.Channel:
         if client not in channels:
             apart = [("grpc.use_local_subchannel_pool", 1)]  # else all of a process are one connection
             one = grpc.aio.insecure_channel(up.record.address, apart)
-            channels[client] = await stack.enter_async_context(one)
+            channels[client] = await backend.enter_async_context(one)
         return channels[client]
 
     async def opened(client: str, *said: bytes) -> grpc.aio.StreamStreamCall:
@@ -144,7 +144,7 @@ def small(here):
         return call
 
     yield up, opened, channel, given
-    wait_for(stack.aclose())
+    wait_for(backend.aclose())
 
 
 def test_sessions_that_compute_nothing_shut_nobody_out(small):
@@ -202,9 +202,9 @@ def test_one_client_with_the_whole_pool_makes_room_for_another(small):
 
     async def run() -> tuple[str, str]:
         whole = await opened("one", *(step(number, 0, 32) for number in range(4)))
-        assert up.sessions.room.pool.free == 0
+        assert up.sessions.slots.pool.free == 0
         await opened("two", step(0, 0, 32))
-        assert up.sessions.room.held == 4
+        assert up.sessions.slots.held == 4
         await whole.write(step(1, 32, 33))  # one of those that stayed has no room to grow in
         with suppress(grpc.aio.AioRpcError):
             await whole.read()
@@ -212,7 +212,7 @@ def test_one_client_with_the_whole_pool_makes_room_for_another(small):
 
     code, said = wait_for(run())
     assert code == "RESOURCE_EXHAUSTED" and "the pool of 128 tokens is full; ask again in" in said
-    up.sessions.room.check()
+    up.sessions.slots.check()
 
 
 def test_a_flood_of_steps_is_computed_between_those_of_another(small):
@@ -220,16 +220,16 @@ def test_a_flood_of_steps_is_computed_between_those_of_another(small):
     the very next batch though it goes through other layers."""
     up, opened, *_ = small
     batcher, order, go = up.sessions.batcher, [], threading.Event()
-    run_stack = batcher.stack.run
+    run_stack = batcher.backend.run
 
-    def noted(layers, works, hidden):
-        order.append((layers.start, len(works)))
-        return run_stack(layers, works, hidden)
+    def noted(layers, chunks, hidden):
+        order.append((layers.start, len(chunks)))
+        return run_stack(layers, chunks, hidden)
 
     async def run() -> None:
         flood = [await opened("one", step(0, 0, 1)) for _ in range(3)]
         victim = await opened("two", step(0, 0, 1))
-        batcher.stack.run = noted
+        batcher.backend.run = noted
         blocked = asyncio.create_task(batcher.aside(lambda: go.wait(30)))
         for first, call in enumerate(flood, 1):
             await call.write(encode(torch.randn(9, WIDTH), "float32", [Stretch(0, 1, 10)], first=first))
@@ -298,7 +298,7 @@ def test_who_is_alone_has_everything(small):
 
     async def run() -> None:
         calls = [await opened("one", step(0, 0, 32)) for _ in range(4)]
-        assert up.sessions.room.pool.free == 0 and not any(call.done() for call in calls)
+        assert up.sessions.slots.pool.free == 0 and not any(call.done() for call in calls)
 
     wait_for(run())
 
@@ -315,4 +315,6 @@ def test_a_client_that_made_way_says_the_same_as_the_local_model(here, client, a
     other.engine.run()
     one.engine.run()
     assert request.output == first.plain.tokens and again.output == second.plain.tokens
-    assert up.sessions.room.held <= 2 and HERE not in {tenant.client for *_, tenant in up.sessions.room._homes.values()}
+    assert up.sessions.slots.held <= 2 and HERE not in {
+        sequence.client for *_, sequence in up.sessions.slots._homes.values()
+    }

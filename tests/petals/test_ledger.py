@@ -15,7 +15,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex
 from firsttoken.petals.trust.ledger import MOST, Ledger, Order, Receipt, signed_slip, tell_slip
-from firsttoken.petals.trust.priority_queue import OFFER, Bid, Places
+from firsttoken.petals.trust.priority_queue import OFFER, Bid, PriorityQueue
 from firsttoken.petals.trust.receipts import give_receipts
 from firsttoken.study.errors import SwarmError
 
@@ -104,11 +104,11 @@ def test_places_go_to_the_highest_offers_and_the_books_are_exact(offers, waiting
     async def run() -> None:
         ledger = Ledger(KEEPER)
         told(ledger, receipt(1, 2, 1000))
-        places, model, tasks = Places(1, waiting, ledger), [], {}
-        await places.take("")
+        queue, model, tasks = PriorityQueue(1, waiting, ledger), [], {}
+        await queue.take("")
         for number, (points, leaves) in enumerate(offers):
             offer = tell_offer(order(2, points, number + 1, "offer")) if points else ""
-            tasks[number] = asyncio.create_task(places.take(offer))
+            tasks[number] = asyncio.create_task(queue.take(offer))
             await asyncio.sleep(0)
             if len(model) < waiting or (model and points > model[-1][0]):
                 model = sorted([*model[: waiting - (len(model) == waiting)], (points, number)], key=by)
@@ -120,12 +120,12 @@ def test_places_go_to_the_highest_offers_and_the_books_are_exact(offers, waiting
             assert ledger.account(WHO[2]).points == 1000 - sum(points for points, _ in model)
         called = []
         for _ in model:
-            places.give()
+            queue.give()
             await asyncio.sleep(0)
             called += [n for n, task in tasks.items() if task.done() and not failed(task) and n not in called]
         assert called == [number for _, number in model]
-        places.give()
-        assert places.taken == 0
+        queue.give()
+        assert queue.taken == 0
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     asyncio.run(run())
@@ -145,11 +145,11 @@ def tell_offer(slip: Order) -> str:
 
 def test_an_offer_that_is_none_is_refused():
     async def run(offer: str, said: str) -> None:
-        places = Places(1, 2, Ledger(KEEPER))
-        await places.take(offer)  # a free place costs nothing, whatever is offered
+        queue = PriorityQueue(1, 2, Ledger(KEEPER))
+        await queue.take(offer)  # a free place costs nothing, whatever is offered
         with pytest.raises(SwarmError, match=said):
-            await places.take(offer)
-        assert places.taken == 1
+            await queue.take(offer)
+        assert queue.taken == 1
 
     for offer, said in (
         ("{", "an offer cannot be read"),
@@ -179,14 +179,14 @@ def test_who_has_served_is_served_first(here, client, asked):
 
     async def race() -> str:
         """The poor one comes first, and is outbid; the rich one gets the place that the first one leaves."""
-        poor_line = poor.swarm.line(up.record, range(6), "float32")
+        poor_line = poor.swarm.open_session(up.record, range(6), "float32")
         await poor_line._call.write(b"")  # as a client does, which then waits
-        while not up.sessions.places._queue:
+        while not up.sessions.queue._queue:
             await asyncio.sleep(0.01)
-        rich_line = rich.swarm.line(up.record, range(6), "float32")
+        rich_line = rich.swarm.open_session(up.record, range(6), "float32")
         said = await poor_line._call.details()
         first.chain.close()
-        while up.sessions.places._queue:
+        while up.sessions.queue._queue:
             await asyncio.sleep(0.01)
         rich_line.close()
         return said

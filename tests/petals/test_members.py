@@ -24,7 +24,7 @@ from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.registry import TwinError
 from firsttoken.petals.remote_model import RemoteModel
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study import kernel_forkserver
 from firsttoken.study.errors import SwarmError
 
@@ -41,7 +41,7 @@ async def cancel(up) -> None:
 
 def spoil(up) -> None:
     """The blocks of this server answer NaN from now on."""
-    for module in up.sessions.batcher.stack._segment.modules:
+    for module in up.sessions.batcher.backend._segment.modules:
         module.forward = lambda hidden, *_, **__: hidden * torch.nan
 
 
@@ -49,13 +49,13 @@ def test_a_server_that_answers_nonsense_is_replaced(here, client, asked):
     first, second = here.serve((0, 6), (0, 6))
     model, one = client(first.record.address), asked(8, 6)
     said_by(model, one)
-    spoil(first if model.chain.lines[0][1].address == first.record.address else second)
+    spoil(first if model.chain.sessions[0][1].address == first.record.address else second)
     said_by(model, one)
     assert "hold NaN or infinity" in model.chain.faults[0][1] and len(model.chain.faults) == 1
     spoil(first)
     spoil(second)
     with pytest.raises(SwarmError, match=r"hold NaN or infinity.* \(and who took over failed, too, for 0.3 s\)"):
-        client(first.record.address, patience={"find_s": 0.3}).generate(torch.tensor([one.prompt]), 2)
+        client(first.record.address, timeouts={"find_s": 0.3}).generate(torch.tensor([one.prompt]), 2)
 
 
 def test_blocks_of_another_model_are_passed_by(here, client, asked):
@@ -85,7 +85,7 @@ def test_a_server_that_has_lost_its_sequences_is_told_them_again(here, client, a
 
 def test_nobody_serves_a_block(here, client):
     up = here.serve((0, 4))[0]
-    model = client(up.record.address, patience={"find_s": 0.2})
+    model = client(up.record.address, timeouts={"find_s": 0.2})
     with pytest.raises(SwarmError, match=r"no server that answers has blocks 4 to 5: start one .* \(waited 0.2 s"):
         model.generate(torch.tensor([[1, 2]]), 2)
     here.serve((4, 6), peers=[up.record.address])
@@ -143,11 +143,11 @@ def test_other_machines_need_tls_and_a_token(here, client, asked, tmp_path):
     ups = here.serve((0, 3), (3, 6), access=whole)
     one, door = asked(8, 6), ups[0].record.address
     said_by(client(door, access=Access("secret", public)), one)
-    patience = {"find_s": 0.1}
+    timeouts = {"find_s": 0.1}
     token, tls = "asks for a token: give --token-file", "one with TLS needs --tls-ca"
     for wrong, why in ((Access("other", public), token), (Access("", public), token), (Access("secret"), tls)):
         with pytest.raises(SwarmError, match=f"nobody of a swarm answers at {door}: name .*{why}"):
-            client(door, access=wrong, patience=patience).generate(torch.tensor([[1]]), 1)
+            client(door, access=wrong, timeouts=timeouts).generate(torch.tensor([[1]]), 1)
     with pytest.raises(SwarmError, match=r"192\.0\.2\.1:5 is on another machine: give --tls-ca"):
         Access().channel("192.0.2.1:5", 32)
 
@@ -219,7 +219,7 @@ def test_an_answer_of_a_folder_as_it_is_published(here, folder, parent, capsys, 
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("kind", [ServerLimits, Patience])
+@pytest.mark.parametrize("kind", [ServerLimits, Timeouts])
 def test_limits_and_times_are_checked(kind):
     name = "rebalance_s" if kind is ServerLimits else "step_s"
     for wrong in (0, -1, float("inf"), float("nan")):
@@ -231,7 +231,7 @@ def test_limits_and_times_are_checked(kind):
 
 def test_only_its_blocks_are_in_memory(here, folder):
     """Two of six layers, whatever shards they lie in, and no ends."""
-    stack = here.serve((2, 4))[0].sessions.batcher.stack
+    stack = here.serve((2, 4))[0].sessions.batcher.backend
     assert len(stack._segment.modules) == 2 and stack.pool.shape.layers == 2
     whole = load_model(str(folder), with_tokenizer=False).model
     assert stack.width == whole.config.hidden_size

@@ -42,7 +42,7 @@ def test_an_error_and_no_empty_answer(tiny, asked, client, tmp_path, place: str,
     here, one = Here(folder), asked(7, TOKENS)
     try:
         ups = here.serve((0, 3), (3, 6))
-        model = client(ups[0].record.address, folder=folder, coding=coding, patience={"find_s": 0.5, "ban_s": 0.1})
+        model = client(ups[0].record.address, folder=folder, coding=coding, timeouts={"find_s": 0.5, "ban_s": 0.1})
         request, begun = model.engine.submit(one.prompt, Sampling(TOKENS)), time.monotonic()
         with pytest.raises((OutputError, SwarmError)) as met:
             model.engine.run()

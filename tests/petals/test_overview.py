@@ -11,15 +11,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.keys import public_hex
-from firsttoken.petals.swarm_status import MOST_SERVERS, MOST_TEXT, overview
+from firsttoken.petals.swarm_status import MOST_SERVERS, MOST_TEXT, swarm_status
 
 
 def told(model) -> dict:
-    return json.loads(json.dumps(overview(model.chain, time.time()), allow_nan=False))
+    return json.loads(json.dumps(swarm_status(model.chain, time.time()), allow_nan=False))
 
 
 def spoil(up) -> None:
-    for module in up.sessions.batcher.stack._segment.modules:
+    for module in up.sessions.batcher.backend._segment.modules:
         module.forward = lambda hidden, *_, **__: hidden * torch.nan
 
 

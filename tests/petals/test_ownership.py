@@ -1,4 +1,5 @@
-"""Work never outlives the ownership of what it writes: steps of sessions that end while they wait or are computed."""
+"""ScheduledChunk never outlives the ownership of what it writes: steps of sessions that end while they wait or are
+computed."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ import pytest
 import torch
 from bystanders import Found, Soak, questions
 
-from firsttoken.petals.block_backend import BlockStack
+from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.kv_slots import Room
+from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.service import SESSION
 from firsttoken.petals.session import HEADERS
 from firsttoken.petals.wire import Stretch, decode, encode
@@ -48,12 +49,12 @@ class Talking:
 @pytest.fixture
 def alone(folder) -> torch.Tensor:
     """What the blocks say to tokens [0, 32) and then to [32, 33) of one sequence, with nobody else about."""
-    stack = BlockStack(folder, range(6), torch.float32, 64)
-    room, mine, out = Room(stack.pool.blocks, stack.pool.shape.block_tokens, 1, stack.context), {}, []
+    backend = BlockBackend(folder, range(6), torch.float32, 64)
+    slots, mine, out = KVSlots(backend.pool.blocks, backend.pool.shape.block_tokens, 1, backend.context), {}, []
     for start, end in ((0, 32), (32, 33)):
-        works = room.place(mine, [Stretch(0, start, end)])
-        out += stack.run(range(6), works, [rows(end - start, start)])
-        room.computed(mine, [Stretch(0, start, end)])
+        chunks = slots.place(mine, [Stretch(0, start, end)])
+        out += backend.run(range(6), chunks, [rows(end - start, start)])
+        slots.computed(mine, [Stretch(0, start, end)])
     return torch.cat(out)
 
 
@@ -90,7 +91,7 @@ def waiting(server) -> int:
 def test_a_step_that_was_cancelled_writes_nothing_into_blocks_of_others(here, held, alone, goes):
     """Steps through a part of the blocks wait behind those through all of them, which are computed together."""
     server, go = held
-    room = server.sessions.room
+    slots = server.sessions.slots
 
     async def run() -> torch.Tensor:
         async with (
@@ -103,7 +104,7 @@ def test_a_step_that_was_cancelled_writes_nothing_into_blocks_of_others(here, he
 
             async def talk() -> None:
                 await one.send(0, 1)  # goes to the thread alone
-                await until(lambda: room.held == 1 and not waiting(server))
+                await until(lambda: slots.held == 1 and not waiting(server))
                 await two.send(0, 1)
                 await until(lambda: waiting(server) == 1)
                 await gone.send(0, 33, first=3)
@@ -113,7 +114,7 @@ def test_a_step_that_was_cancelled_writes_nothing_into_blocks_of_others(here, he
                     await gone.call.code()
                 await until(lambda: server.sessions.open == 3)
                 await victim.send(0, 32)  # into the blocks that have come free, together with ``two``
-                await until(lambda: room.held == 3)
+                await until(lambda: slots.held == 3)
 
             await shut_while(server, go, talk)
             first.append(await victim.read(32))
@@ -128,7 +129,7 @@ def test_a_step_that_was_cancelled_writes_nothing_into_blocks_of_others(here, he
 def test_a_step_whose_sequence_makes_room_is_answered_and_keeps_its_blocks_until_then(here, held, alone):
     """One client has the whole pool in steps that wait; another's step waits for these, and for nothing else."""
     server, go = held
-    room = server.sessions.room
+    slots = server.sessions.slots
 
     async def run() -> torch.Tensor:
         apart = [("grpc.use_local_subchannel_pool", 1)]
@@ -142,12 +143,12 @@ def test_a_step_whose_sequence_makes_room_is_answered_and_keeps_its_blocks_until
             async def talk() -> None:
                 for one in hoard:
                     await one.send(0, 64, first=3)
-                await until(lambda: room.held == 2 and not room.pool.free)
+                await until(lambda: slots.held == 2 and not slots.pool.free)
                 await victim.send(0, 32)
-                await until(lambda: room.held == 1)  # one of them has made room, of which nothing is free yet
+                await until(lambda: slots.held == 1)  # one of them has made room, of which nothing is free yet
                 await asyncio.sleep(0.05)
-                assert room.held == 1 and not room.pool.free
-                room.check()
+                assert slots.held == 1 and not slots.pool.free
+                slots.check()
 
             await shut_while(server, go, talk)
             first = await victim.read(32)
@@ -156,27 +157,27 @@ def test_a_step_whose_sequence_makes_room_is_answered_and_keeps_its_blocks_until
             return torch.cat([first, await victim.step(32, 33)])
 
     assert torch.allclose(wait_for(run()), alone, rtol=1e-4, atol=1e-4)
-    room.check()
+    slots.check()
 
 
 def test_a_step_that_cannot_be_computed_fails_no_other_of_its_batch(here, held):
     server, go = held
-    stack = server.sessions.batcher.stack
-    run_stack = stack.run
+    backend = server.sessions.batcher.backend
+    run_stack = backend.run
 
-    def fails(layers, works, hidden):
-        if any(work.tokens == 7 for work in works):
+    def fails(layers, chunks, hidden):
+        if any(chunk.tokens == 7 for chunk in chunks):
             raise MemoryError("too much")
-        return run_stack(layers, works, hidden)
+        return run_stack(layers, chunks, hidden)
 
     async def run() -> tuple[str, str]:
         async with grpc.aio.insecure_channel(server.record.address) as channel:
             first, bad, good = (Talking(channel, here.model) for _ in range(3))
-            stack.run = fails
+            backend.run = fails
 
             async def talk() -> None:
                 await first.send(0, 1)
-                await until(lambda: server.sessions.room.held == 1 and not waiting(server))
+                await until(lambda: server.sessions.slots.held == 1 and not waiting(server))
                 await bad.send(0, 7)
                 await good.send(0, 5)
                 await until(lambda: waiting(server) == 2)
@@ -188,7 +189,7 @@ def test_a_step_that_cannot_be_computed_fails_no_other_of_its_batch(here, held):
             return (await bad.call.code()).name, await bad.call.details()
 
     assert wait_for(run()) == ("INTERNAL", "the blocks failed: too much")
-    server.sessions.room.check()
+    server.sessions.slots.check()
 
 
 def test_who_waits_when_a_server_ends_is_answered_or_hears_it(here):
@@ -202,12 +203,12 @@ def test_who_waits_when_a_server_ends_is_answered_or_hears_it(here):
             await two.step(0, 3)
             blocked = asyncio.create_task(server.sessions.batcher.aside(lambda: go.wait(30)))
             await one.send(3, 4)
-            await until(lambda: len(server.sessions.room._leased) == 1 and not waiting(server))
+            await until(lambda: len(server.sessions.slots._leased) == 1 and not waiting(server))
             await two.send(3, 4, first=2)
             await until(lambda: waiting(server) == 1)
             ending = asyncio.create_task(here._stack.aclose())
             await asyncio.sleep(0.1)
-            server.sessions.room.check()
+            server.sessions.slots.check()
             go.set()
             await blocked
             said = [await one.read(1), await two.read(1)]
@@ -217,14 +218,14 @@ def test_who_waits_when_a_server_ends_is_answered_or_hears_it(here):
             return [len(one) for one in said]
 
     assert wait_for(run()) == [1, 1]
-    server.sessions.room.check()
-    assert not server.sessions.room.held and not server.sessions.room._leased
+    server.sessions.slots.check()
+    assert not server.sessions.slots.held and not server.sessions.slots._leased
 
 
 def test_a_server_moves_when_no_step_has_a_block_any_more(here, held):
     """A step that is computed while its session is ended by a move has its blocks until it has run."""
     server, go = held
-    sessions, room = server.sessions, server.sessions.room
+    sessions, slots = server.sessions, server.sessions.slots
 
     async def run() -> None:
         async with grpc.aio.insecure_channel(server.record.address) as channel:
@@ -232,20 +233,20 @@ def test_a_server_moves_when_no_step_has_a_block_any_more(here, held):
 
             async def talk() -> None:
                 await one.send(0, 20)
-                await until(lambda: room.held == 1 and not waiting(server))
+                await until(lambda: slots.held == 1 and not waiting(server))
                 await two.send(0, 20, first=1)
                 await until(lambda: waiting(server) == 1)
                 one.call.cancel()
                 two.call.cancel()
                 await sessions.drain(0.0)
-                assert not waiting(server) and not room.held and len(room._leased) == 2
-                room.check()
+                assert not waiting(server) and not slots.held and len(slots._leased) == 2
+                slots.check()
 
             await shut_while(server, go, talk)
-            await sessions.batcher.aside(lambda: server.sessions.batcher.stack.move(range(6)))
+            await sessions.batcher.aside(lambda: server.sessions.batcher.backend.move(range(6)))
             sessions.moving = False
-            await until(lambda: not room._leased)
-            assert room.pool.free == room.pool.count
+            await until(lambda: not slots._leased)
+            assert slots.pool.free == slots.pool.count
             assert (await Talking(channel, here.model).step(0, 4)).shape == (4, WIDTH)
 
     wait_for(run())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.petals import min_move_rebalancing
-from firsttoken.petals.min_move_rebalancing import FewestMoves
+from firsttoken.petals.min_move_rebalancing import MinMoveRebalancing
 from firsttoken.petals.placement import Rebalancing, block_rates, interval_to_join, most_rate, settled, swarm_rate
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import SwarmError
@@ -49,7 +49,7 @@ def test_a_gap_is_filled_first_and_wholly() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(servers=swarms(), rule=st.sampled_from([Rebalancing(), Rebalancing(0.95), FewestMoves()]))
+@given(servers=swarms(), rule=st.sampled_from([Rebalancing(), Rebalancing(0.95), MinMoveRebalancing()]))
 def test_a_move_opens_no_gap_and_promises_enough(servers: list[Reachable], rule: Rebalancing) -> None:
     now = swarm_rate(servers, DEPTH)
     for one in servers:
@@ -101,7 +101,7 @@ def rested(rule: Rebalancing, servers: list[Reachable]) -> list[Reachable]:
 @given(servers=swarms(), fixed=st.integers(0, 7))
 def test_fewest_moves_comes_to_rest_and_no_slower(servers: list[Reachable], fixed: int) -> None:
     placed = [replace(one, fixed=number == fixed) for number, one in enumerate(servers)]
-    after = rested(FewestMoves(), placed)
+    after = rested(MinMoveRebalancing(), placed)
     assert swarm_rate(after, DEPTH) >= swarm_rate(placed, DEPTH)
     assert [one.blocks for one in after if one.fixed] == [one.blocks for one in placed if one.fixed]
 
@@ -109,17 +109,17 @@ def test_fewest_moves_comes_to_rest_and_no_slower(servers: list[Reachable], fixe
 def test_fewest_moves_asks_only_those_who_must_go() -> None:
     """Half of the blocks has one server, the other three: one goes, where the paper's rule lets whoever asks go."""
     servers = [server("a", 0, 4), *(server(name, 4, 8) for name in "bcd")]
-    assert [one.name for one in servers if FewestMoves().move(one.name, servers, DEPTH)] == ["b"]
+    assert [one.name for one in servers if MinMoveRebalancing().move(one.name, servers, DEPTH)] == ["b"]
     assert [one.name for one in servers if Rebalancing().move(one.name, servers, DEPTH)] == ["b", "c", "d"]
 
 
 def test_where_no_single_move_helps_fewest_moves_tries_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of 2, 2 and 4 blocks: each move alone takes from some block what it gives to another."""
     servers = [server("a", 0, 2), server("b", 1, 3), server("c", 3, 7)]
-    assert swarm_rate(rested(FewestMoves(), servers), DEPTH) == 1.0
+    assert swarm_rate(rested(MinMoveRebalancing(), servers), DEPTH) == 1.0
     monkeypatch.setattr(min_move_rebalancing, "_DRAWS", 0)
     min_move_rebalancing._foreseen.cache_clear()
-    assert swarm_rate(rested(FewestMoves(), servers), DEPTH) == 0.0
+    assert swarm_rate(rested(MinMoveRebalancing(), servers), DEPTH) == 0.0
     min_move_rebalancing._foreseen.cache_clear()
 
 

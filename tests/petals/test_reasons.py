@@ -50,7 +50,7 @@ def test_clocks_that_differ_are_named_by_the_server_its_peer_and_the_client(
     (other,) = here.serve((3, 6), peers=[door.record.address])
     text = warned(capsys, "not known to others")
     assert re.search(f"{door.record.address}: .*{why}.*set the clocks", text)
-    model = client(door.record.address, patience={"find_s": 0.2})
+    model = client(door.record.address, timeouts={"find_s": 0.2})
     at = other.record.address
     with pytest.raises(SwarmError, match=f"blocks 3 to 5: .*{door.record.address} refuses {at}: .*{why}.*set the clo"):
         model.generate(torch.tensor([[1, 2]]), 2)
@@ -82,20 +82,20 @@ def test_a_server_whose_address_leads_nowhere_says_so(here, client, capsys):
     assert f"does not reach itself at {wrong}, the address that it gives others: nobody listens there" in text
     assert f"{door.record.address}: {wrong} does not answer when it is called back: nobody listens there" in text
     with pytest.raises(SwarmError, match=f"refuses {wrong}: .*nobody listens there"):
-        client(door.record.address, patience={"find_s": 0.1}).generate(torch.tensor([[1]]), 1)
+        client(door.record.address, timeouts={"find_s": 0.1}).generate(torch.tensor([[1]]), 1)
 
 
 def test_another_model_is_named(here, client, folder, capsys):
     (up,) = here.serve((0, 6), model="c" * 64)
     with pytest.raises(SwarmError, match=f"blocks 0 to 5: .*seen: 1 of another model, as at {up.record.address}"):
-        client(up.record.address, patience={"find_s": 0.1}).generate(torch.tensor([[1]]), 1)
+        client(up.record.address, timeouts={"find_s": 0.1}).generate(torch.tensor([[1]]), 1)
     assert main(["swarm", "list", "--model", str(folder), "--registry", up.record.address]) == 0
     assert "0 servers have blocks of the model; seen beside: 1 of another model" in capsys.readouterr().err
 
 
 def test_a_server_that_is_silent_or_was_shunned_is_named(here, client):
     (up,) = here.serve((0, 3))
-    model = client(up.record.address, patience={"find_s": 0.1})
+    model = client(up.record.address, timeouts={"find_s": 0.1})
     gone = replace(up.record, server=public_hex(keyed(9)), address=nobody(), blocks=(3, 6)).signed(keyed(9))
     model.swarm.registry.take(gone, time.time())
     model.swarm.conduct.failed(up.record.server)

@@ -18,9 +18,9 @@ from swarms import Here
 
 from firsttoken.__main__ import main
 from firsttoken.engine.request import Sampling
-from firsttoken.petals.block_backend import BlockStack
+from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.min_move_rebalancing import FewestMoves
+from firsttoken.petals.min_move_rebalancing import MinMoveRebalancing
 from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.records import Record
 from firsttoken.petals.server import wanted
@@ -30,7 +30,7 @@ from firsttoken.study import kernel_forkserver
 from firsttoken.study.errors import SwarmError
 
 DEPTH, RULE = 8, Rebalancing()
-RULES = st.sampled_from([RULE, FewestMoves()])
+RULES = st.sampled_from([RULE, MinMoveRebalancing()])
 
 
 def announced(number: int, first: int, last: int, rate: float = 1.0) -> Record:
@@ -147,7 +147,7 @@ def test_who_does_not_answer_covers_nothing() -> None:
     assert wanted(RULE, fast[0], fixed, DEPTH) == range(4, 8), "what those that stay would do is not counted on"
 
 
-class Even(BlockStack):
+class Even(BlockBackend):
     """Blocks that are as fast as all others: what is wanted of them is no matter of luck."""
 
     def measured_throughput(self) -> float:
@@ -166,9 +166,9 @@ def test_an_answer_goes_on_while_servers_move(here, leaving, client, asked):
     """One leaves, two could take its blocks, and both look at one moment: one goes, and what it held is asked of the
     other. It refuses sessions as long as it loads, and ends those that do not end by themselves."""
     limits = {"rebalance_s": 1000.0, "drain_s": 0.05}
-    ups = here.serve((0, 3), (0, 3), limits=limits, rebalancing=RULE, stack_of=Even)
+    ups = here.serve((0, 3), (0, 3), limits=limits, rebalancing=RULE, make_backend=Even)
     doors = [one.record.address for one in ups]
-    leaving.serve((3, 6), peers=doors, stack_of=Even)
+    leaving.serve((3, 6), peers=doors, make_backend=Even)
     model, one = client(*doors), asked(12, 9)
     request = model.engine.submit(one.prompt, Sampling(9))
 
@@ -177,7 +177,7 @@ def test_an_answer_goes_on_while_servers_move(here, leaving, client, asked):
 
     while not request.finished:
         if len(request.output) == 4:
-            before = model.chain.lines[0][1].server
+            before = model.chain.sessions[0][1].server
             assert wait_for(look()) == [False, False]
             leaving.close()
             assert sorted(wait_for(look())) == [False, True]
@@ -205,11 +205,11 @@ def test_processes_cover_for_one_that_is_killed(folder, parent, client, asked, r
                 ups.append(ended.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
                 ended.callback(ups[-1].terminate)
             doors += [up.stdout.readline().split(" at ")[1].split()[0] for up in ups[len(doors) :]]
-        model, one = client(*doors, patience={"step_s": 2.0, "find_s": 60.0}), asked(12, 9)
+        model, one = client(*doors, timeouts={"step_s": 2.0, "find_s": 60.0}), asked(12, 9)
         request = model.engine.submit(one.prompt, Sampling(9))
         while not request.finished:
             if len(request.output) == 4:
-                (last,) = [record for _, record in model.chain.lines if record.blocks == (3, 6)]
+                (last,) = [record for _, record in model.chain.sessions if record.blocks == (3, 6)]
                 ups[doors.index(last.address)].kill()
             model.engine.step()
         assert check_greedy(request.output, one.plain) == 9

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from firsttoken_studies.petals import fleet as relay_module
-from firsttoken_studies.petals.fleet import Relay
+from firsttoken_studies.petals import fleet as fleet_module
+from firsttoken_studies.petals.fleet import TcpProxy
 
 PATIENCE_S = 60.0
 
@@ -22,15 +22,15 @@ def listener() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def relay(listener) -> Iterator[Relay]:
-    made = Relay()
-    made.lead_to(listener.getsockname()[1])
+def proxy(listener) -> Iterator[TcpProxy]:
+    made = TcpProxy()
+    made.forward_to(listener.getsockname()[1])
     yield made
     made.close()
 
 
-def connected(relay: Relay) -> socket.socket:
-    host, port = relay.address.split(":")
+def connected(proxy: TcpProxy) -> socket.socket:
+    host, port = proxy.address.split(":")
     return socket.create_connection((host, int(port)), PATIENCE_S)
 
 
@@ -42,20 +42,20 @@ def is_ended(one: socket.socket) -> bool:
         return True
 
 
-def test_bytes_pass_until_it_is_cut_and_again_when_healed(relay, listener) -> None:
-    near = connected(relay)
+def test_bytes_pass_until_it_is_cut_and_again_when_healed(proxy, listener) -> None:
+    near = connected(proxy)
     far, _ = listener.accept()
     near.sendall(b"x")
     assert far.recv(1) == b"x"
-    relay.cut()
-    assert is_ended(near) and is_ended(connected(relay))
-    relay.heal()
-    again = connected(relay)
+    proxy.cut()
+    assert is_ended(near) and is_ended(connected(proxy))
+    proxy.heal()
+    again = connected(proxy)
     again.sendall(b"y")
     assert listener.accept()[0].recv(1) == b"y"
 
 
-def test_a_connection_that_is_made_while_the_link_is_cut_does_not_outlive_it(relay, monkeypatch) -> None:
+def test_a_connection_that_is_made_while_the_link_is_cut_does_not_outlive_it(proxy, monkeypatch) -> None:
     connecting, cutting = threading.Event(), threading.Event()
     connect = socket.create_connection
 
@@ -64,10 +64,10 @@ def test_a_connection_that_is_made_while_the_link_is_cut_does_not_outlive_it(rel
         cutting.wait(1.0)  # the cut has begun, and waits for this or has overlooked it
         return connect(address)
 
-    monkeypatch.setattr(relay_module.socket, "create_connection", lambda *a: slow(*a) if len(a) == 1 else connect(*a))
-    near = connected(relay)
+    monkeypatch.setattr(fleet_module.socket, "create_connection", lambda *a: slow(*a) if len(a) == 1 else connect(*a))
+    near = connected(proxy)
     assert connecting.wait(PATIENCE_S)
-    cut = threading.Thread(target=lambda: (cutting.set(), relay.cut()))
+    cut = threading.Thread(target=lambda: (cutting.set(), proxy.cut()))
     cut.start()
     cut.join(PATIENCE_S)
     assert is_ended(near)

@@ -97,7 +97,7 @@ def test_servers_of_it_say_what_the_stored_weights_say(there, client, stored) ->
 
 def test_a_client_of_16_bits_asks_them_nothing(there, client) -> None:
     ups = there.serve((0, DEPTH))
-    model = client(ups[0].record.address, patience={"find_s": 0.2})
+    model = client(ups[0].record.address, timeouts={"find_s": 0.2})
     model.engine.submit([1, 2, 3], Sampling(2))
     with pytest.raises(SwarmError, match="blocks"):
         model.engine.run()

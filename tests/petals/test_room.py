@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.petals.fairness import Client
-from firsttoken.petals.kv_slots import LostError, Room, Tenant
+from firsttoken.petals.kv_slots import CachedSequence, KVSlots, LostError
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
 
@@ -19,27 +19,27 @@ STEP = st.tuples(st.integers(0, 1), st.integers(0, 4), st.integers(0, 30), st.in
 
 @given(st.lists(STEP, max_size=40))
 def test_any_steps_of_two_sessions_leave_the_books_right(steps):
-    room, sessions = Room(12, 4, 6, 40), ({}, {})
+    slots, sessions = KVSlots(12, 4, 6, 40), ({}, {})
     for who, number, start, tokens, ends in steps:
         mine, stretch = sessions[who], [Stretch(number, start, start + tokens)]
-        before = {key: Tenant(list(one.blocks), one.cached) for key, one in mine.items()}, room.held
+        before = {key: CachedSequence(list(one.blocks), one.cached) for key, one in mine.items()}, slots.held
         try:
-            (work,) = room.place(mine, stretch)
+            (chunk,) = slots.place(mine, stretch)
         except FirstTokenError:
-            assert (mine, room.held) == before
+            assert (mine, slots.held) == before
         else:
-            assert len(work.request.blocks) * 4 >= work.end
-            room.computed(mine, stretch)
+            assert len(chunk.request.blocks) * 4 >= chunk.end
+            slots.computed(mine, stretch)
             assert mine[number].cached == start + tokens
         if ends:
-            room.leave(mine, [number, 99])
-        room.pool.check()
-        owned = [block for one in sessions for tenant in one.values() for block in tenant.blocks]
-        assert len(owned) == len(set(owned)) == room.pool.count - room.pool.free
-        assert room.held == sum(map(len, sessions)) <= 6
+            slots.leave(mine, [number, 99])
+        slots.pool.check()
+        owned = [block for one in sessions for sequence in one.values() for block in sequence.blocks]
+        assert len(owned) == len(set(owned)) == slots.pool.count - slots.pool.free
+        assert slots.held == sum(map(len, sessions)) <= 6
     for mine in sessions:
-        room.leave(mine, list(mine))
-    assert room.pool.free == room.pool.count and room.held == 0
+        slots.leave(mine, list(mine))
+    assert slots.pool.free == slots.pool.count and slots.held == 0
 
 
 CLIENTS = (Client("one", "a"), Client("one", "b"), Client("two", "c"))
@@ -56,7 +56,7 @@ DO = st.tuples(
 def test_a_block_that_a_step_has_is_nobody_elses_until_it_has_run(doings, spare_s):
     """Three clients' sessions place, hand over, finish, forget and go at any time, while steps of theirs are under way;
     what a step writes is never a block that another sequence has got, or another step writes, meanwhile."""
-    room = Room(8, 4, 6, 40, spare_s)
+    slots = KVSlots(8, 4, 6, 40, spare_s)
     sessions = [{} for _ in CLIENTS]
     under_way: list[tuple[int, list]] = []
     for who, what, number, tokens in doings:
@@ -65,59 +65,59 @@ def test_a_block_that_a_step_has_is_nobody_elses_until_it_has_run(doings, spare_
             start = mine[number].cached if what == "step" and number in mine else 0
             with suppress(FirstTokenError):
                 stretch = Stretch(number, start, start + tokens)
-                works = room.place(mine, [stretch], client=CLIENTS[who])
-                room.lease(works)
-                under_way.append((who, works))
+                chunks = slots.place(mine, [stretch], client=CLIENTS[who])
+                slots.lease(chunks)
+                under_way.append((who, chunks))
         elif what == "finish" and under_way:
-            whose, works = under_way.pop(number % len(under_way))
-            written = {block for work in works for block in work.request.blocks}
+            whose, chunks = under_way.pop(number % len(under_way))
+            written = {block for chunk in chunks for block in chunk.request.blocks}
             for other, one in ((other, one) for other, session in enumerate(sessions) for one in session.values()):
                 assert other == whose or not written & set(one.blocks)
-            room.computed(sessions[whose], [Stretch(works[0].request.number, works[0].start, works[0].end)])
-            room.release(works)
+            slots.computed(sessions[whose], [Stretch(chunks[0].request.number, chunks[0].start, chunks[0].end)])
+            slots.release(chunks)
         elif what == "forget":
-            room.leave(mine, [number])
+            slots.leave(mine, [number])
         elif what == "leave":
-            room.leave(mine, list(mine))
-        room.check()
-        assert room.held <= 6
-    for _, works in under_way:
-        room.release(works)
+            slots.leave(mine, list(mine))
+        slots.check()
+        assert slots.held <= 6
+    for _, chunks in under_way:
+        slots.release(chunks)
     for mine in sessions:
-        room.leave(mine, list(mine))
-    room.check()
-    assert room.pool.free == room.pool.count and room.held == 0
+        slots.leave(mine, list(mine))
+    slots.check()
+    assert slots.pool.free == slots.pool.count and slots.held == 0
 
 
 def test_two_steps_never_write_to_one_block():
-    room, mine = Room(8, 4, 2, 40), {}
-    works = room.place(mine, [Stretch(0, 0, 6)])
-    room.lease(works)
-    for twice in (works, room.place(mine, [Stretch(0, 0, 2)])):
+    slots, mine = KVSlots(8, 4, 2, 40), {}
+    chunks = slots.place(mine, [Stretch(0, 0, 6)])
+    slots.lease(chunks)
+    for twice in (chunks, slots.place(mine, [Stretch(0, 0, 2)])):
         with pytest.raises(RuntimeError, match="two steps would write to one block"):
-            room.lease(twice)
-    room.check()
-    room.release(works)
-    room.check()
+            slots.lease(twice)
+    slots.check()
+    slots.release(chunks)
+    slots.check()
 
 
 def test_who_needs_blocks_of_steps_under_way_waits_for_them_in_line():
-    room, many, few = Room(4, 4, 4, 40), {}, {}
+    slots, many, few = KVSlots(4, 4, 4, 40), {}, {}
 
     async def run() -> list[int]:
-        works = room.place(many, [Stretch(0, 0, 16)], client=CLIENTS[0])
-        room.lease(works)
-        waits = [asyncio.create_task(room.placed(few, [Stretch(number, 0, 4)], 0, CLIENTS[2])) for number in range(2)]
+        chunks = slots.place(many, [Stretch(0, 0, 16)], client=CLIENTS[0])
+        slots.lease(chunks)
+        waits = [asyncio.create_task(slots.placed(few, [Stretch(number, 0, 4)], 0, CLIENTS[2])) for number in range(2)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert not many and not any(one.done() for one in waits) and not room.pool.free
+        assert not many and not any(one.done() for one in waits) and not slots.pool.free
         waits[0].cancel()
-        room.release(works)
+        slots.release(chunks)
         await waits[1]
         return list(few)
 
     assert asyncio.run(run()) == [1]
-    room.check()
+    slots.check()
 
 
 @pytest.mark.parametrize(
@@ -129,19 +129,19 @@ def test_who_needs_blocks_of_steps_under_way_waits_for_them_in_line():
     ],
 )
 def test_what_has_no_room_is_told(stretch, kind, said):
-    room = Room(8, 4, 2, 40)
+    slots = KVSlots(8, 4, 2, 40)
     with pytest.raises(kind, match=said):
-        room.place({}, [stretch])
-    assert room.pool.free == 8
+        slots.place({}, [stretch])
+    assert slots.pool.free == 8
 
 
 def test_layers_that_a_client_has_left_out_are_not_there_any_more():
     """Until it sends its sequence again from the first token."""
-    room, mine = Room(8, 4, 2, 40), {}
+    slots, mine = KVSlots(8, 4, 2, 40), {}
     for start, end, first in ((0, 5, 2), (5, 6, 3)):
-        room.place(mine, [Stretch(0, start, end)], first)
-        room.computed(mine, [Stretch(0, start, end)])
+        slots.place(mine, [Stretch(0, start, end)], first)
+        slots.computed(mine, [Stretch(0, start, end)])
     with pytest.raises(LostError, match="sequence 0 has nothing here of layer 2, where the step begins"):
-        room.place(mine, [Stretch(0, 6, 7)], 2)
-    room.place(mine, [Stretch(0, 0, 7)], 1)
+        slots.place(mine, [Stretch(0, 6, 7)], 2)
+    slots.place(mine, [Stretch(0, 0, 7)], 1)
     assert mine[0].first == 1

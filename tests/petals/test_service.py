@@ -18,7 +18,7 @@ from firsttoken.service.launch import running
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import StageError, SwarmError
 from firsttoken_studies.petals.fleet import Fleet
-from firsttoken_studies.petals.swarm_validation import LyingStack
+from firsttoken_studies.petals.swarm_validation import ByzantineBackend
 
 SPANS = ("0:3", "3:6")
 ASKED = {"prompt": "the inn in the north", "max_tokens": 160, "temperature": 0.8, "seed": 5, "logprobs": 1}
@@ -133,7 +133,7 @@ def test_the_service_audits_as_the_client_does(plain):
     try:
         halves = here.serve((0, 3), (3, 6))
         door = halves[0].record.address
-        (liar,) = here.serve((0, 6), peers=[door], stack_of=partial(LyingStack, lie="noise", seed=1))
+        (liar,) = here.serve((0, 6), peers=[door], make_backend=partial(ByzantineBackend, lie="noise", seed=1))
         until = time.monotonic() + 20
         while len(halves[0].registry.live(time.time())) < 3:
             assert time.monotonic() < until

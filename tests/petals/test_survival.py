@@ -17,7 +17,7 @@ from firsttoken_studies.petals.fleet import Fleet
 
 SPANS = ("0:2", "2:4", "4:6")
 TOKENS = 9  # a prompt, and a fault before each of them
-PATIENCE = {"step_s": 0.4, "token_s": 0.001, "refresh_s": 0.2, "answer_s": 0.4, "ban_s": 0.5, "find_s": 20.0}
+TIMEOUTS = {"step_s": 0.4, "token_s": 0.001, "refresh_s": 0.2, "answer_s": 0.4, "ban_s": 0.5, "find_s": 20.0}
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def generate(model: RemoteModel, fleet: Fleet, prompt: list[int], faults: dict[i
     try:
         while not request.finished:
             if fault := faults.get(len(request.output)):
-                lines = model.chain.lines or wait_for(model.swarm.route(model.chain.layers))
-                hit.append(fleet.members[lines[len(request.output) % len(lines)][1].address])
+                sessions = model.chain.sessions or wait_for(model.swarm.route(model.chain.layers))
+                hit.append(fleet.members[sessions[len(request.output) % len(sessions)][1].address])
                 getattr(hit[-1], fault)()
             model.engine.step()
     finally:
@@ -61,13 +61,13 @@ def generate(model: RemoteModel, fleet: Fleet, prompt: list[int], faults: dict[i
 def test_a_fault_at_any_token(fleet, client, asked, fault):
     """kill -9, SIGSTOP, a link that is reset, one that falls silent: of each of the chain's three servers in turn, and
     before each token, that of the prompt among them."""
-    one, model = asked(21, TOKENS), client(fleet.door, patience=PATIENCE)
+    one, model = asked(21, TOKENS), client(fleet.door, timeouts=TIMEOUTS)
     for token in range(TOKENS):
         said = generate(model, fleet, one.prompt, {token: fault})
         assert check_greedy(said, one.plain) == TOKENS
 
 
 def test_three_faults_in_one_generation(fleet, client, asked):
-    one, model = asked(30, TOKENS), client(fleet.door, patience=PATIENCE)
+    one, model = asked(30, TOKENS), client(fleet.door, timeouts=TIMEOUTS)
     said = generate(model, fleet, one.prompt, {2: "kill", 4: "stop", 6: "cut"})
     assert check_greedy(said, one.plain) == TOKENS

@@ -16,7 +16,7 @@ from peft import PeftModel
 
 from firsttoken.assets.models import load_model
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning.client_adapters import Lora, SoftPrompt
 from firsttoken.petals.tuning.passes import Pass, decode_pass, encode_pass
 from firsttoken.petals.tuning.remote_training import IGNORED, RemoteTraining
@@ -24,7 +24,7 @@ from firsttoken.petals.wire import MOST_TOKENS
 from firsttoken.study.errors import RequestError, SwarmError
 
 NEAR = 1e-4
-PATIENCE = Patience(step_s=5.0, refresh_s=30.0, ban_s=5.0, find_s=5.0)
+TIMEOUTS = Timeouts(step_s=5.0, refresh_s=30.0, ban_s=5.0, find_s=5.0)
 
 
 def batch(seed: int, rows: int = 3, tokens: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,8 +66,8 @@ def train(folder, here):
     """A client of servers that train, closed after the test."""
     clients = []
 
-    def make(door: str, patience: Patience = PATIENCE, **trained) -> RemoteTraining:
-        clients.append(RemoteTraining(folder, [door], patience=patience, **trained))
+    def make(door: str, timeouts: Timeouts = TIMEOUTS, **trained) -> RemoteTraining:
+        clients.append(RemoteTraining(folder, [door], timeouts=timeouts, **trained))
         return clients[-1]
 
     yield make
@@ -153,7 +153,7 @@ def test_a_server_that_fails_between_forward_and_backward_is_replaced(train, her
     here.serve((0, 3), peers=[first], trains=True)
     gone = here.serve((3, 6), peers=[first], trains=True)[0]
     prompt, lora = made(tiny.config)
-    patient = replace(PATIENCE, find_s=60.0)  # servers start meanwhile, on a machine that may do other work
+    patient = replace(TIMEOUTS, find_s=60.0)  # servers start meanwhile, on a machine that may do other work
     model, (ids, labels) = train(first, patient, prompt=prompt, lora=lora), batch(2)
     model.loss(ids, labels).backward()
     whole = {name: one.grad.clone() for name, one in [*prompt.named_parameters(), *lora.named_parameters()]}
@@ -182,7 +182,7 @@ def test_a_server_that_fails_between_forward_and_backward_is_replaced(train, her
 
 def test_nobody_trains(here, train, tiny):
     door = here.serve((0, 6))[0].record.address
-    model = RemoteTraining(here.folder, [door], patience=Patience(find_s=0.2, ban_s=0.1))
+    model = RemoteTraining(here.folder, [door], timeouts=Timeouts(find_s=0.2, ban_s=0.1))
     with pytest.raises(SwarmError, match=r"does not train: start one with --train .and who took over failed"):
         model.hidden(torch.tensor([[1, 2]]))
     here.serve((0, 6), peers=[door], trains=True)  # whoever tries again is as patient as before

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.service import PASS
 from firsttoken.petals.session import HEADERS
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning import frozen as blocks
 from firsttoken.petals.tuning.client_adapters import Lora, module_widths
 from firsttoken.petals.tuning.frozen import MOST_WAITING, FrozenBlocks
@@ -169,7 +169,7 @@ def test_a_server_whose_gradients_fit_nothing_is_replaced(here, folder, tiny, li
         where, (a, b) = first
         return replace(said, adapters=dict(others) | ({where: (a[:1], b[:, :1])} if lie == "shapes" else {}))
 
-    with RemoteTraining(folder, [liar.record.address], lora=lora, patience=Patience(refresh_s=30.0)) as model:
+    with RemoteTraining(folder, [liar.record.address], lora=lora, timeouts=Timeouts(refresh_s=30.0)) as model:
         model.loss(ids, ids).backward()
         right = [one.grad.clone() for one in lora.parameters()]
         lora.zero_grad()

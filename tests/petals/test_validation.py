@@ -27,7 +27,7 @@ from firsttoken.petals.trust.evidence import Charge, Evidence
 from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip, tell_slip
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import SwarmError
-from firsttoken_studies.petals.swarm_validation import LIES, LyingStack
+from firsttoken_studies.petals.swarm_validation import LIES, ByzantineBackend
 
 CLIENT = server_key(None)
 ANSWER = 8
@@ -54,7 +54,7 @@ def look(model, *ups) -> None:
 
 
 def lying(lie: str):
-    return partial(LyingStack, lie=lie, seed=1)
+    return partial(ByzantineBackend, lie=lie, seed=1)
 
 
 def deposit(ledger, server: str, key) -> None:
@@ -69,7 +69,7 @@ def test_a_liar_loses_its_deposit_and_its_place(lie, here, client, asked, tmp_pa
     """The rest of the answer is the local model's on what had been said until then."""
     (keeper,) = here.serve((3, 6))
     door = keeper.record.address
-    (liar,) = here.serve((0, 3), peers=[door], key=tmp_path / "key", stack_of=lying(lie))
+    (liar,) = here.serve((0, 3), peers=[door], key=tmp_path / "key", make_backend=lying(lie))
     deposit(keeper.ledger, liar.record.server, server_key(tmp_path / "key"))
     model, one = audited(client, door), asked(12, ANSWER)
     look(model, liar)
@@ -79,7 +79,7 @@ def test_a_liar_loses_its_deposit_and_its_place(lie, here, client, asked, tmp_pa
     said = said_by(model, one)
     assert model.swarm.convicted == {liar.record.server} and model.chain.auditor.ends[CONVICTED] == 1
     assert [server for server, _ in model.chain.faults] == [liar.record.server]
-    assert honest.record.server in {record.server for _, record in model.chain.lines}
+    assert honest.record.server in {record.server for _, record in model.chain.sessions}
     accused, accuser = (keeper.ledger.account(who) for who in (liar.record.server, public_hex(CLIENT)))
     assert accused.convicted and (accused.deposit, accuser.points) == (0, 1000)
     if lie != "seldom":  # convicted before its first answer was used
@@ -93,7 +93,7 @@ def test_what_a_liar_told_the_servers_behind_it_is_told_them_again(here, client,
     """Its first lies are not looked at: once it is convicted, the next token is that of honest servers throughout."""
     (keeper,) = here.serve((3, 6))
     door = keeper.record.address
-    (liar,) = here.serve((0, 3), peers=[door], stack_of=lying("lazy"))
+    (liar,) = here.serve((0, 3), peers=[door], make_backend=lying("lazy"))
     model, one = audited(client, door), asked(12, ANSWER)
     look(model, liar)
     auditor, model.chain.auditor = model.chain.auditor, None
@@ -105,7 +105,7 @@ def test_what_a_liar_told_the_servers_behind_it_is_told_them_again(here, client,
     while not request.finished:
         model.engine.step()
     assert auditor.ends[CONVICTED] == 1
-    assert liar.sessions.batcher.stack.told >= 4 and len(request.output) == ANSWER
+    assert liar.sessions.batcher.backend.told >= 4 and len(request.output) == ANSWER
     assert [server for server, _ in model.chain.faults] == [liar.record.server]  # nobody behind it is blamed
     check_greedy(request.output[3:], generated(tiny, one.prompt + request.output[:3], ANSWER - 3))
 
@@ -123,13 +123,13 @@ def test_honest_servers_stand_whoever_shares_their_batch(here, client, asked):
     auditor = model.chain.auditor
     assert set(auditor.ends) == {AGREED} and len(auditor.differences) == ANSWER
     assert max(auditor.differences) < TOLERANCE / 10  # often none at all: the kernels add in one order
-    chosen = model.chain.lines[0][1].server
-    (witness,) = here.serve((0, 6), peers=[ups[0].record.address], stack_of=lying("noise"))
+    chosen = model.chain.sessions[0][1].server
+    (witness,) = here.serve((0, 6), peers=[ups[0].record.address], make_backend=lying("noise"))
     look(model, witness)
     model.swarm._pings = {a: s for a, s in model.swarm._pings.items() if a != other_of(ups, chosen)}
     assert check_greedy(said_by(model, known[0]), known[0].plain) == ANSWER
     assert model.swarm.convicted == {witness.record.server} and auditor.ends[WITNESS] == 1
-    assert auditor.ends[CONVICTED] == 0 and model.chain.lines[0][1].server == chosen
+    assert auditor.ends[CONVICTED] == 0 and model.chain.sessions[0][1].server == chosen
 
 
 def other_of(ups, chosen: str) -> str:
@@ -147,7 +147,7 @@ def test_an_audit_is_inconclusive_where_somebody_is_gone(here, client, asked, fo
     assert check_greedy(said_by(model, one), one.plain) == ANSWER  # who has does not answer
     auditor = model.chain.auditor
     assert auditor.ends == {INCONCLUSIVE: 2 * ANSWER} and auditor.differences == []
-    (liar,) = here.serve((0, 6), peers=[door.record.address], stack_of=lying("noise"))
+    (liar,) = here.serve((0, 6), peers=[door.record.address], make_backend=lying("noise"))
     lost = client(liar.record.address, audits=Audits(1.0, "127.0.0.1:1", public_hex(CLIENT)))
     look(lost, liar, door)
     said_by(lost, one, 2)
@@ -159,7 +159,7 @@ def test_a_liar_that_alone_has_all_blocks_is_found_by_a_chain_of_the_others(here
     """They hold halves: each answer is computed again by two, and what the liar has said reaches nobody."""
     halves = here.serve((0, 3), (3, 6))
     door = halves[0].record.address
-    (liar,) = here.serve((0, 6), peers=[door], stack_of=lying("noise"))
+    (liar,) = here.serve((0, 6), peers=[door], make_backend=lying("noise"))
     model, one = audited(client, door), asked(12, ANSWER)
     look(model, *halves, liar)
     assert check_greedy(said_by(model, one), one.plain) == ANSWER
@@ -206,7 +206,7 @@ def test_a_witness_that_is_silent_is_passed_by(here, client, asked):
 def test_what_nobody_can_decide_ends_the_answer_or_takes_another_chain(here, client, asked):
     """A liar and one who is honest, of whom each says that the other is wrong, while no keeper judges."""
     (honest,) = here.serve((0, 6))
-    (liar,) = here.serve((0, 6), peers=[honest.record.address], stack_of=lying("noise"))
+    (liar,) = here.serve((0, 6), peers=[honest.record.address], make_backend=lying("noise"))
     one = asked(9, 40)
     model = client(honest.record.address, audits=Audits(1.0, "127.0.0.1:1", public_hex(CLIENT)))
     look(model, honest, liar)
@@ -230,11 +230,11 @@ def test_an_accusation_costs_the_accuser_first(here, client):
     model = client(keeper.record.address)
 
     async def honest() -> Evidence:
-        line = model.swarm.line(keeper.record, range(1, 4), "float32")
+        session = model.swarm.open_session(keeper.record, range(1, 4), "float32")
         inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
-        outputs = await line.run([Stretch(0, 0, 5)], inputs)
-        line.close()
-        return Evidence(Charge(read_commitment(line.commitment), 0, public_hex(CLIENT)), inputs, outputs)
+        outputs = await session.run([Stretch(0, 0, 5)], inputs)
+        session.close()
+        return Evidence(Charge(read_commitment(session.commitment), 0, public_hex(CLIENT)), inputs, outputs)
 
     evidence = wait_for(honest())
 
@@ -264,12 +264,12 @@ def test_who_does_not_vouch_for_an_answer_is_left_out(here, client, asked):
     model, one = audited(client, first.record.address), asked(9, ANSWER)
     look(model, first, second)
     said_by(model, one)
-    chosen = model.chain.lines[0][1].server
+    chosen = model.chain.sessions[0][1].server
     up = first if first.record.server == chosen else second
     commit = up.sessions.committer.commit
     for wrong, why in ((lambda *_: "", "carries no commitment"), (swapped(commit), "of other inputs or outputs")):
         part(model)
-        model.swarm.conduct = Conduct(model.swarm.patience)
+        model.swarm.conduct = Conduct(model.swarm.timeouts)
         for server in (first, second):
             model.swarm._pings[server.record.address] = 0.0 if server is up else 1.0
         up.sessions.committer.commit = wrong
@@ -287,16 +287,16 @@ def case(here, client, asked):
     """A liar, its keeper, and the evidence of one of its answers."""
     (keeper,) = here.serve((0, 6))
     door = keeper.record.address
-    (liar,) = here.serve((1, 4), peers=[door], stack_of=lying("noise"))
+    (liar,) = here.serve((1, 4), peers=[door], make_backend=lying("noise"))
     model = client(door)
     look(model, liar)
 
     async def answer() -> Evidence:
-        line = model.swarm.line(liar.record, range(1, 4), "float32")
+        session = model.swarm.open_session(liar.record, range(1, 4), "float32")
         inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
-        outputs = await line.run([Stretch(0, 0, 5)], inputs)
-        line.close()
-        return Evidence(Charge(read_commitment(line.commitment), 0, public_hex(CLIENT)), inputs, outputs)
+        outputs = await session.run([Stretch(0, 0, 5)], inputs)
+        session.close()
+        return Evidence(Charge(read_commitment(session.commitment), 0, public_hex(CLIENT)), inputs, outputs)
 
     def accuse(messages) -> dict | str:
         async def call():

@@ -8,7 +8,7 @@ from firsttoken.progressiveserve.base_model import load_served
 from firsttoken.progressiveserve.recipe import RECIPES, REPORT
 from firsttoken.study import paths
 from firsttoken_studies.progressiveserve.ablations import (
-    ControlsConfig,
+    AblationConfig,
     control_blocks,
     controls_summary,
     healing_controls,
@@ -16,7 +16,7 @@ from firsttoken_studies.progressiveserve.ablations import (
 
 
 def test_control_blocks_are_of_one_size_and_the_random_one_lies_elsewhere(paper):
-    config = paper.section("controls", ControlsConfig)
+    config = paper.section("controls", AblationConfig)
     blocks = control_blocks(paper, config, load_served(paper))
     assert blocks["chosen"] == (2, 3, 4)
     assert len(blocks["random"]) == 3 and blocks["random"] != blocks["chosen"]
@@ -28,7 +28,7 @@ def test_controls_run_and_keep_their_adapters_in_the_cache(paper, monkeypatch):
     monkeypatch.setitem(RECIPES, "report", dataclasses.replace(REPORT, accumulate=2))
     outcome = healing_controls(paper)
     variants = list(dict.fromkeys(row["variant"] for row in outcome.rows))
-    recipe = paper.section("controls", ControlsConfig).recipe
+    recipe = paper.section("controls", AblationConfig).recipe
     assert variants[0] == "s0"
     assert {"chosen_none", f"chosen_{recipe}", f"one_shot_{recipe}", f"full_{recipe}", "random_none"} <= set(variants)
     assert not {"full_none", "one_shot_none"} & set(variants), "these have no unhealed counterpart of their own"

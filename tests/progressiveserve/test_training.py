@@ -14,7 +14,7 @@ from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.progressiveserve import training
 from firsttoken.progressiveserve.healing import Teacher
 from firsttoken.progressiveserve.recipe import OURS, REPORT, TASK
-from firsttoken.progressiveserve.training import HealingConfig, heal, healed, materials, present_without
+from firsttoken.progressiveserve.training import HealingConfig, heal, healed, present_without, training_data
 from firsttoken.study.errors import FirstTokenError
 
 QUICK = dataclasses.replace(OURS, name="quick", steps=2, dropout=0.1, warmup_steps=0)
@@ -39,14 +39,14 @@ def adapter_of(peft) -> dict[str, torch.Tensor]:
 
 
 def test_materials_of_the_report_are_questions_only(config, tokenizer):
-    data = materials(config, REPORT, tokenizer)
+    data = training_data(config, REPORT, tokenizer)
     assert data.text == []
     assert len(data.questions) == len(load_qa(config.questions, "train")) > 20
     assert len(data.validation) == 2 and data.windows.shape == (1, 256)
 
 
 def test_text_joins_as_windows_and_where_it_is_distilled_as_open_prompts(config, tokenizer):
-    ours, task = materials(config, OURS, tokenizer).text, materials(config, TASK, tokenizer).text
+    ours, task = training_data(config, OURS, tokenizer).text, training_data(config, TASK, tokenizer).text
     assert [s.key for s in task] == [f"text-{i}" for i in range(4)]
     assert [s.key for s in ours] == [f"text-{i}" for i in range(4)] + [f"prompt-{i}" for i in range(3)]
     assert {len(s.tokens) for s in task} == {48}
@@ -54,16 +54,16 @@ def test_text_joins_as_windows_and_where_it_is_distilled_as_open_prompts(config,
 
 
 def test_the_hash_follows_the_training_part_alone(config, tokenizer):
-    base = materials(config, OURS, tokenizer).sha256
-    assert materials(dataclasses.replace(config, watch_questions=1), OURS, tokenizer).sha256 == base
+    base = training_data(config, OURS, tokenizer).sha256
+    assert training_data(dataclasses.replace(config, watch_questions=1), OURS, tokenizer).sha256 == base
     for change in ({"windows": 3}, {"prompts": 2}, {"window_tokens": 32}):
-        assert materials(dataclasses.replace(config, **change), OURS, tokenizer).sha256 != base
-    assert materials(config, dataclasses.replace(OURS, max_tokens=30), tokenizer).sha256 != base
+        assert training_data(dataclasses.replace(config, **change), OURS, tokenizer).sha256 != base
+    assert training_data(config, dataclasses.replace(OURS, max_tokens=30), tokenizer).sha256 != base
 
 
 def test_healing_trains_a_copy_and_the_served_model_stays_whole(served, config, tokenizer, ids):
     before, stood = served.model(ids).logits, list(layers_of(served.model))
-    data = materials(config, QUICK, tokenizer)
+    data = training_data(config, QUICK, tokenizer)
     peft, curve = heal(served, served.plan.missing(1), QUICK, data, config, Teacher(served.model))
     assert list(layers_of(served.model)) == stood
     assert torch.equal(served.model(ids).logits, before)
@@ -80,7 +80,7 @@ def test_healing_trains_a_copy_and_the_served_model_stays_whole(served, config, 
 
 
 def test_healing_follows_the_seed_of_its_recipe(served, config, tokenizer):
-    data = materials(config, QUICK, tokenizer)
+    data = training_data(config, QUICK, tokenizer)
 
     def run(seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(100 + len(runs))  # what ran before must not matter: a resumed training skips some runs
@@ -141,7 +141,7 @@ def test_layers_that_compute():
 
 
 def test_no_validation_questions_are_one_clear_line(served, config, tokenizer):
-    data = dataclasses.replace(materials(config, QUICK, tokenizer), validation=[])
+    data = dataclasses.replace(training_data(config, QUICK, tokenizer), validation=[])
     with pytest.raises(FirstTokenError) as caught:
         heal(served, (4,), dataclasses.replace(QUICK, steps=1), data, config, Teacher(served.model))
     assert "\n" not in str(caught.value)

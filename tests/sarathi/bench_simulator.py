@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from firsttoken.assets.manual_downloads import brought
+from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import EngineConfig
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def replayed(library: Path) -> list[float]:
     """Seconds of three replays of the conversations by the simulator of ``library``, in a process of its own."""
-    trace = read_trace(brought("azure-conversations") / "AzureLLMInferenceTrace_conv.csv", CONVERSATIONS)
+    trace = read_trace(downloaded("azure-conversations") / "AzureLLMInferenceTrace_conv.csv", CONVERSATIONS)
     asked = {
         "requests": [[item.arrival_s, item.prompt_tokens, item.output_tokens] for item in trace],
         "scheduler": "prefill_first",
@@ -102,9 +102,9 @@ def decisions(scheduler: str) -> list[float]:
 
     def timed() -> list:
         begun = time.perf_counter()
-        works = plan()
+        chunks = plan()
         took.append(time.perf_counter() - begun)
-        return works
+        return chunks
 
     engine.scheduler.plan = timed
     while len(took) < STEPS:

@@ -27,7 +27,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
 
 HEAD = """from firsttoken.engine.schedulers.scheduler import Scheduler
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 
 
 class Mine(Scheduler):
@@ -106,17 +106,20 @@ def test_a_file_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ("return [self.work(self.waiting[0])]", "a step for request 0, which is not running; admit it first"),
+        ("return [self.chunk(self.waiting[0])]", "a step for request 0, which is not running; admit it first"),
         ("works = self.prefills(); return works + works", "request 0 is twice in a step"),
         ("return self.prefills()", r"a step of \d+ tokens with a budget of 16; name what it needs, as in '.*mine.py"),
         (
-            "self.admit(); return [self.work(one, min(one.todo, 4)) for one in self.running]",
+            "self.admit(); return [self.chunk(one, min(one.remaining, 4)) for one in self.running]",
             r"request \d would have (33|49) tokens and has blocks for (32|48)",
         ),
-        ("return [Work(self.admit(), 5, 9, 0)]", r"tokens 5 to 8 of request 0, whose next is 0 of \d+; make works by"),
-        ("return [self.work(self.admit(), 0)]", "tokens 0 to -1 of request 0"),
-        ("return None", "schedule must return a list of what self.work gives"),
-        ("return [1]", "schedule must return a list of what self.work gives"),
+        (
+            "return [ScheduledChunk(self.admit(), 5, 9, 0)]",
+            r"tokens 5 to 8 of request 0, whose next is 0 of \d+; make chunks by",
+        ),
+        ("return [self.chunk(self.admit(), 0)]", "tokens 0 to -1 of request 0"),
+        ("return None", "schedule must return a list of what self.chunk gives"),
+        ("return [1]", "schedule must return a list of what self.chunk gives"),
         ("return self.nothing", r"mine\.py, line 9: AttributeError: 'Mine' object has no attribute 'nothing'; mend"),
         ("self.running = None; return []", "mine.py"),
     ],
@@ -137,7 +140,7 @@ def test_steps_that_may_not_be(write: Write, bench: Bench, schedule: str, messag
             "never finishes: a decision takes more than 1 s",
         ),
         (
-            "for one in list(self.running): self.preempt(one)\n        return [self.work(self.admit(), 1)]",
+            "for one in list(self.running): self.preempt(one)\n        return [self.chunk(self.admit(), 1)]",
             r"never finishes: [\d,]+ tokens processed since a request ended",
         ),
         (

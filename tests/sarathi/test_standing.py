@@ -15,8 +15,8 @@ from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.record import pick, read_result
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies import ledger
-from firsttoken_studies.sarathi.contest import Contest
-from firsttoken_studies.sarathi.leaderboard import enters, record_table, standing
+from firsttoken_studies.sarathi.contest import CapacityBenchmark
+from firsttoken_studies.sarathi.leaderboard import enters, ranking, record_table
 
 POLICY = """from firsttoken.engine.schedulers.sarathi import Sarathi
 
@@ -41,7 +41,7 @@ def test_a_newcomer_enters_when_its_interval_clears_the_holders() -> None:
 def test_the_table_is_of_recorded_results() -> None:
     (path,) = paths.RECORDED.glob("*/full/serving_capacity.json")
     result = read_result(path)
-    places = standing(result)
+    places = ranking(result)
     capacities = [place.capacity["value"] for place in places]
     assert capacities == sorted(capacities, reverse=True) and len(places) == len({p.scheduler for p in places}) > 5
     (base,) = [place for place in places if place.scheduler == "prefill_first"]
@@ -85,19 +85,19 @@ def test_one_scheduler_beside_the_record(short: dict[str, Any], tmp_path: Path, 
 
 
 def test_the_outcome_says_whether_it_enters(profile: Profile) -> None:
-    contest = Contest.of("sarathi 512", profile, 5)
+    contest = CapacityBenchmark.of("sarathi 512", profile, 5)
     assert contest.draws == 5
-    assert Contest.of("sarathi 512", profile).draws == profile.sections["capacity"]["seeds"]
+    assert CapacityBenchmark.of("sarathi 512", profile).draws == profile.sections["capacity"]["seeds"]
     record = pick(ledger.recorded(), "serving_capacity", machine="any")
     parameters = record.parameters | {"capacity": vars(contest.bench.config), "hardware": vars(contest.bench.hardware)}
     object.__setattr__(record, "parameters", parameters)
-    holder = standing(record)[0]
+    holder = ranking(record)[0]
     better = [holder.capacity["high"] + 0.1 * step for step in range(1, 6)]
     told = contest.told(better, record).splitlines()
     assert told[-1] == (
         f"sarathi 512 enters the record table: its interval clears {holder.scheduler}, which holds the record"
     )
-    assert sum("  record  " in line for line in told) == len(standing(record))
+    assert sum("  record  " in line for line in told) == len(ranking(record))
     worse = contest.told([rate / 2 for rate in better], record).splitlines()[-1]
     assert worse.startswith("sarathi 512 does not clear the interval of ") and bootstrap(better).n == 5
 
@@ -121,4 +121,4 @@ def test_an_error_is_one_line(short: dict[str, Any], arguments: list[str], messa
 
 def test_a_scheduler_without_a_capacity_has_no_run_to_write(profile: Profile, tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="prefill_first: no rate is within the objective, so there is no run"):
-        Contest.of("prefill_first", profile, 1).write_run(0.0, tmp_path / "trace.json", None)
+        CapacityBenchmark.of("prefill_first", profile, 1).write_run(0.0, tmp_path / "trace.json", None)

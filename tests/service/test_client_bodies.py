@@ -114,8 +114,8 @@ def test_an_error_names_the_object_at_fault(fields, message):
 
 
 def test_no_likeliest_may_be_asked_for_without_likelihoods():
-    assert parse(CHAT_PATH, {"messages": TURN, "top_logprobs": 0}).likeliest is None
-    assert parse("/v1/completions", {"prompt": "a", "logprobs": False}).likeliest is None
+    assert parse(CHAT_PATH, {"messages": TURN, "top_logprobs": 0}).top_logprobs is None
+    assert parse("/v1/completions", {"prompt": "a", "logprobs": False}).top_logprobs is None
 
 
 class TestHistory:
@@ -132,7 +132,11 @@ class TestHistory:
     def test_an_answer_of_ours_goes_on(self, text):
         reply = Chat.new("tiny")
         whole = reply.answer(0, text, "stop", None)["message"]
-        parts = [reply.opening(0), *(reply.piece(0, one, None, None) for one in text), reply.piece(0, "", "stop", None)]
+        parts = [
+            reply.role_delta(0),
+            *(reply.delta(0, one, None, None) for one in text),
+            reply.delta(0, "", "stop", None),
+        ]
         assembled: dict[str, Any] = {}
         for part in parts:
             for key, value in part["delta"].items():

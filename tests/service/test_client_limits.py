@@ -216,11 +216,11 @@ class TestRoles:
 
 
 def test_numbers_that_are_none_are_no_answer(small, monkeypatch):
-    from firsttoken.engine.request import Chance
+    from firsttoken.engine.request import TokenLogprob
     from firsttoken.service import choice
 
-    real = choice.said
-    monkeypatch.setattr(choice, "said", lambda *given: real(*given[:-1], Chance(float("nan"), ())))
+    real = choice.answer_token
+    monkeypatch.setattr(choice, "answer_token", lambda *given: real(*given[:-1], TokenLogprob(float("nan"), ())))
     whole = ask(small, prompt="the inn", max_tokens=3, logprobs=1)
     assert whole.status_code == 500 and whole.json()["error"]["type"] == "server_error"
     streamed = ask(small, prompt="the inn", max_tokens=3, logprobs=1, stream=True)

@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.model_server import ReadyServer
-from firsttoken.engine.request import Sampling, Work
+from firsttoken.engine.model_server import StaticServer
+from firsttoken.engine.request import Sampling, ScheduledChunk
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.service.app import build_replica
 from firsttoken.service.error_responses import refusal
@@ -32,10 +32,10 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
     """The next step of any executor raises that."""
     execute, coming = LiveExecutor.execute, []
 
-    def executed(self: LiveExecutor, works: Sequence[Work]) -> list[int]:
+    def executed(self: LiveExecutor, chunks: Sequence[ScheduledChunk]) -> list[int]:
         if coming:
             raise coming.pop()
-        return execute(self, works)
+        return execute(self, chunks)
 
     monkeypatch.setattr(LiveExecutor, "execute", executed)
     return coming.append
@@ -67,7 +67,7 @@ def test_over_http_it_is_a_500_and_the_next_is_answered(plain: Path, failing) ->
 
 def test_it_is_over_a_worker_or_a_swarm_too(failing) -> None:
     executor = LiveExecutor(tiny_model(), 40)
-    server = ReadyServer(Engine(executor), RequestLimits(), executor.close)
+    server = StaticServer(Engine(executor), RequestLimits(), executor.close)
     try:
         for error in ERRORS:
             failing(error)

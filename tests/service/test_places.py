@@ -16,9 +16,9 @@ pytest.importorskip("pydantic")
 
 from firsttoken.assets.chat_template import ChatTemplate
 from firsttoken.engine.async_engine import TokenEvent
-from firsttoken.engine.request import Chance
-from firsttoken.service.choice import AnswerChoice, Piece
-from firsttoken.service.logprobs_format import Said, as_chat, as_completion, said
+from firsttoken.engine.request import TokenLogprob
+from firsttoken.service.choice import AnswerChoice, TextDelta
+from firsttoken.service.logprobs_format import AnswerToken, answer_token, as_chat, as_completion
 from firsttoken.service.response_bodies import event
 from firsttoken.service.text import Vocabulary
 
@@ -54,24 +54,24 @@ def smollm() -> Vocabulary:
 
 def answered(
     vocabulary: Vocabulary, prompt: Sequence[int], ids: Sequence[int], echo: str = "", stops: Sequence[str] = ()
-) -> list[Piece]:
+) -> list[TextDelta]:
     """What a choice makes of an engine that says ``ids``."""
-    request = SimpleNamespace(prompt_chances=[Chance(-1.0, ())] * (len(prompt) - 1))
+    request = SimpleNamespace(prompt_logprobs=[TokenLogprob(-1.0, ())] * (len(prompt) - 1))
     session = SimpleNamespace(request=request)
     choice = AnswerChoice(0, vocabulary, prompt, session, ends=(), stops=stops, echo=echo, judged=True)
-    pieces: list[Piece] = []
+    deltas: list[TextDelta] = []
     for token_id in ids:
         if not choice.finished:
-            pieces += choice.take(TokenEvent(token_id, 1, 0.0, Chance(-0.5, ())))
-    return pieces + choice.end()
+            deltas += choice.take(TokenEvent(token_id, 1, 0.0, TokenLogprob(-0.5, ())))
+    return deltas + choice.end()
 
 
-def text_of(pieces: list[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
+def text_of(deltas: list[TextDelta]) -> str:
+    return "".join(delta.text for delta in deltas)
 
 
-def tokens_of(pieces: list[Piece]) -> list[Said]:
-    return [one for piece in pieces for one in piece.said or ()]
+def tokens_of(deltas: list[TextDelta]) -> list[AnswerToken]:
+    return [one for delta in deltas for one in delta.logprobs or ()]
 
 
 def expected_places(text: str, spelt: Sequence[bytes]) -> list[int]:
@@ -89,11 +89,11 @@ class TestAnswers:
     def test_bytes_joined_are_what_was_said_and_places_are_exact(self, vocabulary, text):
         prompt = vocabulary.tokenizer.encode("in").ids
         ids = vocabulary.tokenizer.encode(text).ids
-        pieces = answered(vocabulary, prompt, ids)
-        chat = as_chat(tokens_of(pieces))["content"]
-        assert b"".join(bytes(one["bytes"]) for one in chat) == text_of(pieces).encode()
+        deltas = answered(vocabulary, prompt, ids)
+        chat = as_chat(tokens_of(deltas))["content"]
+        assert b"".join(bytes(one["bytes"]) for one in chat) == text_of(deltas).encode()
         spelt = [bytes(one["bytes"]) for one in chat]
-        assert as_completion(tokens_of(pieces))["text_offset"] == expected_places(text_of(pieces), spelt)
+        assert as_completion(tokens_of(deltas))["text_offset"] == expected_places(text_of(deltas), spelt)
         assert len(chat) == len(ids)
 
     @same_fixture
@@ -102,9 +102,9 @@ class TestAnswers:
         prompt, ids = vocabulary.tokenizer.encode(before).ids, vocabulary.tokenizer.encode(text).ids
         if not prompt or not ids or before.endswith("\ufffd"):  # which a stream takes for the begin of a character
             return
-        pieces = answered(vocabulary, prompt, ids, echo=before)
-        found = as_completion(tokens_of(pieces))
-        shown = text_of(pieces)
+        deltas = answered(vocabulary, prompt, ids, echo=before)
+        found = as_completion(tokens_of(deltas))
+        shown = text_of(deltas)
         assert shown.startswith(before) and len(found["tokens"]) == len(prompt) + len(ids)
         assert found["text_offset"] == sorted(found["text_offset"]) and max(found["text_offset"]) <= len(shown)
         if vocabulary is VOCABULARIES["byte level"]:
@@ -115,8 +115,8 @@ class TestAnswers:
     @given(st.lists(st.integers(0, 259), max_size=12), st.lists(st.integers(0, 259), min_size=1, max_size=12))
     def test_bytes_that_are_no_text_have_the_places_of_what_they_are_shown_as(self, prompt, ids):
         vocabulary = VOCABULARIES["byte level"]
-        pieces = answered(vocabulary, [257, *prompt], ids)
-        shown, tokens = text_of(pieces), tokens_of(pieces)
+        deltas = answered(vocabulary, [257, *prompt], ids)
+        shown, tokens = text_of(deltas), tokens_of(deltas)
         assert len(tokens) == len(ids)
         places = [one.offset for one in tokens]
         assert places == sorted(places) and places[-1] <= len(shown)
@@ -130,10 +130,10 @@ class TestAnswers:
     @given(TEXTS, st.text(alphabet="the in日😀", min_size=1, max_size=3))
     def test_no_token_stands_behind_a_stop(self, vocabulary, text, stop):
         ids = vocabulary.tokenizer.encode(text).ids
-        pieces = answered(vocabulary, vocabulary.tokenizer.encode("in").ids, ids, stops=[stop])
-        shown, tokens = text_of(pieces), tokens_of(pieces)
+        deltas = answered(vocabulary, vocabulary.tokenizer.encode("in").ids, ids, stops=[stop])
+        shown, tokens = text_of(deltas), tokens_of(deltas)
         assert stop not in shown
-        if pieces[-1].finish_reason == "stop":
+        if deltas[-1].finish_reason == "stop":
             assert all(one.offset < len(shown) for one in tokens)
             assert b"".join(one.token.spelt for one in tokens).startswith(shown.encode())
         else:
@@ -143,9 +143,9 @@ class TestAnswers:
     @given(TEXTS)
     def test_a_likelihood_comes_with_its_text(self, vocabulary, text):
         shown = 0
-        for piece in answered(vocabulary, vocabulary.tokenizer.encode("in").ids, vocabulary.tokenizer.encode(text).ids):
-            shown += len(piece.text)
-            assert all(one.offset < shown or piece.finish_reason for one in piece.said or ())
+        for delta in answered(vocabulary, vocabulary.tokenizer.encode("in").ids, vocabulary.tokenizer.encode(text).ids):
+            shown += len(delta.text)
+            assert all(one.offset < shown or delta.finish_reason for one in delta.logprobs or ())
 
     def test_a_special_token_adds_nothing(self, vocabulary):
         end = vocabulary.tokenizer.token_to_id(END)
@@ -157,15 +157,15 @@ class TestAnswers:
     def test_a_prompt_that_ends_within_a_character(self):
         vocabulary = VOCABULARIES["byte level"]
         ids = vocabulary.tokenizer.encode("日本").ids
-        pieces = answered(vocabulary, ids[:2], ids[2:])
-        assert text_of(pieces) == "日本" and [one.offset for one in tokens_of(pieces)] == [0, 1, 1, 1]
+        deltas = answered(vocabulary, ids[:2], ids[2:])
+        assert text_of(deltas) == "日本" and [one.offset for one in tokens_of(deltas)] == [0, 1, 1, 1]
 
     def test_special_tokens_in_a_prompt(self, vocabulary):
         text = f"the{END}in"
         ids = vocabulary.tokenizer.encode(text).ids
-        pieces = answered(vocabulary, ids, [ids[-1]], echo=text)
-        places = {one.token.name: one.offset for one in tokens_of(pieces)}
-        assert places[END] == 3 and tokens_of(pieces)[-1].offset == len(text)
+        deltas = answered(vocabulary, ids, [ids[-1]], echo=text)
+        places = {one.token.name: one.offset for one in tokens_of(deltas)}
+        assert places[END] == 3 and tokens_of(deltas)[-1].offset == len(text)
         unwritten = [vocabulary.tokenizer.token_to_id(END), *vocabulary.tokenizer.encode("the").ids]
         assert tokens_of(answered(vocabulary, unwritten, [ids[-1]], echo="the"))[0].offset == 0
 
@@ -175,8 +175,8 @@ class TestLikeliest:
     def test_are_as_many_as_asked_for_and_told_apart(self, kind):
         vocabulary = VOCABULARIES[kind]
         ids = range(vocabulary.size)
-        chance = Chance(-1.0, tuple((i, -float(i)) for i in ids))
-        one = said(vocabulary.spelling, 5, 0, chance)
+        token_logprob = TokenLogprob(-1.0, tuple((i, -float(i)) for i in ids))
+        one = answer_token(vocabulary.spelling, 5, 0, token_logprob)
         (top,) = as_completion([one])["top_logprobs"]
         assert len(top) == vocabulary.size and list(top.values()) == [-float(i) for i in ids]
         entries = as_chat([one])["content"][0]["top_logprobs"]
@@ -190,10 +190,10 @@ class TestLikeliest:
 
     def test_what_is_impossible_is_a_number_and_what_is_none_no_json(self):
         spelling = VOCABULARIES["byte level"].spelling
-        one = said(spelling, 257, 0, Chance(float("-inf"), ((258, float("-inf")),)))
+        one = answer_token(spelling, 257, 0, TokenLogprob(float("-inf"), ((258, float("-inf")),)))
         assert json.loads(event(as_chat([one]))[6:])["content"][0]["logprob"] == -9999.0
         with pytest.raises(ValueError, match="not JSON compliant"):
-            event(as_chat([said(spelling, 257, 0, Chance(float("nan"), ()))]))
+            event(as_chat([answer_token(spelling, 257, 0, TokenLogprob(float("nan"), ()))]))
 
 
 @pytest.mark.assets
@@ -206,8 +206,8 @@ class TestSmolLM:
         if not text or before.endswith("\ufffd") or not all(known):  # its vocabulary lacks some bytes
             return
         prompt, ids = smollm.tokenizer.encode(f"<|im_start|>{before}").ids, smollm.tokenizer.encode(text).ids
-        pieces = answered(smollm, prompt, ids, echo=f"<|im_start|>{before}")
-        shown, tokens = text_of(pieces), tokens_of(pieces)
+        deltas = answered(smollm, prompt, ids, echo=f"<|im_start|>{before}")
+        shown, tokens = text_of(deltas), tokens_of(deltas)
         assert shown == f"<|im_start|>{before}{text}"
         spelt = [smollm.spelling.spelt(i) for i in (*prompt, *ids)]
         assert [one.offset for one in tokens] == expected_places(shown, spelt)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from services import PATIENCE, serving, until
+from services import TIMEOUTS, serving, until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
@@ -29,7 +29,7 @@ def as_it_is(cache: PrefixCache, identity: ModelIdentity) -> tuple[PrefixCache, 
 
 def empty(cache: PrefixCache, identity: ModelIdentity) -> tuple[PrefixCache, ModelIdentity]:
     kv = tuple(LayerKV(kv.keys * 0, kv.values * 0) for kv in cache.kv)
-    return PrefixCache(kv, cache.edges), identity
+    return PrefixCache(kv, cache.e_cache), identity
 
 
 def of_another(cache: PrefixCache, identity: ModelIdentity) -> tuple[PrefixCache, ModelIdentity]:
@@ -50,7 +50,7 @@ def answered(model: Path, store: Path | None) -> tuple[str, int]:
         if store is not None:
             until(lambda: "stored prefixes" in httpx.get(f"{url}/stage").text, "the store is open")
         body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).json()["choices"][0]
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUTS).json()["choices"][0]
         return answer["logprobs"]["tokens"], httpx.get(f"{url}/stage").json()["restored"]
 
 

@@ -29,10 +29,10 @@ class TestTextStream:
     @given(texts)
     def test_any_text_comes_out_as_it_was_and_never_in_half_characters(self, any_tokenizer, text):
         ids = any_tokenizer.encode(text).ids
-        pieces = streamed(any_tokenizer, ids)
-        assert "".join(pieces) == any_tokenizer.decode(ids)
-        assert "".join(pieces) == text.replace("▁", " ") or any_tokenizer.normalizer
-        assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
+        deltas = streamed(any_tokenizer, ids)
+        assert "".join(deltas) == any_tokenizer.decode(ids)
+        assert "".join(deltas) == text.replace("▁", " ") or any_tokenizer.normalizer
+        assert "\ufffd" in text or not any("\ufffd" in delta for delta in deltas)
 
     @same_fixture
     @given(texts, st.data())
@@ -93,21 +93,21 @@ class TestStopFilter:
         st.lists(st.text(alphabet="abc", max_size=4), max_size=8),
         st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=4),
     )
-    def test_cuts_the_same_wherever_the_pieces_end(self, pieces, stops):
-        text, stop = "".join(pieces), StopFilter(stops)
-        assert "".join([*(stop.push(piece) for piece in pieces), stop.finish()]) == cut(text, stops)
+    def test_cuts_the_same_wherever_the_pieces_end(self, deltas, stops):
+        text, stop = "".join(deltas), StopFilter(stops)
+        assert "".join([*(stop.push(delta) for delta in deltas), stop.finish()]) == cut(text, stops)
         assert stop.stopped == any(s in text for s in stops)
 
     @given(st.lists(st.text(alphabet="ab")), st.text(alphabet="ab", min_size=1))
-    def test_holds_back_no_more_than_the_stop_is_long(self, pieces, stop):
+    def test_holds_back_no_more_than_the_stop_is_long(self, deltas, stop):
         filtered, given_, returned = StopFilter([stop]), 0, 0
-        for piece in pieces:
-            given_, returned = given_ + len(piece), returned + len(filtered.push(piece))
+        for delta in deltas:
+            given_, returned = given_ + len(delta), returned + len(filtered.push(delta))
             assert filtered.stopped or given_ - returned < len(stop)
 
     def test_a_stop_that_spans_pieces_never_shows(self):
         stop = StopFilter(["\n\n"])
-        assert [stop.push(piece) for piece in ("one\n", "two\n", "\n", "three")] == ["one", "\ntwo", "", ""]
+        assert [stop.push(delta) for delta in ("one\n", "two\n", "\n", "three")] == ["one", "\ntwo", "", ""]
 
 
 class TestVocabulary:

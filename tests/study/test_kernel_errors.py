@@ -8,7 +8,7 @@ from nbclient import NotebookClient
 
 from firsttoken.study import paths, show
 
-CELLS = ("study = show.opening('quik')", "print(study.name)", "print(1)")
+CELLS = ("study = show.header('quik')", "print(study.name)", "print(1)")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_other_cells_go_on(shown) -> None:
 
 def test_cells_out_of_order_say_what_to_run_first() -> None:
     notebook = nbformat.v4.new_notebook()
-    texts = ("from firsttoken.study import show", "study = show.opening('quick')", "print(now.rows)", "now = 1")
+    texts = ("from firsttoken.study import show", "study = show.header('quick')", "print(now.rows)", "now = 1")
     notebook.cells = [nbformat.v4.new_code_cell(text) for text in texts]
     NotebookClient(notebook, allow_errors=True, kernel_name="python3").execute()
     error, told = notebook.cells[2].outputs
@@ -56,6 +56,6 @@ def test_a_notebook_runs_from_another_folder(tmp_path) -> None:
 
 def test_an_empty_cache_says_what_to_fetch(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(paths, "CACHE", tmp_path)
-    show.opening("quick")
+    show.header("quick")
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("missing   smollm2-135m") and "run `firsttoken fetch` first" in last

@@ -11,7 +11,7 @@ from entries import entry
 from firsttoken.study import pages, paths
 from firsttoken.study.errors import ClaimsError, FirstTokenError, NotebookError
 
-TEMPLATE = """{{ n("machine", "m") }} x, {{ n("machine", "m", 3) }} x, {{ i("machine", "m", 1) }}
+TEMPLATE = """{{ value("machine", "m") }} x, {{ value("machine", "m", 3) }} x, {{ interval("machine", "m", 1) }}
 {{ counts }}
 {{ goals }}
 {{ scoreboard }}
@@ -51,10 +51,10 @@ def test_the_pages_hold_numbers_verdicts_and_counts(template: Path, claim, recor
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ('{{ n("machin", "m") }}', "README.md: no result of 'machin'"),
+        ('{{ value("machin", "m") }}', "README.md: no result of 'machin'"),
         ('{{ table("machine") }}', "README.md: 'machine' has no table; known: none"),
-        ('{{ n("machine", "n") }}', "README.md: machine: no measure n; known: m"),
-        ('{{ n("machine", "m", policy="swap") }}', r"README.md: machine: no measure m \(policy swap\); known: m"),
+        ('{{ value("machine", "n") }}', "README.md: machine: no measure n; known: m"),
+        ('{{ value("machine", "m", policy="swap") }}', r"README.md: machine: no measure m \(policy swap\); known: m"),
         ("{{ nothing }}", "README.md: 'nothing' is undefined"),
         ("{% for %}", "README.md: "),
     ],
@@ -69,10 +69,11 @@ def test_a_template_that_asks_for_what_nobody_recorded_writes_nothing(
 
 
 NOTEBOOK_PART = """<!-- cell: said -->
-**Verdict.** It is {{ n("machine", "m", 1) }} [{{ k("machine", "m") }} runs], twice that {{ 2 * v("machine", "m") }}.
+**Verdict.** It is {{ value("machine", "m", 1) }} [{{ count("machine", "m") }} runs], twice that {{ 2 * raw("machine",
+"m") }}.
 
 <!-- cell: more -->
-{{ n("machine", "m", 0, 100) }} %
+{{ value("machine", "m", 0, 100) }} %
 """
 
 

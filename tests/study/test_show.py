@@ -14,13 +14,13 @@ from firsttoken.study.record import pick
 
 
 def test_changed_settings_make_a_profile_of_their_own(capsys) -> None:
-    study = show.opening("quick", {"replayed.blocks": 256, "replayed.threshold": None})
+    study = show.header("quick", {"replayed.blocks": 256, "replayed.threshold": None})
     assert study.name == "quick-changed" and study.sections["replayed"]["blocks"] == 256
     assert "threshold" not in study.sections["replayed"], "None leaves a setting as the profile has it"
     assert "changed   replayed.blocks = 256\n" in capsys.readouterr().out
-    assert show.opening("quick", {"replayed.blocks": None}).name == "quick"
+    assert show.header("quick", {"replayed.blocks": None}).name == "quick"
     with pytest.raises(ProfileError, match="no section 'replaid'"):
-        show.opening("quick", {"replaid.blocks": 1})
+        show.header("quick", {"replaid.blocks": 1})
 
 
 def test_a_changed_run_answers_only_where_it_is_named(make_result) -> None:

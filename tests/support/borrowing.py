@@ -8,11 +8,11 @@ from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.request import Request
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.server import Running
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
-SHORT = Patience(step_s=0.5, token_s=0.001)  # of who waits for a neighbour that falls silent
-PATIENCE = Patience(step_s=60.0)  # else a pause of the machine is a neighbour lost, and whoever counts on it hangs
+SHORT = Timeouts(step_s=0.5, token_s=0.001)  # of who waits for a neighbour that falls silent
+TIMEOUTS = Timeouts(step_s=60.0)  # else a pause of the machine is a neighbour lost, and whoever counts on it hangs
 SMALL = EngineConfig(scheduler="sarathi", requests=4, token_budget=7)
 
 
@@ -30,4 +30,4 @@ def nothing_is_left(server: Running) -> None:
             await asyncio.sleep(0.01)
 
     wait_for(gone())
-    assert server.sessions.room.held == 0
+    assert server.sessions.slots.held == 0

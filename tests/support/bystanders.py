@@ -22,13 +22,13 @@ from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running
 from firsttoken.petals.service import SESSION
 from firsttoken.petals.session import HEADERS
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import VERSION, Stretch, encode
 
 WIDTH, HALF = 32, DEPTH // 2
 SPANS = ((0, HALF), (HALF, DEPTH))
 LIMITS = {"sessions": 8, "sequences": 24, "kv_tokens": 768, "batch_tokens": 256, "idle_s": 2.0, "spare_s": 0.5}
-PATIENCE = Patience(step_s=5.0, ban_s=0.1, refresh_s=30.0, find_s=20.0)
+TIMEOUTS = Timeouts(step_s=5.0, ban_s=0.1, refresh_s=30.0, find_s=20.0)
 APART = [("grpc.use_local_subchannel_pool", 1)]  # a connection for each client
 
 
@@ -148,7 +148,7 @@ class Soak:
         self.model = here.model
         self.ups = here.serve(*SPANS, limits=LIMITS)
         doors = [up.record.address for up in self.ups]
-        self.honest = [RemoteModel(folder, doors, patience=PATIENCE) for _ in range(3)]
+        self.honest = [RemoteModel(folder, doors, timeouts=TIMEOUTS) for _ in range(3)]
         for one in self.honest:
             self._stack.callback(one.close)
         self._threads = self._stack.enter_context(ThreadPoolExecutor(len(self.honest)))
@@ -187,7 +187,7 @@ class Soak:
             what, alone_s = self._asked[place], self._alone_s[place]
             found.answers += 1
             found.above_s = max(found.above_s, took_s - 2 * alone_s)
-            if took_s > 2 * alone_s + PATIENCE.step_s:
+            if took_s > 2 * alone_s + TIMEOUTS.step_s:
                 found.late += 1
                 print(f"schedule {seed} ({', '.join(ways)}): {took_s:.1f} s, {alone_s:.1f} s alone", flush=True)
             if isinstance(tokens, str):
@@ -202,7 +202,7 @@ class Soak:
         async def gone() -> None:
             async with asyncio.timeout(30):
                 for up in self.ups:
-                    room = up.sessions.room
+                    room = up.sessions.slots
                     while up.sessions.open > len(self.honest) or room.held or room._leased:
                         await asyncio.sleep(0.02)
                     room.check()
@@ -213,7 +213,7 @@ class Soak:
     async def _check(self) -> None:
         while True:
             for up in self.ups:
-                up.sessions.room.check()
+                up.sessions.slots.check()
             await asyncio.sleep(0.003)
 
     @staticmethod

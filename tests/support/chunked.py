@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 
 
@@ -15,5 +15,5 @@ class Chunked(Sarathi):
     name: ClassVar[str] = "chunked"
     pieces: ClassVar[int] = 5
 
-    def budget(self, decodes: Sequence[Work]) -> int:
+    def budget(self, decodes: Sequence[ScheduledChunk]) -> int:
         return max(self.pieces, len(decodes) + 1)

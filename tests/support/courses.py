@@ -16,8 +16,9 @@ from firsttoken.engine.request import Phase, Request
 
 @dataclass(frozen=True)
 class Course:
-    """``stage`` computed it all, but for the first ``brought`` tokens where a ``group`` is given: these are a sender's
-    in all other layers. Then, with so many tokens cached, later stages computed some layers of them again (``redone``).
+    """``stage`` computed it all, but for the first ``awaiting_kv`` tokens where a ``group`` is given: these are a
+    sender's in all other layers. Then, with so many tokens cached, later stages computed some layers of them again
+    (``redone``).
 
     ``kept`` are the layers at which the hidden states of all tokens are known.
     """
@@ -88,7 +89,7 @@ def logits_of(course: Course, stages: Sequence, sent: PrefixCache, tokens: list[
         at, group = course.brought, course.group
         for layer in set(every) - set(group.layers):
             so_far.kv[layer] = tuple(part[..., :at, :] for part in sent.kv[layer])
-        edge = sent.edges[group.lo][:, :at] if group.needs_edge else None
+        edge = sent.e_cache[group.lo][:, :at] if group.needs_e_cache else None
         so_far.run(stages[stage - 1], tokens[:at], 0, group.layers, edge)
     for cached, layers, better in course.redone:
         if cached > at:

@@ -78,10 +78,10 @@ def bookkeeping(model: PreTrainedModel, requests: int, scheduler: str = "sarathi
             engine.step()
         execute, inside = executor.execute, 0.0
 
-        def timed(works):
+        def timed(chunks):
             nonlocal inside
             begun = time.perf_counter()
-            tokens = execute(works)
+            tokens = execute(chunks)
             inside = time.perf_counter() - begun
             return tokens
 

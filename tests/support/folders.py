@@ -39,7 +39,7 @@ from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.service.served_model import load_plain
 from firsttoken.service.text import read_vocabulary
@@ -489,12 +489,12 @@ def _staged(folder: Path) -> Callable[[Sequence[int]], list[int]]:
     source = FolderSource(folder)
     write_staged(source, staged(source.names, StagePlan.from_block(LAYERS, (1, 2))), out)
     manifest = read_manifest(out)
-    skeleton = Skeleton(out, manifest, dtype=torch.float32, build=build_lean)
-    view = skeleton.empty_view()
+    meta_model = MetaModel(out, manifest, dtype=torch.float32, build=build_lean)
+    view = meta_model.empty_view()
     for stage in range(1, len(manifest.stages) + 1):
-        view = StageLoad(out, manifest, [stage], [Link()], skeleton, view).wait()
-    view.activate(skeleton.model)
-    return lambda prompt: _greedy(skeleton.model, prompt)
+        view = StageLoad(out, manifest, [stage], [Link()], meta_model, view).wait()
+    view.activate(meta_model.model)
+    return lambda prompt: _greedy(meta_model.model, prompt)
 
 
 def _measured(folder: Path) -> Callable[[Sequence[int]], list[int]]:

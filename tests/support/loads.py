@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, read_manifest, write_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.study.errors import ModelError
 
@@ -39,13 +39,13 @@ class Loads:
     def __init__(self, staged, links: int = 1) -> None:
         self.staged, self.links = staged, [Link() for _ in range(links)]
         self.manifest: Manifest = read_manifest(staged.folder)
-        self.skeleton = Skeleton(staged.folder, self.manifest)
-        self.model = self.skeleton.model
-        self.view = self.skeleton.empty_view()
+        self.meta_model = MetaModel(staged.folder, self.manifest)
+        self.model = self.meta_model.model
+        self.view = self.meta_model.empty_view()
 
     def begin(self, *stages: int, links: list[Link] | None = None, **options) -> StageLoad:
         wires = links or self.links
-        return StageLoad(self.staged.folder, self.manifest, stages, wires, self.skeleton, self.view, **options)
+        return StageLoad(self.staged.folder, self.manifest, stages, wires, self.meta_model, self.view, **options)
 
     def bring(self, *stages: int) -> StageView:
         self.view = self.begin(*stages).wait()

@@ -28,13 +28,13 @@ from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.service.app import build_replica
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import SwarmError
 
 DEPTH, ANSWER = 6, 4
-SHORT = Patience(
+SHORT = Timeouts(
     step_s=0.5, token_s=0.001, ban_s=0.5, refresh_s=0.2, answer_s=5.0, find_s=0.4, late_s=5.0
 )  # a server is missed for longer than this within a second; on a busy machine healthy ones are, too
 
@@ -136,10 +136,10 @@ class MortalSwarm:
     """Servers of each of ``spans`` of the model in ``folder``, and what asks them: ``model`` from Python, and a service
     over HTTP."""
 
-    def __init__(self, folder: Path, spans: Sequence[tuple[int, int]], patience: Patience = SHORT) -> None:
+    def __init__(self, folder: Path, spans: Sequence[tuple[int, int]], timeouts: Timeouts = SHORT) -> None:
         sha256, self.peers = model_sha256(folder), []
-        self.places = [Mortal(folder, sha256, span, self.peers) for span in spans]
-        self.model = RemoteModel(folder, self.peers, patience=patience)
+        self.queue = [Mortal(folder, sha256, span, self.peers) for span in spans]
+        self.model = RemoteModel(folder, self.peers, timeouts=timeouts)
         app = build_replica(ServiceConfig(folder, swarm=tuple(self.peers)), "mortal")
         self._client = TestClient(app, base_url="http://127.0.0.1")
         self.http = self._client.__enter__()
@@ -174,7 +174,7 @@ class MortalSwarm:
 
     def heal(self) -> None:
         """All servers are up and answer."""
-        for place in self.places:
+        for place in self.queue:
             place.start(same_key=True)
             place.heal()
 
@@ -182,7 +182,7 @@ class MortalSwarm:
         """End all."""
         self._client.__exit__(None, None, None)
         self.model.close()
-        for place in self.places:
+        for place in self.queue:
             place.heal()
             place.kill()
 
@@ -210,7 +210,7 @@ class Schedules:
 
     def befall(self) -> None:
         """Something happens to one of the servers."""
-        place = self.draw.choice(self.swarm.places)
+        place = self.draw.choice(self.swarm.queue)
         event = self.draw.choices(list(EVENTS), list(EVENTS.values()))[0]
         if event.startswith("back"):
             place.start(same_key=event == "back")
@@ -265,11 +265,11 @@ def impatient() -> Iterator[None]:
     """A service over a swarm has the patience of ``SHORT``, and servers that end do not wait for their clients."""
     from firsttoken.service import over_swarm
 
-    kept = over_swarm.Patience, server_module._GRACE_S
+    kept = over_swarm.Timeouts, server_module._GRACE_S
     fields = {name: value for name, value in vars(SHORT).items() if name != "step_s"}
-    over_swarm.Patience = lambda step_s: Patience(step_s=SHORT.step_s, **fields)
+    over_swarm.Timeouts = lambda step_s: Timeouts(step_s=SHORT.step_s, **fields)
     server_module._GRACE_S = 0.0
     try:
         yield
     finally:
-        over_swarm.Patience, server_module._GRACE_S = kept
+        over_swarm.Timeouts, server_module._GRACE_S = kept

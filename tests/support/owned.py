@@ -22,10 +22,10 @@ from transformers import DynamicCache
 
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.hidden_state_cache import Edges
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.model_version import View
-from firsttoken.engine.request import Phase, Request, Sampling, Work
+from firsttoken.engine.model_version import ModelVersion
+from firsttoken.engine.request import Phase, Request, Sampling, ScheduledChunk
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.swap.block_copier import Moved, start
 from firsttoken.engine.swap.host_allocator import Span
@@ -36,7 +36,7 @@ EDGE = 1  # the layer before which hidden states are kept; the models here have 
 NOTHING = float("nan")
 
 
-class Guard:
+class AuthMiddleware:
     """Fills the blocks of ``engine`` that nobody has, on the device and in the host, with what is no number.
 
     From then on each must hold that when it is taken, and at every ``check``; one that is kept to be shared must hold
@@ -49,7 +49,7 @@ class Guard:
         self._rows.fill_(NOTHING)
         self._take, self._give, self._forget = self._pool.take, self._pool.give, self._pool.forget
         self._pool.take, self._pool.give, self._pool.forget = self._taken, self._given, self._forgotten
-        self._arena = engine.executor.arena
+        self._arena = engine.executor.host_pool
         if self._arena is not None:
             self._arena.all_rows.fill_(NOTHING)
             self._span, self._back = self._arena.take, self._arena.give
@@ -153,16 +153,16 @@ class Failing(LiveExecutor):
     fails = ""
 
     def __init__(self, model: nn.Module, blocks: int, **options: Any) -> None:
-        super().__init__(model, blocks, edges=Edges([EDGE]), **options)
+        super().__init__(model, blocks, hidden_cache=HiddenStateCache([EDGE]), **options)
         if isinstance(self.path, Overlapped):
             self.path.close()
-            self.path = Late(self.pool, self.arena)
-        layers = self.view.decoder.segments[0].modules
+            self.path = Late(self.pool, self.host_pool)
+        layers = self.version.decoder.segments[0].modules
         self._hook = layers[EDGE].register_forward_pre_hook(lambda *_: self._fail("within"))
 
-    def execute(self, works: Sequence[Work]) -> list[int]:
+    def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         self._fail("before")
-        tokens = super().execute(works)
+        tokens = super().execute(chunks)
         self._fail("after")
         return tokens
 
@@ -250,7 +250,7 @@ class Ordeal:
             overtake=draw.random() < 0.3,
         )
         self.engine: Engine = self.run.engine
-        self.guard = Guard(self.engine)
+        self.guard = AuthMiddleware(self.engine)
         self.asked: dict[int, tuple[Any, Sampling, Hesitant | None]] = {}
         self.ended: set[int] = set()  # whom something has befallen
         self.seen: Counter[str] = Counter()
@@ -319,10 +319,10 @@ class Ordeal:
 
     def grows(self) -> None:
         """Another view of the same layers; who moves to it computes some of them again, or all, or none, or is lost."""
-        layers = self.engine.executor.view.decoder.segments[0].modules
-        view = View(Decoder(self.subject.model, [LocalSegment(layers)]), Edges([EDGE]), stage=1)
+        layers = self.engine.executor.version.decoder.segments[0].modules
+        view = ModelVersion(Decoder(self.subject.model, [LocalSegment(layers)]), HiddenStateCache([EDGE]), stage=1)
 
-        def transition(old: View, new: View) -> range | None:
+        def transition(old: ModelVersion, new: ModelVersion) -> range | None:
             if self.draw.random() < 0.1:
                 raise RequestError("it does not move")
             return self.draw.choice((None, range(0), range(EDGE, 2), range(EDGE), range(2)))
@@ -347,7 +347,7 @@ class Ordeal:
         self.guard.check()
         self.run.audit()
         open_ = {request.number for request in self.run.requests if not request.finished}
-        kept = self.engine.executor.view.edges._kept
+        kept = self.engine.executor.version.hidden_cache._kept
         assert kept.keys() <= open_, "hidden states are kept of a request that is over"
 
 

@@ -38,7 +38,7 @@ def main() -> None:
         result = now.get((content["started"], rows))
         found = _now(result, claims) if result else _then(content, asked, claims)
         log = log.followed_by([_line(content, found, log, f"recorded again by commit {history.named(commit)}")])
-    standing, present = log.standing, {(one.experiment, one.profile, one.slug) for one in now.values()}
+    standing, present = log.stats, {(one.experiment, one.profile, one.slug) for one in now.values()}
     for place, line in standing.items():
         if place not in present:
             told = reasons[" ".join((line.experiment, line.machine, line.started))]
@@ -96,14 +96,14 @@ def _entry(summary: list[dict[str, Any]], measure: str, where: Mapping[str, Any]
 
 
 def _judged(claim: Claim, entries: tuple[dict[str, Any], ...], revision: str) -> ClaimRecord:
-    fixed, reworded = history.standing(claim, revision)
+    fixed, reworded = history.stats(claim, revision)
     verdict = str(judge_entries(claim, entries)[0]) if fixed != "other" else ""
     return ClaimRecord(entries, *forms(claim), fixed, reworded, verdict)
 
 
 def _line(content: Mapping[str, Any], found: Mapping[str, ClaimRecord], log: Log, again: str) -> LogLine:
     place = content["experiment"], content["profile"], content["machine"]["slug"]
-    before = log.standing.get(place)
+    before = log.stats.get(place)
     return LogLine(
         kind="run",
         experiment=place[0],

@@ -23,14 +23,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import firsttoken.options  # noqa: F401  (servers are copies of this process, and need it)
 from firsttoken.assets.shapes import shape_config
 from firsttoken.petals.actions import run  # noqa: F401  (as above)
-from firsttoken.petals.block_backend import BlockStack
+from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
 from firsttoken.study import kernel_forkserver
-from firsttoken_studies.petals.fleet import ServerProcess, SwarmMember
+from firsttoken_studies.petals.fleet import ProxiedServer, ServerProcess
 
 DEPTH = 6
 
@@ -79,12 +79,12 @@ class Here:
         limits = ServerLimits(**{"expiry_s": 30.0} | options.pop("limits", {}))
         known = list(peers)
         model = options.pop("model", self.model)
-        stack_of = options.pop("stack_of", BlockStack)
+        make_backend = options.pop("make_backend", BlockBackend)
         for start, stop in spans:
             config = ServerConfig(
                 self.folder, range(start, stop), torch.float32, peers=tuple(known), limits=limits, **options
             )
-            ups.append(wait_for(self._stack.enter_async_context(serving(config, model, stack_of))))
+            ups.append(wait_for(self._stack.enter_async_context(serving(config, model, make_backend))))
             known = [*peers, ups[0].record.address]
         return ups
 
@@ -163,9 +163,9 @@ def lend(folder: Path, spans: Sequence[str]) -> None:
         for blocks, _, address in (span.partition("@") for span in spans):
             known = [up.address for up in ups[:1]]
             if blocks.endswith("~"):
-                ups.append(SwarmMember(folder, blocks.removesuffix("~"), known))
+                ups.append(ProxiedServer(folder, blocks.removesuffix("~"), known))
                 valves.append(Valve())
-                ups[-1].relay._flowing = valves[-1]
+                ups[-1].proxy._flowing = valves[-1]
             else:
                 ups.append(ServerProcess(folder, blocks, known, address, threads=1))
             stack.callback(ups[-1].close)

@@ -44,7 +44,7 @@ def bring(folder: str | Path) -> list[str]:
     return whole
 
 
-def brought(name: str) -> Path:
+def downloaded(name: str) -> Path:
     """The folder of the files called ``name``: pinned ones in the cache, checked, or a path of the reader's own.
 
     Raises AssetError when it is neither, or a pinned file is absent or altered.
@@ -66,24 +66,24 @@ def brought(name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class _BroughtFile:
+class _DownloadedFile:
     name: Annotated[str, plain_name]
     sha256: Annotated[str, digits(64)]
     bytes: Annotated[int, at_least(0)]
 
 
 @dataclass(frozen=True)
-class _BroughtAsset:
+class _DownloadedAsset:
     name: Annotated[str, plain_name]
     source: str
     licence: str
-    files: Annotated[tuple[_BroughtFile, ...], some]
+    files: Annotated[tuple[_DownloadedFile, ...], some]
 
 
-def _lock() -> dict[str, _BroughtAsset]:
+def _lock() -> dict[str, _DownloadedAsset]:
     path = paths.ENV / "brought.yaml"
     with blaming(f"the lock {path}", AssetError, "restore it from git"):
-        return {entry.name: entry for entry in shaped(tuple[_BroughtAsset, ...], read_yaml(path))}
+        return {entry.name: entry for entry in shaped(tuple[_DownloadedAsset, ...], read_yaml(path))}
 
 
 def _found(folder: Path, name: str, file: str) -> Path | None:
@@ -94,5 +94,5 @@ def _target(name: str) -> Path:
     return paths.CACHE / "assets" / name
 
 
-def _where(entry: _BroughtAsset) -> str:
+def _where(entry: _DownloadedAsset) -> str:
     return f"{entry.source} ({entry.licence})"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from firsttoken.assets.manual_downloads import brought
+from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.study.errors import AssetError
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes
 
@@ -23,7 +23,7 @@ _MOST = 1 << 16  # of each size in the header: above every llama2.c model
 
 def story_model() -> LlamaForCausalLM:
     """The pinned checkpoint in float32, in eval mode. Raises AssetError when it is not in the cache."""
-    return read_llama2c(brought(NAME) / FILE)
+    return read_llama2c(downloaded(NAME) / FILE)
 
 
 def read_llama2c(path: Path) -> LlamaForCausalLM:

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from firsttoken.droidspeak.forward import Forward
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.reuse_items import STOP
-from firsttoken.engine.sampling import likeliest
+from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.study.errors import RequestError
 
 
@@ -46,7 +46,7 @@ def greedy(
     for step in range(1, max_new_tokens + 1):
         forward = Forward(model, text, new)
         hidden = forward.run(forward.embed(), range(forward.depth), cache)
-        token = likeliest(forward.logits(hidden[:, -1:]))
+        token = argmax_tokens(forward.logits(hidden[:, -1:]))
         for row, one in zip(open_rows, token.flatten().tolist(), strict=True):
             taken[row].append(one)
         answers = _texts(tokenizer, [taken[row] for row in open_rows], ends)

@@ -20,7 +20,7 @@ def layer_name(layer: int) -> str:
     return f"layer.{layer}"
 
 
-def edge_name(layer: int) -> str:
+def e_cache_name(layer: int) -> str:
     """The piece with the E-cache at a layer, [1, tokens, hidden]."""
     return f"edge.{layer}"
 
@@ -48,7 +48,7 @@ class Entry:
         """What each piece is called and its shape."""
         model, tokens = self.model, self.length
         layer, edge = (2, 1, model.kv_heads, tokens, model.head_dim), (1, tokens, model.hidden)
-        return {layer_name(i): layer for i in range(model.layers)} | {edge_name(i): edge for i in self.edges}
+        return {layer_name(i): layer for i in range(model.layers)} | {e_cache_name(i): edge for i in self.edges}
 
     def pieces(self, cache: PrefixCache) -> Mapping[str, Tensor]:
         """Copies of the tensors of ``cache``, on the CPU.
@@ -65,11 +65,11 @@ class Entry:
                     self._check(f"the {what} of layer {layer}", tensor, shapes[name][1:])
                 pieces[name] = torch.stack([kv.keys.detach(), kv.values.detach()]).cpu()
             for layer in self.edges:
-                name = edge_name(layer)
+                name = e_cache_name(layer)
                 if not 0 <= layer < self.model.layers:
                     raise CacheError(f"an E-cache at layer {layer} fits no model of {self.model.layers} layers")
-                self._check(f"the E-cache at layer {layer}", cache.edges[layer], shapes[name])
-                pieces[name] = cache.edges[layer].detach().to("cpu", copy=True).contiguous()
+                self._check(f"the E-cache at layer {layer}", cache.e_cache[layer], shapes[name])
+                pieces[name] = cache.e_cache[layer].detach().to("cpu", copy=True).contiguous()
         return pieces
 
     def _check(self, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

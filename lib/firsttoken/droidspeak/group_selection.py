@@ -69,7 +69,7 @@ class GroupCosts:
 
     A recomputed layer takes ``layer_s`` + ``layer_token_s`` seconds a token (measured at one length: all in
     ``layer_s``), the pass behind the prefix ``first_token_s``. ``kv_token_bytes`` are a token's keys and values in one
-    layer, ``edge_token_bytes`` its hidden state. Raises RequestError for numbers out of range.
+    layer, ``e_cache_token_bytes`` its hidden state. Raises RequestError for numbers out of range.
     """
 
     depth: int
@@ -77,12 +77,12 @@ class GroupCosts:
     layer_token_s: float
     first_token_s: float
     kv_token_bytes: int
-    edge_token_bytes: int
+    e_cache_token_bytes: int
 
     def __post_init__(self) -> None:
         if self.depth < 1:
             raise RequestError(f"a model has 1 layer or more, not {self.depth}")
-        for key in ("layer_s", "layer_token_s", "first_token_s", "kv_token_bytes", "edge_token_bytes"):
+        for key in ("layer_s", "layer_token_s", "first_token_s", "kv_token_bytes", "e_cache_token_bytes"):
             if not 0 <= getattr(self, key) < inf:
                 raise RequestError(f"costs: {key} must be 0 or more, not {getattr(self, key)}")
 
@@ -105,7 +105,7 @@ class GroupCosts:
         if schedule is Schedule.RECOMPUTE:
             return self.compute_s(self.full, now) + behind_s
         sent = schedule.layers(group, self.depth)
-        edge_bytes = self.edge_token_bytes * now.tokens * schedule.sends_edge(group)
+        edge_bytes = self.e_cache_token_bytes * now.tokens * schedule.sends_e_cache(group)
         kv_bytes = self.kv_token_bytes * now.tokens
         edge_s = now.latency_s + now.transfer_s(edge_bytes) if edge_bytes else 0.0
         last_s = now.latency_s + now.transfer_s(edge_bytes + kv_bytes * len(sent)) if edge_bytes or sent else 0.0

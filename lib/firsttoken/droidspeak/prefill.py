@@ -40,7 +40,7 @@ class Group:
         return range(self.lo, self.hi)
 
     @property
-    def needs_edge(self) -> bool:
+    def needs_e_cache(self) -> bool:
         """Whether the sender's hidden states are needed: layer 0 starts from the token ids."""
         return len(self) > 0 and self.lo > 0
 
@@ -56,7 +56,7 @@ NOTHING = Group(0, 0)
 
 @torch.inference_mode()
 def full_prefill(model: PreTrainedModel, prefix: Prefix, edges: Iterable[int] = ()) -> PrefixCache:
-    """What ``model`` computes for ``prefix``, with the E-cache at each of ``edges`` (layers, 0-based).
+    """What ``model`` computes for ``prefix``, with the E-cache at each of ``e_cache`` (layers, 0-based).
 
     Raises RequestError for an edge that the model does not have.
     """
@@ -91,12 +91,12 @@ def partial_prefill(model: PreTrainedModel, prefix: Prefix, sent: PrefixCache, g
 
 def start_of(forward: Forward, sent: PrefixCache, group: Group) -> Tensor:
     """What enters the lowest layer of ``group``: the sender's E-cache, or at layer 0 the receiver's own embedding."""
-    if not group.needs_edge:
+    if not group.needs_e_cache:
         return forward.embed()
-    if group.lo not in sent.edges:
-        held = ", ".join(map(str, sorted(sent.edges))) or "none"
+    if group.lo not in sent.e_cache:
+        held = ", ".join(map(str, sorted(sent.e_cache))) or "none"
         raise RequestError(f"no E-cache at layer {group.lo} was stored (there: {held}); store that edge too")
-    return sent.edges[group.lo]
+    return sent.e_cache[group.lo]
 
 
 def _check_fit(sent: PrefixCache, forward: Forward, group: Group) -> None:
@@ -108,8 +108,8 @@ def _check_fit(sent: PrefixCache, forward: Forward, group: Group) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv, hidden = (batch, heads, tokens, head_dim), (batch, tokens, config.hidden_size)
     used = [(f"layer {i}", part, kv) for i, layer in enumerate(sent.kv) if i not in group for part in layer]
-    if group.needs_edge and group.lo in sent.edges:
-        used.append((f"the E-cache at layer {group.lo}", sent.edges[group.lo], hidden))
+    if group.needs_e_cache and group.lo in sent.e_cache:
+        used.append((f"the E-cache at layer {group.lo}", sent.e_cache[group.lo], hidden))
     for name, part, wanted in used:
         if tuple(part.shape) != wanted or part.dtype != forward.model.dtype:
             raise CacheError(

@@ -76,9 +76,9 @@ class Prefix:
 class PrefixCache:
     """A prefix as one model has computed it.
 
-    ``kv`` has one entry a layer; ``edges`` maps a layer to its E-cache, the hidden states [batch, tokens, hidden] that
-    enter it (DroidSpeak, 4.1).
+    ``kv`` has one entry a layer; ``e_cache`` maps a layer to its E-cache, the hidden states [batch, tokens, hidden]
+    that enter it (DroidSpeak, 4.1).
     """
 
     kv: tuple[LayerKV, ...]
-    edges: Mapping[int, Tensor]
+    e_cache: Mapping[int, Tensor]

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from firsttoken.droidspeak.entry import edge_name, layer_name
+from firsttoken.droidspeak.entry import e_cache_name, layer_name
 from firsttoken.droidspeak.identity import ModelIdentity, check_compatible
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, Transfer
 from firsttoken.droidspeak.pipeline.live_loading import pieces_of, sent_pieces
@@ -39,13 +39,14 @@ class StoredPrefix:
     ) -> None:
         check_compatible(sender, receiver)
         self._group, self._depth = group.check(sender.layers), sender.layers
-        self._edge = group.lo if group.needs_edge else None
+        self._edge = group.lo if group.needs_e_cache else None
         self._store, self._context, self._sender = store, context[:-1], sender
         self._left = [layer for layer in range(self._depth) if layer not in group]
         self.redo = group.layers
         self._transfer: Transfer | None = None
         self._begun = ExitStack()
         if link is None:
+            # The longest entry that has the E-cache may be another, shorter one: only tokens that both hold are taken.
             self.tokens = min(
                 store.match(self._context, sender), store.match(self._context, sender, self._edge or None)
             )
@@ -67,11 +68,11 @@ class StoredPrefix:
         if self._transfer is not None:
             self._begun.enter_context(self._transfer)
 
-    def edge(self) -> Tensor | None:
+    def hidden_states(self) -> Tensor | None:
         """The E-cache [1, tokens or more, hidden] at the group's lower edge, or None yet. Raises as ``arrived``."""
         if self._transfer is None:
-            return self._store.fetch_edge(self._context, self._sender, self._edge)
-        return self._transfer.ready(edge_name(self._edge))
+            return self._store.fetch_e_cache(self._context, self._sender, self._edge)
+        return self._transfer.ready(e_cache_name(self._edge))
 
     def arrived(self) -> list[tuple[int, Tensor]]:
         """(layer, keys and values [2, 1, kv_heads, tokens or more, head_dim]) that have come since this was asked last.

@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.droidspeak import prefill
-from firsttoken.droidspeak.entry import Entry, edge_name, layer_name
+from firsttoken.droidspeak.entry import Entry, e_cache_name, layer_name
 from firsttoken.droidspeak.forward import Forward
 from firsttoken.droidspeak.identity import ModelIdentity, check_compatible
 from firsttoken.droidspeak.kvfile import StoredPiece
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.prefix_index import token_bytes
-from firsttoken.droidspeak.tiered_store import Reading, Shelf
+from firsttoken.droidspeak.tiered_store import Reading, TieredStore
 from firsttoken.study.errors import RequestError
 
 _RECOMPUTED = LayerKV(torch.empty(0), torch.empty(0))  # stands where the receiver computes its own
@@ -47,16 +47,16 @@ class KVStore:
     """
 
     def __init__(self, folder: Path | None, *, memory_bytes: int, disk_bytes: int = 0, block_tokens: int = 16) -> None:
-        self._shelf = Shelf(folder, memory_bytes, disk_bytes, block_tokens)
+        self._tiers = TieredStore(folder, memory_bytes, disk_bytes, block_tokens)
 
     def __len__(self) -> int:
         """How many prefixes are kept."""
-        return len(self._shelf)
+        return len(self._tiers)
 
     @property
     def used(self) -> tuple[int, int]:
         """Bytes of tensors in memory and of files on disk."""
-        return self._shelf.used
+        return self._tiers.used
 
     def store(self, context: Sequence[int], model: ModelIdentity, cache: PrefixCache) -> None:
         """Keep what ``model`` computed for the token ids ``context``: KV [1, kv_heads, tokens, head_dim] and its edges.
@@ -64,12 +64,13 @@ class KVStore:
         An earlier storing of the same is replaced. Raises CacheError when the cache is not of this model and as many
         tokens, when it is larger than the store, or when the disk does not take it.
         """
-        entry = Entry(model, _tokens(context), tuple(sorted(cache.edges)))
-        self._shelf.put(entry, entry.pieces(cache))
+        entry = Entry(model, _tokens(context), tuple(sorted(cache.e_cache)))
+        self._tiers.put(entry, entry.pieces(cache))
 
-    def match(self, context: Sequence[int], model: ModelIdentity, edge: int | None = None) -> int:
-        """How many of the first tokens of ``context`` are stored for ``model`` (with the E-cache at layer ``edge``)."""
-        return self._shelf.longest(_tokens(context), model, edge)
+    def match(self, context: Sequence[int], model: ModelIdentity, e_cache_layer: int | None = None) -> int:
+        """How many of the first tokens of ``context`` are stored for ``model`` (with the E-cache at layer
+        ``e_cache_layer``)."""
+        return self._tiers.longest(_tokens(context), model, e_cache_layer)
 
     def fetch(self, context: Sequence[int], model: ModelIdentity, layer: int) -> LayerKV:
         """KV of one layer [1, kv_heads, match, head_dim], on the CPU; of a file no other layer is read.
@@ -78,22 +79,23 @@ class KVStore:
         context is stored for ``model`` or when the file is torn, and RequestError for a layer that it does not have.
         """
         _check_layer(layer, model)
-        with self._shelf.open(_tokens(context), model) as reading:
+        with self._tiers.open(_tokens(context), model) as reading:
             return _kv(reading, layer)
 
-    def fetch_edge(self, context: Sequence[int], model: ModelIdentity, layer: int) -> Tensor:
+    def fetch_e_cache(self, context: Sequence[int], model: ModelIdentity, layer: int) -> Tensor:
         """The E-cache at ``layer`` [1, ``match(context, model, layer)``, hidden]; all else as ``fetch``."""
         _check_layer(layer, model)
-        with self._shelf.open(_tokens(context), model, layer) as reading:
-            return _edge(reading, layer)
+        with self._tiers.open(_tokens(context), model, layer) as reading:
+            return _e_cache(reading, layer)
 
-    def locate(self, context: Sequence[int], model: ModelIdentity, edge: int | None = None) -> Located:
-        """Return where a link finds the bytes of the longest stored prefix (with the E-cache at layer ``edge``).
+    def locate(self, context: Sequence[int], model: ModelIdentity, e_cache_layer: int | None = None) -> Located:
+        """Return where a link finds the bytes of the longest stored prefix (with the E-cache at layer
+        ``e_cache_layer``).
 
         The file is the most recently used now, and stays until it no longer is: open it soon. Raises CacheError when
         there is none, or when the store has no folder.
         """
-        file, tokens = self._shelf.locate(_tokens(context), model, edge)
+        file, tokens = self._tiers.locate(_tokens(context), model, e_cache_layer)
         return Located(file.path, file.spans, tokens)
 
     def partial_prefill(
@@ -113,13 +115,13 @@ class KVStore:
         """
         check_compatible(sender, receiver)
         recompute.check(sender.layers)
-        edge, device = recompute.lo if recompute.needs_edge else None, receiver_model.device
-        with self._shelf.open(_tokens(context), sender, edge) as reading:
+        e_cache_layer, device = recompute.lo if recompute.needs_e_cache else None, receiver_model.device
+        with self._tiers.open(_tokens(context), sender, e_cache_layer) as reading:
             kv = tuple(
                 _RECOMPUTED if layer in recompute else LayerKV(*(part.to(device) for part in _kv(reading, layer)))
                 for layer in range(sender.layers)
             )
-            edges = {} if edge is None else {edge: _edge(reading, edge).to(device)}
+            edges = {} if e_cache_layer is None else {e_cache_layer: _e_cache(reading, e_cache_layer).to(device)}
             stored = reading.tokens
         cache = prefill.partial_prefill(
             receiver_model, Prefix.of([context[:stored]], device), PrefixCache(kv, edges), recompute
@@ -135,8 +137,8 @@ def _kv(reading: Reading, layer: int) -> LayerKV:
     return LayerKV(*reading.piece(layer_name(layer))[..., : reading.tokens, :])
 
 
-def _edge(reading: Reading, layer: int) -> Tensor:
-    return reading.piece(edge_name(layer))[:, : reading.tokens]
+def _e_cache(reading: Reading, layer: int) -> Tensor:
+    return reading.piece(e_cache_name(layer))[:, : reading.tokens]
 
 
 def _tokens(context: Sequence[int]) -> bytes:

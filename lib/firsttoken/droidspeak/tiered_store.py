@@ -26,7 +26,7 @@ from firsttoken.study.errors import CacheError, RequestError
 # Least recently used goes first, by bytes.
 
 
-class Recency:
+class LruQueue:
     """Keys with their bytes in the order of their last use; together they never hold more than ``limit`` bytes."""
 
     def __init__(self, limit: int) -> None:
@@ -66,20 +66,20 @@ class MemoryTier:
     """Keeps at most ``limit`` bytes of tensors in memory, by entry and name of the piece."""
 
     def __init__(self, limit: int) -> None:
-        self._recency = Recency(limit)
+        self._lru = LruQueue(limit)
         self._pieces: dict[str, dict[str, Tensor]] = {}
 
     @property
     def used(self) -> int:
         """Bytes of all tensors."""
-        return self._recency.used
+        return self._lru.used
 
     def check(self, length: int, pieces: Mapping[str, Tensor]) -> None:
         """Raise CacheError when the ``pieces`` of a prefix of ``length`` tokens are larger than the tier."""
         size = sum(piece.nbytes for piece in pieces.values())
-        if size > self._recency.limit:
+        if size > self._lru.limit:
             raise CacheError(
-                f"the KV cache of {length} tokens takes {size:,} bytes, all of the store has {self._recency.limit:,}; "
+                f"the KV cache of {length} tokens takes {size:,} bytes, all of the store has {self._lru.limit:,}; "
                 "raise memory_bytes"
             )
 
@@ -90,9 +90,9 @@ class MemoryTier:
         """
         held = self._pieces.get(key, {}) | dict(pieces)
         size = sum(piece.nbytes for piece in held.values())
-        if size > self._recency.limit:
+        if size > self._lru.limit:
             return []
-        gone = self._recency.put(key, size)
+        gone = self._lru.put(key, size)
         for other in gone:
             del self._pieces[other]
         self._pieces[key] = held
@@ -100,12 +100,12 @@ class MemoryTier:
 
     def pieces(self, key: str) -> Mapping[str, Tensor]:
         """What is held of ``key``, which counts as a use; it stays as it is when the entry goes."""
-        self._recency.touch(key)
+        self._lru.touch(key)
         return self._pieces.get(key, {})
 
     def drop(self, key: str) -> None:
         """Forget ``key`` and its pieces."""
-        self._recency.drop(key)
+        self._lru.drop(key)
         self._pieces.pop(key, None)
 
 
@@ -123,7 +123,7 @@ class DiskTier:
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        self._recency = Recency(limit)
+        self._lru = LruQueue(limit)
         self._files: dict[str, KVFile] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ class DiskTier:
     @property
     def used(self) -> int:
         """Bytes of all files."""
-        return self._recency.used
+        return self._lru.used
 
     @property
     def entries(self) -> list[Entry]:
@@ -155,7 +155,7 @@ class DiskTier:
 
     def reserve(self, made: Draft) -> list[str]:
         """Set room aside for a draft; returns the entries that must be dropped for it, before it is written."""
-        return self._recency.put(made.file.entry.key, made.file.nbytes)
+        return self._lru.put(made.file.entry.key, made.file.nbytes)
 
     def write(self, made: Draft) -> None:
         """Write a draft into its room. Raises CacheError when the disk is full or does not take it."""
@@ -172,7 +172,7 @@ class DiskTier:
     def file(self, key: str) -> KVFile:
         """Return the file in which ``key`` lies; this counts as a use of it."""
         file = self._files[key]
-        self._recency.touch(key)
+        self._lru.touch(key)
         now = time.time_ns()
         with contextlib.suppress(OSError):  # a file that is gone is found out by opening it
             os.utime(file.path, ns=(now, now))
@@ -183,7 +183,7 @@ class DiskTier:
 
         Raises CacheError when the folder does not let go of the file.
         """
-        self._recency.drop(key)
+        self._lru.drop(key)
         if file := self._files.pop(key, None):
             try:
                 file.path.unlink(missing_ok=True)
@@ -200,7 +200,7 @@ class DiskTier:
         if file.nbytes > self.limit:
             path.unlink()
             return
-        gone = self._recency.put(file.entry.key, file.nbytes)
+        gone = self._lru.put(file.entry.key, file.nbytes)
         self._files[file.entry.key] = file
         for key in gone:
             self.drop(key)
@@ -218,7 +218,7 @@ class Reading:
     Memory's pieces and the open file are held from the beginning, so the entry stays whole when it is evicted.
     """
 
-    shelf: Shelf
+    store: TieredStore
     entry: Entry
     tokens: int
     pieces: Mapping[str, Tensor]
@@ -232,15 +232,15 @@ class Reading:
         try:
             piece = read_piece(self.handle, self.file.spans[name])
         except CacheError as error:
-            self.shelf.discard(self.entry)
+            self.store.discard(self.entry)
             raise CacheError(
                 f"{name} in {self.file.path} is torn ({error}); the file was removed: compute the prefix again"
             ) from error
-        self.shelf.keep(self.entry, name, piece)
+        self.store.keep(self.entry, name, piece)
         return piece
 
 
-class Shelf:
+class TieredStore:
     """Keeps ``memory_bytes`` of tensors and ``disk_bytes`` of files in ``folder`` at most; what is there already stays.
 
     Safe for threads. Raises RequestError for a negative size and CacheError for a folder that cannot be had.
@@ -284,6 +284,8 @@ class Shelf:
                 self._enter(entry)
             return
         draft = self._disk.draft(entry, pieces)
+        # The earlier entry goes before its file is replaced: a reader that still found it would look for the old pieces
+        # in the new bytes. While the file is written the lock is free, so that reading goes on.
         with self._writing:
             with self._lock:
                 self._remove(entry.key)
@@ -300,20 +302,22 @@ class Shelf:
                 self._memory.add(entry.key, pieces)
                 self._enter(entry)
 
-    def longest(self, tokens: bytes, model: ModelIdentity, edge: int | None = None) -> int:
-        """How many of the first ``tokens`` are there for ``model``, with the E-cache at layer ``edge``."""
+    def longest(self, tokens: bytes, model: ModelIdentity, e_cache_layer: int | None = None) -> int:
+        """How many of the first ``tokens`` are there for ``model``, with the E-cache at layer ``e_cache_layer``."""
         with self._lock:
-            hit = self._find(tokens, model, edge)
+            hit = self._find(tokens, model, e_cache_layer)
         return hit.tokens if hit else 0
 
     @contextlib.contextmanager
-    def open(self, tokens: bytes, model: ModelIdentity, edge: int | None = None) -> Iterator[Reading]:
+    def open(self, tokens: bytes, model: ModelIdentity, e_cache_layer: int | None = None) -> Iterator[Reading]:
         """The entry with the longest prefix of ``tokens``. Raises CacheError, with the reason, when there is none."""
         with self._lock:
-            hit = self._hit(tokens, model, edge)
+            hit = self._hit(tokens, model, e_cache_layer)
             entry, pieces = self._entries[hit.key], self._memory.pieces(hit.key)
             file = self._disk.file(hit.key) if self._disk else None
             try:
+                # The file is opened under the lock: an eviction may unlink it right after, and an open one can be read
+                # on.
                 handle = os.open(file.path, os.O_RDONLY) if file else None
             except OSError as error:
                 self._remove(hit.key)
@@ -324,12 +328,12 @@ class Shelf:
             if handle is not None:
                 os.close(handle)
 
-    def locate(self, tokens: bytes, model: ModelIdentity, edge: int | None = None) -> tuple[KVFile, int]:
+    def locate(self, tokens: bytes, model: ModelIdentity, e_cache_layer: int | None = None) -> tuple[KVFile, int]:
         """The file that ``open`` would read, and the tokens wanted of it. Raises CacheError as ``open`` does."""
         with self._lock:
             if self._disk is None:
                 raise CacheError("this store keeps everything in memory, where a link reads nothing; give it a folder")
-            hit = self._hit(tokens, model, edge)
+            hit = self._hit(tokens, model, e_cache_layer)
             return self._disk.file(hit.key), hit.tokens
 
     def keep(self, entry: Entry, name: str, piece: Tensor) -> None:
@@ -355,18 +359,18 @@ class Shelf:
             if self._disk:
                 self._disk.drop(key)
 
-    def _find(self, tokens: bytes, model: ModelIdentity, edge: int | None = None) -> Hit | None:
-        if edge is None:
+    def _find(self, tokens: bytes, model: ModelIdentity, e_cache_layer: int | None = None) -> Hit | None:
+        if e_cache_layer is None:
             return self._index.longest(model.key, tokens)
-        return self._index.longest(model.key, tokens, lambda key: edge in self._entries[key].edges)
+        return self._index.longest(model.key, tokens, lambda key: e_cache_layer in self._entries[key].edges)
 
-    def _hit(self, tokens: bytes, model: ModelIdentity, edge: int | None) -> Hit:
-        if hit := self._find(tokens, model, edge):
+    def _hit(self, tokens: bytes, model: ModelIdentity, e_cache_layer: int | None) -> Hit:
+        if hit := self._find(tokens, model, e_cache_layer):
             return hit
         if hit := self._find(tokens, model):
             there = ", ".join(map(str, self._entries[hit.key].edges)) or "none"
             raise CacheError(
-                f"no E-cache at layer {edge} is stored for this context (there: {there}); store that edge too"
+                f"no E-cache at layer {e_cache_layer} is stored for this context (there: {there}); store that edge too"
             )
         for other in dict.fromkeys(entry.model for entry in self._entries.values()):
             if self._find(tokens, other):

@@ -18,8 +18,8 @@ from firsttoken.study.system.openmp import give_back_threads
 
 if TYPE_CHECKING:
     from firsttoken.engine.engine import Engine
-    from firsttoken.engine.model_version import Transition, View
-    from firsttoken.engine.request import Chance, PrefixSource, Request
+    from firsttoken.engine.model_version import ModelVersion, Transition
+    from firsttoken.engine.request import KVSource, Request, TokenLogprob
 
 
 # The tokens of a request on their way from the engine's thread to whoever asked for them.
@@ -40,7 +40,7 @@ class TokenEvent:
     token_id: int
     stage: int
     at_s: float
-    chance: Chance | None = None
+    token_logprob: TokenLogprob | None = None
 
 
 class Stream:
@@ -104,7 +104,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Standing:
+class EngineStats:
     """How many requests run, wait (also for keys and values that are elsewhere), and how many KV blocks they have."""
 
     running: int = 0
@@ -122,7 +122,7 @@ def step_failure(error: Exception) -> FirstTokenError:
     return EngineError(f"the engine failed: {first_line(error)}; ask again, and if it stays, look at the server's log")
 
 
-class Server:
+class AsyncEngine:
     """Steps ``engine`` as long as requests are open. At most ``most`` are; use it as a context manager.
 
     Only its thread touches the engine. What others want is done between two steps, so a submission waits for one.
@@ -139,7 +139,7 @@ class Server:
         self._streams: dict[int, Stream] = {}
         self._wishes: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._closed = False
-        self.sources: Callable[[Sequence[int]], PrefixSource | None] | None = None
+        self.sources: Callable[[Sequence[int]], KVSource | None] | None = None
         give_back_threads()  # of who will wait from now on, for the engine's
         self._thread = threading.Thread(target=self._loop, name="firsttoken-engine", daemon=True)
         self._thread.start()
@@ -168,9 +168,9 @@ class Server:
             return
         (self.between if wait else self.soon)(lambda: self._drop(stream))
 
-    def publish(self, view: View, transition: Transition) -> None:
+    def publish(self, version: ModelVersion, transition: Transition) -> None:
         """Do what :meth:`Engine.publish` does; called between two steps. A request that cannot move is told why."""
-        for request, error in self._engine.publish(view, transition):
+        for request, error in self._engine.publish(version, transition):
             self._streams.pop(request.number).end(error)
 
     def between(self, what: Callable[[], Any]) -> Any:
@@ -178,6 +178,7 @@ class Server:
         answer = self.soon(what)
         while True:
             try:
+                # The thread may end before it comes to this wish, and nobody answers then: hence the look every second.
                 return answer.result(timeout=1)
             except TimeoutError:
                 if not self._thread.is_alive():
@@ -189,11 +190,11 @@ class Server:
         self._wishes.put((what, answer))
         return answer
 
-    def standing(self) -> Standing:
+    def stats(self) -> EngineStats:
         """What the engine holds, read between or within steps: each number is right, they may be of two moments."""
         held, pool = self._engine.scheduler, self._engine.pool
         running, away = len(held.running), len(held.swapped) + len(held.restoring)
-        return Standing(running, len(held.waiting) + away, pool.count - pool.free, pool.count)
+        return EngineStats(running, len(held.waiting) + away, pool.count - pool.free, pool.count)
 
     def close(self, error: Exception | None = None) -> None:
         """End every open request with ``error``, and the thread."""
@@ -202,7 +203,7 @@ class Server:
             self.soon(lambda: self._shut(error))  # answered or not: somebody else may have closed it by then
             self._thread.join()
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> AsyncEngine:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -228,9 +229,9 @@ class Server:
         self._end_failed()
         now = time.monotonic()
         for request, token in produced:
-            stage = 0 if request.view is None else request.view.stage
-            chance = request.chances[-1] if request.chances else None
-            self._streams[request.number].put(TokenEvent(token, stage, now, chance))
+            stage = 0 if request.version is None else request.version.stage
+            token_logprob = request.token_logprobs[-1] if request.token_logprobs else None
+            self._streams[request.number].put(TokenEvent(token, stage, now, token_logprob))
             if request.finished:
                 self._streams.pop(request.number).end()
 

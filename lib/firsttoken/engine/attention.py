@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.lean.layers import INTERFACES, LeanAttention
 from firsttoken.lean.lean_model import LeanModel
 from firsttoken.study.errors import ModelError
@@ -107,17 +107,17 @@ class VarlenAttend(Attend):
     repeated.
     """
 
-    def __init__(self, pool: KVPool, works: list[Work], blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+    def __init__(self, pool: KVPool, chunks: list[ScheduledChunk], blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         super().__init__(pool, blocks, offsets)
         from torch.nn.attention.varlen import varlen_attn
 
         self.groups_heads = "enable_gqa" in inspect.signature(varlen_attn).parameters
         shape, device = pool.shape, pool.device
-        new = torch.tensor([0] + [work.tokens for work in works])
-        contexts = torch.tensor([0] + [work.end for work in works])
+        new = torch.tensor([0] + [chunk.tokens for chunk in chunks])
+        contexts = torch.tensor([0] + [chunk.end for chunk in chunks])
         self.longest = int(new.max()), int(contexts.max())
         self.ends = tuple(lengths.cumsum(0).to(device, torch.int32) for lengths in (new, contexts))
-        keys = torch.cat([self._token_rows(work) for work in works]).to(device)
+        keys = torch.cat([self._token_rows(chunk) for chunk in chunks]).to(device)
         self.reads = torch.cat([keys, keys + shape.block_tokens]) + layer_steps(pool, 2 * shape.block_tokens)
 
     def attend(
@@ -138,9 +138,9 @@ class VarlenAttend(Attend):
         ends, longest = self.ends, self.longest
         return varlen_attn(q, *both, *ends, *longest, scale=scaling, window_size=causal, **grouped)[None]
 
-    def _token_rows(self, work: Work) -> torch.Tensor:
+    def _token_rows(self, chunk: ScheduledChunk) -> torch.Tensor:
         """Rows of ``KVPool.token_rows`` of the keys in the first layer, of all that the request sees."""
         shape = self.pool.shape
-        positions = torch.arange(work.end)
-        blocks = torch.tensor(work.request.blocks)[positions // shape.block_tokens]
+        positions = torch.arange(chunk.end)
+        blocks = torch.tensor(chunk.request.blocks)[positions // shape.block_tokens]
         return blocks * (shape.layers * 2 * shape.block_tokens) + positions % shape.block_tokens

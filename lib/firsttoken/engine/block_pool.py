@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import takewhile
 
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.study.errors import RequestError
 
 
@@ -49,6 +49,8 @@ class BlockPool:
         idle = [block for block in shared if not self._owners[block]]
         if wanted + len(idle) > self.free - (self.watermark if admission else 0):
             return None
+        # Shared blocks that nobody has leave the queue before any block is evicted from it: an eviction could otherwise
+        # forget what one of them holds and hand it out a second time.
         for block in idle:
             del self._kept[block]
         blank = self._blank[: -wanted - 1 : -1]
@@ -158,10 +160,10 @@ class PrefixSharing:
         """What ``request`` computes from now on stands on keys and values of another view: nobody may share it."""
         request.published = _NEVER
 
-    def publish(self, work: Work) -> None:
-        """Let requests that are admitted after ``work`` share the blocks it fills, in its step too: there each layer
+    def publish(self, chunk: ScheduledChunk) -> None:
+        """Let requests that are admitted after ``chunk`` share the blocks it fills, in its step too: there each layer
         writes all keys and values before it reads any."""
-        request, full = work.request, work.end // self._block_tokens
+        request, full = chunk.request, chunk.end // self._block_tokens
         if request.published >= full:
             return
         keys = self._keys(request, full)[request.published :]
@@ -169,9 +171,9 @@ class PrefixSharing:
             self._pool.publish(block, key)
         request.published = full
 
-    def withdraw(self, work: Work) -> list[int]:
-        """``work`` was not done; the blocks that do not hold what it was to write."""
-        request, full = work.request, work.start // self._block_tokens
+    def withdraw(self, chunk: ScheduledChunk) -> list[int]:
+        """``chunk`` was not done; the blocks that do not hold what it was to write."""
+        request, full = chunk.request, chunk.start // self._block_tokens
         if request.published < _NEVER:
             request.published = min(request.published, full)
         self._pool.withdraw(request.blocks[full:])

@@ -64,8 +64,8 @@ class LocalSegment:
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         args, keywords = step.arguments
         for layer in step.within(self.layers):
-            if step.edges is not None:
-                step.edges.enter(layer, hidden, step.works)
+            if step.hidden_cache is not None:
+                step.hidden_cache.enter(layer, hidden, step.chunks)
             hidden = self.modules[layer - self._lo](hidden, *args, **keywords)
         return hidden
 
@@ -115,9 +115,9 @@ class Decoder:
 
         Raises RequestError where what is joined does not fit, as ``run`` does.
         """
-        if step.joined is not None:
-            both = step.joined.both
-            self._check(both.layers, step.joined.redone, both.ids.shape[1] - step.ids.shape[1])
+        if step.fused_recompute is not None:
+            both = step.fused_recompute.both
+            self._check(both.layers, step.fused_recompute.redone, both.ids.shape[1] - step.ids.shape[1])
             nowhere = both.through(range(0))
             self._decoder(**_inputs(nowhere))  # for what the model's code tells its layers of these tokens
             both.arguments = nowhere.arguments
@@ -165,11 +165,11 @@ class _Through(nn.Module):
     def forward(self, hidden: Tensor, *args: Any, step: StepPlan, **keywords: Any) -> Tensor:
         step.arguments = args, keywords | {"paged": step.paged}
         hidden = hidden if step.hidden is None else step.hidden
-        if step.joined is None:
+        if step.fused_recompute is None:
             return self._run(hidden, step)
-        some = step.joined.both.layers
+        some = step.fused_recompute.both.layers
         hidden = self._run(hidden, step.through(range(some.start)))
-        hidden = step.joined.leave(self._run(step.joined.enter(hidden), step.joined.both))
+        hidden = step.fused_recompute.leave(self._run(step.fused_recompute.enter(hidden), step.fused_recompute.both))
         return self._run(hidden, step.through(range(some.stop, step.layers.stop)))
 
     def _run(self, hidden: Tensor, step: StepPlan) -> Tensor:
@@ -191,6 +191,7 @@ def _is_list(module: nn.Module, depth: int) -> bool:
 def _twin(module: nn.Module, way: Sequence[str], other: nn.Module) -> nn.Module:
     """A copy of ``module`` with ``other`` at the end of ``way``, all else shared."""
     twin = copy.copy(module)
+    # A shallow copy shares the dictionary of children: without one of its own the caller's model would change, too.
     twin._modules = dict(module._modules)
     twin._modules[way[0]] = _twin(module._modules[way[0]], way[1:], other) if way[1:] else other
     return twin

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
-from firsttoken.engine.engine_config import USUAL, EngineConfig
+from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
 from firsttoken.engine.executor import DeviceLost, Executor
-from firsttoken.engine.model_version import Transition, View
+from firsttoken.engine.model_version import ModelVersion, Transition
 from firsttoken.engine.preemption import POLICIES, policy_of
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
-from firsttoken.engine.request import GREEDY, Kind, PrefixSource, Request, Sampling, Work, parted
+from firsttoken.engine.request import GREEDY, Kind, KVSource, Request, Sampling, ScheduledChunk, split_decodes
 from firsttoken.engine.scheduler_state import victim_named
 from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.scheduler import Scheduler
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # What can never run is refused before it is taken.
 
 
-def check_admission(request: Request, source: PrefixSource | None, executor: Executor, pool: BlockPool) -> None:
+def check_admission(request: Request, source: KVSource | None, executor: Executor, pool: BlockPool) -> None:
     """Raises RequestError for more tokens than the model's context or ``pool`` can ever hold, a token outside the
     vocabulary, and a ``source`` of all tokens of the prompt or more, or of a prompt whose own chances are asked for."""
     limits, most = executor.limits, request.prompt_tokens + request.sampling.max_tokens
@@ -61,9 +61,9 @@ def check_admission(request: Request, source: PrefixSource | None, executor: Exe
 def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
     """Take the coming steps of ``engine`` up to the one in which a request ends, or that begins after the next arrival.
 
-    To be called after a step, or a leap, that decoded all who ran; whether it took any. It takes none where steps may
-    differ: on a device, under a scheduler that is not ``steady``, while anybody waits or is away, and where blocks are
-    shared.
+    To be called after a step, or an earlier call, that decoded all who ran; whether it took any. It takes none where
+    steps may differ: on a device, under a scheduler that is not ``steady``, while anybody waits or is away, and where
+    blocks are shared.
     """
     scheduler, executor = engine.scheduler, engine.executor
     away = scheduler.waiting or scheduler.swapped or scheduler.restoring
@@ -78,12 +78,12 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
         scheduler.completed((), contexts, now - start)
         following = tuple([tokens + 1 for tokens in contexts])
         if engine.trace is not None:
-            works = tuple(map(Work, running, contexts, following, contexts))
-            engine.trace.steps.append(Step(start, now - start, (), contexts, works))
+            chunks = tuple(map(ScheduledChunk, running, contexts, following, contexts))
+            engine.trace.steps.append(Step(start, now - start, (), contexts, chunks))
         contexts = following
     if not times:
         return False
-    engine.books[Kind.DECODE] += len(times) * len(running)
+    engine.token_counts[Kind.DECODE] += len(times) * len(running)
     said, size = [TOKEN] * len(times), scheduler.block_tokens
     for request, end in zip(running, contexts, strict=True):
         if end > len(request.blocks) * size:
@@ -107,20 +107,20 @@ def _that_fit(scheduler: Scheduler, steps: int) -> int:
     return steps
 
 
-LOOK_S = 0.001  # between two looks at what comes from elsewhere
+POLL_S = 0.001  # between two looks at what comes from elsewhere
 
 
 class Engine:
     """Requests go in, tokens come out of ``step``; nothing runs between two steps.
 
-    ``books`` count the tokens that were prefilled, decoded and recomputed. ``policy`` overrides the one that the
+    ``token_counts`` count the tokens that were prefilled, decoded and recomputed. ``policy`` overrides the one that the
     configuration names; ``trace`` collects steps and recoveries if given, ``recovered`` is told of these.
     """
 
     def __init__(
         self,
         executor: Executor,
-        config: EngineConfig = USUAL,
+        config: EngineConfig = DEFAULT_CONFIG,
         *,
         policy: PreemptionPolicy | None = None,
         trace: Trace | None = None,
@@ -129,7 +129,7 @@ class Engine:
         self.executor = executor
         self.config = config
         self.trace = trace
-        self.books: Counter[Kind] = Counter()
+        self.token_counts: Counter[Kind] = Counter()
         self.pool = BlockPool(executor.blocks, watermark=int(config.watermark * executor.blocks))
         recovered = recovered or (trace.recoveries.append if trace else None)
         self.preemptor = Preemptor(policy or policy_of(POLICIES, config.preemption, {}), executor, recovered)
@@ -162,7 +162,7 @@ class Engine:
         arrival_s: float | None = None,
         *,
         moves: bool = False,
-        source: PrefixSource | None = None,
+        source: KVSource | None = None,
     ) -> Request:
         """Take a request that arrives at ``arrival_s`` of the executor's clock (now, unless given).
 
@@ -176,8 +176,8 @@ class Engine:
         request = Request(self._numbers, prompt, sampling, arrival_s, moves=moves)
         check_admission(request, source, self.executor, self.pool)
         if source is not None:
-            view = self.executor.view
-            self.scheduler.expect(request, source, None if view is None else view.decoder.depth)
+            version = self.executor.version
+            self.scheduler.expect(request, source, None if version is None else version.decoder.depth)
         self._numbers += 1
         self._open[request.number] = request
         heapq.heappush(self._coming, (request.order, request))
@@ -195,19 +195,20 @@ class Engine:
         except DeviceLost as lost:
             self._begin_again(lost)
 
-    def publish(self, view: View, transition: Transition) -> list[tuple[Request, Exception]]:
-        """Let new requests begin with ``view`` from the next step on, and open ones move to it as ``transition`` says.
+    def publish(self, version: ModelVersion, transition: Transition) -> list[tuple[Request, Exception]]:
+        """Let new requests begin with ``version`` from the next step on, and open ones move to it as ``transition``
+        says.
 
         Returns the requests that could not move, each with the reason; they are ended.
         """
-        self.executor.view, lost = view, []
+        self.executor.version, lost = version, []
         for request in list(self._open.values()):
-            if not request.moves or request.view in (None, view):
+            if not request.moves or request.version in (None, version):
                 continue
             try:
-                layers = transition(request.view, view)
+                layers = transition(request.version, version)
                 if layers is not None:
-                    self.scheduler.move(request, view, layers)
+                    self.scheduler.move(request, version, layers)
             except Exception as error:  # its own affair: the others go on
                 self.cancel(request)
                 lost.append((request, error))
@@ -228,29 +229,29 @@ class Engine:
             return []
 
     def _step(self) -> list[tuple[Request, int]]:
-        works = self._next_works()
-        if not works:
+        chunks = self._next_works()
+        if not chunks:
             return []
         start = self.executor.now()
-        for work in works:
-            work.request.view = work.request.view or self.executor.view
+        for chunk in chunks:
+            chunk.request.version = chunk.request.version or self.executor.version
         try:
-            tokens = self.executor.execute(works)
+            tokens = self.executor.execute(chunks)
         except BaseException:
             self.scheduler.withdraw()
             raise
         now = self.executor.now()
-        self._account(works, start, now - start)
+        self._account(chunks, start, now - start)
         produced = []
-        for work, token in zip(works, tokens, strict=True):
-            request = work.request
+        for chunk, token in zip(chunks, tokens, strict=True):
+            request = chunk.request
             if request.begun_s is None:
                 request.begun_s = start
-            request.advance(work.end)
+            request.advance(chunk.end)
             if request.failure is not None:
                 self.pool.withdraw(request.blocks)
                 self._fail(request)
-            elif work.completes:
+            elif chunk.completes:
                 produced.append((request, token))
                 if request.append(token, now):
                     self.end(request)
@@ -278,18 +279,20 @@ class Engine:
         self.run()
         return requests
 
-    def _next_works(self) -> list[Work]:
+    def _next_works(self) -> list[ScheduledChunk]:
         """Let arrivals in and schedule; waits for the next arrival or transfer when that yields nothing."""
         while self.busy:
             now = self.executor.now()
             while self._coming and self._coming[0][0][0] <= now:
-                self.scheduler.arrive(heapq.heappop(self._coming)[1])
+                self.scheduler.add(heapq.heappop(self._coming)[1])
             self.scheduler.collect()
             before = self.scheduler.lengths
-            if works := self.scheduler.plan():
-                return works
+            if chunks := self.scheduler.plan():
+                return chunks
             if self.scheduler.awaiting:
-                self.executor.wait_until(self.executor.now() + LOOK_S)
+                # A prefix may be long on its way over a link: the caller has its thread back meanwhile, so that
+                # requests can still come and be cancelled.
+                self.executor.wait_until(self.executor.now() + POLL_S)
                 return []
             if self.scheduler.restoring:
                 self.scheduler.collect(wait=True)
@@ -299,25 +302,25 @@ class Engine:
                 self.executor.wait_until(self._coming[0][0][0])
         return []
 
-    def _account(self, works: Sequence[Work], at_s: float, seconds: float) -> None:
+    def _account(self, chunks: Sequence[ScheduledChunk], at_s: float, seconds: float) -> None:
         """Book the step, and what its prefills say about the cost of recomputing."""
-        others, contexts = parted(works)
-        self._all_decoded = len(contexts) == len(works) == len(self.scheduler.running)
-        for booking in [booking for work in others for booking in work.bookings]:
-            self.books[booking.kind] += booking.end - booking.start
+        others, contexts = split_decodes(chunks)
+        self._all_decoded = len(contexts) == len(chunks) == len(self.scheduler.running)
+        for span in [span for chunk in others for span in chunk.token_spans]:
+            self.token_counts[span.kind] += span.end - span.start
         if contexts:
-            self.books[Kind.DECODE] += len(contexts)
-        prefills = tuple((work.start, work.tokens) for work in others)
+            self.token_counts[Kind.DECODE] += len(contexts)
+        prefills = tuple((chunk.start, chunk.tokens) for chunk in others)
         self.scheduler.completed(prefills, contexts, seconds)
         if self.trace is not None:
-            self.trace.steps.append(Step(at_s, seconds, prefills, contexts, tuple(works)))
-        new = sum(work.tokens for work in others) + len(contexts)
-        for work in works if self.preemptor.recovering else others:  # a decode says nothing of recomputing
-            self.preemptor.processed(work, seconds * work.tokens / new)
+            self.trace.steps.append(Step(at_s, seconds, prefills, contexts, tuple(chunks)))
+        new = sum(chunk.tokens for chunk in others) + len(contexts)
+        for chunk in chunks if self.preemptor.recovering else others:  # a decode says nothing of recomputing
+            self.preemptor.processed(chunk, seconds * chunk.tokens / new)
 
     def _salt(self, request: Request) -> str:
-        view = request.view or self.executor.view
-        return self.executor.salt if view is None else f"{self.executor.salt} {view.key}"
+        version = request.version or self.executor.version
+        return self.executor.salt if version is None else f"{self.executor.salt} {version.key}"
 
     def _begin_again(self, lost: DeviceLost) -> None:
         for request in filter(lost.ends, self.scheduler.lose()):

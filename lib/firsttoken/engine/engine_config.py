@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from firsttoken.engine.scheduler_config import Bounds
+from firsttoken.engine.scheduler_config import SchedulerConfig
 from firsttoken.engine.scheduler_state import Victim, victim_named
 from firsttoken.engine.schedulers import scheduler_named
 from firsttoken.engine.schedulers.scheduler import Scheduler
@@ -12,7 +12,7 @@ from firsttoken.study.errors import ProfileError
 
 
 @dataclass(frozen=True)
-class EngineConfig(Bounds):
+class EngineConfig(SchedulerConfig):
     """How requests share the pool. ``scheduler`` is a name, or a class of one's own.
 
     ``victim`` says who is preempted (LIFO in the paper, 2.2), by name or as a choice of one's own; ``watermark`` is the
@@ -35,4 +35,4 @@ class EngineConfig(Bounds):
             raise ProfileError(f"engine: watermark must be a share from 0 to below 1, not {self.watermark}")
 
 
-USUAL = EngineConfig()
+DEFAULT_CONFIG = EngineConfig()

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.study.errors import WorkerError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from firsttoken.engine.model_version import View
+    from firsttoken.engine.model_version import ModelVersion
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Executor(Protocol):
     limits: Limits
     block_tokens: int
     blocks: int
-    view: View | None
+    version: ModelVersion | None
     """What a request computes with that has begun with no other; None where nothing is computed."""
 
     @property
@@ -82,8 +82,8 @@ class Executor(Protocol):
     def wait_until(self, moment_s: float) -> None:
         """Let the time pass, as nothing can run before ``moment_s``."""
 
-    def execute(self, works: Sequence[Work]) -> list[int]:
-        """Process the tokens of ``works``; the next token after each (of no meaning where the work is partial)."""
+    def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
+        """Process the tokens of ``chunks``; the next token after each (of no meaning where the work is partial)."""
 
     def swap_out(self, request: Request) -> SwapTime | None:
         """Copy the request's blocks to host memory and set ``request.host``; None when there is no room for them."""
@@ -97,7 +97,7 @@ class Executor(Protocol):
     def fill(self, request: Request, layer: int, kv: Tensor) -> None:
         """Write keys and values [2, 1, kv_heads, tokens, head_dim] of its first tokens into its blocks at ``layer``."""
 
-    def edge_of(self, hidden: Tensor, tokens: int) -> Tensor:
+    def hidden_states_of(self, hidden: Tensor, tokens: int) -> Tensor:
         """The first ``tokens`` of ``hidden`` [1, tokens or more, hidden], where they are computed with."""
 
     def forget(self, request: Request) -> None:

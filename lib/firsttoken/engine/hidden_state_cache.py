@@ -12,34 +12,34 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.study.errors import RequestError
 
 
-class Edges:
+class HiddenStateCache:
     """Keeps what enters each of ``layers`` (0-based), of every request until it is over."""
 
     def __init__(self, layers: Iterable[int]) -> None:
         self.layers = frozenset(layers)
-        self._kept: dict[int, dict[int, _KeptStates]] = defaultdict(dict)
+        self._kept: dict[int, dict[int, _CachedStates]] = defaultdict(dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held now."""
         return sum(kept.rows.nbytes for layers in self._kept.values() for kept in layers.values())
 
-    def enter(self, layer: int, hidden: Tensor, works: Sequence[Work]) -> None:
-        """``hidden`` [1, tokens, hidden] of ``works``, end to end, is about to enter ``layer``."""
+    def enter(self, layer: int, hidden: Tensor, chunks: Sequence[ScheduledChunk]) -> None:
+        """``hidden`` [1, tokens, hidden] of ``chunks``, end to end, is about to enter ``layer``."""
         if layer not in self.layers:
             return
         first = 0
-        for work in works:
-            self.keep(work.request.number, layer, work.start, hidden[0, first : first + work.tokens])
-            first += work.tokens
+        for chunk in chunks:
+            self.keep(chunk.request.number, layer, chunk.start, hidden[0, first : first + chunk.tokens])
+            first += chunk.tokens
 
     def keep(self, request: int, layer: int, start: int, rows: Tensor) -> None:
         """``rows`` [tokens, hidden] of the tokens from ``start`` on enter ``layer``, which is one of those kept."""
-        self._kept[request].setdefault(layer, _KeptStates(rows[:0])).write(start, rows)
+        self._kept[request].setdefault(layer, _CachedStates(rows[:0])).write(start, rows)
 
     def whole(self, request: int, layer: int, tokens: int) -> bool:
         """Whether what entered ``layer`` was kept of all its first ``tokens`` tokens, not of later ones only."""
@@ -62,7 +62,7 @@ class Edges:
             )
         return kept.rows[None, : kept.end]
 
-    def adopt(self, request: int, other: Edges) -> None:
+    def adopt(self, request: int, other: HiddenStateCache) -> None:
         """Go on with what ``other`` has kept of the request at the layers that are kept here too."""
         kept = {layer: rows for layer, rows in other._kept.get(request, {}).items() if layer in self.layers}
         if kept:
@@ -73,7 +73,7 @@ class Edges:
         self._kept.pop(request, None)
 
 
-class _KeptStates:
+class _CachedStates:
     """``rows`` [capacity, hidden], of which those of tokens ``start`` to ``end`` are written."""
 
     def __init__(self, rows: Tensor) -> None:

@@ -15,18 +15,18 @@ from firsttoken.assets.positions import context_of
 from firsttoken.engine.attention import NAME, Attend, VarlenAttend, page
 from firsttoken.engine.decoder import Decoder, Segment
 from firsttoken.engine.executor import Limits
-from firsttoken.engine.hidden_state_cache import Edges
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.kv import KVPool, KVShape
-from firsttoken.engine.model_version import View
+from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.native.attend import fastest, supports
-from firsttoken.engine.request import Redo, Request, Work
+from firsttoken.engine.request import LayerRecompute, Request, ScheduledChunk
 from firsttoken.engine.sampling import next_tokens, read_prompts
 from firsttoken.engine.sdpa_attention import PaddedAttend
-from firsttoken.engine.step_plan import StepPlan, join
+from firsttoken.engine.step_plan import StepPlan, fuse_recompute
 from firsttoken.engine.swap import make_path
 from firsttoken.engine.swap.block_copier import Moved, Movement, SwapPath
 from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostArena
+from firsttoken.engine.swap.host_pool import HostPool
 from firsttoken.study.errors import CacheError, ModelError
 
 
@@ -34,9 +34,9 @@ class LiveExecutor:
     """Runs ``model`` where it lies, with ``blocks`` KV blocks there and ``host_blocks`` in host memory (0: never swap).
 
     The model's attention is switched to the paged one, and back by ``close``; ``attend`` names the way it is computed,
-    by default the fastest for this model here. ``segments`` run in the place of its layers, and ``edges`` keep hidden
-    states; this is the ``view`` that requests begin with until another is set. ``device`` is where the weights will be
-    (where they are, unless given), and ``touched`` as of ``KVPool``.
+    by default the fastest for this model here. ``segments`` run in the place of its layers, and ``hidden_cache`` keep
+    hidden states; this is the ``version`` that requests begin with until another is set. ``device`` is where the
+    weights will be (where they are, unless given), and ``touched`` as of ``KVPool``.
 
     Raises ModelError for a model whose layers do not all see the whole context, whose attention cannot be replaced,
     whose rotary positions are of an unknown kind, that PEFT learned a prompt for, or that runs in an engine already,
@@ -53,7 +53,7 @@ class LiveExecutor:
         swap: str = "coalesced",
         attend: type[Attend] | None = None,
         segments: Sequence[Segment] | None = None,
-        edges: Edges | None = None,
+        hidden_cache: HiddenStateCache | None = None,
         device: torch.device | None = None,
         touched: bool = True,
     ) -> None:
@@ -69,7 +69,7 @@ class LiveExecutor:
             raise ModelError(f"the {config.model_type} model runs in an engine already; close that one first")
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ModelError("a prompt that PEFT has learned comes before every other; the engine runs adapters only")
-        self.view = View(Decoder(self._base, segments), edges)
+        self.version = ModelVersion(Decoder(self._base, segments), hidden_cache)
         parameter = next(model.parameters())
         self._adapted = _adapted(model)
         self.model = model
@@ -77,11 +77,11 @@ class LiveExecutor:
         self.block_tokens = block_tokens
         shape = KVShape.of(config, parameter.dtype, block_tokens)
         self.pool = KVPool(shape, blocks, device or parameter.device, touched=touched)
-        self.arena: HostArena | None = None
+        self.host_pool: HostPool | None = None
         self.path: SwapPath | None = None
         if host_blocks:
-            self.arena = HostArena(self.pool.shape, host_blocks, pinned=self.pool.device.type == "cuda")
-            self.path = make_path(swap, self.pool, self.arena)
+            self.host_pool = HostPool(self.pool.shape, host_blocks, pinned=self.pool.device.type == "cuda")
+            self.path = make_path(swap, self.pool, self.host_pool)
         self._attend = attend or fastest_attend(self.pool)
         page(self._base)
         if self._base.config._attn_implementation != NAME:  # transformers only warns; each token would see all others
@@ -108,8 +108,8 @@ class LiveExecutor:
         time.sleep(max(0.0, moment_s - self.now()))
 
     @torch.inference_mode()
-    def execute(self, works: Sequence[Work]) -> list[int]:
-        """One forward pass for each view, over the new tokens of all its ``works``, laid end to end. What is redone in
+    def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
+        """One forward pass for each view, over the new tokens of all its ``chunks``, laid end to end. What is redone in
         some layers, from hidden states that it brings, joins it there; other redone works go through their layers in a
         pass of their own. The other layers' keys and values stay what they are.
 
@@ -117,38 +117,42 @@ class LiveExecutor:
         """
         if self._base.config._attn_implementation != NAME:
             raise ModelError("the engine was closed, or the model's attention changed: its tokens would be wrong")
-        views: dict[View, dict[range | None, list[Work]]] = defaultdict(lambda: defaultdict(list))
-        for work in works:
-            views[work.request.view or self.view][self._some(work.redo)].append(work)
+        versions: dict[ModelVersion, dict[range | None, list[ScheduledChunk]]] = defaultdict(lambda: defaultdict(list))
+        for chunk in chunks:
+            versions[chunk.request.version or self.version][self._some(chunk.redo)].append(chunk)
         tokens: dict[int, int] = defaultdict(int)  # nothing is said by what is redone
-        for view, parts in views.items():
+        for version, parts in versions.items():
             if whole := parts.pop(None, []):
+                # Only a group that begins above the embedding brings hidden states that can be laid beside the step's
+                # own, and a step takes one such group.
                 joins = next((layers for layers in parts if layers.start), None)
-                tokens |= self._whole(view, whole, parts.pop(joins) if joins else [])
+                tokens |= self._whole(version, whole, parts.pop(joins) if joins else [])
             for layers, mine in parts.items():
-                step = self.plan(view, mine)
+                step = self.plan(version, mine)
                 step.redo(layers)
-                view.decoder.run(step)
-        return [tokens[work.request.number] for work in works]
+                version.decoder.run(step)
+        return [tokens[chunk.request.number] for chunk in chunks]
 
-    def _some(self, redo: Redo | None) -> range | None:
+    def _some(self, redo: LayerRecompute | None) -> range | None:
         """The layers of ``redo``; None for all of them from the tokens on, which any other work goes through too."""
         whole = redo is None or (redo.hidden is None and len(redo.layers) == self.pool.shape.layers)
         return None if whole else redo.layers
 
-    def _whole(self, view: View, works: Sequence[Work], joining: Sequence[Work]) -> dict[int, int]:
-        """The next token by request of each of ``works``, which means nothing where it does not complete."""
-        step = self.plan(view, works)
-        if joining:
-            join(step, joining, partial(self.plan, view))
-        logits = view.decoder.logits(step)
-        chosen = next_tokens(logits[: len(works)], step.works)
-        read_prompts(logits[len(works) :], step.works)
-        return {work.request.number: token for work, token in zip(step.works, chosen, strict=True)}
+    def _whole(
+        self, version: ModelVersion, chunks: Sequence[ScheduledChunk], fused: Sequence[ScheduledChunk]
+    ) -> dict[int, int]:
+        """The next token by request of each of ``chunks``, which means nothing where it does not complete."""
+        step = self.plan(version, chunks)
+        if fused:
+            fuse_recompute(step, fused, partial(self.plan, version))
+        logits = version.decoder.logits(step)
+        chosen = next_tokens(logits[: len(chunks)], step.chunks)
+        read_prompts(logits[len(chunks) :], step.chunks)
+        return {chunk.request.number: token for chunk, token in zip(step.chunks, chosen, strict=True)}
 
-    def plan(self, view: View, works: Sequence[Work]) -> StepPlan:
-        """``works`` as a step over this pool, through all layers of ``view``."""
-        return StepPlan.of(works, self.pool, self._attend, view.edges)
+    def plan(self, version: ModelVersion, chunks: Sequence[ScheduledChunk]) -> StepPlan:
+        """``chunks`` as a step over this pool, through all layers of ``version``."""
+        return StepPlan.of(chunks, self.pool, self._attend, version.hidden_cache)
 
     @torch.inference_mode()
     def fill(self, request: Request, layer: int, kv: torch.Tensor) -> None:
@@ -169,7 +173,7 @@ class LiveExecutor:
         offsets = (places % shape.block_tokens).to(self.pool.device)
         self.pool.rows[blocks, layer, :, offsets] = kv[:, 0].permute(2, 0, 1, 3).to(self.pool.device)
 
-    def edge_of(self, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
+    def hidden_states_of(self, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
         """The first ``tokens`` of ``hidden`` [1, tokens or more, hidden] on this device.
 
         Raises CacheError for those of another width, dtype or length.
@@ -185,12 +189,12 @@ class LiveExecutor:
 
     def forget(self, request: Request) -> None:
         """Drop the hidden states that are kept of it."""
-        (request.view or self.view).forget(request)
+        (request.version or self.version).forget(request)
 
     def swap_out(self, request: Request) -> Moved | None:
         """Copy what the request has cached to the host pool; None when that is full, or there is none."""
         count = self.pool.shape.blocks(request.cached)
-        span = self.arena.take(count) if self.arena else None
+        span = self.host_pool.take(count) if self.host_pool else None
         if span is None:
             return None
         request.host = span
@@ -202,7 +206,7 @@ class LiveExecutor:
 
     def drop(self, host: Span) -> None:
         """Give the span back to the host pool."""
-        self.arena.give(host)
+        self.host_pool.give(host)
 
     def close(self) -> None:
         """Give the model its own attention back, and end the swap path's threads."""

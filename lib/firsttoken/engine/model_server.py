@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from firsttoken.assets.lock import first_line
-from firsttoken.engine.async_engine import Server, Standing, Stream, TokenSink, step_failure
+from firsttoken.engine.async_engine import AsyncEngine, EngineStats, Stream, TokenSink, step_failure
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.lean.importing import uncollected
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from firsttoken.engine.engine import Engine
     from firsttoken.engine.live_executor import LiveExecutor
-    from firsttoken.engine.model_version import View
+    from firsttoken.engine.model_version import ModelVersion
     from firsttoken.engine.preemptor import Recovery
 
 Asked = tuple[Sequence[int], Sampling, bool]  # as Server.add has them
@@ -68,10 +68,10 @@ class ModelServer(Protocol):
         the ``state``, the ``error`` or None, ``events`` so far, open ``sessions``, ``bytes_loaded``, ``bytes_total``.
         """
 
-    def standing(self) -> Standing:
+    def stats(self) -> EngineStats:
         """What the engine holds now; what waits for the model to be there waits there."""
 
-    def overview(self) -> dict[str, Any] | None:
+    def swarm_status(self) -> dict[str, Any] | None:
         """Tell who holds which blocks of the model; None where they are all here."""
 
     def close(self) -> None:
@@ -85,9 +85,9 @@ class EngineServer(ModelServer):
         self.limits = limits
         self._change = threading.Condition()
         self._open: dict[Stream, Asked] = {}
-        self._server: Server | None = None
+        self._server: AsyncEngine | None = None
         self._closing = threading.Event()
-        self._hopeless: FirstTokenError | None = None  # why nobody will ever be served
+        self._permanent_fault: FirstTokenError | None = None  # why nobody will ever be served
 
     def submit(
         self,
@@ -100,7 +100,7 @@ class EngineServer(ModelServer):
         asked = prompt_ids, sampling if isinstance(sampling, Sampling) else Sampling(sampling), upgrade
         with self._change:
             if self._closing.is_set():
-                raise self._hopeless or ClosedError("the server is shutting down")
+                raise self._permanent_fault or ClosedError("the server is shutting down")
             self.limits.check_room(len(self._open))
             session = Stream(self._leave, self._forget, events)
             self._open[session] = asked
@@ -108,12 +108,12 @@ class EngineServer(ModelServer):
                 self._server.add(session, *asked)
         return session
 
-    def standing(self) -> Standing:
+    def stats(self) -> EngineStats:
         with self._change:
             server, waiting = self._server, len(self._open)
-        return Standing(waiting=waiting) if server is None else server.standing()
+        return EngineStats(waiting=waiting) if server is None else server.stats()
 
-    def overview(self) -> dict[str, Any] | None:
+    def swarm_status(self) -> dict[str, Any] | None:
         return None
 
     def _leave(self, session: Stream, wait: bool) -> None:
@@ -129,14 +129,14 @@ class EngineServer(ModelServer):
             self._open.pop(session, None)
 
 
-class ReadyServer(EngineServer):
+class StaticServer(EngineServer):
     """Serves what ``engine`` runs, which is there from the beginning with ``weights`` bytes, wherever they are;
     ``ended`` is called when it is closed."""
 
     def __init__(self, engine: Engine, limits: RequestLimits, ended: Callable[[], None], weights: int = 0) -> None:
         super().__init__(limits)
         self._ended, self._weights = ended, weights
-        self._server: Server = Server(engine, limits.max_sessions)
+        self._server: AsyncEngine = AsyncEngine(engine, limits.max_sessions)
 
     def status(self) -> dict[str, Any]:
         there = {"stage": 1, "stages": 1, "state": "complete", "error": None, "events": [], "sessions": len(self._open)}
@@ -151,7 +151,7 @@ class ReadyServer(EngineServer):
             self._ended()
 
 
-class NoHope(Exception):
+class PermanentFault(Exception):
     """Why a load fails each time: ``fault`` follows from files that do not change by themselves."""
 
     def __init__(self, fault: FirstTokenError) -> None:
@@ -161,11 +161,11 @@ class NoHope(Exception):
 
 @contextmanager
 def files_alone() -> Iterator[None]:
-    """Inside the block nothing is brought: what a user could mend there does not pass. Raises NoHope."""
+    """Inside the block nothing is brought: what a user could mend there does not pass. Raises PermanentFault."""
     try:
         yield
     except FirstTokenError as error:
-        raise NoHope(error) from error
+        raise PermanentFault(error) from error
 
 
 class LoadingServer(EngineServer):
@@ -205,7 +205,7 @@ class LoadingServer(EngineServer):
             return {
                 "stage": stage,
                 "stages": self._stages,
-                "state": "failed" if self._hopeless else "degraded" if self._error else running,
+                "state": "failed" if self._permanent_fault else "degraded" if self._error else running,
                 "error": self._error or None,
                 "events": list(self._events),
                 "sessions": len(self._open),
@@ -251,7 +251,7 @@ class LoadingServer(EngineServer):
             return
         try:
             there = self._insist(1, self._begin, self._end_all)
-        except NoHope as error:
+        except PermanentFault as error:
             self._give_up(error.fault)
             return
         if there:
@@ -283,7 +283,7 @@ class LoadingServer(EngineServer):
         """Nobody is served from now on: who waits, and who asks, learns of ``fault``."""
         self._error = str(fault)
         with self._change:
-            self._hopeless = fault
+            self._permanent_fault = fault
             self._closing.set()
         self._end_all(fault)
         self._broken(fault)
@@ -291,7 +291,8 @@ class LoadingServer(EngineServer):
     def _insist(
         self, stage: int, attempt: Callable[[], T], failed: Callable[[Exception], None] = lambda error: None
     ) -> T | None:
-        """What ``attempt`` returns, called until it raises nothing, ``failed`` after each time it does. Raises NoHope.
+        """What ``attempt`` returns, called until it raises nothing, ``failed`` after each time it does. Raises
+        PermanentFault.
 
         None when the server is closed first. Any kind of exception is caught: a thread that dies would leave its
         clients waiting for ever.
@@ -308,7 +309,7 @@ class LoadingServer(EngineServer):
                     break
                 self._error = f"stage {stage}: {first_line(error)}"
                 self._note(stage, f"failed: {first_line(error)}")
-                if isinstance(error, NoHope):
+                if isinstance(error, PermanentFault):
                     raise
                 print(f"firsttoken: {self._error}; it is tried again in {pause:g} s", file=sys.stderr, flush=True)
                 failed(error)
@@ -317,7 +318,7 @@ class LoadingServer(EngineServer):
         return None
 
     def _executor(self, model: nn.Module, device: torch.device) -> LiveExecutor:
-        """What runs ``model`` over a pool as large as the limits say. Raises NoHope."""
+        """What runs ``model`` over a pool as large as the limits say. Raises PermanentFault."""
         from firsttoken.engine.live_executor import LiveExecutor
 
         limits = self.limits
@@ -330,12 +331,13 @@ class LoadingServer(EngineServer):
         executor: LiveExecutor,
         failed: Callable[[Exception], Exception] = step_failure,
         recovered: Callable[[Recovery], None] | None = None,
-    ) -> Server:
-        """Let requests run, those that wait and those that come; as :class:`Engine` and :class:`Server` are told."""
+    ) -> AsyncEngine:
+        """Let requests run, those that wait and those that come; as :class:`Engine` and :class:`AsyncEngine` are
+        told."""
         from firsttoken.engine.engine import Engine
 
         engine = Engine(executor, self.limits.engine, policy=self.limits.preemption, recovered=recovered)
-        server = Server(engine, self.limits.max_sessions, failed)
+        server = AsyncEngine(engine, self.limits.max_sessions, failed)
         loops_on_one_core()  # layers are fused in this thread while others are computed with
         with self._change:
             self._server = server
@@ -349,12 +351,12 @@ class LoadingServer(EngineServer):
             self._note(stage, "serving")
             self._change.notify_all()
 
-    def _fuse(self, view: View, release: Callable[[], None]) -> None:
-        """The layers of ``view`` one after another, with pauses in which steps have all cores to themselves, once
+    def _fuse(self, version: ModelVersion, release: Callable[[], None]) -> None:
+        """The layers of ``version`` one after another, with pauses in which steps have all cores to themselves, once
         ``release`` has let go of what else has them."""
         with suppress(FirstTokenError):  # the server is being closed
             self._server.between(release)
-            for _ in view.fuse():
+            for _ in version.fuse():
                 if self._closing.wait(PAUSE_S):
                     return
 

@@ -7,31 +7,31 @@ from itertools import count
 from typing import ClassVar
 
 from firsttoken.engine.decoder import Decoder, LocalSegment
-from firsttoken.engine.hidden_state_cache import Edges
-from firsttoken.engine.request import Redo, Request
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
+from firsttoken.engine.request import LayerRecompute, Request
 
 
-class View:
-    """A ``decoder``, what its requests keep in ``edges``, and which ``stage`` of a model it is (0: it has none).
+class ModelVersion:
+    """A ``decoder``, what its requests keep in ``hidden_cache``, and which ``stage`` of a model it is (0: it has none).
 
     ``key`` tells it from every other view: keys and values are shared only under one.
     """
 
-    _made: ClassVar[count] = count()
+    _keys: ClassVar[count] = count()
 
-    def __init__(self, decoder: Decoder, edges: Edges | None = None, stage: int = 0) -> None:
+    def __init__(self, decoder: Decoder, hidden_cache: HiddenStateCache | None = None, stage: int = 0) -> None:
         self.decoder = decoder
-        self.edges = edges
+        self.hidden_cache = hidden_cache
         self.stage = stage
-        self.key = next(self._made)
+        self.key = next(self._keys)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of it beside its blocks."""
         self.decoder.drop(request.number)
-        if self.edges is not None:
-            self.edges.drop(request.number)
+        if self.hidden_cache is not None:
+            self.hidden_cache.drop(request.number)
 
-    def redo(self, request: Request, layers: range) -> Redo:
+    def redo(self, request: Request, layers: range) -> LayerRecompute:
         """All that ``request`` has cached through ``layers`` again, from the hidden states that are kept of it here.
 
         Everything again of one that is still about an earlier change, and of one whose first tokens never entered the
@@ -39,19 +39,21 @@ class View:
         where nothing is kept there of anybody.
         """
         if request.redo is not None:
-            return Redo(range(self.decoder.depth), request.redo.end)
+            return LayerRecompute(range(self.decoder.depth), request.redo.end)
         if not layers.start:
-            return Redo(layers, request.cached)
-        edges = self.edges or Edges(())
-        if layers.start in edges.layers and not edges.whole(request.number, layers.start, request.cached):
-            return Redo(range(self.decoder.depth), request.cached)
-        return Redo(layers, request.cached, edges.of(request.number, layers.start)[:, : request.cached])
+            return LayerRecompute(layers, request.cached)
+        hidden_cache = self.hidden_cache or HiddenStateCache(())
+        if layers.start in hidden_cache.layers and not hidden_cache.whole(request.number, layers.start, request.cached):
+            return LayerRecompute(range(self.decoder.depth), request.cached)
+        return LayerRecompute(
+            layers, request.cached, hidden_cache.of(request.number, layers.start)[:, : request.cached]
+        )
 
-    def take_over(self, request: Request) -> None:
+    def adopt(self, request: Request) -> None:
         """Keep from now on what the request's own view has kept of it so far."""
-        if self.edges is not None and request.view.edges is not None:
-            self.edges.adopt(request.number, request.view.edges)
-        request.view.forget(request)
+        if self.hidden_cache is not None and request.version.hidden_cache is not None:
+            self.hidden_cache.adopt(request.number, request.version.hidden_cache)
+        request.version.forget(request)
 
     def fuse(self) -> Iterator[None]:
         """Fuse the layers that are here as :meth:`LocalSegment.fuse` does, and then pack the head."""
@@ -62,5 +64,5 @@ class View:
         yield
 
 
-Transition = Callable[[View, View], range | None]
+Transition = Callable[[ModelVersion, ModelVersion], range | None]
 """Which layers a request computes again when it moves from one view to another; None where it stays."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from firsttoken.engine.executor import DeviceLost, Executor
 from firsttoken.engine.preemption.preemption_policy import Action, Observation, PreemptionPolicy
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request, ScheduledChunk
 
 MOVED = "moved to another view"
 LOST = "device lost"
@@ -105,25 +105,25 @@ class Preemptor:
         self._close(replace(recovery, prep_s=recovery.prep_s + moved.prep_s, in_s=moved.copy_s), request.cached)
         return True
 
-    def processed(self, work: Work, seconds: float) -> None:
-        """``work`` took ``seconds`` of its step: prompts from their first token on teach what recomputing costs."""
-        number, recovery = work.request.number, self._open.pop(work.request.number, None)
+    def processed(self, chunk: ScheduledChunk, seconds: float) -> None:
+        """``chunk`` took ``seconds`` of its step: prompts from their first token on teach what recomputing costs."""
+        number, recovery = chunk.request.number, self._open.pop(chunk.request.number, None)
         if recovery is not None:
-            tokens, seconds = recovery.tokens + work.tokens, recovery.recompute_s + seconds
+            tokens, seconds = recovery.tokens + chunk.tokens, recovery.recompute_s + seconds
             recovery = replace(recovery, tokens=tokens, recompute_s=seconds)
-            if work.end < work.computed:
+            if chunk.end < chunk.computed:
                 self._open[number] = recovery
             else:
-                self._close(recovery, work.end)
+                self._close(recovery, chunk.end)
             return
-        if work.decodes or work.redo is not None:
+        if chunk.decodes or chunk.redo is not None:
             return
         tokens, before_s = self._prefills.pop(number, (0, 0.0))
-        tokens, seconds = tokens + work.tokens, before_s + seconds
-        if work.end < work.request.prompt_tokens:
+        tokens, seconds = tokens + chunk.tokens, before_s + seconds
+        if chunk.end < chunk.request.prompt_tokens:
             self._prefills[number] = tokens, seconds
         else:
-            self._learn(Action.RECOMPUTE, tokens, seconds, work.end)
+            self._learn(Action.RECOMPUTE, tokens, seconds, chunk.end)
 
     def forget(self, request: Request) -> None:
         """The request ended, wherever it stood. Raises DeviceLost where that is noticed now, once all is forgotten."""
@@ -136,6 +136,7 @@ class Preemptor:
         """Nothing comes back from the host any more. Raises DeviceLost: the copy is gone then, with all others."""
         transfer, host = request.transfer, request.host
         request.transfer = request.host = None
+        # A copy that is under way still reads the host's rows and writes to the blocks: both must stay until it ends.
         if transfer is not None:
             try:
                 transfer.wait()

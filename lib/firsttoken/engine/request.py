@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # What brings the keys and values of a request's first tokens from elsewhere.
 
 
-class PrefixSource(Protocol):
+class KVSource(Protocol):
     """What is stored of the first ``tokens`` tokens of a request; the layers in ``redo`` are computed again.
 
     It brings the hidden states that enter the first of these, if they are not the embedding's, and then every other
@@ -32,7 +32,7 @@ class PrefixSource(Protocol):
     def begin(self) -> None:
         """Let it come."""
 
-    def edge(self) -> Tensor | None:
+    def hidden_states(self) -> Tensor | None:
         """The hidden states [1, tokens or more, hidden] that enter the first of ``redo``, once they are there.
 
         Raises FirstTokenError when they will not come any more.
@@ -57,15 +57,15 @@ class PrefixSource(Protocol):
 LEAST = -9999.0  # stands for the logarithm of 0, which no JSON can carry
 
 
-class Chance(NamedTuple):
+class TokenLogprob(NamedTuple):
     """How likely a token is: the natural logarithm of the model's probability, before temperature and nucleus.
 
-    ``likeliest`` are (token id, logarithm) of those that the model gave the largest shares, the largest first. No
+    ``top_logprobs`` are (token id, logarithm) of those that the model gave the largest shares, the largest first. No
     logarithm is below ``LEAST``.
     """
 
     logprob: float
-    likeliest: tuple[tuple[int, float], ...]
+    top_logprobs: tuple[tuple[int, float], ...]
 
 
 # What a step does for a request: which of its tokens it processes, and as what they are booked.
@@ -79,7 +79,7 @@ class Kind(StrEnum):
     RECOMPUTE = "recompute"
 
 
-class Booking(NamedTuple):
+class TokenSpan(NamedTuple):
     """One line of the books: tokens [start, end) of a request."""
 
     request: int
@@ -88,7 +88,7 @@ class Booking(NamedTuple):
     end: int
 
 
-class Redo(NamedTuple):
+class LayerRecompute(NamedTuple):
     """What a request has to compute once more: its first ``end`` tokens through ``layers`` (0-based).
 
     ``hidden`` [1, end, hidden] enters the first of them; None where that is what the model makes of the ids.
@@ -99,7 +99,7 @@ class Redo(NamedTuple):
     hidden: Tensor | None = None
 
 
-class Work(NamedTuple):
+class ScheduledChunk(NamedTuple):
     """Tokens [start, end) of ``request`` in the coming step; those before ``computed`` were computed before.
 
     With a ``redo`` they go through its layers only, and nothing is said.
@@ -109,7 +109,7 @@ class Work(NamedTuple):
     start: int
     end: int
     computed: int
-    redo: Redo | None = None
+    redo: LayerRecompute | None = None
 
     @property
     def tokens(self) -> int:
@@ -127,36 +127,36 @@ class Work(NamedTuple):
         return self.request.prompt_tokens <= self.start == self.computed
 
     @property
-    def bookings(self) -> list[Booking]:
+    def token_spans(self) -> list[TokenSpan]:
         """What is computed again, what is prefilled and what is decoded of it, in the order of its tokens."""
         if self.decodes:
-            return [Booking(self.request.number, Kind.DECODE, self.start, self.end)]
+            return [TokenSpan(self.request.number, Kind.DECODE, self.start, self.end)]
         prompt = self.request.prompt_tokens
         known, prefilled = min(self.computed, self.end), min(max(self.computed, prompt), self.end)
         cuts = (self.start, max(known, self.start), max(prefilled, self.start), self.end)
         kinds = (Kind.RECOMPUTE, Kind.PREFILL, Kind.DECODE)
         return [
-            Booking(self.request.number, *line)
+            TokenSpan(self.request.number, *line)
             for line in zip(kinds, cuts, cuts[1:], strict=False)
             if line[1] < line[2]
         ]
 
 
-def parted(works: Sequence[Work]) -> tuple[list[Work], tuple[int, ...]]:
+def split_decodes(chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], tuple[int, ...]]:
     """Works that do more than decode, and the cached tokens of each that decodes."""
     others, contexts = [], []
-    for work in works:
-        if work.request.prompt_tokens <= work.start == work.computed:  # as ``decodes``, without a call: this is hot
-            contexts.append(work.start)
+    for chunk in chunks:
+        if chunk.request.prompt_tokens <= chunk.start == chunk.computed:  # as ``decodes``, without a call: this is hot
+            contexts.append(chunk.start)
         else:
-            others.append(work)
+            others.append(chunk)
     return others, tuple(contexts)
 
 
-def shapes(works: Sequence[Work]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+def shapes(chunks: Sequence[ScheduledChunk]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
     """What the cost of a step hangs on: (cached, new) tokens of what it prefills, and cached tokens of each decode."""
-    others, contexts = parted(works)
-    return tuple((work.start, work.tokens) for work in others), contexts
+    others, contexts = split_decodes(chunks)
+    return tuple((chunk.start, chunk.tokens) for chunk in others), contexts
 
 
 class Phase(StrEnum):
@@ -175,8 +175,9 @@ class Sampling:
 
     ``temperature`` 0 is greedy; ``top_p`` keeps the likeliest tokens that make up this share; ``stop`` are token ids
     that end the request, and are part of its output. ``seed`` makes a request's draws its own: they do not depend on
-    what else is in the batch. With ``logprobs`` each token's :class:`Chance` is kept, and so many of the likeliest with
-    it; with ``prompt_logprobs`` those of the prompt's tokens too, but the first's, which nothing comes before.
+    what else is in the batch. With ``logprobs`` each token's :class:`TokenLogprob` is kept, and so many of the
+    likeliest with it; with ``prompt_logprobs`` those of the prompt's tokens too, but the first's, which nothing comes
+    before.
     """
 
     max_tokens: int = 16
@@ -206,7 +207,7 @@ GREEDY = Sampling()
 class Request:
     """One request of the engine; ``arrival_s`` and ``times_s`` (of each output token) are on the engine's clock.
 
-    It computes with the ``view`` that it began with, unless it ``moves`` to what is published while it is open.
+    It computes with the ``version`` that it began with, unless it ``moves`` to what is published while it is open.
     """
 
     def __init__(
@@ -229,16 +230,16 @@ class Request:
         self.cached = 0  # tokens whose keys and values are in the pool, or in the host's
         self.computed = 0  # tokens whose keys and values were ever there
         self.moves = moves
-        self.view: Any = None  # what it computes with, an engine.model_version.View, since its first step
-        self.redo: Redo | None = None  # before it goes on
+        self.version: Any = None  # what it computes with, an engine.model_version.ModelVersion, since its first step
+        self.redo: LayerRecompute | None = None  # before it goes on
         self.fell_back = ""  # or why tokens that were to come from elsewhere were computed after all
         self.blocks: list[int] = []
         self.keys: list[bytes] = []  # a salt, and the keys of the full blocks, where prefixes are shared
         self.published = 0  # of its blocks
         self.host: Any = None  # the executor's handle of the copy in host memory
         self.transfer: Any = None  # on its way back
-        self.chances: list[Chance] = []  # of the output, where they were asked for
-        self.prompt_chances: list[Chance] = []  # of the prompt from its second token on
+        self.token_logprobs: list[TokenLogprob] = []  # of the output, where they were asked for
+        self.prompt_logprobs: list[TokenLogprob] = []  # of the prompt from its second token on
         self.preemptions = 0
         self.losses = 0  # of the device it ran on, since its last token
         self.failure: Exception | None = None  # why it ended early, where it was not the client's wish
@@ -255,7 +256,7 @@ class Request:
         return self.prompt_tokens + self.sampling.max_tokens - 1
 
     @property
-    def todo(self) -> int:
+    def remaining(self) -> int:
         """Tokens to process before the next one can be chosen, or before what is to be redone is; 1 while decoding."""
         return (self.redo.end if self.redo else len(self.tokens)) - self.cached
 
@@ -269,10 +270,10 @@ class Request:
         """The marker of CPS 3.2.2: what was cached once has to be computed again."""
         return self.cached < self.computed
 
-    def work(self, tokens: int | None = None) -> Work:
+    def chunk(self, tokens: int | None = None) -> ScheduledChunk:
         """Its next ``tokens`` tokens (all that are to do) as the work of a step."""
-        end = self.cached + (self.todo if tokens is None else tokens)
-        return Work(self, self.cached, end, self.computed, self.redo)
+        end = self.cached + (self.remaining if tokens is None else tokens)
+        return ScheduledChunk(self, self.cached, end, self.computed, self.redo)
 
     def advance(self, end: int) -> None:
         """A step has left the keys and values of its first ``end`` tokens in the pool."""
@@ -281,11 +282,11 @@ class Request:
         if self.redo is not None and end >= self.redo.end:
             self.redo = None
 
-    def turn(self, view: Any, redo: Redo | None = None) -> None:
-        """It computes with ``view`` from now on, after what there is to ``redo``."""
+    def switch_to(self, version: Any, redo: LayerRecompute | None = None) -> None:
+        """It computes with ``version`` from now on, after what there is to ``redo``."""
         if redo is not None and redo is not self.redo:
             self.cached = 0
-        self.view, self.redo = view, redo
+        self.version, self.redo = version, redo
 
     def forget(self) -> None:
         """Its keys and values are gone; what was computed will be computed again."""

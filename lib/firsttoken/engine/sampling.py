@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import torch
 
-from firsttoken.engine.request import LEAST, Chance, Request, Work
+from firsttoken.engine.request import LEAST, Request, ScheduledChunk, TokenLogprob
 from firsttoken.study.errors import OutputError
 
 # How likely the model thought what was said: logarithms of shares, as OpenAI's interface reports them.
 
 
-def chance(logits: torch.Tensor, token: int, most: int) -> Chance:
+def token_logprob(logits: torch.Tensor, token: int, most: int) -> TokenLogprob:
     """Return the chance of ``token`` under ``logits`` [vocabulary], with the ``most`` likeliest tokens."""
     shares = logits.float().log_softmax(-1).clamp(min=LEAST)
     values, ids = shares.topk(min(most, len(shares)))
-    return Chance(float(shares[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+    return TokenLogprob(float(shares[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 def no_number() -> OutputError:
@@ -27,54 +27,54 @@ def no_number() -> OutputError:
     )
 
 
-def prompt_rows(work: Work) -> range:
+def prompt_rows(chunk: ScheduledChunk) -> range:
     """The places of a prompt whose logits are kept, as they say how likely the token behind each is.
 
     None where nobody asked, or where they were kept before: a request that was preempted reads its prompt again.
     """
-    request = work.request
-    if not request.sampling.prompt_logprobs or work.redo is not None:
+    request = chunk.request
+    if not request.sampling.prompt_logprobs or chunk.redo is not None:
         return range(0)
-    return range(max(work.start, len(request.prompt_chances)), min(work.end, request.prompt_tokens - 1))
+    return range(max(chunk.start, len(request.prompt_logprobs)), min(chunk.end, request.prompt_tokens - 1))
 
 
-def read_prompts(logits: torch.Tensor, works: Sequence[Work]) -> None:
+def read_prompts(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> None:
     """Note the chances of prompts' tokens; ``logits`` [rows, vocabulary] are those of :func:`prompt_rows` in turn. A
     request that has one which is no finite number has a ``failure``."""
     largest, row = logits.max(-1).values.tolist() if len(logits) else [], 0
-    for work in works:
-        request = work.request
-        for place in prompt_rows(work):
+    for chunk in chunks:
+        request = chunk.request
+        for place in prompt_rows(chunk):
             most = request.sampling.logprobs or 0
             if not math.isfinite(largest[row]):
                 request.failure = no_number()
-            request.prompt_chances.append(chance(logits[row], request.tokens[place + 1], most))
+            request.prompt_logprobs.append(token_logprob(logits[row], request.tokens[place + 1], most))
             row += 1
 
 
-def next_tokens(logits: torch.Tensor, works: Sequence[Work]) -> list[int]:
-    """The token after each of ``works`` from its ``logits`` [works, vocabulary].
+def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[int]:
+    """The token after each of ``chunks`` from its ``logits`` [works, vocabulary].
 
     A partial work draws nothing: what a request says must not hang on how its prompt was cut. Where the largest logit
     is no finite number the request has a ``failure`` instead of a token.
     """
     best = logits.max(-1)  # the first of equals, as argmax, and in a quarter of its time on a CPU; NaN of any NaN
     tokens, largest = best.indices.tolist(), best.values.tolist()
-    for row, work in enumerate(works):
-        sampling = work.request.sampling
-        if not work.completes:
+    for row, chunk in enumerate(chunks):
+        sampling = chunk.request.sampling
+        if not chunk.completes:
             continue
         if not math.isfinite(largest[row]):
-            work.request.failure = no_number()
+            chunk.request.failure = no_number()
             continue
         if sampling.temperature > 0:
-            tokens[row] = _draw(logits[row].double().cpu(), work.request)
+            tokens[row] = _draw(logits[row].double().cpu(), chunk.request)
         if sampling.logprobs is not None:
-            work.request.chances.append(chance(logits[row], tokens[row], sampling.logprobs))
+            chunk.request.token_logprobs.append(token_logprob(logits[row], tokens[row], sampling.logprobs))
     return tokens
 
 
-def likeliest(logits: torch.Tensor) -> torch.Tensor:
+def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
     """The token of the largest of ``logits`` [..., vocabulary], the first of equals. Raises OutputError where that is
     no finite number."""
     best = logits.max(-1)

@@ -9,7 +9,7 @@ from firsttoken.study.errors import ProfileError
 
 
 @dataclass(frozen=True)
-class Bounds:
+class SchedulerConfig:
     """``requests`` run at once, ``prefill_tokens`` are prefilled in one step (a longer prompt goes alone).
 
     ``overtake`` lets a swapped request that fits come back before an earlier one that does not (vLLM: no). Schedulers

@@ -10,7 +10,7 @@ from firsttoken.engine.block_pool import BlockPool, PrefixSharing
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.preemptor import Preemptor
-from firsttoken.engine.request import Phase, PrefixSource, Redo, Request, Work
+from firsttoken.engine.request import KVSource, LayerRecompute, Phase, Request, ScheduledChunk
 from firsttoken.study.errors import CacheError, FirstTokenError, ProfileError, RequestError
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.policy_file import PolicyKind
@@ -18,7 +18,7 @@ from firsttoken.study.policy_file import PolicyKind
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from firsttoken.engine.model_version import View
+    from firsttoken.engine.model_version import ModelVersion
 
 
 # Who is preempted when a block is missing.
@@ -77,13 +77,13 @@ class Queues:
         """Requests in each of the queues."""
         return tuple(map(len, self._queues.values()))
 
-    def arrange(self, turn: Callable[[Request], Any]) -> None:
+    def sort_waiting(self, turn: Callable[[Request], Any]) -> None:
         """Whoever waits stands in the order of ``turn``, the least first."""
         ordered = sorted(self.waiting, key=turn)
         self.waiting.clear()
         self.waiting.extend(ordered)
 
-    def stand(self, request: Request, phase: Phase) -> None:
+    def move_to(self, request: Request, phase: Phase) -> None:
         """Move the request from the queue of its phase, if it is in it, to the end of the queue of ``phase``."""
         if request in self._queues[request.phase]:
             self._queues[request.phase].remove(request)
@@ -91,9 +91,9 @@ class Queues:
         if phase is not Phase.FINISHED:
             self._queues[phase].append(request)
 
-    def go_first(self, request: Request) -> None:
+    def requeue_first(self, request: Request) -> None:
         """It waits before all who never ran."""
-        self.stand(request, Phase.WAITING)
+        self.move_to(request, Phase.WAITING)
         self.waiting.rotate(1)
 
 
@@ -108,7 +108,7 @@ class PendingPrefix:
     RequestError for layers to compute again that the model does not have.
     """
 
-    def __init__(self, request: Request, source: PrefixSource, depth: int | None) -> None:
+    def __init__(self, request: Request, source: KVSource, depth: int | None) -> None:
         self.request, self.tokens, self._redo = request, source.tokens, source.redo
         redo = self._redo
         if depth is not None and (not 0 <= redo.start <= redo.stop <= depth or redo.step != 1):
@@ -156,12 +156,12 @@ class PendingPrefix:
                 request.advance(self.tokens)
                 self.close()
             return self.closed
-        edge = self._source.edge() if redo.start else None
-        if redo.start and edge is None:
+        hidden_states = self._source.hidden_states() if redo.start else None
+        if redo.start and hidden_states is None:
             return False
-        hidden = None if edge is None else executor.edge_of(edge, self.tokens)
+        hidden = None if hidden_states is None else executor.hidden_states_of(hidden_states, self.tokens)
         request.computed = self.tokens
-        request.redo = Redo(redo, self.tokens, hidden)
+        request.redo = LayerRecompute(redo, self.tokens, hidden)
         return True
 
     def _arrived(self) -> list[tuple[int, Tensor]]:
@@ -182,7 +182,7 @@ class PendingPrefix:
         return complete
 
 
-class Holdings(Queues):
+class SchedulerState(Queues):
     """The queues, and what each request in them holds.
 
     Blocks are counted in ``pool``; ``block_tokens`` tokens fill one, and ``prefixes``, if given, shares them.
@@ -203,7 +203,7 @@ class Holdings(Queues):
         self.preemptor = preemptor
         self.victim = victim
         self.prefixes = prefixes
-        self.planned: list[Work] = []  # for the coming step, by now
+        self.planned: list[ScheduledChunk] = []  # for the coming step, by now
         self.preempted = 0  # how often so far
         self.pending: dict[int, PendingPrefix] = {}  # by the number of the request that it is of
 
@@ -212,13 +212,13 @@ class Holdings(Queues):
         """Whether anybody has blocks, and a prefix on its way into them."""
         return any(prefix.begun for prefix in self.pending.values())
 
-    def expect(self, request: Request, source: PrefixSource, depth: int | None) -> None:
+    def expect(self, request: Request, source: KVSource, depth: int | None) -> None:
         """``source`` brings what ``request``, which is about to arrive, begins with. Raises as PendingPrefix."""
         self.pending[request.number] = PendingPrefix(request, source, depth)
 
-    def arrive(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """A new request."""
-        self.stand(request, Phase.WAITING)
+        self.move_to(request, Phase.WAITING)
 
     def collect(self, *, wait: bool = False) -> None:
         """Requests whose keys and values have come run; with ``wait``, wait for the first that comes back."""
@@ -228,10 +228,10 @@ class Holdings(Queues):
             if prefix.closed:
                 del self.pending[request.number]
             if phase is not request.phase:
-                self.stand(request, phase)
+                self.move_to(request, phase)
         for request in [request for request in self.restoring if request.number not in self.pending]:
             if self.preemptor.poll(request, wait=wait):
-                self.stand(request, Phase.RUNNING)
+                self.move_to(request, Phase.RUNNING)
                 wait = False
 
     def end(self, request: Request) -> None:
@@ -241,7 +241,7 @@ class Holdings(Queues):
             self.preemptor.forget(request)
         finally:
             self._release(request)
-            self.stand(request, Phase.FINISHED)
+            self.move_to(request, Phase.FINISHED)
 
     def preempt(self, victim: Request) -> None:
         """Take the blocks of ``victim`` away; it waits, before all who never ran, or is swapped out."""
@@ -249,35 +249,35 @@ class Holdings(Queues):
         action = self.preemptor.evict(victim)
         self._release(victim)
         if action is Action.SWAP:
-            self.stand(victim, Phase.SWAPPED)
+            self.move_to(victim, Phase.SWAPPED)
         else:
             self._give_up_prefix(victim)
-            self.go_first(victim)
+            self.requeue_first(victim)
 
-    def move(self, request: Request, view: View, layers: range) -> None:
-        """``request``, which has begun, computes with ``view`` from now on, and ``layers`` again under the budgets of
-        the coming steps. Raises RequestError where hidden states that this begins with were not kept."""
+    def move(self, request: Request, version: ModelVersion, layers: range) -> None:
+        """``request``, which has begun, computes with ``version`` from now on, and ``layers`` again under the budgets
+        of the coming steps. Raises RequestError where hidden states that this begins with were not kept."""
         if request.number in self.pending:  # what was to come would be of another view
             self._forget(request)
             request.computed = 0
         again = bool(layers) and (request.cached > 0 or request.redo is not None)
         elsewhere = request.phase is Phase.SWAPPED or self.prefixes is not None  # or in blocks that others read too
-        redo = request.view.redo(request, layers) if again and not elsewhere else request.redo
-        view.take_over(request)
+        redo = request.version.redo(request, layers) if again and not elsewhere else request.redo
+        version.adopt(request)
         if not again:
             if self.prefixes is not None:
                 self.prefixes.part(request)
             if request.phase is Phase.RESTORING and request.host is None:
-                self.stand(request, Phase.RUNNING)
+                self.move_to(request, Phase.RUNNING)
         else:
             self.preemptor.move(request)
             if elsewhere:
                 self._release(request)
                 self._forget(request)
-                self.go_first(request)
+                self.requeue_first(request)
             else:
-                self.stand(request, Phase.RUNNING)
-        request.turn(view, None if again and elsewhere else redo)
+                self.move_to(request, Phase.RUNNING)
+        request.switch_to(version, None if again and elsewhere else redo)
 
     def lose(self) -> list[Request]:
         """The device is lost, with all keys and values: who had any there, or in its host, waits before all who never
@@ -288,7 +288,7 @@ class Holdings(Queues):
             self.preemptor.lose(request)
             self._give_up_prefix(request)
             self._release(request)
-            self.go_first(request)
+            self.requeue_first(request)
         return had
 
     def _await(self, request: Request) -> None:
@@ -298,7 +298,7 @@ class Holdings(Queues):
         prefix = self.pending.pop(request.number)
         self.pending[request.number] = prefix  # behind those that began before
         prefix.begin()
-        self.stand(request, Phase.RESTORING)
+        self.move_to(request, Phase.RESTORING)
 
     def _give_up_prefix(self, request: Request) -> None:
         """Nothing more is wanted from elsewhere."""
@@ -315,7 +315,7 @@ class Holdings(Queues):
         if request.cached < len(request.blocks) * self.block_tokens:
             return True
         while (blocks := self.pool.take(self._missing(request, request.cached + 1))) is None:
-            fixed = {work.request.number for work in self.planned}
+            fixed = {chunk.request.number for chunk in self.planned}
             victim = self.victim([other for other in self.running if other.number not in fixed])
             self.preempt(victim)
             if victim is request:
@@ -328,7 +328,7 @@ class Holdings(Queues):
 
     def _needs(self, waiting: Request) -> int:
         """Tokens to process once it is admitted."""
-        return waiting.todo - len(self._shared(waiting)) * self.block_tokens
+        return waiting.remaining - len(self._shared(waiting)) * self.block_tokens
 
     def _missing(self, request: Request, tokens: int) -> int:
         return max(0, -(-tokens // self.block_tokens) - len(request.blocks))
@@ -342,9 +342,9 @@ class Holdings(Queues):
         for that same step, waits before all who never ran, and computes it."""
         if self.prefixes is None:
             return
-        absent = {block for work in self.planned for block in self.prefixes.withdraw(work)}
+        absent = {block for chunk in self.planned for block in self.prefixes.withdraw(chunk)}
         for request in sorted(self.running, key=lambda request: request.order, reverse=True):
             if not absent.isdisjoint(request.blocks[: request.cached // self.block_tokens]):
                 self._release(request)
                 self._forget(request)
-                self.go_first(request)
+                self.requeue_first(request)

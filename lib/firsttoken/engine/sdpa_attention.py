@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from firsttoken.engine.attention import Attend, layer_steps
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class _Prefill:
 
 
 class PaddedAttend(Attend):
-    """``works`` in the order of the step's tokens, the shorter ones first."""
+    """``chunks`` in the order of the step's tokens, the shorter ones first."""
 
     together = 1  # works of at most so many tokens share one call
 
-    def __init__(self, pool: KVPool, works: list[Work], blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+    def __init__(self, pool: KVPool, chunks: list[ScheduledChunk], blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         super().__init__(pool, blocks, offsets)
-        few = sum(work.tokens <= self.together for work in works)
+        few = sum(chunk.tokens <= self.together for chunk in chunks)
         if few:
-            self._plan(works[:few])
-        self.shared = start = sum(work.tokens for work in works[:few])
+            self._plan(chunks[:few])
+        self.shared = start = sum(chunk.tokens for chunk in chunks[:few])
         self.prefills: list[_Prefill] = []
-        for work in works[few:]:
-            self.prefills.append(self._plan_prefill(work, start))
-            start += work.tokens
+        for chunk in chunks[few:]:
+            self.prefills.append(self._plan_prefill(chunk, start))
+            start += chunk.tokens
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
@@ -80,12 +80,12 @@ class PaddedAttend(Attend):
         both = both.view(requests, 2, -1, shape.kv_heads, shape.head_dim)
         return both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
 
-    def _plan(self, works: list[Work]) -> None:
+    def _plan(self, chunks: list[ScheduledChunk]) -> None:
         """The shared works: block tables padded with a request's own first block; a mask hides what is no context."""
         shape, device = self.pool.shape, self.pool.device
-        contexts = torch.tensor([work.end for work in works])
+        contexts = torch.tensor([chunk.end for chunk in chunks])
         width = shape.blocks(int(contexts.max()))
-        tables = [self._table(work, width) for work in works]
+        tables = [self._table(chunk, width) for chunk in chunks]
         self.reads = self._rows(torch.tensor(tables))
         columns, ends = torch.arange(width * shape.block_tokens), contexts[:, None]
         hidden = columns >= ends
@@ -96,18 +96,18 @@ class PaddedAttend(Attend):
         mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf"))
         self.mask = mask[:, None, None].to(device)
 
-    def _table(self, work: Work, width: int) -> list[int]:
-        """The blocks of what ``work`` sees, ``width`` of them: filled up with the first, which it has written."""
-        blocks = work.request.blocks[: self.pool.shape.blocks(work.end)]
+    def _table(self, chunk: ScheduledChunk, width: int) -> list[int]:
+        """The blocks of what ``chunk`` sees, ``width`` of them: filled up with the first, which it has written."""
+        blocks = chunk.request.blocks[: self.pool.shape.blocks(chunk.end)]
         return blocks + blocks[:1] * (width - len(blocks))
 
-    def _plan_prefill(self, work: Work, start: int) -> _Prefill:
-        end = start + work.tokens
-        if not work.start:
+    def _plan_prefill(self, chunk: ScheduledChunk, start: int) -> _Prefill:
+        end = start + chunk.tokens
+        if not chunk.start:
             return _Prefill(start, end, None, None)
         shape = self.pool.shape
-        table = torch.tensor([work.request.blocks[: shape.blocks(work.end)]])
-        hidden = torch.arange(work.end) > torch.arange(work.start, work.end)[:, None]
+        table = torch.tensor([chunk.request.blocks[: shape.blocks(chunk.end)]])
+        hidden = torch.arange(chunk.end) > torch.arange(chunk.start, chunk.end)[:, None]
         mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf"))
         return _Prefill(start, end, self._rows(table), mask.to(self.pool.device))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.executor import Limits
-from firsttoken.engine.request import Request, Work, shapes
+from firsttoken.engine.request import Request, ScheduledChunk, shapes
 
 NO_LIMIT = 1 << 62
 TOKEN = 0  # what every request says
@@ -42,7 +42,7 @@ class SimulatedExecutor:
         self.block_tokens = block_tokens
         self.limits = Limits(context, NO_LIMIT)
         self.salt = ""
-        self.view = None
+        self.version = None
         self._host_free = host_blocks
         self._overlap = overlap
         self._now = 0.0
@@ -56,10 +56,10 @@ class SimulatedExecutor:
         """Set the simulated clock to ``moment_s``, unless it is later already."""
         self._now = max(self._now, moment_s)
 
-    def execute(self, works: Sequence[Work]) -> list[int]:
+    def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         """Charge the step."""
-        self.charge(*shapes(works))
-        return [TOKEN] * len(works)
+        self.charge(*shapes(chunks))
+        return [TOKEN] * len(chunks)
 
     def charge(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
         """Let the time of a step of these shapes pass; what the clock says then."""
@@ -92,7 +92,7 @@ class SimulatedExecutor:
     def fill(self, request: Request, layer: int, kv: object) -> None:
         """Nothing is computed with it."""
 
-    def edge_of(self, hidden: object, tokens: int) -> object:
+    def hidden_states_of(self, hidden: object, tokens: int) -> object:
         """Nothing is computed with it."""
         return hidden
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from firsttoken.engine.attention import Attend
-from firsttoken.engine.hidden_state_cache import Edges
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.sampling import prompt_rows
 
 if TYPE_CHECKING:
@@ -21,56 +21,63 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepPlan:
-    """``works`` laid end to end, those of fewer tokens first, and what every layer needs to know of them.
+    """``chunks`` laid end to end, those of fewer tokens first, and what every layer needs to know of them.
 
     Of ``layers`` those run that are there; ``hidden`` [1, tokens, hidden] enters the first of them, or what the model
-    makes of the ids. ``edges``, if given, keep what enters theirs. ``paged`` reads and writes the pool. Others are
-    ``joined`` to a step through all layers in some of these.
+    makes of the ids. ``hidden_cache``, if given, keep what enters theirs. ``paged`` reads and writes the pool. Others
+    are ``fused_recompute`` to a step through all layers in some of these.
     """
 
-    works: tuple[Work, ...]
+    chunks: tuple[ScheduledChunk, ...]
     ids: Tensor  # [1, tokens]
     positions: Tensor  # [1, tokens]
     last: Tensor  # [works, and more]: the row of each work's last token, then those of prompts to be judged
     paged: Attend
     layers: range
     hidden: Tensor | None = None
-    edges: Edges | None = None
+    hidden_cache: HiddenStateCache | None = None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))  # of every layer, by the model's code
-    joined: Joined | None = None
+    fused_recompute: FusedRecompute | None = None
 
     @classmethod
-    def of(cls, works: Sequence[Work], pool: KVPool, attend: type[Attend], edges: Edges | None = None) -> StepPlan:
-        """``works`` on the device of ``pool``, through all layers."""
-        batch = sorted(works, key=lambda work: work.tokens)
+    def of(
+        cls,
+        chunks: Sequence[ScheduledChunk],
+        pool: KVPool,
+        attend: type[Attend],
+        hidden_cache: HiddenStateCache | None = None,
+    ) -> StepPlan:
+        """``chunks`` on the device of ``pool``, through all layers."""
+        # Attention takes the chunks of few tokens, decodes above all, in one call: their rows have to come first.
+        batch = sorted(chunks, key=lambda chunk: chunk.tokens)
         ids: list[int] = []
         positions: list[int] = []
         blocks: list[int] = []
         last: list[int] = []
         judged: list[int] = []
         size = pool.shape.block_tokens
-        for work in batch:
-            request, new = work.request, range(work.start, work.end)
-            judged += [len(ids) + place - work.start for place in prompt_rows(work)]
-            ids += request.tokens[work.start : work.end]
+        for chunk in batch:
+            request, new = chunk.request, range(chunk.start, chunk.end)
+            judged += [len(ids) + place - chunk.start for place in prompt_rows(chunk)]
+            ids += request.tokens[chunk.start : chunk.end]
             positions += new
             blocks += [request.blocks[position // size] for position in new]
             last.append(len(ids) - 1)
         device, where = pool.device, torch.tensor(positions)
         return cls(
-            works=tuple(batch),
+            chunks=tuple(batch),
             ids=torch.tensor([ids], device=device),
             positions=where[None].to(device),
             last=torch.tensor(last + judged, device=device),
             paged=attend(pool, batch, torch.tensor(blocks, device=device), (where % size).to(device)),
             layers=range(pool.shape.layers),
-            edges=edges,
+            hidden_cache=hidden_cache,
         )
 
     def redo(self, layers: range) -> None:
         """Run ``layers`` only, from the hidden states that the works bring for the first of them."""
         self.layers = layers
-        self.hidden = brought(self.works)
+        self.hidden = recompute_inputs(self.chunks)
 
     def through(self, layers: range) -> StepPlan:
         """The same through other ``layers``."""
@@ -81,19 +88,19 @@ class StepPlan:
         return range(max(layers.start, self.layers.start), min(layers.stop, self.layers.stop))
 
 
-def brought(works: Sequence[Work]) -> Tensor | None:
-    """The hidden states [1, tokens, hidden] that redone ``works`` bring, end to end; None where the ids are all."""
-    rows = [(work, work.redo.hidden) for work in works]
+def recompute_inputs(chunks: Sequence[ScheduledChunk]) -> Tensor | None:
+    """The hidden states [1, tokens, hidden] that redone ``chunks`` bring, end to end; None where the ids are all."""
+    rows = [(chunk, chunk.redo.hidden) for chunk in chunks]
     if all(hidden is None for _, hidden in rows):
         return None
-    return torch.cat([hidden[:, work.start : work.end] for work, hidden in rows], dim=1)
+    return torch.cat([hidden[:, chunk.start : chunk.end] for chunk, hidden in rows], dim=1)
 
 
 # Works that are redone in some layers go through these together with a whole step: weights are read once for both.
 
 
 @dataclass
-class Joined:
+class FusedRecompute:
     """``both`` runs the redone layers, for a whole step's works and those that are redone.
 
     ``entering`` [tokens of both] are its rows among the whole step's hidden states and, behind them, ``redone``
@@ -114,19 +121,24 @@ class Joined:
         return hidden[:, self.whole]
 
 
-def join(step: StepPlan, works: Sequence[Work], plan: Callable[[Sequence[Work]], StepPlan]) -> None:
-    """Let ``works``, all redone in the same layers from the hidden states that they bring, go with a whole ``step``.
+def fuse_recompute(
+    step: StepPlan, chunks: Sequence[ScheduledChunk], plan: Callable[[Sequence[ScheduledChunk]], StepPlan]
+) -> None:
+    """Let ``chunks``, all redone in the same layers from the hidden states that they bring, go with a whole ``step``.
 
     ``plan`` makes a step of works.
     """
-    both = plan([*step.works, *works])
-    both.layers = works[0].redo.layers
+    both = plan([*step.chunks, *chunks])
+    both.layers = chunks[0].redo.layers
     first: dict[int, int] = {}
     end = 0
-    for work in (*step.works, *works):
-        first[work.request.number] = end
-        end += work.tokens
-    spans = [torch.arange(first[work.request.number], first[work.request.number] + work.tokens) for work in both.works]
+    for chunk in (*step.chunks, *chunks):
+        first[chunk.request.number] = end
+        end += chunk.tokens
+    spans = [
+        torch.arange(first[chunk.request.number], first[chunk.request.number] + chunk.tokens) for chunk in both.chunks
+    ]
     entering = torch.cat(spans).to(step.ids.device)
+    # ``entering`` names each row once, so sorting it gives the way back; the whole step's rows have the lowest numbers.
     whole = torch.argsort(entering)[: step.ids.shape[1]]
-    step.joined = Joined(both, brought(works), entering, whole)
+    step.fused_recompute = FusedRecompute(both, recompute_inputs(chunks), entering, whole)

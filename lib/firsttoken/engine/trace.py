@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.engine.preemptor import Recovery
-from firsttoken.engine.request import Booking, Kind, Request, Work
+from firsttoken.engine.request import Kind, Request, ScheduledChunk, TokenSpan
 from firsttoken.study.files import replacing, write_text
 
 
@@ -19,25 +19,25 @@ from firsttoken.study.files import replacing, write_text
 class Step:
     """One step as it was: ``prefills`` are (cached, new) tokens, ``contexts`` the cached tokens of each decode.
 
-    These are shapes, which costs hang on; ``works`` are what they are the shapes of.
+    These are shapes, which costs hang on; ``chunks`` are what they are the shapes of.
     """
 
     at_s: float
     seconds: float
     prefills: tuple[tuple[int, int], ...]
     contexts: tuple[int, ...]
-    works: tuple[Work, ...]
+    chunks: tuple[ScheduledChunk, ...]
 
     @property
-    def bookings(self) -> tuple[Booking, ...]:
+    def token_spans(self) -> tuple[TokenSpan, ...]:
         """What was done for which tokens of whom."""
-        return tuple(booking for work in self.works for booking in work.bookings)
+        return tuple(span for chunk in self.chunks for span in chunk.token_spans)
 
     @property
     def tokens(self) -> dict[Kind, int]:
         """How many of each kind."""
         tokens = dict.fromkeys(Kind, 0)
-        for line in self.bookings:
+        for line in self.token_spans:
             tokens[line.kind] += line.end - line.start
         return tokens
 
@@ -66,7 +66,7 @@ def run_rows(trace: Trace, requests: Sequence[Request]) -> Iterator[dict[str, An
     for number, step in enumerate(trace.steps):
         row = {"what": ITERATION, "number": number, "at_s": step.at_s, "seconds": step.seconds}
         tokens = {f"{kind}_tokens": count for kind, count in step.tokens.items()}
-        yield row | {"requests": len(step.works)} | tokens
+        yield row | {"requests": len(step.chunks)} | tokens
     for request in requests:
         said = bool(request.times_s)
         yield {
@@ -122,7 +122,7 @@ def trace_events(trace: Trace, requests: Sequence[Request]) -> Iterator[dict[str
         at_s, waited_s = request.arrival_s - start_s, until_s - request.arrival_s
         yield _span(REQUESTS, request.number, "waits", at_s, waited_s, sizes)
     for step in trace.steps:
-        for number, lines in groupby(step.bookings, lambda booking: booking.request):
+        for number, lines in groupby(step.token_spans, lambda span: span.request):
             done = {str(line.kind): f"tokens {line.start} to {line.end - 1}" for line in lines}
             yield _span(REQUESTS, number, " + ".join(done), step.at_s - start_s, step.seconds, done)
     for recovery in trace.recoveries:

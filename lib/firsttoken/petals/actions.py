@@ -19,15 +19,15 @@ from firsttoken.petals.checkpoint_blocks import depth_of, model_sha256, parse_bl
 from firsttoken.petals.int8_checkpoint import write_8_bits
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.limits import ServerLimits
-from firsttoken.petals.min_move_rebalancing import FewestMoves
+from firsttoken.petals.min_move_rebalancing import MinMoveRebalancing
 from firsttoken.petals.placement import Rebalancing, interval_to_join
 from firsttoken.petals.records import Record
 from firsttoken.petals.server import ServerConfig, serving
 from firsttoken.petals.swarm import Swarm
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study import dtypes
 
-_RULES = {"paper": Rebalancing(), "fewest-moves": FewestMoves()}
+_RULES = {"paper": Rebalancing(), "fewest-moves": MinMoveRebalancing()}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -73,7 +73,7 @@ def chosen_blocks(options: argparse.Namespace, access: Access, model: str) -> ra
         return interval_to_join([], depth, count)
 
     async def needed() -> range:
-        swarm = Swarm(model, options.registry, 1, access, Patience())
+        swarm = Swarm(model, options.registry, 1, access, Timeouts())
         await swarm.look()
         servers = [one.reachable(0.0, one.counted()) for one in swarm.servers()]
         await swarm.close()
@@ -131,7 +131,7 @@ def _generate(options: argparse.Namespace) -> None:
         options.registry,
         dtype=dtypes.resolve(options.dtype, "cpu"),
         coding=options.coding,
-        patience=Patience(step_s=options.step_s),
+        timeouts=Timeouts(step_s=options.step_s),
         access=Access.read(options.token_file, options.tls_ca, None, None),
         audits=audits,
     ) as model:
@@ -150,7 +150,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 def _list(options: argparse.Namespace) -> None:
     access = Access.read(options.token_file, options.tls_ca, None, None)
-    swarm = Swarm(model_sha256(options.model), options.registry, 1, access, Patience())
+    swarm = Swarm(model_sha256(options.model), options.registry, 1, access, Timeouts())
 
     async def look() -> None:
         await swarm.meet()

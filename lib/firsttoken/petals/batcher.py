@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from firsttoken.engine.request import Work
-from firsttoken.petals.block_backend import BlockStack
+from firsttoken.engine.request import ScheduledChunk
+from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.fairness import HERE, Client, Turns
-from firsttoken.petals.kv_slots import Room
+from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.study.errors import SwarmError
 
 Answer = TypeVar("Answer")
@@ -24,12 +24,12 @@ _ENDS = "this server ends: ask another"
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A step of a session of ``client``: ``works`` and their ``hidden`` [tokens, hidden], end to end, through
+    """A step of a session of ``client``: ``chunks`` and their ``hidden`` [tokens, hidden], end to end, through
     ``layers``."""
 
     client: Client
     layers: range
-    works: Sequence[Work]
+    chunks: Sequence[ScheduledChunk]
     hidden: Tensor
     answer: asyncio.Future[Tensor]
 
@@ -38,13 +38,13 @@ class Batcher:
     """Computes on the one ``thread``, at most ``tokens`` at once, of each client in the order in which its steps came.
 
     Between clients the turns are fair in tokens times layers: however many steps one has waiting, the next batch begins
-    with whoever had least. A step has its blocks in ``room`` from when it is handed over until it has run, even when
+    with whoever had least. A step has its blocks in ``slots`` from when it is handed over until it has run, even when
     nobody waits for it any more, or until it was taken out because its session ended before its turn.
     """
 
-    def __init__(self, stack: BlockStack, room: Room, tokens: int, thread: ThreadPoolExecutor) -> None:
-        self.stack = stack
-        self.room = room
+    def __init__(self, backend: BlockBackend, slots: KVSlots, tokens: int, thread: ThreadPoolExecutor) -> None:
+        self.backend = backend
+        self.slots = slots
         self.tokens = tokens
         self.batches = 0
         self.steps = 0  # of sessions; more than ``batches`` where some were computed together
@@ -54,13 +54,15 @@ class Batcher:
         self._thread = thread
         self._ended = False
 
-    async def run(self, layers: range, works: Sequence[Work], hidden: Tensor, client: Client = HERE) -> Tensor:
+    async def run(
+        self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Tensor, client: Client = HERE
+    ) -> Tensor:
         """``hidden`` [tokens, hidden] after ``layers``; raises what computing raises, SwarmError where the server
         ends before."""
         if self._ended:
             raise SwarmError(_ENDS)
-        self.room.lease(works)
-        one = Waiting(client, layers, works, hidden, asyncio.get_running_loop().create_future())
+        self.slots.lease(chunks)
+        one = Waiting(client, layers, chunks, hidden, asyncio.get_running_loop().create_future())
         self._waiting.append(one)
         self._came.set()
         try:
@@ -68,7 +70,7 @@ class Batcher:
         finally:
             if one in self._waiting:  # its session ended before its turn
                 self._waiting.remove(one)
-                self.room.release(works)
+                self.slots.release(chunks)
 
     async def serve(self) -> None:
         """Compute batch after batch, until it is cancelled; who waits then hears that the server ends."""
@@ -81,6 +83,8 @@ class Batcher:
                     batch = self._next()
                     job = loop.run_in_executor(self._thread, self._compute, batch)
                     job.add_done_callback(partial(self._ran, batch))  # also where this is cancelled meanwhile
+                    # A plain ``await`` would pass a cancellation on to the job: ``_ran`` would then find no result, and
+                    # would neither answer the steps of this batch nor give their blocks back.
                     await asyncio.wait([job])
         finally:
             self._ended = True
@@ -119,7 +123,7 @@ class Batcher:
         self.steps += len(batch)
         error = job.exception()
         for one, said in zip(batch, [error] * len(batch) if error else job.result(), strict=True):
-            self.room.release(one.works)
+            self.slots.release(one.chunks)
             if one.answer.done():  # its session has ended
                 continue
             one.answer.set_exception(said) if isinstance(said, BaseException) else one.answer.set_result(said)
@@ -127,9 +131,9 @@ class Batcher:
     def _compute(self, batch: Sequence[Waiting]) -> list[Tensor | Exception]:
         """What is said to each step, or why not: one that cannot be computed fails no other of its batch."""
         try:
-            works = [work for one in batch for work in one.works]
-            rows = [rows for one in batch for rows in one.hidden.split([work.tokens for work in one.works])]
-            out = iter(self.stack.run(batch[0].layers, works, rows))
-            return [torch.cat([next(out) for _ in one.works]) for one in batch]
+            chunks = [chunk for one in batch for chunk in one.chunks]
+            rows = [rows for one in batch for rows in one.hidden.split([chunk.tokens for chunk in one.chunks])]
+            out = iter(self.backend.run(batch[0].layers, chunks, rows))
+            return [torch.cat([next(out) for _ in one.chunks]) for one in batch]
         except Exception as error:  # out of memory: these sessions learn it, the next may run
             return [error] if len(batch) == 1 else [said for one in batch for said in self._compute([one])]

@@ -18,10 +18,10 @@ from firsttoken.engine.decoder import LocalSegment
 from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.live_executor import fastest_attend
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.checkpoint_blocks import load_span
-from firsttoken.petals.kv_slots import Room
+from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import ModelError, SwarmError
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _TIMED = 5  # steps of one token that say how fast a span is
 
 
-class BlockStack:
+class BlockBackend:
     """``blocks`` of the model in ``folder``, computed in ``dtype``, and keys and values of ``kv_tokens`` tokens.
 
     Raises ModelError for a folder without these blocks, or layers that do not all see the whole context.
@@ -58,10 +58,10 @@ class BlockStack:
         self._attend = fastest_attend(self.pool)
 
     @torch.inference_mode()
-    def run(self, layers: range, works: Sequence[Work], hidden: Sequence[Tensor]) -> list[Tensor]:
-        """``hidden`` [tokens, hidden] of each of ``works`` through ``layers`` of the model -> the same shapes."""
-        order = sorted(range(len(works)), key=lambda place: works[place].tokens)  # as a step lays them
-        step = StepPlan.of(works, self.pool, self._attend)
+    def run(self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Sequence[Tensor]) -> list[Tensor]:
+        """``hidden`` [tokens, hidden] of each of ``chunks`` through ``layers`` of the model -> the same shapes."""
+        order = sorted(range(len(chunks)), key=lambda place: chunks[place].tokens)  # as a step lays them
+        step = StepPlan.of(chunks, self.pool, self._attend)
         step.layers = range(layers.start - self.blocks.start, layers.stop - self.blocks.start)
         states = torch.cat([hidden[place] for place in order])[None]
         step.arguments = (
@@ -75,8 +75,8 @@ class BlockStack:
                 "paged": step.paged,
             },
         )
-        parts = self._segment.run(states, step)[0].split([works[place].tokens for place in order])
-        out: list[Tensor] = [states] * len(works)
+        parts = self._segment.run(states, step)[0].split([chunks[place].tokens for place in order])
+        out: list[Tensor] = [states] * len(chunks)
         for place, part in zip(order, parts, strict=True):
             out[place] = part
         return out
@@ -96,11 +96,11 @@ class BlockStack:
 
     def measured_throughput(self) -> float:
         """Tokens a second through one block, from steps of one token; nobody may use the pool meanwhile."""
-        room = Room(1, self.pool.shape.block_tokens, 1, self.context)
+        slots = KVSlots(1, self.pool.shape.block_tokens, 1, self.context)
         hidden, seconds = [torch.zeros(1, self.width, dtype=self.dtype)], []
-        works = room.place({}, [Stretch(0, 0, 1)])
+        chunks = slots.place({}, [Stretch(0, 0, 1)])
         for _ in range(_TIMED):
             begun = time.perf_counter()
-            self.run(self.blocks, works, hidden)
+            self.run(self.blocks, chunks, hidden)
             seconds.append(time.perf_counter() - begun)
         return len(self.blocks) / sorted(seconds)[_TIMED // 2]

@@ -69,7 +69,8 @@ def who_yields(
 
 
 def busy(said: str, spare: Iterable[float]) -> BusyError:
-    """What is ``said``, and when it is worth asking again: ``spare`` are seconds until this or that may be given up."""
+    """What is ``said``, and when it is worth asking again: ``spare`` are seconds until this or that may be given
+    up."""
     after = min(spare, default=math.inf)
     return BusyError(f"{said}; ask again in {max(after, 0.1):.1f} s" if after < math.inf else said)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from firsttoken.engine.block_pool import BlockPool
-from firsttoken.engine.request import GREEDY, Sampling, Work
+from firsttoken.engine.request import GREEDY, Sampling, ScheduledChunk
 from firsttoken.petals.fairness import HERE, Client, busy, who_yields
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import BusyError, RequestError, SwarmError
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
 
 @dataclass
-class Tenant:
+class CachedSequence:
     """One sequence of a session: its blocks, and tokens whose keys and values are in them, from layer ``first`` on;
     ``trail`` are digests of what entered. It is ``client``'s, and was ``used`` when it was last placed or computed."""
 
@@ -51,11 +51,11 @@ class Tenant:
     used: float = field(default=-math.inf, compare=False)
 
 
-Sequences = dict[int, Tenant]
+Sequences = dict[int, CachedSequence]
 """Those of one session, by the numbers that its client gives them."""
 
 
-class Room:
+class KVSlots:
     """Has room for ``sequences`` of ``context`` tokens each at most, in ``blocks`` blocks of ``block_tokens`` tokens.
 
     Where there is no room left, sequences of clients that have more than their share make room, and those of which
@@ -68,7 +68,7 @@ class Room:
         self.sequences = sequences
         self.context = context
         self.spare_s = spare_s
-        self._homes: dict[int, tuple[Sequences, int, Tenant]] = {}  # of all sessions, by the tenant's id
+        self._homes: dict[int, tuple[Sequences, int, CachedSequence]] = {}  # of all sessions, by the tenant's id
         self._leased: Counter[int] = Counter()  # in how many steps under way a block is
         self._written: set[int] = set()  # by a step under way
         self._turn = asyncio.Lock()
@@ -81,7 +81,7 @@ class Room:
 
     async def placed(
         self, mine: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
-    ) -> list[Work]:
+    ) -> list[ScheduledChunk]:
         """Do what ``place`` does, once the steps whose blocks it needs have run; calls that need blocks queue up."""
         if not sum(self._needs(mine, stretches, first)):
             return self.place(mine, stretches, first, client)
@@ -93,7 +93,9 @@ class Room:
                     self._released.clear()
                     await self._released.wait()
 
-    def place(self, mine: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE) -> list[Work]:
+    def place(
+        self, mine: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
+    ) -> list[ScheduledChunk]:
         """The works of a step of a session of ``client`` whose sequences are ``mine``; takes the blocks that they
         need, or none.
 
@@ -104,40 +106,40 @@ class Room:
         needs = self._needs(mine, stretches, first)
         new = [one.number for one in stretches if one.number not in mine]
         keep = {id(mine[one.number]) for one in stretches if one.number in mine}
-        for number, tenant in self._yielding(client, keep, sum(needs), len(new)):
-            self.leave(self._homes[id(tenant)][0], [number])
+        for number, sequence in self._yielding(client, keep, sum(needs), len(new)):
+            self.leave(self._homes[id(sequence)][0], [number])
         if (taken := self.pool.take(sum(needs))) is None:
             raise SoonError("blocks are free when the steps have run that are under way")
-        works, now = [], time.monotonic()
+        chunks, now = [], time.monotonic()
         for one, need in zip(stretches, needs, strict=True):
-            if (tenant := mine.get(one.number)) is None:
-                tenant = mine[one.number] = Tenant(client=client)
-                self._homes[id(tenant)] = mine, one.number, tenant
-            tenant.blocks += [taken.pop() for _ in range(need)]
-            tenant.cached, tenant.first, tenant.used = one.start, first, now  # what lies behind is written anew
-            rows = Rows(one.number, list(tenant.blocks), range(self.context))
-            works.append(Work(rows, one.start, one.end, one.start))
-        return works
+            if (sequence := mine.get(one.number)) is None:
+                sequence = mine[one.number] = CachedSequence(client=client)
+                self._homes[id(sequence)] = mine, one.number, sequence
+            sequence.blocks += [taken.pop() for _ in range(need)]
+            sequence.cached, sequence.first, sequence.used = one.start, first, now  # what lies behind is written anew
+            rows = Rows(one.number, list(sequence.blocks), range(self.context))
+            chunks.append(ScheduledChunk(rows, one.start, one.end, one.start))
+        return chunks
 
-    def lease(self, works: Sequence[Work]) -> None:
+    def lease(self, chunks: Sequence[ScheduledChunk]) -> None:
         """A step is under way: the blocks of its works are its own, too, until ``release``.
 
         Raises RuntimeError, and takes nothing, where another step that is under way writes to one of them.
         """
-        written = self._writes(works)
+        written = self._writes(chunks)
         if len(set(written)) < len(written) or self._written & set(written):
             raise RuntimeError("two steps would write to one block of keys and values")
         self._written.update(written)
-        for work in works:
-            self.pool.take(0, shared=work.request.blocks)
-            self._leased.update(work.request.blocks)
+        for chunk in chunks:
+            self.pool.take(0, shared=chunk.request.blocks)
+            self._leased.update(chunk.request.blocks)
 
-    def release(self, works: Sequence[Work]) -> None:
+    def release(self, chunks: Sequence[ScheduledChunk]) -> None:
         """A step has run, or will not: blocks whose sequences have gone meanwhile are free now."""
-        self._written.difference_update(self._writes(works))
-        for work in works:
-            self.pool.give(work.request.blocks)
-            self._leased -= Counter(work.request.blocks)
+        self._written.difference_update(self._writes(chunks))
+        for chunk in chunks:
+            self.pool.give(chunk.request.blocks)
+            self._leased -= Counter(chunk.request.blocks)
         self._released.set()
 
     def computed(self, mine: Sequences, stretches: Sequence[Stretch]) -> None:
@@ -150,16 +152,18 @@ class Room:
         """These sequences of a session are over; their blocks are free, those of a step under way when it has run.
         Numbers that it does not have are passed by."""
         for number in numbers:
-            if (tenant := mine.pop(number, None)) is not None:
-                del self._homes[id(tenant)]
-                self.pool.give(tenant.blocks)
+            if (sequence := mine.pop(number, None)) is not None:
+                del self._homes[id(sequence)]
+                self.pool.give(sequence.blocks)
 
     def check(self) -> None:
         """Assert that each block is of one sequence at most, and has no owners but that one and steps under way."""
         self.pool.check()
-        tenants = [tenant for _, _, tenant in self._homes.values()]
-        assert all(mine.get(number) is tenant for mine, number, tenant in self._homes.values()), "a sequence is lost"
-        had = Counter(block for tenant in tenants for block in tenant.blocks)
+        sequences = [sequence for _, _, sequence in self._homes.values()]
+        assert all(mine.get(number) is sequence for mine, number, sequence in self._homes.values()), (
+            "a sequence is lost"
+        )
+        had = Counter(block for sequence in sequences for block in sequence.blocks)
         assert max(had.values(), default=0) <= 1, "two sequences have one block"
         assert self._written <= set(self._leased), "a block is written to that no step has"
         owners = {block: self.pool.owners(block) for block in range(self.pool.count) if self.pool.owners(block)}
@@ -180,21 +184,23 @@ class Room:
             needs.append(max(0, -(-one.end // self.block_tokens) - had))
         return needs
 
-    def _yielding(self, client: Client, keep: Collection[int], blocks: int, new: int) -> list[tuple[int, Tenant]]:
+    def _yielding(
+        self, client: Client, keep: Collection[int], blocks: int, new: int
+    ) -> list[tuple[int, CachedSequence]]:
         """Sequences, with their numbers, that make room for so many ``blocks`` and ``new`` sequences of ``client``,
         but those with an id in ``keep``. Raises BusyError where there cannot be room."""
         coming = sum(self.pool.owners(block) == steps for block, steps in self._leased.items())
         lacks = {"blocks": blocks - self.pool.free - coming, "sequences": self.held + new - self.sequences}
         if max(lacks.values()) <= 0:
             return []
-        now, homes = time.monotonic(), [(number, tenant) for _, number, tenant in self._homes.values()]
+        now, homes = time.monotonic(), [(number, sequence) for _, number, sequence in self._homes.values()]
         held = {"blocks": Counter[Client](), "sequences": Counter[Client]()}
-        for _, tenant in homes:
-            held["blocks"][tenant.client] += len(tenant.blocks)
-            held["sequences"][tenant.client] += 1
+        for _, sequence in homes:
+            held["blocks"][sequence.client] += len(sequence.blocks)
+            held["sequences"][sequence.client] += 1
         rest = [one for one in homes if id(one[1]) not in keep]
         rest.sort(key=lambda one: (self._runs(one[1]), one[1].used))  # who was idle longest first
-        gone: list[tuple[int, Tenant]] = []
+        gone: list[tuple[int, CachedSequence]] = []
         while max(lacks.values()) > 0:
             what = max(lacks, key=lacks.__getitem__)
             wanted = blocks if what == "blocks" else new
@@ -204,7 +210,7 @@ class Room:
                 spare = (one for one in rest if not self._runs(one[1]) and one[1].used + self.spare_s <= now)
                 found = next(spare, None)
             if found is None:
-                raise self._full(what, [tenant for _, tenant in rest], now)
+                raise self._full(what, [sequence for _, sequence in rest], now)
             rest.remove(found)
             gone.append(found)
             for name, size in (("blocks", len(found[1].blocks)), ("sequences", 1)):
@@ -212,16 +218,16 @@ class Room:
                 lacks[name] -= size
         return gone
 
-    def _full(self, what: str, others: Sequence[Tenant], now: float) -> BusyError:
+    def _full(self, what: str, others: Sequence[CachedSequence], now: float) -> BusyError:
         said = f"the pool of {self.pool.count * self.block_tokens} tokens is full"
         if what == "sequences":
             said = f"{self.held} sequences are open here, and at most {self.sequences} are taken"
         return busy(said, [one.used + self.spare_s - now for one in others])
 
-    def _runs(self, tenant: Tenant) -> bool:
+    def _runs(self, sequence: CachedSequence) -> bool:
         """Whether a step of it is under way."""
-        return tenant.blocks[0] in self._leased
+        return sequence.blocks[0] in self._leased
 
-    def _writes(self, works: Sequence[Work]) -> list[int]:
+    def _writes(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         size = self.block_tokens
-        return [block for one in works for block in one.request.blocks[one.start // size : -(-one.end // size)]]
+        return [block for one in chunks for block in one.request.blocks[one.start // size : -(-one.end // size)]]

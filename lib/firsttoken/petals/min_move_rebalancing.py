@@ -19,7 +19,7 @@ _DRAWS, _DISPLACED = 16, 3
 
 
 @dataclass(frozen=True)
-class FewestMoves(Rebalancing):
+class MinMoveRebalancing(Rebalancing):
     """The moves that are foreseen come one after the other: of all moves of one server that which leaves least of the
     squares of what the blocks lack, until none lacks anything. The paper foresees that all servers, whoever asks first,
     go where they are needed most."""
@@ -34,6 +34,7 @@ class FewestMoves(Rebalancing):
 @lru_cache(maxsize=256)  # between two changes of the records every server asks the same
 def _foreseen(servers: tuple[Reachable, ...], depth: int, enough: float) -> tuple[Reachable, ...]:
     best = climbed = _climbed(servers, depth, enough * _AIM)
+    # The seeds are the same everywhere, as each server has to foresee the very moves that the others foresee.
     for seed in range(_DRAWS):
         if swarm_rate(best, depth) >= enough:
             break

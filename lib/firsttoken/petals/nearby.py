@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from firsttoken.petals.block_backend import BlockStack
+from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.server import Running, ServerConfig, serving
@@ -53,7 +53,7 @@ class Nearby:
         self._made.close()
 
     def serve(
-        self, *spans: range, peers: Sequence[str] = (), stack_of: Any = BlockStack, **options: Any
+        self, *spans: range, peers: Sequence[str] = (), make_backend: Any = BlockBackend, **options: Any
     ) -> list[Running]:
         """One server of each of ``spans``, told of those before it; ``options`` are those of ServerConfig."""
         ups: list[Running] = []
@@ -61,7 +61,7 @@ class Nearby:
             known = (*peers, *(one.record.address for one in ups[:1]))
             config = ServerConfig(self.folder, span, torch.float32, peers=known, **options)
             until = AsyncExitStack()
-            ups.append(wait_for(until.enter_async_context(serving(config, self.sha256, stack_of))))
+            ups.append(wait_for(until.enter_async_context(serving(config, self.sha256, make_backend))))
             self._ends[ups[-1].record.address] = until
         return ups
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import USUAL, EngineConfig
+from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.step_plan import StepPlan
@@ -20,7 +20,7 @@ from firsttoken.petals.chain import Chain
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
 from firsttoken.petals.event_loop import begin, wait_for
 from firsttoken.petals.swarm import Swarm
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.auditor import Auditor, Audits
 from firsttoken.petals.trust.priority_queue import Bid
 from firsttoken.petals.wire import CODINGS, Stretch
@@ -53,9 +53,9 @@ class RemoteSegment:
                 f"layers [{through.start}, {through.stop}) lie among [{self.layers.start}, {self.layers.stop}) of a "
                 "swarm, which a step runs as a whole"
             )
-        if step.edges is not None:
-            step.edges.enter(self.layers.start, hidden, step.works)
-        stretches = [Stretch(work.request.number, work.start, work.end) for work in step.works]
+        if step.hidden_cache is not None:
+            step.hidden_cache.enter(self.layers.start, hidden, step.chunks)
+        stretches = [Stretch(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
         out = wait_for(self._chain.run(stretches, hidden[0].cpu()))
         return out[None].to(hidden.device)
 
@@ -80,12 +80,12 @@ class RemoteModel:
         *,
         dtype: torch.dtype = torch.float32,
         coding: str = "",
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         access: Access | None = None,
         audits: Audits | None = None,
         bid: Bid | None = None,
         tokens: int = 16384,
-        config: EngineConfig = USUAL,
+        config: EngineConfig = DEFAULT_CONFIG,
     ) -> None:
         coding = coding or str(dtype).removeprefix("torch.")
         if coding not in CODINGS:
@@ -96,7 +96,7 @@ class RemoteModel:
             raise SwarmError("requests over a swarm share no prefixes: their keys and values are not here")
         self.model = load_ends(folder, dtype)
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
-        self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), patience or Patience(), bid=bid)
+        self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), timeouts or Timeouts(), bid=bid)
         wait_for(self.swarm.meet())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)

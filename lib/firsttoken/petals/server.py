@@ -17,20 +17,20 @@ import torch
 from firsttoken.petals.access import Access
 from firsttoken.petals.announcer import Announcer
 from firsttoken.petals.batcher import Batcher
-from firsttoken.petals.block_backend import BlockStack
+from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.contacts import Contacts
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.kv_slots import Room
+from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.records import Record
 from firsttoken.petals.registry import Registry
 from firsttoken.petals.service import BlockService
 from firsttoken.petals.session import Sessions
-from firsttoken.petals.trust.arbitration import Court
+from firsttoken.petals.trust.arbitration import Arbitrator
 from firsttoken.petals.trust.commitments import Committer
 from firsttoken.petals.trust.ledger import Ledger
-from firsttoken.petals.trust.priority_queue import Places
+from firsttoken.petals.trust.priority_queue import PriorityQueue
 from firsttoken.petals.tuning.frozen import FrozenBlocks
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.system.openmp import loops_elsewhere
@@ -106,16 +106,17 @@ class Rebalancer:
         return False
 
     def _wanted(self, answered: Collection[str] | None = None) -> range | None:
-        known, depth = self._registry.live(time.time()), self._sessions.batcher.stack.depth
+        known, depth = self._registry.live(time.time()), self._sessions.batcher.backend.depth
         return wanted(self._rule, self._announcer.record, known, depth, answered)
 
     async def _move(self, blocks: range) -> None:
-        stack = self._sessions.batcher.stack
+        backend = self._sessions.batcher.backend
         await asyncio.gather(self._announcer.tell_all(), self._sessions.drain(self._limits.drain_s))
-        await self._sessions.batcher.aside(lambda: stack.move(blocks))
-        throughput = await self._sessions.batcher.aside(stack.measured_throughput)
+        await self._sessions.batcher.aside(lambda: backend.move(blocks))
+        throughput = await self._sessions.batcher.aside(backend.measured_throughput)
         if self._frozen is not None:
             await self._frozen.move(blocks)
+        # Sessions are taken again before the record names the new blocks: who reads it may open one at once.
         self._sessions.moving = False
         self._told(self._announcer.say(blocks=(blocks.start, blocks.stop), target=(0, 0), throughput=throughput))
         await self._announcer.tell_all()
@@ -172,33 +173,35 @@ class Running:
 async def serving(
     config: ServerConfig,
     model: str,
-    stack_of: Callable[..., BlockStack] = BlockStack,
+    make_backend: Callable[..., BlockBackend] = BlockBackend,
     told: Callable[[Record, int], None] = lambda *_: None,
 ) -> AsyncIterator[Running]:
     """The server of blocks of ``model`` (its sha256), up and announced for the time of the block.
 
-    ``stack_of`` makes its blocks: those that compute wrongly have a class of their own. ``told`` is given its record
-    and the port that it listens on when it serves, and again whenever it has moved.
+    ``make_backend`` makes its blocks: those that compute wrongly have a class of their own. ``told`` is given its
+    record and the port that it listens on when it serves, and again whenever it has moved.
 
     Raises ModelError for blocks that cannot be loaded, SwarmError for an address that cannot be had or may not.
     """
+    # One thread loads, computes and moves the blocks, so that no two of these meet, and the event loop, which may not
+    # wait, stays free for messages.
     computing = ThreadPoolExecutor(1, thread_name_prefix="firsttoken-blocks")
-    make = partial(stack_of, config.folder, config.blocks, config.dtype, config.limits.kv_tokens)
-    stack = await asyncio.get_running_loop().run_in_executor(computing, make)
+    make = partial(make_backend, config.folder, config.blocks, config.dtype, config.limits.kv_tokens)
+    backend = await asyncio.get_running_loop().run_in_executor(computing, make)
     key, registry = server_key(config.key), Registry()
-    limits, pool = config.limits, stack.pool
-    room = Room(pool.blocks, pool.shape.block_tokens, limits.sequences, stack.context, limits.spare_s)
-    batcher = Batcher(stack, room, limits.batch_tokens, computing)
+    limits, pool = config.limits, backend.pool
+    slots = KVSlots(pool.blocks, pool.shape.block_tokens, limits.sequences, backend.context, limits.spare_s)
+    batcher = Batcher(backend, slots, limits.batch_tokens, computing)
     ledger = Ledger(public_hex(key))
-    places = Places(config.limits.sessions, config.limits.waiting, ledger)
-    sessions = Sessions(batcher, model, config.limits, Committer(key, model), places)
-    court = Court(config.folder, model, ledger, registry)
+    queue = PriorityQueue(config.limits.sessions, config.limits.waiting, ledger)
+    sessions = Sessions(batcher, model, config.limits, Committer(key, model), queue)
+    arbitrator = Arbitrator(config.folder, model, ledger, registry)
     frozen = None
     if config.trains:
         frozen = await batcher.aside(partial(FrozenBlocks, config.folder, config.blocks, config.dtype))
-    contacts = Contacts(registry, config.access, stack.width)
-    service = BlockService(sessions, contacts, court, config.access, frozen)
-    throughput = await batcher.aside(stack.measured_throughput)
+    contacts = Contacts(registry, config.access, backend.width)
+    service = BlockService(sessions, contacts, arbitrator, config.access, frozen)
+    throughput = await batcher.aside(backend.measured_throughput)
     server, port = await service.start(config.host, config.port)
     now = time.time()
     record = Record(
@@ -242,6 +245,6 @@ async def serving(
         tasks[0].cancel()  # the batcher, when steps have had their time
         await asyncio.gather(tasks[0], failed, return_exceptions=True)
         batcher.close()
-        court.close()
+        arbitrator.close()
         if frozen is not None:
             frozen.close()

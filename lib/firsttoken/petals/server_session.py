@@ -11,7 +11,7 @@ from torch import Tensor
 
 from firsttoken.petals.service import SESSION
 from firsttoken.petals.session import HEADERS
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import VERSION, Stretch, decode, encode
 from firsttoken.study.errors import SwarmError
 
@@ -35,7 +35,7 @@ class ServerFault(SwarmError):
         self.refused = refused
 
 
-class Line:
+class ServerSession:
     """``layers`` of ``model`` (sha256) on the server that ``name`` tells and ``channel`` leads to.
 
     Hidden states travel in ``coding``. ``known`` are the tokens of each sequence that the server has seen,
@@ -49,7 +49,7 @@ class Line:
         layers: range,
         model: str,
         coding: str,
-        patience: Patience,
+        timeouts: Timeouts,
         headers: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.name = name
@@ -60,7 +60,7 @@ class Line:
         self.answered_s = 0.0  # when it did so last, on the monotonic clock
         self.commitment = ""
         self.moved_bytes = 0  # of messages, both ways
-        self._coding, self._patience = coding, patience
+        self._coding, self._timeouts = coding, timeouts
         opened = zip(HEADERS, (VERSION, model, f"{layers.start}:{layers.stop}", coding), strict=True)
         self._call = channel.stream_stream(SESSION)(metadata=(*opened, *headers))
         self._turn = asyncio.Lock()
@@ -71,7 +71,7 @@ class Line:
         Raises ServerFault when this server does not answer in time, or nonsense, or refuses.
         """
         rows, over = hidden.shape[0], list(self._over)
-        limit_s = self._patience.limit_s(rows)
+        limit_s = self._timeouts.limit_s(rows)
         message = encode(hidden, self._coding, stretches, over, first)
         try:
             async with asyncio.timeout(limit_s):
@@ -98,7 +98,7 @@ class Line:
         if not (over := list(self._over)):
             return
         try:
-            async with asyncio.timeout(self._patience.answer_s), self._turn:
+            async with asyncio.timeout(self._timeouts.answer_s), self._turn:
                 await self._call.write(encode(None, self._coding, over=over))
             self._over.difference_update(over)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError, TimeoutError):
@@ -115,6 +115,7 @@ class Line:
         import grpc
 
         try:
+            # The lock is not held while the answer is awaited: ``forget`` writes, too, and must not wait for a step.
             async with self._turn:
                 await self._call.write(message)
             data = await self._call.read()

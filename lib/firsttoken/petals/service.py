@@ -19,7 +19,7 @@ from firsttoken.petals.messages import ASKED_BYTES, TALK, hear
 from firsttoken.petals.messages import EXCHANGE as EXCHANGE
 from firsttoken.petals.registry import TwinError
 from firsttoken.petals.session import IdleError, Sessions
-from firsttoken.petals.trust.arbitration import Court
+from firsttoken.petals.trust.arbitration import Arbitrator
 from firsttoken.petals.trust.evidence import read_evidence
 from firsttoken.petals.tuning.frozen import FrozenBlocks
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
@@ -33,17 +33,22 @@ SESSION, PASS, ACCUSE, ACCOUNT = (f"/{SERVICE}/{call}" for call in ("Session", "
 
 class BlockService:
     """``sessions``, passes through ``frozen`` (None: this server does not train) and what its ``contacts`` know, served
-    to whom ``access`` admits; ``court`` judges other servers, and keeps the accounts under this one's subkey. The
+    to whom ``access`` admits; ``arbitrator`` judges other servers, and keeps the accounts under this one's subkey. The
     ``announcer`` is given when the port is known: it speaks for this server."""
 
     announcer: Announcer
 
     def __init__(
-        self, sessions: Sessions, contacts: Contacts, court: Court, access: Access, frozen: FrozenBlocks | None = None
+        self,
+        sessions: Sessions,
+        contacts: Contacts,
+        arbitrator: Arbitrator,
+        access: Access,
+        frozen: FrozenBlocks | None = None,
     ) -> None:
         self.sessions = sessions
         self.contacts = contacts
-        self.court = court
+        self.arbitrator = arbitrator
         self.access = access
         self.frozen = frozen
 
@@ -58,9 +63,9 @@ class BlockService:
             "Accuse": grpc.stream_unary_rpc_method_handler(self._accuse),
             "Account": grpc.unary_unary_rpc_method_handler(self._account),
         }
-        stack = self.sessions.batcher.stack
-        trained = len(stack.blocks) if self.frozen else 0
-        server = grpc.aio.server(options=server_options(stack.width, trained))
+        backend = self.sessions.batcher.backend
+        trained = len(backend.blocks) if self.frozen else 0
+        server = grpc.aio.server(options=server_options(backend.width, trained))
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         bound = self.access.listen(server, host, port)
         await server.start()
@@ -85,10 +90,10 @@ class BlockService:
             layers, _ = self.sessions.opened(headers)
             client = client_of(context.peer())
             self.sessions.make_way(client)
-            self.sessions.places.check_free(self.sessions.spare())
+            self.sessions.queue.check_free(self.sessions.spare())
             if self.frozen is None:
                 raise SwarmError("this server does not train: start one with --train")
-            return await self.frozen.answer(said, layers, self.sessions.batcher.stack.width, client)
+            return await self.frozen.answer(said, layers, self.sessions.batcher.backend.width, client)
 
     async def _exchange(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
@@ -110,11 +115,11 @@ class BlockService:
 
     async def _accuse(self, messages: AsyncIterable[bytes], context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
-        stack = self.sessions.batcher.stack
-        async with _told(context), self.court.case():
-            reading = read_evidence(messages, stack.width, stack.context)
+        backend = self.sessions.batcher.backend
+        async with _told(context), self.arbitrator.case():
+            reading = read_evidence(messages, backend.width, backend.context)
             evidence = await self.sessions.within(reading, "did not bring its evidence")
-            return json.dumps(asdict(await self.court.judge(evidence, source_of(context.peer())))).encode()
+            return json.dumps(asdict(await self.arbitrator.judge(evidence, source_of(context.peer())))).encode()
 
     async def _account(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
@@ -123,7 +128,7 @@ class BlockService:
                 raise SwarmError(
                     f"an account is told one thing, in {ASKED_BYTES} bytes at most: {len(data)} are not read"
                 )
-            return json.dumps(asdict(self.court.ledger.told(data))).encode()
+            return json.dumps(asdict(self.arbitrator.ledger.told(data))).encode()
         except SwarmError as error:
             await _abort(context, RequestError(str(error)))
 

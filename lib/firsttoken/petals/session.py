@@ -18,7 +18,7 @@ from firsttoken.petals.kv_slots import LostError, Sequences
 from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.states import check_states
 from firsttoken.petals.trust.commitments import Committer
-from firsttoken.petals.trust.priority_queue import OFFER, Places
+from firsttoken.petals.trust.priority_queue import OFFER, PriorityQueue
 from firsttoken.petals.wire import CODINGS, VERSION, decode, encode
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.study.parsing.parse_errors import shown
@@ -30,7 +30,7 @@ HEADERS = ("swarm-version", "swarm-model", "swarm-blocks", "swarm-coding")
 """What a session is opened with, in this order: version of the messages, sha256 of the model, a:b, coding."""
 
 _MOVES = "this server moves to other blocks: ask another"
-_LOOK_S = 0.02  # between two looks whether a session is still open
+_POLL_S = 0.02  # between two looks whether a session is still open
 _MOST_SILENT = 1024  # messages without a step in a row; a client has as many sequences to end at most
 
 
@@ -57,21 +57,21 @@ class Session(Ending):
 
 
 class Sessions:
-    """The sessions of a server of ``model``, in its ``places``; ``committer`` signs what it computes.
+    """The sessions of a server of ``model``, in its ``queue``; ``committer`` signs what it computes.
 
     Where no place is free, a session of a client that has more than its share makes way for another's, one without a
     computed token first, and else one of which nothing was computed for a while.
     """
 
     def __init__(
-        self, batcher: Batcher, model: str, limits: ServerLimits, committer: Committer, places: Places
+        self, batcher: Batcher, model: str, limits: ServerLimits, committer: Committer, queue: PriorityQueue
     ) -> None:
         self.batcher = batcher
         self.model = model
         self.limits = limits
         self.committer = committer
-        self.places = places
-        self.room = batcher.room
+        self.queue = queue
+        self.slots = batcher.slots
         self.ends: Counter[str] = Counter()  # how often a session ended for which reason
         self.moving = False  # to other blocks: no session is opened
         self._open: list[Session] = []
@@ -82,7 +82,7 @@ class Sessions:
     @property
     def open(self) -> int:
         """How many there are."""
-        return self.places.taken
+        return self.queue.taken
 
     async def serve(self, context: grpc.aio.ServicerContext, headers: dict[str, str]) -> None:
         """Answer a client until it goes. Raises SwarmError for a session of another model, version or blocks, and what
@@ -91,7 +91,7 @@ class Sessions:
             session = Session(client_of(context.peer()), *self.opened(headers), asyncio.get_running_loop().time())
             self.make_way(session.client)
             has = sum(one.client == session.client for one in self._open)
-            await self.places.take(headers.get(OFFER, ""), session.client, has, self.spare())
+            await self.queue.take(headers.get(OFFER, ""), session.client, has, self.spare())
         except FirstTokenError:
             if self._refused < self.limits.sessions:  # how many are listened to at once: each may send a message
                 self._refused += 1
@@ -116,7 +116,7 @@ class Sessions:
 
     def make_way(self, client: Client) -> None:
         """If no place is free, end the session that makes way for one of ``client``, if there is one."""
-        if self.places.taken < self.places.most or (one := self._making_way(client)) is None:
+        if self.queue.taken < self.queue.most or (one := self._making_way(client)) is None:
             return
         one.end(LostError("another client lacks a place here: open a session again"))
         self._close(one)  # its place is free now; what it has under way ends by itself
@@ -141,8 +141,8 @@ class Sessions:
         """A session is over; its sequences and its place are free, if they have not been before."""
         if session in self._open:
             self._open.remove(session)
-            self.room.leave(session.sequences, list(session.sequences))
-            self.places.give()
+            self.slots.leave(session.sequences, list(session.sequences))
+            self.queue.give()
 
     async def _step(self, context: grpc.aio.ServicerContext, session: Session) -> bool:
         """Read a message and answer it; False when the client has gone."""
@@ -151,12 +151,12 @@ class Sessions:
         data = await self.within(context.read(), "said nothing", session.used)
         if data is grpc.aio.EOF:
             return False
-        stack, layers, mine = self.batcher.stack, session.layers, session.sequences
+        backend, layers, mine = self.batcher.backend, session.layers, session.sequences
         try:
-            message = decode(data, session.coding, stack.width, stack.dtype)
+            message = decode(data, session.coding, backend.width, backend.dtype)
         except SwarmError as error:  # no server would take it
             raise RequestError(str(error)) from error
-        self.room.leave(mine, message.over)
+        self.slots.leave(mine, message.over)
         if message.hidden is None:
             session.silent += 1
             if session.silent > _MOST_SILENT:
@@ -166,14 +166,14 @@ class Sessions:
             raise RequestError(f"layer {message.first} is not among the session's [{layers.start}, {layers.stop})")
         layers = range(message.first or layers.start, layers.stop)
         session.busy, session.silent = True, 0
-        works = await self.room.placed(mine, message.stretches, layers.start, session.client)
+        chunks = await self.slots.placed(mine, message.stretches, layers.start, session.client)
         trails = [mine[one.number].trail for one in message.stretches]  # a sequence may make room meanwhile
-        out = await self.batcher.run(layers, works, message.hidden, session.client)
+        out = await self.batcher.run(layers, chunks, message.hidden, session.client)
         check_states(out, "the hidden states that come out of these blocks hold")
-        self.room.computed(mine, message.stretches)
+        self.slots.computed(mine, message.stretches)
         session.busy, session.computed, session.used = False, True, asyncio.get_running_loop().time()
         commitment = ""
-        if stack.dtype is CODINGS[session.coding] is torch.float32:  # what is rounded on the way was not computed
+        if backend.dtype is CODINGS[session.coding] is torch.float32:  # what is rounded on the way was not computed
             commitment = self.committer.commit(layers, trails, message.stretches, message.hidden, out)
         said = encode(out, session.coding, commitment=commitment)
         await self.within(context.write(said), "did not read its answer")
@@ -182,7 +182,7 @@ class Sessions:
     async def drain(self, seconds: float) -> None:
         """Open no more sessions until ``moving`` is undone, and end those that are open after so many ``seconds``."""
         self.moving, loop = True, asyncio.get_running_loop()
-        self.places.dismiss(BusyError(_MOVES))
+        self.queue.dismiss(BusyError(_MOVES))
         until = loop.time() + seconds
         while self.open:
             if loop.time() > until:
@@ -190,7 +190,7 @@ class Sessions:
                 for limit in self._awaited:
                     if not limit.expired():
                         limit.reschedule(loop.time())
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         self._ended = False
 
     async def within(self, awaited, what: str, since: float | None = None):
@@ -212,7 +212,7 @@ class Sessions:
     def opened(self, headers: dict[str, str]) -> tuple[range, str]:
         """Blocks and coding that a call asks for. Raises SwarmError and RequestError for what is not here."""
         version, model, blocks, coding = (headers.get(name, "") for name in HEADERS)
-        held = self.batcher.stack.blocks
+        held = self.batcher.backend.blocks
         if self.moving:
             raise SwarmError(_MOVES)
         if version != VERSION:

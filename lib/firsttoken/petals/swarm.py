@@ -16,8 +16,8 @@ from firsttoken.petals.contacts import Contacts
 from firsttoken.petals.records import Record
 from firsttoken.petals.registry import Registry
 from firsttoken.petals.routing import Hop, best_chain, chain_s
-from firsttoken.petals.server_session import Line
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.server_session import ServerSession
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.priority_queue import Bid
 from firsttoken.study.errors import SwarmError
 
@@ -47,10 +47,10 @@ class _Behaviour:
 
 
 class Conduct:
-    """What a client of this ``patience`` remembers of each server, by subkey."""
+    """What a client of this ``timeouts`` remembers of each server, by subkey."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
         self._known: dict[str, _Behaviour] = {}
 
     def failed(self, server: str) -> None:
@@ -69,14 +69,14 @@ class Conduct:
     def lost(self, server: str) -> bool:
         """It has lost a session, as an idle one is; whether it does so too often to be without fault."""
         known, now = self._known.setdefault(server, _Behaviour()), time.monotonic()
-        often = len(known.lost_s) == _LOST and now - known.lost_s[0] < self._patience.ban_s
+        often = len(known.lost_s) == _LOST and now - known.lost_s[0] < self._timeouts.ban_s
         known.lost_s.append(now)
         return often
 
     def took(self, server: str, seconds: float, announced_s: float) -> None:
         """A step took it ``seconds`` where its ping and throughput had announced ``announced_s``."""
         late_s = seconds - announced_s
-        late = late_s > max(self._patience.late_s, (TIMES - 1) * announced_s)
+        late = late_s > max(self._timeouts.late_s, (TIMES - 1) * announced_s)
         self._known.setdefault(server, _Behaviour()).late_s.append(late_s if late else 0.0)
 
     def late_s(self, server: str) -> float:
@@ -98,14 +98,14 @@ class Conduct:
         return one.failed_s > one.back_s and time.monotonic() - one.failed_s < seconds
 
     def _ban_s(self, one: _Behaviour) -> float:
-        return min(2 ** (one.failures - 1), _LONGEST) * self._patience.ban_s if one.failures else 0.0
+        return min(2 ** (one.failures - 1), _LONGEST) * self._timeouts.ban_s if one.failures else 0.0
 
     def _rest_s(self, one: _Behaviour) -> float:
         """Return for how long a failed server is not asked at all [s].
 
         It is at most a quarter of the time in which a server is looked for: some tries fit in it.
         """
-        return min(_REST_S * 2 ** (one.failures - 1), self._patience.find_s / 4) if one.failures else 0.0
+        return min(_REST_S * 2 ** (one.failures - 1), self._timeouts.find_s / 4) if one.failures else 0.0
 
 
 _SEEN = 8  # things that are said of what was seen
@@ -125,7 +125,7 @@ class Swarm:
         peers: Sequence[str],
         width: int,
         access: Access,
-        patience: Patience,
+        timeouts: Timeouts,
         trained: int = 0,
         bid: Bid | None = None,
     ) -> None:
@@ -136,20 +136,20 @@ class Swarm:
         self.registry = Registry()
         self.contacts = Contacts(self.registry, access, width)
         self.contacts.near = any(is_loopback(peer.rpartition(":")[0].strip("[]")) for peer in peers)
-        self.patience = patience
+        self.timeouts = timeouts
         self.access = access
         self.bid = bid
         self.served: Counter[str] = Counter()
         self._width, self._trained = width, trained
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._pings: dict[str, float] = {}  # by address, of those that answered when they were asked last
-        self.conduct = Conduct(patience)
+        self.conduct = Conduct(timeouts)
         self.convicted: set[str] = set()  # subkeys of who was shown to have lied: they are not asked any more
 
     async def keep_looking(self) -> None:
         """Look the swarm over again and again, until cancelled."""
         while True:
-            await asyncio.sleep(self.patience.refresh_s)
+            await asyncio.sleep(self.timeouts.refresh_s)
             await self.look()
 
     async def look(self) -> None:
@@ -194,7 +194,7 @@ class Swarm:
         Servers that have just begun may not be known yet: the swarm is looked over for ``answer_s`` seconds.
         """
         await self.meet()
-        until = time.monotonic() + self.patience.answer_s
+        until = time.monotonic() + self.timeouts.answer_s
         while not self._covers(layers, set()) and time.monotonic() < until:
             await asyncio.sleep(_PAUSE_S)
             await self.look()
@@ -210,7 +210,7 @@ class Swarm:
         failure. Who is in ``without``, as it has refused just this, is not asked; where nobody else has the blocks,
         that is said at once.
         """
-        find_s, pause_s, looked = self.patience.find_s, _PAUSE_S, False
+        find_s, pause_s, looked = self.timeouts.find_s, _PAUSE_S, False
         until, without = time.monotonic() + find_s if until is None else until, set(without)
         while True:
             for shunned in [self.conduct.shunned(), self.conduct.resting()][: 1 + looked]:
@@ -254,11 +254,11 @@ class Swarm:
             self._channels[address] = self.access.channel(address, self._width, self._trained)
         return self._channels[address]
 
-    def line(self, record: Record, layers: range, coding: str) -> Line:
+    def open_session(self, record: Record, layers: range, coding: str) -> ServerSession:
         """A session with the server of ``record``, for ``layers`` among its blocks."""
         channel, headers = self.channel(record.address), self.access.headers
         headers += self.bid.headers(record.server) if self.bid is not None else ()
-        return Line(record.name, channel, layers, self.model, coding, self.patience, headers)
+        return ServerSession(record.name, channel, layers, self.model, coding, self.timeouts, headers)
 
     async def reconnect(self, address: str) -> None:
         """Give the connection to ``address`` up: another is made when it is asked for."""
@@ -306,7 +306,7 @@ class Swarm:
         try:
             if address not in self.peers and self.registry.at(address, time.time()) is None:
                 await check_name(address)
-            _, ping_s = await self.contacts.ask(self.channel(address), address, self.patience.answer_s)
+            _, ping_s = await self.contacts.ask(self.channel(address), address, self.timeouts.answer_s)
         except SwarmError as error:
             self._pings.pop(address, None)
             self.contacts.fault(address, str(error))

@@ -7,14 +7,14 @@ from typing import Any
 
 from firsttoken.petals.chain import Chain
 from firsttoken.petals.records import Record
-from firsttoken.petals.server_session import Line
+from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.trust.auditor import Auditor
 
 MOST_SERVERS, MOST_REPLACED, MOST_TEXT = 64, 20, 160  # that are told: records and reasons are what strangers sent
 _STATES = ("serves", "shunned", "silent", "convicted", "another version")
 
 
-def overview(chain: Chain, now: float) -> dict[str, Any]:
+def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
     """What is known of the swarm of ``chain`` at ``now`` (seconds of the wall clock), as JSON takes it.
 
     ``servers``, those of the chain first, ``more`` that are left out, the blocks that are ``unserved``, and who was
@@ -22,15 +22,15 @@ def overview(chain: Chain, now: float) -> dict[str, Any]:
     ``requests`` are this client's that are open there, ``served`` their tokens x blocks, ``throughput`` tokens/s
     through one block as it says itself.
     """
-    swarm, asked, lines = chain.swarm, defaultdict(list), list(chain.lines)
-    for line, record in lines:
-        asked[record.server].append(line)
-    known = {record.server: record for _, record in lines}  # also one whose record has expired meanwhile
+    swarm, asked, sessions = chain.swarm, defaultdict(list), list(chain.sessions)
+    for session, record in sessions:
+        asked[record.server].append(session)
+    known = {record.server: record for _, record in sessions}  # also one whose record has expired meanwhile
     known |= {one.server: one for one in swarm.registry.live(now) if one.span}
     states = {server: swarm.state(one) for server, one in known.items()}
 
     def rank(one: Record) -> tuple[Any, ...]:
-        first = min((line.layers.start for line in asked.get(one.server, ())), default=len(chain.layers))
+        first = min((session.layers.start for session in asked.get(one.server, ())), default=len(chain.layers))
         return first, _STATES.index(states[one.server][0]), one.blocks, one.server
 
     return {
@@ -54,15 +54,15 @@ def _audits(auditor: Auditor) -> dict[str, Any]:
     return {"ends": dict(auditor.ends), "undecided": _text(auditor.why)}
 
 
-def _told(one: Record, lines: list[Line], state: str, ping_s: float | None, now: float) -> dict[str, Any]:
+def _told(one: Record, sessions: list[ServerSession], state: str, ping_s: float | None, now: float) -> dict[str, Any]:
     return _named(one) | {
         "blocks": list(one.blocks),
         "version": one.model,
         "throughput": one.throughput,
         "state": state,
         "ping_s": ping_s,
-        "asked": [_ends(line.layers) for line in lines],
-        "requests": max((len(line.known) for line in lines), default=0),
+        "asked": [_ends(session.layers) for session in sessions],
+        "requests": max((len(session.known) for session in sessions), default=0),
         "expires_s": one.expires - now,
     }
 

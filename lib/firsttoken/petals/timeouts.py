@@ -9,7 +9,7 @@ from firsttoken.study.errors import SwarmError
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """A server that has not answered a step after ``step_s`` seconds and ``token_s`` for each of its tokens is
     replaced, and not asked for ``ban_s`` seconds while another has its blocks. The swarm is looked over every
     ``refresh_s``, where a server answers within ``answer_s`` or is passed by; where nobody serves a block, the client

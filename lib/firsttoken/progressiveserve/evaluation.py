@@ -71,7 +71,7 @@ class QualityConfig:
         return dataclasses.replace(self, windows=windows, **sizes)
 
 
-class Examination:
+class Evaluation:
     """One set of test items, put to every variant alike."""
 
     def __init__(self, config: QualityConfig, tokenizer: PreTrainedTokenizerBase) -> None:

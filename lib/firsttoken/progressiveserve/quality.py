@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.corpora import QAItem
-from firsttoken.engine.sampling import likeliest
+from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.progressiveserve.samples import STOP, answer_tokens, qa_prompt, shortened
 from firsttoken.scoring import exact_match, token_f1
 
@@ -153,7 +153,7 @@ def _decode(
 ) -> list[str]:
     """Greedy answers: up to ``max_new_tokens`` tokens, cut at the end of the line. Raises OutputError for logits that
     are no finite numbers."""
-    token, taken = likeliest(first), []
+    token, taken = argmax_tokens(first), []
     while True:
         taken.append(token)
         rows = [_until(row, tokenizer.eos_token_id) for row in torch.stack(taken, 1).tolist()]
@@ -169,7 +169,7 @@ def _decode(
             past_key_values=cache,
             use_cache=True,
         )
-        token = likeliest(out.logits[:, -1])
+        token = argmax_tokens(out.logits[:, -1])
 
 
 def _until(tokens: list[int], end: int | None) -> list[int]:

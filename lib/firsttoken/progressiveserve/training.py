@@ -65,7 +65,7 @@ class HealingConfig:
 
 
 @dataclass(frozen=True)
-class Materials:
+class TrainingData:
     """Training and validation data as tokens, and the hash of the training part."""
 
     questions: list[Sample]
@@ -80,7 +80,7 @@ class Materials:
         return sum(sample.cut > 0 for sample in self.questions)
 
 
-def materials(config: HealingConfig, recipe: Recipe, tokenizer: Any) -> Materials:
+def training_data(config: HealingConfig, recipe: Recipe, tokenizer: Any) -> TrainingData:
     """Training questions, text and open prompts, and the validation split of questions and text.
 
     Open prompts join only where the full model teaches: without it there is nothing to learn after "Answer:".
@@ -94,7 +94,7 @@ def materials(config: HealingConfig, recipe: Recipe, tokenizer: Any) -> Material
         pairs = boolq_prompts("train")[: config.prompts]
         text += prompt_samples(pairs, tokenizer, config.window_tokens, "prompt-")
     digest = hashlib.sha256(repr([s.tokens for s in (*questions, *text)]).encode()).hexdigest()
-    return Materials(
+    return TrainingData(
         questions,
         text,
         load_qa(config.questions, "validation")[: config.watch_questions],
@@ -107,7 +107,7 @@ def heal(
     served: ServedModel,
     missing: Sequence[int],
     recipe: Recipe,
-    data: Materials,
+    data: TrainingData,
     config: HealingConfig,
     teacher: Teacher | None = None,
 ) -> tuple[PeftModel, Curve]:
@@ -136,7 +136,7 @@ def healed(
 ) -> dict[str, Any]:
     """The recipe.json of the adapter in ``folder``, trained now unless exactly this run was finished before."""
     recipe = config.sized(recipe)
-    data = materials(config, recipe, served.tokenizer)
+    data = training_data(config, recipe, served.tokenizer)
     wanted = {
         "recipe": dataclasses.asdict(recipe) | {"targets": list(recipe.targets)},
         "layers": present_without(served.plan.depth, missing),
@@ -173,7 +173,7 @@ def present_without(depth: int, missing: Sequence[int]) -> list[int]:
     return [i for i in range(depth) if i not in set(missing)]
 
 
-def _validation(peft: PeftModel, tokenizer: Any, data: Materials) -> dict[str, float]:
+def _validation(peft: PeftModel, tokenizer: Any, data: TrainingData) -> dict[str, float]:
     if not data.validation:
         raise CorpusError("no validation questions: set healing.watch_questions to 1 or more, or use a larger file")
     model = peft.get_base_model()

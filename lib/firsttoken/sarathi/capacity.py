@@ -18,7 +18,8 @@ SLOWEST, FASTEST = 100, 1000  # times the rate at which a search begins
 
 @dataclass(frozen=True)
 class Objective:
-    """Bounds on the P99 of the time between two tokens of a request, and on the median delay to its first step."""
+    """SchedulerConfig on the P99 of the time between two tokens of a request, and on the median delay to its first
+    step."""
 
     tbt_s: float
     delay_s: float = 2.0  # the paper's

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.study.decisions import Decisions
 from firsttoken.study.errors import ProfileError
@@ -20,10 +20,10 @@ def watched(kind: type[Scheduler], file: Path, decisions: Decisions) -> type[Sch
 
     ``decisions`` know when one is being taken.
     """
-    return type(kind.__name__, (_Watched, kind), {"file": file, "decisions": decisions, "steady": False})
+    return type(kind.__name__, (_CheckedScheduler, kind), {"file": file, "decisions": decisions, "steady": False})
 
 
-class _Watched(Scheduler):
+class _CheckedScheduler(Scheduler):
     file: ClassVar[Path]
     decisions: ClassVar[Decisions]
 
@@ -32,51 +32,51 @@ class _Watched(Scheduler):
         self._empty = 0  # steps without work in a row
         self._processed = self._most = 0  # tokens since a request ended, and how many there may be
 
-    def plan(self) -> list[Work]:
+    def plan(self) -> list[ScheduledChunk]:
         with self.decisions.one():
-            works = super().plan()
-        self._may(works)
-        self._goes_on(works)
-        return works
+            chunks = super().plan()
+        self._may(chunks)
+        self._goes_on(chunks)
+        return chunks
 
     def end(self, request: Request) -> None:
         super().end(request)
         self._processed = self._most = 0
 
-    def _may(self, works: Sequence[Work]) -> None:
+    def _may(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Known requests, once each, their next tokens, blocks for these, and no more than the budget."""
-        if not isinstance(works, list) or not all(isinstance(work, Work) for work in works):
-            raise self._wrong("schedule must return a list of what self.work gives")
+        if not isinstance(chunks, list) or not all(isinstance(chunk, ScheduledChunk) for chunk in chunks):
+            raise self._wrong("schedule must return a list of what self.chunk gives")
         running, seen = set(map(id, self.running)), set[int]()
-        for work in works:
-            request = work.request
+        for chunk in chunks:
+            request = chunk.request
             if id(request) not in running:
                 raise self._wrong(f"a step for request {request.number}, which is not running; admit it first")
             if id(request) in seen:
                 raise self._wrong(f"request {request.number} is twice in a step; give it one piece")
             seen.add(id(request))
-            if work != request.work(work.tokens) or not 0 < work.tokens <= request.todo:
+            if chunk != request.chunk(chunk.tokens) or not 0 < chunk.tokens <= request.remaining:
                 raise self._wrong(
-                    f"tokens {work.start} to {work.end - 1} of request {request.number}, whose next is "
-                    f"{request.cached} of {len(request.tokens)}; make works by self.work"
+                    f"tokens {chunk.start} to {chunk.end - 1} of request {request.number}, whose next is "
+                    f"{request.cached} of {len(request.tokens)}; make chunks by self.chunk"
                 )
-            if work.end > (room := len(request.blocks) * self.block_tokens):
+            if chunk.end > (room := len(request.blocks) * self.block_tokens):
                 raise self._wrong(
-                    f"request {request.number} would have {work.end} tokens and has blocks for {room}; "
+                    f"request {request.number} would have {chunk.end} tokens and has blocks for {room}; "
                     "admit it or let it grow before"
                 )
-        tokens = sum(work.tokens for work in works)
-        if tokens > (budget := self.bounds.token_budget):
+        tokens = sum(chunk.tokens for chunk in chunks)
+        if tokens > (budget := self.config.token_budget):
             raise self._wrong(
                 f"a step of {tokens} tokens with a budget of {budget}; name what it needs, as in '{self.file} {tokens}'"
             )
 
-    def _goes_on(self, works: Sequence[Work]) -> None:
+    def _goes_on(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Something ends before long; without works, they come before long."""
-        self._empty = 0 if works else self._empty + 1
+        self._empty = 0 if chunks else self._empty + 1
         if self._empty > EMPTY:
             raise self._wrong(f"never finishes: {EMPTY:,} steps in a row without work, and requests are open")
-        self._processed += sum(work.tokens for work in works)
+        self._processed += sum(chunk.tokens for chunk in chunks)
         if self._processed > self._most:
             queues = self.waiting, self.running, self.restoring, self.swapped
             self._most = LAPS * sum(request.most_cached for queue in queues for request in queue)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from firsttoken.assets.manual_downloads import brought
+from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.profiled import ProfiledCosts
 from firsttoken.engine.costs.sarathi_artifact import BatchCosts
@@ -39,7 +39,7 @@ class Hardware:
 
     def read(self) -> Costs:
         """The costs. Raises AssetError for files that are not there, CorpusError for those that cannot be read."""
-        return BatchCosts() if self.costs == PUBLISHED else ProfiledCosts.read(brought(self.costs), self.layers)
+        return BatchCosts() if self.costs == PUBLISHED else ProfiledCosts.read(downloaded(self.costs), self.layers)
 
     def iteration_s(self, costs: Costs) -> float:
         """Seconds of the decode iteration."""

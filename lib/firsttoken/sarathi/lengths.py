@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from firsttoken.assets.manual_downloads import brought
+from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.tables import number, rows
 from firsttoken.engine.workload.arrivals import Arrivals
 from firsttoken.engine.workload.conversations import conversations
@@ -26,7 +26,7 @@ def lengths(source: str) -> np.ndarray:
     if source == PINNED:
         pool = conversations(None)
         return np.column_stack([pool.prompt_tokens, pool.output_tokens])
-    path = brought(source)
+    path = downloaded(source)
     table = next(iter(sorted(path.glob("*.csv"))), path) if path.is_dir() else path
     return np.array([_pair(table, line, row) for line, row in rows(table, ("num_prefill_tokens", "num_decode_tokens"))])
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from firsttoken.engine.model_server import ModelServer
 from firsttoken.engine.request import Sampling
-from firsttoken.service.choice import AnswerChoice, Piece
+from firsttoken.service.choice import AnswerChoice, TextDelta
 from firsttoken.service.prometheus_metrics import Metrics
 from firsttoken.service.request_schema import ChatRequest, CompletionRequest, ServedRequest
 from firsttoken.service.text import Vocabulary
@@ -50,14 +50,14 @@ class Answers:
             raise
         self._metrics.prompt_tokens.inc(self.prompt_tokens)
 
-    async def batches(self) -> AsyncIterator[list[Piece]]:
+    async def batches(self) -> AsyncIterator[list[TextDelta]]:
         """The pieces of all choices, those together that came together, until the last choice has ended.
 
         Raises what ended one of them in the engine, and ClientGone.
         """
         open_ones = len(self._choices)
         while open_ones:
-            pieces: list[Piece] = []
+            deltas: list[TextDelta] = []
             for number, item in await self._inbox.get():
                 choice = self._choices[number]
                 if choice.finished:
@@ -65,16 +65,16 @@ class Answers:
                 if isinstance(item, Exception):
                     raise item
                 if item is None:
-                    pieces += choice.end()
+                    deltas += choice.end()
                 else:
                     if not choice.scored:
                         self._hear(number, item.at_s)
-                    pieces += choice.take(item)
+                    deltas += choice.take(item)
                 if choice.finished:
                     open_ones -= 1
                     choice.session.cancel()
-            if pieces:
-                yield pieces
+            if deltas:
+                yield deltas
 
     @property
     def completion_tokens(self) -> int:
@@ -88,7 +88,7 @@ class Answers:
             choice.session.cancel()
 
     def _open(self, number: int, ids: Sequence[int], echo: str, seed: int) -> None:
-        asked, likeliest = self.asked, self.asked.likeliest
+        asked, top_count = self.asked, self.asked.top_count
         ends = self._vocabulary.chat_stop_ids if isinstance(asked, ChatRequest) else self._vocabulary.stop_ids
         ends = () if asked.ignore_eos else ends
         sampling = Sampling(
@@ -97,11 +97,11 @@ class Answers:
             asked.top_p,
             stop=ends,
             seed=(seed + _SEEDS) % (2 * _SEEDS) - _SEEDS,
-            logprobs=likeliest,
-            prompt_logprobs=bool(echo) and likeliest is not None,
+            logprobs=top_count,
+            prompt_logprobs=bool(echo) and top_count is not None,
         )
         session = self._server.submit(ids, sampling, asked.upgrade, events=self._inbox.slot(number))
-        told = {"echo": echo, "judged": likeliest is not None, "scored": asked.most_new == 0}
+        told = {"echo": echo, "judged": top_count is not None, "scored": asked.most_new == 0}
         self._choices.append(AnswerChoice(number, self._vocabulary, ids, session, ends=ends, stops=asked.stop, **told))
         if self._closed:
             session.cancel()

@@ -38,10 +38,10 @@ from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError
 
 # Who is inside: requests are counted, and none is taken once the service ends.
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
-class Doors:
+class ShutdownGate:
     """Open until :meth:`close`; ``inside`` counts the requests below /v1/ that are read, computed or answered."""
 
     def __init__(self) -> None:
@@ -60,14 +60,14 @@ class Doors:
         """Wait until nobody is inside, at most ``grace_s`` seconds; a thread that has nothing else to do calls this."""
         until = time.monotonic() + grace_s
         while self.inside and time.monotonic() < until:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
-class Counting:
-    """Lets requests through ``doors`` to ``app``."""
+class InFlightMiddleware:
+    """Lets requests through ``gate`` to ``app``."""
 
-    def __init__(self, app: ASGIApp, doors: Doors) -> None:
-        self._app, self._doors = app, doors
+    def __init__(self, app: ASGIApp, gate: ShutdownGate) -> None:
+        self._app, self._gate = app, gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI calls this for each connection; requests below /v1/ are counted, or refused if the doors are closed."""
@@ -75,21 +75,21 @@ class Counting:
             await self._app(scope, receive, send)
             return
         try:
-            self._doors.check()
+            self._gate.check()
         except ClosedError as error:
             await refusing(error)(scope, receive, send)
             return
-        self._doors.inside += 1
+        self._gate.inside += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._doors.inside -= 1
+            self._gate.inside -= 1
 
 
 # Who is let in: the key, and no page of another origin (a browser sends what that page says to loopback too).
 
 
-class Guard:
+class AuthMiddleware:
     """Refuses before ``app`` reads anything.
 
     With a ``key`` everything below /v1/ asks for it. With ``loopback`` the Host must be an address or localhost: a
@@ -141,7 +141,7 @@ HEADER = b"x-request-id"
 _SANE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
-class RequestIds:
+class RequestIdMiddleware:
     """Gives every response of ``app`` the header x-request-id.
 
     It is the client's own, where it sent one of 128 letters, digits and marks at most, or else a new one.
@@ -179,9 +179,9 @@ class Replica:
         self._server, self._vocabulary, self._config, self._name = server, vocabulary, config, name
         self._model = config.model
         self._created = int(time.time())
-        self._metrics = Metrics(server.standing, lambda: server.status()["stage"])
+        self._metrics = Metrics(server.stats, lambda: server.status()["stage"])
         self._bridge: LoopBridge
-        self.doors, self.unread = Doors(), Unread()
+        self.gate, self.unread = ShutdownGate(), Unread()
 
     def begin(self) -> None:
         """The event loop runs."""
@@ -207,21 +207,21 @@ class Replica:
     async def health(self, request: Request) -> Response:
         """GET /health: 200 when a prompt is answered now, 503 while it would wait for stage 1 or the service ends."""
         status = self._server.status()
-        if self.doors.closed:
+        if self.gate.closed:
             status |= {"state": "closing", "stage": 0}
         body = {key: status[key] for key in ("state", "stage", "error")}
         return JSONResponse(body, 200 if status["stage"] else 503)
 
     async def stage(self, request: Request) -> Response:
         """GET /stage: the state of the replica that answers, which is named, and what its engine holds."""
-        engine = vars(self._server.standing())
+        engine = vars(self._server.stats())
         return JSONResponse(self._server.status() | {"replica": self._name, "engine": engine})
 
     async def swarm(self, request: Request) -> Response:
         """GET /swarm: who holds which blocks. Raises HTTPException where the blocks are here."""
-        if (overview := self._server.overview()) is None:
+        if (swarm_status := self._server.swarm_status()) is None:
             raise HTTPException(404, "the blocks are here; `firsttoken serve --swarm HOST:PORT` serves a swarm's")
-        return JSONResponse(overview)
+        return JSONResponse(swarm_status)
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""
@@ -240,7 +240,8 @@ class Replica:
         try:
             asked = parse_request(kind, await self._body(request))
             self._check_model(asked.model)
-            self.doors.check()
+            # The gate was open when the request arrived, and may have been closed while its body was read.
+            self.gate.check()
             if asked.n > self._config.max_choices:
                 raise RequestError(f"n: {asked.n} answers, and the limit is {self._config.max_choices}")
             answer = Answers(self._server, self._vocabulary, asked, inbox, self._metrics)
@@ -248,9 +249,9 @@ class Replica:
             said = reply.new(self._model)
             with leaving(request, inbox):
                 if asked.stream:
-                    pieces = answer.batches()
-                    first = await anext(pieces)
-                    return Streamed(request, inbox, answer, (first, pieces), said, self._metrics, headers)
+                    deltas = answer.batches()
+                    first = await anext(deltas)
+                    return Streamed(request, inbox, answer, (first, deltas), said, self._metrics, headers)
                 response = await whole(answer, said, headers)
             self._close(answer, "answered")
             return response
@@ -316,15 +317,15 @@ def build_app(replica: Replica, server: ModelServer, config: ServiceConfig) -> S
         ],
         exception_handlers=dict.fromkeys((FirstTokenError, HTTPException, Exception), refuse),
         middleware=[
-            Middleware(RequestIds),
-            Middleware(Guard, key=config.api_key, loopback=config.loopback),
-            Middleware(Counting, doors=replica.doors),
+            Middleware(RequestIdMiddleware),
+            Middleware(AuthMiddleware, key=config.api_key, loopback=config.loopback),
+            Middleware(InFlightMiddleware, gate=replica.gate),
         ],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # a redirect would repeat whatever Host was sent
     app.state.begin = server.start  # to load: not before whoever listens has imported what it needs
-    app.state.doors, app.state.unread = replica.doors, replica.unread
+    app.state.gate, app.state.unread = replica.gate, replica.unread
     app.state.close = server.close  # for who ends the process, before connections are waited for
     return app
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tokenizers import Tokenizer
 
-from firsttoken.service.logprobs_format import Said, said
+from firsttoken.service.logprobs_format import AnswerToken, answer_token
 from firsttoken.service.spelling import Spelling
 from firsttoken.service.text import StopFilter, TextStream, Vocabulary
 
@@ -91,18 +91,18 @@ def _characters(raw: bytes) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextDelta:
     """What one token adds to ``choice``: ``text``, perhaps "", and the ``stage`` that computed it.
 
-    The last piece stands for no token: it brings the text that was held back, and ``finish_reason``. ``said`` are the
-    likelihoods of tokens whose text has begun by now, None where there are none.
+    The last piece stands for no token: it brings the text that was held back, and ``finish_reason``. ``said`` are
+    the likelihoods of tokens whose text has begun by now, None where there are none.
     """
 
     choice: int
     text: str
     stage: int
     finish_reason: Literal["stop", "length"] | None = None
-    said: Sequence[Said] | None = None
+    logprobs: Sequence[AnswerToken] | None = None
 
 
 class AnswerChoice:
@@ -132,41 +132,41 @@ class AnswerChoice:
         self._ends, self._begun = ends, False
         self._text, self._stops = TextStream(vocabulary.tokenizer, prompt_ids), StopFilter(stops)
         self._places = after(vocabulary.spelling, prompt_ids, len(echo))
-        self._waiting: list[Said] = []  # whose text has not been said yet
+        self._waiting: list[AnswerToken] = []  # whose text has not been said yet
         self._stage, self._shown = 0, 0  # characters
 
-    def take(self, event: TokenEvent) -> list[Piece]:
+    def take(self, event: TokenEvent) -> list[TextDelta]:
         """The pieces that a token adds: its own, what comes before the first, and the last where it ends the answer."""
-        pieces = []
+        deltas = []
         self._stage = event.stage
         if not self._begun and self._echo:
-            self._waiting += self._prompt_said() if self._judged else ()
-            pieces.append(self._piece(self._echo))
+            self._waiting += self._prompt_logprobs() if self._judged else ()
+            deltas.append(self._delta(self._echo))
         self._begun = True
         if self.scored:
-            return [*pieces, self._last("length")]
+            return [*deltas, self._last("length")]
         self.tokens += 1
         if event.token_id in self._ends:
-            return [*pieces, self._last("stop")]
+            return [*deltas, self._last("stop")]
         if self._judged:
             spelling = self._vocabulary.spelling
             shown = b"" if spelling.special(event.token_id) else spelling.spelt(event.token_id)
-            self._waiting.append(said(spelling, event.token_id, self._places.take(shown), event.chance))
-        pieces.append(self._piece(self._stops.push(self._text.push(event.token_id))))
+            self._waiting.append(answer_token(spelling, event.token_id, self._places.take(shown), event.token_logprob))
+        deltas.append(self._delta(self._stops.push(self._text.push(event.token_id))))
         if self._stops.stopped:
-            pieces.append(self._last("stop"))
-        return pieces
+            deltas.append(self._last("stop"))
+        return deltas
 
-    def end(self) -> list[Piece]:
+    def end(self) -> list[TextDelta]:
         """The engine has no more tokens."""
         return [] if self.finished else [self._last("length")]
 
-    def _last(self, reason: Literal["stop", "length"]) -> Piece:
+    def _last(self, reason: Literal["stop", "length"]) -> TextDelta:
         self.finished = True
         rest = self._stops.push(self._text.finish()) + self._stops.finish()
-        return self._piece(rest, "stop" if self._stops.stopped else reason)
+        return self._delta(rest, "stop" if self._stops.stopped else reason)
 
-    def _piece(self, text: str, reason: Literal["stop", "length"] | None = None) -> Piece:
+    def _delta(self, text: str, reason: Literal["stop", "length"] | None = None) -> TextDelta:
         """With the likelihoods of the tokens whose text has begun, and at the end of all but those behind a stop."""
         self._shown += len(text)
         if reason is not None and not self._stops.stopped:
@@ -174,12 +174,12 @@ class AnswerChoice:
         else:
             count = next((n for n, one in enumerate(self._waiting) if one.offset >= self._shown), len(self._waiting))
             ready, self._waiting = self._waiting[:count], self._waiting[count:]
-        return Piece(self.index, text, self._stage, reason, ready if ready else None)
+        return TextDelta(self.index, text, self._stage, reason, ready if ready else None)
 
-    def _prompt_said(self) -> list[Said]:
+    def _prompt_logprobs(self) -> list[AnswerToken]:
         request: Request = self.session.request
-        chances = [None, *request.prompt_chances]
+        token_logprobs = [None, *request.prompt_logprobs]
         tokenizer, spelling = self._vocabulary.tokenizer, self._vocabulary.spelling
         begins = of_prompt(tokenizer, spelling, self._prompt_ids, self._echo)
-        read = zip(self._prompt_ids, begins, chances, strict=True)
-        return [said(spelling, token_id, begin, chance) for token_id, begin, chance in read]
+        read = zip(self._prompt_ids, begins, token_logprobs, strict=True)
+        return [answer_token(spelling, token_id, begin, token_logprob) for token_id, begin, token_logprob in read]

@@ -37,7 +37,7 @@ _ENVIRONMENT = {
 }
 _LATE = "timed out during startup"  # Ray gives its helpers 15 s to report their ports, which nothing can change
 _ANSWER_S = 5.0
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _STARTS = 3  # the next time they are in the page cache
 _OBJECTS_BYTES = 80 << 20  # nothing is kept in Ray's object store, which would take 30 % of the memory
 
@@ -85,7 +85,7 @@ def _watched(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -
     url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}/stage"
 
     def watch() -> None:
-        while not ended.wait(_LOOK_S):
+        while not ended.wait(_POLL_S):
             with suppress(OSError, ValueError, KeyError):
                 with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
                     status = json.load(answer)

@@ -19,7 +19,7 @@ from firsttoken.service.served_model import check_model
 from firsttoken.service.service_config import ServiceConfig, listening
 from firsttoken.study.errors import FirstTokenError, StageError
 
-LOOK_S = 0.2
+POLL_S = 0.2
 _EXAMPLE = (
     """curl -N {url}/v1/completions -d '{{"prompt": "The capital of France is", "max_tokens": 32, "stream": true}}'"""
 )
@@ -77,8 +77,8 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
                 time.sleep(0.005)
             app.state.begin()
             yield
-            app.state.doors.close()
-            app.state.doors.wait(config.grace_s)
+            app.state.gate.close()
+            app.state.gate.wait(config.grace_s)
         finally:
             app.state.close()  # whoever is open is told, and no connection has to be waited for
             server.should_exit = True
@@ -122,4 +122,4 @@ def _first(ended: SimpleQueue[FirstTokenError | None]) -> FirstTokenError | None
     """
     while True:
         with suppress(Empty):
-            return ended.get(timeout=LOOK_S)
+            return ended.get(timeout=POLL_S)

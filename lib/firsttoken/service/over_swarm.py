@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from firsttoken.engine.model_server import ReadyServer
+from firsttoken.engine.model_server import StaticServer
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.cover import unserved
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.remote_model import UNAUDITED, RemoteModel
-from firsttoken.petals.swarm_status import overview
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.swarm_status import swarm_status
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE
 from firsttoken.petals.trust.auditor import Audits
 from firsttoken.service.service_config import ServiceConfig
@@ -26,7 +26,7 @@ from firsttoken.study.errors import FirstTokenError
 _TOLD = 50  # servers that were replaced lately
 
 
-class SwarmServer(ReadyServer):
+class SwarmServer(StaticServer):
     """Serves the model of ``config`` by its swarm.
 
     Raises SwarmError when nobody answers at the addresses given, or a block is served by nobody; ModelError for a
@@ -45,7 +45,7 @@ class SwarmServer(ReadyServer):
             config.folder,
             config.swarm,
             dtype=dtype,
-            patience=Patience(step_s=config.swarm_step_s),
+            timeouts=Timeouts(step_s=config.swarm_step_s),
             access=Access.read(config.swarm_token_file, config.swarm_tls_ca, None, None),
             audits=audits,
             tokens=limits.blocks * 16,
@@ -59,13 +59,13 @@ class SwarmServer(ReadyServer):
         self._audits = UNAUDITED if audits is None else f"a share of {audits.rate:g} of the answers is audited"
         if audits is None:
             print(UNAUDITED, file=sys.stderr, flush=True)
-        self._model.executor.view.stage = 1
+        self._model.executor.version.stage = 1
         weights = sum(weight.nbytes for weight in self._model.model.parameters() if not weight.is_meta)
         super().__init__(self._model.engine, limits, self._model.close, weights)
 
-    def overview(self) -> dict[str, Any]:
+    def swarm_status(self) -> dict[str, Any]:
         """The swarm as this service knows it."""
-        return overview(self._model.chain, time.time())
+        return swarm_status(self._model.chain, time.time())
 
     def status(self) -> dict[str, Any]:
         """One stage, which is there while all blocks are served; the ``servers`` of the chain, in order, and as
@@ -73,8 +73,8 @@ class SwarmServer(ReadyServer):
         "degraded", and the error names the blocks, until somebody serves them."""
         model, missing = self._model, self._model.chain.unserved()
         servers = [
-            {"blocks": [line.layers.start, line.layers.stop], "address": record.address, "key": record.server[:8]}
-            for line, record in list(model.chain.lines)
+            {"blocks": [session.layers.start, session.layers.stop], "address": record.address, "key": record.server[:8]}
+            for session, record in list(model.chain.sessions)
         ]
         return super().status() | {
             "stage": 0 if missing else 1,

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from firsttoken.engine.async_engine import Standing
+    from firsttoken.engine.async_engine import EngineStats
 
 
 OUTCOMES = ("answered", "cancelled", "refused", "failed")
@@ -18,13 +18,13 @@ _BETWEEN_S = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0
 
 
 class Metrics:
-    """The service's counts and times since it began; ``standing`` and ``stage`` are asked when somebody looks."""
+    """The service's counts and times since it began; ``stats`` and ``stage`` are asked when somebody looks."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, standing: Callable[[], Standing], stage: Callable[[], int]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], stage: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Now(standing, stage))
+        self.registry.register(_Now(stats, stage))
         self.requests = Counter(
             "firsttoken_requests",
             "Requests by outcome: answered, cancelled (the client went), refused, failed",
@@ -56,12 +56,12 @@ class Metrics:
 class _Now:
     """What is not counted but looked at."""
 
-    def __init__(self, standing: Callable[[], Standing], stage: Callable[[], int]) -> None:
-        self._standing, self._stage = standing, stage
+    def __init__(self, stats: Callable[[], EngineStats], stage: Callable[[], int]) -> None:
+        self._stats, self._stage = stats, stage
 
     def collect(self) -> Iterator[Metric]:
         """The registry calls this for the gauges' current values."""
-        now = self._standing()
+        now = self._stats()
         yield GaugeMetricFamily("firsttoken_requests_running", "Requests in the engine's steps", now.running)
         yield GaugeMetricFamily("firsttoken_requests_waiting", "Requests that wait for that", now.waiting)
         yield GaugeMetricFamily("firsttoken_kv_blocks_used", "KV blocks that requests have", now.blocks_used)

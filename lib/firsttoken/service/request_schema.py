@@ -49,7 +49,7 @@ class ChatMessage(Strict):
     reasoning_content: str | None = None
 
 
-def as_said(turn: Any, where: str) -> Any:
+def as_message(turn: Any, where: str) -> Any:
     """The fields of a turn that is named ``where``, less what only describes an answer, with its parts as one text.
 
     Raises RequestError for what would change the prompt and is not served, and for a part that is no text.
@@ -79,7 +79,7 @@ def _text(part: Any, where: str) -> str:
     return part["text"]
 
 
-MOST_LIKELIEST = 20  # of a token, as with OpenAI's chat
+MOST_TOP_LOGPROBS = 20  # of a token, as with OpenAI's chat
 MOST_STOPS, MOST_STOP_CHARS = 64, 4096  # ours; lm-eval's tasks send up to seven, templates of agents a dozen
 
 StopText = Annotated[str, StringConstraints(min_length=1)]
@@ -144,7 +144,7 @@ class ServedRequest(Strict):
         return self.max_tokens
 
     @property
-    def likeliest(self) -> int | None:
+    def top_count(self) -> int | None:
         """How many of the likeliest tokens to name with each; None: no logarithms at all."""
         raise NotImplementedError
 
@@ -169,7 +169,7 @@ class CompletionRequest(ServedRequest):
 
     prompt: list[str] | list[Ids]
     max_tokens: int | None = Field(default=None, ge=0)
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     echo: bool = False
 
     @field_validator("prompt", mode="before")
@@ -189,7 +189,7 @@ class CompletionRequest(ServedRequest):
         return None if value is False else value
 
     @property
-    def likeliest(self) -> int | None:
+    def top_count(self) -> int | None:
         """The number of likeliest tokens to name with each: the request's ``logprobs``; None: no logarithms at all."""
         return self.logprobs
 
@@ -209,7 +209,7 @@ class ChatRequest(ServedRequest):
     messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default={}, max_length=32)
 
     @field_validator("messages", mode="before")
@@ -217,7 +217,7 @@ class ChatRequest(ServedRequest):
     def _turns(cls, value: Any) -> Any:
         if not isinstance(value, list):
             return value
-        return [as_said(turn, f"messages.{number}") for number, turn in enumerate(value)]
+        return [as_message(turn, f"messages.{number}") for number, turn in enumerate(value)]
 
     @property
     def most_new(self) -> int | None:
@@ -225,7 +225,7 @@ class ChatRequest(ServedRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def likeliest(self) -> int | None:
+    def top_count(self) -> int | None:
         """The number of likeliest tokens to name with each; None: no logarithms at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 

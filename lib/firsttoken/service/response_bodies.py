@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from firsttoken.service.logprobs_format import Said, as_chat, as_completion
+from firsttoken.service.logprobs_format import AnswerToken, as_chat, as_completion
 
 Json = dict[str, Any]
 
@@ -45,15 +45,15 @@ class Reply:
             "stage": stage,
         }
 
-    def answer(self, index: int, text: str, finish_reason: str | None, said: Sequence[Said] | None) -> Json:
+    def answer(self, index: int, text: str, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None) -> Json:
         """One choice, whole; ``said`` None where nobody asked for likelihoods."""
         raise NotImplementedError
 
-    def piece(self, index: int, text: str, finish_reason: str | None, said: Sequence[Said] | None) -> Json:
+    def delta(self, index: int, text: str, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None) -> Json:
         """A part of a choice."""
         raise NotImplementedError
 
-    def opening(self, index: int) -> Json | None:
+    def role_delta(self, index: int) -> Json | None:
         """What comes before the first part of a choice."""
         return None
 
@@ -64,11 +64,11 @@ class Completion(Reply):
     whole = chunk = "text_completion"
     prefix = "cmpl"
 
-    def answer(self, index: int, text: str, finish_reason: str | None, said: Sequence[Said] | None) -> Json:
-        logs = None if said is None else as_completion(said)
+    def answer(self, index: int, text: str, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None) -> Json:
+        logs = None if logprobs is None else as_completion(logprobs)
         return {"index": index, "text": text, "logprobs": logs, "finish_reason": finish_reason}
 
-    piece = answer
+    delta = answer
 
 
 class Chat(Reply):
@@ -77,18 +77,20 @@ class Chat(Reply):
     whole, chunk = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def answer(self, index: int, text: str, finish_reason: str | None, said: Sequence[Said] | None) -> Json:
+    def answer(self, index: int, text: str, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None) -> Json:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return self._choice(index, {"message": message}, finish_reason, said)
+        return self._choice(index, {"message": message}, finish_reason, logprobs)
 
-    def piece(self, index: int, text: str, finish_reason: str | None, said: Sequence[Said] | None) -> Json:
-        return self._choice(index, {"delta": {"content": text} if text else {}}, finish_reason, said)
+    def delta(self, index: int, text: str, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None) -> Json:
+        return self._choice(index, {"delta": {"content": text} if text else {}}, finish_reason, logprobs)
 
-    def opening(self, index: int) -> Json:
+    def role_delta(self, index: int) -> Json:
         return self._choice(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
-    def _choice(self, index: int, said_as: Json, finish_reason: str | None, said: Sequence[Said] | None) -> Json:
-        logs = None if said is None else as_chat(said)
+    def _choice(
+        self, index: int, said_as: Json, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None
+    ) -> Json:
+        logs = None if logprobs is None else as_chat(logprobs)
         return {"index": index} | said_as | {"logprobs": logs, "finish_reason": finish_reason}
 
 

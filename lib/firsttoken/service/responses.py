@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from firsttoken.service.answer import Answers
-from firsttoken.service.choice import Piece
+from firsttoken.service.choice import TextDelta
 from firsttoken.service.error_responses import refusal
-from firsttoken.service.logprobs_format import Said
+from firsttoken.service.logprobs_format import AnswerToken
 from firsttoken.service.prometheus_metrics import Metrics
 from firsttoken.service.response_bodies import DONE, Reply, event, usage
 from firsttoken.service.token_queue import ClientGone, Inbox
@@ -39,15 +39,15 @@ async def whole(answer: Answers, reply: Reply, headers: dict[str, str]) -> JSONR
     """All choices at once. Raises what ended one of them, and ClientGone."""
     texts: dict[int, list[str]] = {}
     reasons: dict[int, str | None] = {}
-    logs: dict[int, list[Said]] = {}
+    logs: dict[int, list[AnswerToken]] = {}
     stage = 0
-    async for pieces in answer.batches():
-        for piece in pieces:
-            texts.setdefault(piece.choice, []).append(piece.text)
-            reasons[piece.choice] = piece.finish_reason
-            stage = max(stage, piece.stage)
-            if answer.asked.likeliest is not None:
-                logs.setdefault(piece.choice, []).extend(piece.said or ())
+    async for deltas in answer.batches():
+        for delta in deltas:
+            texts.setdefault(delta.choice, []).append(delta.text)
+            reasons[delta.choice] = delta.finish_reason
+            stage = max(stage, delta.stage)
+            if answer.asked.top_count is not None:
+                logs.setdefault(delta.choice, []).extend(delta.logprobs or ())
     choices = [reply.answer(n, "".join(texts[n]), reasons[n], logs.get(n)) for n in sorted(texts)]
     body = reply.body(reply.whole, choices, stage)
     return JSONResponse(body | {"usage": usage(answer.prompt_tokens, answer.completion_tokens)}, headers=headers)
@@ -64,7 +64,7 @@ class Streamed(Response):
         request: Request,
         inbox: Inbox,
         answer: Answers,
-        pieces: tuple[list[Piece], AsyncIterator[list[Piece]]],
+        deltas: tuple[list[TextDelta], AsyncIterator[list[TextDelta]]],
         reply: Reply,
         metrics: Metrics,
         headers: dict[str, str],
@@ -73,7 +73,7 @@ class Streamed(Response):
         super().__init__(headers=told, media_type="text/event-stream")
         del self.headers["content-length"]
         self._request, self._inbox, self._answer, self._reply, self._metrics = request, inbox, answer, reply, metrics
-        self._first, self._pieces = pieces
+        self._first, self._deltas = deltas
         self._usage = answer.asked.stream_options.include_usage
         self._opened: set[int] = set()
         self._stage = 0
@@ -85,8 +85,8 @@ class Streamed(Response):
             with leaving(self._request, self._inbox):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await self._send(send, self._events(self._first))
-                async for pieces in self._pieces:
-                    await self._send(send, self._events(pieces))
+                async for deltas in self._deltas:
+                    await self._send(send, self._events(deltas))
                 await self._send(send, self._end())
         except ClientGone:
             outcome = "cancelled"
@@ -104,16 +104,16 @@ class Streamed(Response):
         if body:
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-    def _events(self, pieces: list[Piece]) -> bytes:
+    def _events(self, deltas: list[TextDelta]) -> bytes:
         events = []
-        for piece in pieces:
-            self._stage = piece.stage
-            if piece.choice not in self._opened:
-                self._opened.add(piece.choice)
-                if opening := self._reply.opening(piece.choice):
-                    events.append(self._event(opening, piece.stage))
-            said = self._reply.piece(piece.choice, piece.text, piece.finish_reason, piece.said)
-            events.append(self._event(said, piece.stage))
+        for delta in deltas:
+            self._stage = delta.stage
+            if delta.choice not in self._opened:
+                self._opened.add(delta.choice)
+                if opening := self._reply.role_delta(delta.choice):
+                    events.append(self._event(opening, delta.stage))
+            logprobs = self._reply.delta(delta.choice, delta.text, delta.finish_reason, delta.logprobs)
+            events.append(self._event(logprobs, delta.stage))
         return b"".join(events)
 
     def _event(self, choice: dict, stage: int) -> bytes:

@@ -64,7 +64,7 @@ class PlainServer(LoadingServer):
         from firsttoken.lean import build  # noqa: F401
 
     def _begin(self) -> bool:
-        """Read it all. Raises NoHope for a folder that cannot be read: it stays as it is."""
+        """Read it all. Raises PermanentFault for a folder that cannot be read: it stays as it is."""
         import torch
 
         from firsttoken.assets.held import unchanged

@@ -20,7 +20,7 @@ from firsttoken.service.cluster import check_cluster, import_ray, join, start_no
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.system.cgroup_limits import cores
 
-_LOOK_S = 1.0  # between two looks whether a server has ended by itself
+_POLL_S = 1.0  # between two looks whether a server has ended by itself
 _LEAVE_S = 10.0  # that all have to tell the others that they go
 
 
@@ -49,18 +49,18 @@ def serve_all(options: argparse.Namespace) -> None:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: told.put(None))
-        remote, doors, ends = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(RaySwarmServer), [], {}
+        remote, gate, ends = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(RaySwarmServer), [], {}
         for _ in range(options.servers):
-            asked.registry = [*options.registry, *doors[:1]]
+            asked.registry = [*options.registry, *gate[:1]]
             blocks = chosen_blocks(asked, access, model)
             one = remote.remote()
             address, line = ray.get(one.start.remote(asked, blocks, model, options.cluster is None))
             print(line, flush=True)
-            doors.append(address)
+            gate.append(address)
             ends[one.ended.remote()] = one
         while not ray.wait(list(ends), timeout=0)[0]:
             with suppress(queue.Empty):
-                told.get(timeout=_LOOK_S)
+                told.get(timeout=_POLL_S)
                 ray.get([one.end.remote() for one in ends.values()], timeout=_LEAVE_S)
                 return
         ray.get(ray.wait(list(ends), timeout=0)[0])

@@ -46,7 +46,7 @@ MODULES = (
     "firsttoken_studies.experiments",
     "firsttoken_studies.ledger:verdicts",  # reads ledger and record, which takes 0.8 s, for every notebook
 )
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _ENVIRONMENT = {
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     # glibc gives every large tensor back to the kernel and takes it anew, page by page: of a prefill of 2,048 tokens
@@ -140,7 +140,7 @@ def serve(address: str, modules: Sequence[str]) -> None:
             selector.register(listening, selectors.EVENT_READ)
             print("listening", flush=True)
             while os.getppid() == parent:
-                for key, _ in selector.select(_LOOK_S):
+                for key, _ in selector.select(_POLL_S):
                     if key.fileobj is listening:
                         client, _ = listening.accept()
                         if (child := _copy(client, listening, selector)) is not None:

@@ -1,11 +1,11 @@
 """README.md, data/CLAIMS.md and what notebooks say of recorded runs, written from templates: every number of a result
 in them is put there by the program.
 
-A template says ``{{ n("cold_start", "ttft_x", 2, variant="progressive", than="whole_streamed", link="1gbit") }}`` for a
-value as text, its place by keywords, ``{{ i(...) }}`` for one with its interval, ``{{ v(...) }}`` for the value to
-reckon with, ``{{ k(...) }}`` for how many observations it has, ``{{ counts }}``, ``{{ goals }}``, ``{{ scoreboard }}``
-and ``{{ systems }}`` for tables, ``{{ table("serving_capacity") }}`` for the table that the system of an experiment
-makes of its result.
+A template says ``{{ value("cold_start", "ttft_x", 2, variant="progressive", than="whole_streamed", link="1gbit") }}``
+for a value as text, its place by keywords, ``{{ interval(...) }}`` for one with its interval, ``{{ raw(...) }}`` for
+the value to reckon with, ``{{ count(...) }}`` for how many observations it has, ``{{ counts }}``, ``{{ goals }}``, ``{{
+scoreboard }}`` and ``{{ systems }}`` for tables, ``{{ table("serving_capacity") }}`` for the table that the system of
+an experiment makes of its result.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def render(
         except FirstTokenError as error:
             raise ClaimsError(f"{template.name}: {experiment}: {error}") from error
 
-    def value(experiment: str, measure: str, /, **where: Scalar) -> Any:
+    def raw(experiment: str, measure: str, /, **where: Scalar) -> Any:
         return entry(experiment, measure, **where)["value"]
 
-    def observations(experiment: str, measure: str, /, **where: Scalar) -> int:
+    def count(experiment: str, measure: str, /, **where: Scalar) -> int:
         return entry(experiment, measure, **where)["n"]
 
     def machine_of(experiment: str) -> str:
@@ -128,24 +128,24 @@ def render(
             raise ClaimsError(f"{template.name}: {experiment!r} has no table; {unknown(experiment, tables)}")
         return tables[experiment](recorded(experiment))
 
-    def number(experiment: str, measure: str, digits: int | None = None, scale: float = 1, /, **where: Scalar) -> str:
-        found = value(experiment, measure, **where)
+    def value(experiment: str, measure: str, digits: int | None = None, scale: float = 1, /, **where: Scalar) -> str:
+        found = raw(experiment, measure, **where)
         return show(found) if digits is None else f"{scale * found:.{digits}f}"
 
     def interval(experiment: str, measure: str, digits: int | None = None, /, **where: Scalar) -> str:
         found = entry(experiment, measure, **where)
         ends = [show(found[name]) if digits is None else f"{found[name]:.{digits}f}" for name in ("low", "high")]
         called = "range " if found.get("range") else ""
-        return f"{number(experiment, measure, digits, **where)} {called}[{', '.join(ends)}]"
+        return f"{value(experiment, measure, digits, **where)} {called}[{', '.join(ends)}]"
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     reports = {claim.report: [c for c in claims if c.report == claim.report] for claim in claims}
     try:
         return environment.from_string(template.read_text(encoding="utf-8")).render(
-            n=number,
-            i=interval,
-            v=value,
-            k=observations,
+            value=value,
+            interval=interval,
+            raw=raw,
+            count=count,
             table=table,
             where=machine_of,
             machine=machine,

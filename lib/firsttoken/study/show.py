@@ -54,7 +54,7 @@ def tell_causes() -> None:
         shell.events.register("post_run_cell", causes.after)
 
 
-def opening(name: str, changes: Mapping[str, Any] | None = None) -> Profile:
+def header(name: str, changes: Mapping[str, Any] | None = None) -> Profile:
     """Set the style of figures and tables, print machine and versions, and return the profile ``name``.
 
     ``changes`` maps settings of the profile, such as "replayed.blocks", to what the reader has them be; None leaves a

@@ -13,7 +13,7 @@ from firsttoken.progressiveserve.checkpoint.part_formats import CodedPart
 from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken.study.errors import ModelError
 from firsttoken_extras.bitplanes.codec import Decoding
-from firsttoken_extras.bitplanes.encode import cutter
+from firsttoken_extras.bitplanes.encode import plane_encoder
 from firsttoken_extras.bitplanes.layouts import BLOCK, SPLITS
 
 STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -69,7 +69,7 @@ class LaterPlanes:
             )
         decodings = _decodings(part, name, file, len(weights), Scratch())
         streams = [_on(weights.device, stream.take(stream.size)) for stream in decodings]
-        made, words = cutter(coding.split, stored_as), _words(weights, STORED[stored_as])
+        made, words = plane_encoder(coding.split, stored_as), _words(weights, STORED[stored_as])
         for start in range(done, len(words), AT_ONCE):
 
             def merge(start: int = start, some: Tensor = words[start : start + AT_ONCE]) -> None:
@@ -105,7 +105,7 @@ class FirstPlanes:
         Raises ModelError.
         """
         split, dtype = part.coding.split, part.coding.cut[name].dtype
-        made, kinds = cutter(split, dtype), SPLITS[split][dtype].planes[part.coding.plane]
+        made, kinds = plane_encoder(split, dtype), SPLITS[split][dtype].planes[part.coding.plane]
         streams = _decodings(part, name, file, min(BLOCK, weights.numel()), self._scratch)
         for block in _words(weights.view(-1), STORED[dtype]).split(BLOCK):
             pieces = [stream.take(kind.bytes(len(block))) for kind, stream in zip(kinds, streams, strict=True)]

@@ -81,7 +81,7 @@ _INFINITE = {"F16": 0x7C00, "BF16": 0x7F80}
 _TORCH = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class Cutter(ABC):
+class PlaneEncoder(ABC):
     """Cuts tensors of one dtype by one layout, block after block (``layouts.BLOCK``).
 
     Words are int16 [count], the patterns of the weights in order; streams are uint8 [bytes], as the layout lists them.
@@ -149,7 +149,7 @@ class Cutter(ABC):
         """Refine the ``words`` of one block."""
 
 
-class BitCutter(Cutter):
+class BitPlaneEncoder(PlaneEncoder):
     """The bits of the word from the highest down. Bits that are not there stand at the middle of what they can be.
 
     A word that may be an infinity keeps zeros there, so that an infinity is one from the first plane on; a NaN whose
@@ -217,7 +217,7 @@ class BitCutter(Cutter):
         return 1 << unknown - 1 if (unknown := self._unknown(plane)) else 0
 
 
-class BlockCutter(Cutter):
+class BlockPlaneEncoder(PlaneEncoder):
     """Codes of a few bits with a factor for each group first; then how many numbers of the dtype they are off by.
 
     The first plane is computed in fp32 by one multiplication and one rounding, which every machine does alike: so what
@@ -270,10 +270,10 @@ def _ordered(words: Tensor) -> Tensor:
     return words ^ ((words >> 15) & MAGNITUDE)
 
 
-def cutter(split: str, dtype: str) -> Cutter:
+def plane_encoder(split: str, dtype: str) -> PlaneEncoder:
     """What cuts a tensor of ``dtype`` ("BF16") by ``split``. Raises StageError when the split does not know it."""
     layout = layout_of(split, dtype)
-    return (BlockCutter if layout.code_bits else BitCutter)(layout, dtype)
+    return (BlockPlaneEncoder if layout.code_bits else BitPlaneEncoder)(layout, dtype)
 
 
 def layout_of(split: str, dtype: str) -> Layout:

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from firsttoken.progressiveserve.checkpoint.names import layer_of
 from firsttoken.progressiveserve.passlayer import pass_layers, restore_layers
 from firsttoken_extras.bitplanes.codec import encode
-from firsttoken_extras.bitplanes.encode import cutter
+from firsttoken_extras.bitplanes.encode import plane_encoder
 from firsttoken_extras.bitplanes.layouts import planes_of
-from firsttoken_extras.bitplanes.plan_spec import UNCUT, Mixture
+from firsttoken_extras.bitplanes.plan_spec import UNCUT, PlanSpec
 
 STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -31,7 +31,7 @@ class Bytes:
         return Bytes(self.plain + other.plain, self.first + other.first, self.planes + other.planes)
 
 
-def layer_bytes(model: PreTrainedModel, mixture: Mixture, dtype: str) -> dict[int | None, Bytes]:
+def layer_bytes(model: PreTrainedModel, plan_spec: PlanSpec, dtype: str) -> dict[int | None, Bytes]:
     """What the layers of ``model`` weigh in planes of ``dtype`` ("BF16"), and, under None, what is of no layer.
 
     Vectors travel whole with the first. That a layer waits is not looked at.
@@ -39,38 +39,38 @@ def layer_bytes(model: PreTrainedModel, mixture: Mixture, dtype: str) -> dict[in
     found: dict[int | None, Bytes] = {}
     for name, parameter in model.named_parameters():
         layer = layer_of(name)
-        split, plain = mixture.split_of(layer), 2 * parameter.numel()
+        split, plain = plan_spec.split_of(layer), 2 * parameter.numel()
         sizes = [plain]
         if parameter.dim() > 1 and split != UNCUT:
             words = parameter.data.to("cpu", STORED[dtype]).contiguous().view(-1).view(torch.int16)
-            made = cutter(split, dtype)
+            made = plane_encoder(split, dtype)
             planes = (made.cut(words, plane) for plane in range(planes_of(split)))
             sizes = [sum(len(encode(stream.numpy().tobytes())[1]) for stream in streams) for streams in planes]
         found[layer] = found.get(layer, Bytes()) + Bytes(plain, sizes[0], sum(sizes))
     return found
 
 
-def coded_bytes(model: PreTrainedModel, mixture: Mixture, dtype: str) -> Bytes:
+def coded_bytes(model: PreTrainedModel, plan_spec: PlanSpec, dtype: str) -> Bytes:
     """What ``model`` weighs, of which the first stage brings the first planes of the layers that do not wait."""
-    each = layer_bytes(model, mixture, dtype)
-    first = sum(size.first for layer, size in each.items() if layer not in mixture.waiting)
+    each = layer_bytes(model, plan_spec, dtype)
+    first = sum(size.first for layer, size in each.items() if layer not in plan_spec.waiting)
     return Bytes(sum(size.plain for size in each.values()), first, sum(size.planes for size in each.values()))
 
 
 @contextmanager
-def coarse(model: PreTrainedModel, mixture: Mixture, dtype: str) -> Iterator[PreTrainedModel]:
+def coarse(model: PreTrainedModel, plan_spec: PlanSpec, dtype: str) -> Iterator[PreTrainedModel]:
     """``model`` as the first stage of its weights in ``dtype`` makes it, vectors whole; as it was after it.
 
     Raises StageError for layers that the model does not have.
     """
     exact = {parameter: parameter.data for parameter in model.parameters()}
-    removed = pass_layers(model, mixture.waiting)
+    removed = pass_layers(model, plan_spec.waiting)
     try:
         for name, parameter in model.named_parameters():
-            data, split = parameter.data, mixture.split_of(layer_of(name))
+            data, split = parameter.data, plan_spec.split_of(layer_of(name))
             words = data.to(STORED[dtype]).contiguous().view(-1).view(torch.int16)
             if parameter.dim() > 1 and split != UNCUT:
-                made = cutter(split, dtype)
+                made = plane_encoder(split, dtype)
                 words = made.first(made.cut(words, 0), len(words))
             parameter.data = words.view(STORED[dtype]).view(data.shape).to(data.dtype)
         yield model

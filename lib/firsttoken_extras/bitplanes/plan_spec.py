@@ -25,7 +25,7 @@ class LaterLayers:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class PlanSpec:
     """Which bits come first, and which layers later.
 
     Layers are cut by ``split``, the embedding and the head by ``ends`` ("": alike). Each range of ``later`` waits for a
@@ -51,7 +51,7 @@ class Mixture:
                 )
 
     @classmethod
-    def parse(cls, text: str) -> Mixture:
+    def parse(cls, text: str) -> PlanSpec:
         """The plan that ``text`` names, as SPELLED. Raises StageError, also for a part that is none."""
         split, *parts = (part.strip() for part in text.split(","))
         later: list[LaterLayers] = []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from firsttoken.progressiveserve.checkpoint.sources import TensorSource
 from firsttoken_extras.bitplanes.codec import encode
-from firsttoken_extras.bitplanes.encode import cutter, layout_of
+from firsttoken_extras.bitplanes.encode import layout_of, plane_encoder
 from firsttoken_extras.bitplanes.layouts import stream_name
 from firsttoken_extras.bitplanes.native_words import merger
 
@@ -52,7 +52,7 @@ def encoded(
             streams[name] = tensor
             continue
         dtype = STORED[tensor.dtype]
-        made = cutter(split, dtype)
+        made = plane_encoder(split, dtype)
         words = tensor.view(torch.int16).flatten()
         sha256 = hashlib.sha256(words.numpy()).hexdigest()
         coded = [encode(stream.numpy().tobytes()) for stream in made.cut(words, plane)]

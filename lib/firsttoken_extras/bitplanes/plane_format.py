@@ -28,7 +28,7 @@ FORMAT = "planes"
 
 
 @dataclass(frozen=True)
-class CutTensor:
+class PlaneTensor:
     """A tensor of which a file has one plane: what it is when all are there, with the sha256 of its bytes then.
 
     ``codecs`` say how each stream of the plane is coded.
@@ -46,10 +46,10 @@ class PlaneCoding:
 
     split: str
     plane: Annotated[int, at_least(0)]
-    cut: dict[str, CutTensor]
+    cut: dict[str, PlaneTensor]
 
     @property
-    def tensors(self) -> Mapping[str, CutTensor]:
+    def tensors(self) -> Mapping[str, PlaneTensor]:
         """The tensors that are cut."""
         return self.cut
 

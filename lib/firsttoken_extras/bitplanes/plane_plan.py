@@ -8,22 +8,22 @@ from dataclasses import replace
 from firsttoken.progressiveserve.checkpoint.names import EMBEDDING, layer_of
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage, by_layers
 from firsttoken_extras.bitplanes.layouts import planes_of
-from firsttoken_extras.bitplanes.plan_spec import UNCUT, Mixture
+from firsttoken_extras.bitplanes.plan_spec import UNCUT, PlanSpec
 from firsttoken_extras.bitplanes.plane_format import PlannedPlane
 
 
-def by_planes(shapes: Mapping[str, tuple[int, ...]], mixture: Mixture) -> LoadPlan:
+def by_planes(shapes: Mapping[str, tuple[int, ...]], plan_spec: PlanSpec) -> LoadPlan:
     """The first plane of every matrix, but for layers that come later; then these; then plane after plane of all.
 
     ``shapes`` are those of the tensors by name. Vectors (norms, biases) come whole with the first plane. Each stage is
     in the order of the forward pass. Raises StageError as ``by_layers`` does, and for layers that do not fit.
     """
     depth = len({layer_of(name) for name in shapes} - {None})
-    plan = by_layers(list(shapes), mixture.groups(depth))
+    plan = by_layers(list(shapes), plan_spec.groups(depth))
     matrices = {name for name, shape in shapes.items() if len(shape) > 1 and 0 not in shape}
 
     def first(part: Part) -> Part:
-        split = mixture.split_of(part.layer)
+        split = plan_spec.split_of(part.layer)
         if split == UNCUT or matrices.isdisjoint(part.tensors):
             return part
         whole = tuple(name for name in part.tensors if name not in matrices)

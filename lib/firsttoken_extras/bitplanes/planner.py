@@ -19,7 +19,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import load_result
 from firsttoken_extras.bitplanes.first_stage import coarse, layer_bytes
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
-from firsttoken_extras.bitplanes.plan_spec import LaterLayers, Mixture
+from firsttoken_extras.bitplanes.plan_spec import LaterLayers, PlanSpec
 from firsttoken_extras.bitplanes.plane_files import STORED
 
 CONSIDERED = tuple(split for split in SPLITS if planes_of(split) == 2)
@@ -37,21 +37,21 @@ class TextLoss:
     dtype: str
     exact: float = 0.0  # nats a token of the exact weights
 
-    def nats(self, mixture: Mixture) -> float:
+    def nats(self, plan_spec: PlanSpec) -> float:
         """Nats a token that the first stage loses."""
-        with coarse(self.model, mixture, self.dtype) as first:
+        with coarse(self.model, plan_spec, self.dtype) as first:
             return sum(row["text_nll"] for row in text_scores(first, self.windows)) / len(self.windows) - self.exact
 
-    def lost_pct(self, mixture: Mixture) -> float:
+    def lost_pct(self, plan_spec: PlanSpec) -> float:
         """Return by how many % the first stage raises perplexity."""
-        return 100 * math.expm1(self.nats(mixture))
+        return 100 * math.expm1(self.nats(plan_spec))
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What the first stage of ``mixture`` weighs, of the plain bytes, and by how many % it raises perplexity."""
+    """What the first stage of ``plan_spec`` weighs, of the plain bytes, and by how many % it raises perplexity."""
 
-    mixture: Mixture
+    plan_spec: PlanSpec
     first_share: float
     lost_pct: float
 
@@ -69,15 +69,15 @@ class Sensitivities:
     ends: Mapping[str, float]
     blocks: Mapping[tuple[int, int], float]
 
-    def planned(self, mixture: Mixture) -> Planned:
-        """``mixture`` as the sum of its parts. That is the assumption: what parts lose, as nats, adds up, and all
+    def planned(self, plan_spec: PlanSpec) -> Planned:
+        """``plan_spec`` as the sum of its parts. That is the assumption: what parts lose, as nats, adds up, and all
         layers lose alike by a split. It holds to first order; what is chosen is therefore measured itself."""
-        depth = len(self.shares[mixture.split]) - 1
-        there = [layer for layer in range(depth) if layer not in mixture.waiting]
-        share = sum(self.shares[mixture.split_of(layer)][layer] for layer in (None, *there))
-        lost = self.layers[mixture.split] * len(there) / depth + self.ends[mixture.split_of(None)]
-        lost += sum(self.blocks[one.first, one.end] for one in mixture.later)
-        return Planned(mixture, share, 100 * math.expm1(lost))
+        depth = len(self.shares[plan_spec.split]) - 1
+        there = [layer for layer in range(depth) if layer not in plan_spec.waiting]
+        share = sum(self.shares[plan_spec.split_of(layer)][layer] for layer in (None, *there))
+        lost = self.layers[plan_spec.split] * len(there) / depth + self.ends[plan_spec.split_of(None)]
+        lost += sum(self.blocks[one.first, one.end] for one in plan_spec.later)
+        return Planned(plan_spec, share, 100 * math.expm1(lost))
 
 
 def measured(profile: Profile) -> tuple[TextLoss, Sensitivities]:
@@ -95,15 +95,15 @@ def measured(profile: Profile) -> tuple[TextLoss, Sensitivities]:
 
 def sensitivities(text: TextLoss, blocks: Mapping[tuple[int, int], float]) -> tuple[TextLoss, Sensitivities]:
     """The parts of a model, each by every split while the others are exact; and ``text`` with its ``exact``."""
-    text = replace(text, exact=replace(text, exact=0.0).nats(Mixture(EXACT)))
+    text = replace(text, exact=replace(text, exact=0.0).nats(PlanSpec(EXACT)))
     shares, layers, ends = {}, {}, {EXACT: 0.0}
     for split in tqdm((*CONSIDERED, EXACT), desc="sensitivities", unit="split", disable=None):
-        sizes = layer_bytes(text.model, Mixture(split), text.dtype)
+        sizes = layer_bytes(text.model, PlanSpec(split), text.dtype)
         plain = sum(size.plain for size in sizes.values())
         shares[split] = {layer: size.first / plain for layer, size in sizes.items()}
         if split != EXACT:
-            layers[split] = text.nats(Mixture(split, ends=EXACT))
-            ends[split] = text.nats(Mixture(EXACT, ends=split))
+            layers[split] = text.nats(PlanSpec(split, ends=EXACT))
+            ends[split] = text.nats(PlanSpec(EXACT, ends=split))
     return text, Sensitivities(shares, layers, ends, blocks)
 
 
@@ -132,15 +132,15 @@ def worth_it(found: Sensitivities) -> list[Planned]:
     return kept
 
 
-def _all(found: Sensitivities) -> Iterator[Mixture]:
+def _all(found: Sensitivities) -> Iterator[PlanSpec]:
     for split in found.layers:
         for ends in found.ends:
             for later in ((), *((LaterLayers(*block),) for block in found.blocks)):
-                yield Mixture(split, later, "" if ends == split else ends)
+                yield PlanSpec(split, later, "" if ends == split else ends)
 
 
 def choose(
-    found: Sensitivities, lost_pct: Callable[[Mixture], float], budget: float | None = None, bound: float | None = None
+    found: Sensitivities, lost_pct: Callable[[PlanSpec], float], budget: float | None = None, bound: float | None = None
 ) -> Planned:
     """The plan that loses least within ``budget``, a share of the plain bytes; without a budget the smallest that
     loses ``bound`` % of perplexity at most. With both, both hold, as ``lost_pct`` measures it: of the TRIED that lose
@@ -152,18 +152,18 @@ def choose(
     within = [one for one in steps if budget is None or one.first_share <= budget]
     if not within:
         raise StageError(
-            f"no first stage comes to {budget:g} of the bytes: the least is '{steps[0].mixture}' with "
+            f"no first stage comes to {budget:g} of the bytes: the least is '{steps[0].plan_spec}' with "
             f"{steps[0].first_share:.3f}"
         )
     tried = within[-TRIED:] if budget is not None else [one for one in within if one.lost_pct <= bound] or within[-1:]
     best: Sequence[Planned] = []
     for one in tried:
-        best = sorted([*best, replace(one, lost_pct=lost_pct(one.mixture))], key=lambda one: one.lost_pct)
+        best = sorted([*best, replace(one, lost_pct=lost_pct(one.plan_spec))], key=lambda one: one.lost_pct)
         if budget is None and best[0].lost_pct <= bound:
             break
     if bound is not None and best[0].lost_pct > bound:
         raise StageError(
-            f"no first stage that may be taken loses {bound:g} % of perplexity or less: '{best[0].mixture}' loses "
+            f"no first stage that may be taken loses {bound:g} % of perplexity or less: '{best[0].plan_spec}' loses "
             f"least, {best[0].lost_pct:.1f} %"
         )
     return best[0]

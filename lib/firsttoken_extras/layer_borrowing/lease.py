@@ -12,13 +12,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 import torch
 from torch import Tensor
 
-from firsttoken.engine.hidden_state_cache import Edges
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.petals.access import Access
 from firsttoken.petals.chain import messages_of
 from firsttoken.petals.cover import check_cover
 from firsttoken.petals.event_loop import begin, wait_for
 from firsttoken.petals.server_session import ServerFault
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import FirstTokenError, SwarmError
 from firsttoken_extras.layer_borrowing.lender import Lender, LentSpan, check_lenders
@@ -30,7 +30,7 @@ class NeighbourGone(SwarmError):
     """Nothing is lent any more, for the reason that it says."""
 
 
-class Loan:
+class Lease:
     """The layers of ``lenders``, one behind the other, up to the last of the ``depth`` of ``model`` (the lenders' name
     of it); states are ``width`` wide. Nobody lends those below ``first``.
 
@@ -47,7 +47,7 @@ class Loan:
         width: int,
         *,
         access: Access | None = None,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         check_lenders(lenders, depth)
         self.first = lenders[0].layers.start
@@ -55,27 +55,29 @@ class Loan:
         self._depth = depth
         self._spans: list[LentSpan] = []
         self._asked = lenders[0].address  # who was asked last
-        wait_for(self._connect(lenders, model, width, access or Access(), patience or Patience()))
+        wait_for(self._connect(lenders, model, width, access or Access(), timeouts or Timeouts()))
 
     @property
     def steps(self) -> int:
         """Messages that were answered."""
-        return sum(line.steps for span in self._spans for line in span.lines)
+        return sum(session.steps for span in self._spans for session in span.sessions)
 
     @property
     def moved_bytes(self) -> int:
         """The bytes of messages and answers so far."""
-        return sum(line.moved_bytes for span in self._spans for line in span.lines)
+        return sum(session.moved_bytes for span in self._spans for session in span.sessions)
 
-    def run(self, first: int, stretches: Sequence[Stretch], edges: Edges, over: Future[None]) -> Tensor:
-        """The step of ``stretches`` through the layers from ``first`` on, which ``edges`` have what enters of.
+    def run(
+        self, first: int, stretches: Sequence[Stretch], hidden_cache: HiddenStateCache, over: Future[None]
+    ) -> Tensor:
+        """The step of ``stretches`` through the layers from ``first`` on, which ``hidden_cache`` have what enters of.
 
         The states behind the last layer, [tokens, hidden]. Raises NeighbourGone when a lender does not answer in time
         or refuses, and soon when ``over``, where own layers can be waited for no longer.
         """
         if self.gone:
             raise NeighbourGone(self.gone)
-        answer = begin(self._through(first, stretches, edges))
+        answer = begin(self._through(first, stretches, hidden_cache))
         wait([answer, over], return_when=FIRST_COMPLETED)
         try:
             return answer.result(None if answer.done() else HURRY_S)
@@ -90,7 +92,7 @@ class Loan:
     def forget(self, request: int) -> None:
         """No lender need keep this one's keys and values."""
         for span in () if self.gone else self._spans:
-            begin(span.lines[-1].forget([request]))
+            begin(span.sessions[-1].forget([request]))
 
     def close(self, why: str = "all layers are here") -> None:
         """End the sessions; nothing is lent from now on."""
@@ -99,25 +101,25 @@ class Loan:
             wait_for(self._end())
 
     async def _connect(
-        self, lenders: Sequence[Lender], model: str, width: int, access: Access, patience: Patience
+        self, lenders: Sequence[Lender], model: str, width: int, access: Access, timeouts: Timeouts
     ) -> None:
         for lender in lenders:
-            self._spans.append(LentSpan(lender, model, width, access, patience))
+            self._spans.append(LentSpan(lender, model, width, access, timeouts))
 
     async def _end(self) -> None:
         for span in self._spans:
             await span.close()
 
-    async def _through(self, first: int, stretches: Sequence[Stretch], edges: Edges) -> Tensor:
+    async def _through(self, first: int, stretches: Sequence[Stretch], hidden_cache: HiddenStateCache) -> Tensor:
         for _ in self._spans:  # each may have lost its session, of which it heard nothing for long
             try:
-                return await self._send(first, stretches, edges)
+                return await self._send(first, stretches, hidden_cache)
             except ServerFault as fault:
                 if fault.lasting:
                     raise
-        return await self._send(first, stretches, edges)
+        return await self._send(first, stretches, hidden_cache)
 
-    async def _send(self, first: int, stretches: Sequence[Stretch], edges: Edges) -> Tensor:
+    async def _send(self, first: int, stretches: Sequence[Stretch], hidden_cache: HiddenStateCache) -> Tensor:
         """The step behind all of its sequences that one of the lenders that it goes through has not seen."""
         spans = [span for span in self._spans if first < span.layers.stop]
         entered = [range(max(first, span.layers.start), span.layers.stop) for span in spans]
@@ -128,7 +130,7 @@ class Loan:
         ]
         parts: dict[int, list[Tensor]] = {one.number: [] for one in behind}
         for message in messages_of(behind):
-            said = torch.cat([edges.of(one.number, first)[0, one.start : one.end] for one in message]).cpu()
+            said = torch.cat([hidden_cache.of(one.number, first)[0, one.start : one.end] for one in message]).cpu()
             for span in spans:
                 self._asked = span.address
                 said = await span.run(message, said, first)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from firsttoken.petals.access import Access
 from firsttoken.petals.cover import check_cover, named
-from firsttoken.petals.server_session import Line, ServerFault
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.server_session import ServerFault, ServerSession
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import SwarmError
 
@@ -44,34 +44,38 @@ class LentSpan:
     To be made and used where gRPC's event loop runs. Raises SwarmError for an address that may not be asked.
     """
 
-    def __init__(self, lender: Lender, model: str, width: int, access: Access, patience: Patience) -> None:
+    def __init__(self, lender: Lender, model: str, width: int, access: Access, timeouts: Timeouts) -> None:
         self.address, self.layers = lender
-        self.lines: list[Line] = []  # the last one is open
-        self._model, self._access, self._patience = model, access, patience
+        self.sessions: list[ServerSession] = []  # the last one is open
+        self._model, self._access, self._timeouts = model, access, timeouts
         self._channel: grpc.aio.Channel = access.channel(self.address, width)
         self._open()
 
     def known(self, request: int) -> int:
         """Tokens of the request that it has seen."""
-        return self.lines[-1].known.get(request, 0)
+        return self.sessions[-1].known.get(request, 0)
 
     async def run(self, stretches: Sequence[Stretch], hidden: Tensor, first: int) -> Tensor:
-        """Run as ``Line.run`` does, through its layers from ``first`` on. Where it has only lost its sequences, the
-        ServerFault is not lasting, and a session is open that knows of none."""
+        """Run as ``ServerSession.run`` does, through its layers from ``first`` on. Where it has only lost its
+        sequences, the ServerFault is not lasting, and a session is open that knows of none."""
         try:
-            return await self.lines[-1].run(stretches, hidden, max(first, self.layers.start))
+            return await self.sessions[-1].run(stretches, hidden, max(first, self.layers.start))
         except ServerFault as fault:
             if not fault.lasting:
-                self.lines[-1].close()
+                self.sessions[-1].close()
                 self._open()
             raise
 
     async def close(self) -> None:
         """End the session."""
-        self.lines[-1].close()
+        self.sessions[-1].close()
         await self._channel.close()
 
     def _open(self) -> None:
+        # Every dtype that is served fits into float32, so no state is rounded on its way: each token has to be the one
+        # that the whole model says.
         coding = str(torch.float32).removeprefix("torch.")
-        line = Line(self.address, self._channel, self.layers, self._model, coding, self._patience, self._access.headers)
-        self.lines.append(line)
+        session = ServerSession(
+            self.address, self._channel, self.layers, self._model, coding, self._timeouts, self._access.headers
+        )
+        self.sessions.append(session)

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import EngineConfig
-from firsttoken.engine.hidden_state_cache import Edges
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.model_version import View
+from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import RequestError, SwarmError
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
-from firsttoken_extras.layer_borrowing.lease import Loan, NeighbourGone
+from firsttoken_extras.layer_borrowing.lease import Lease, NeighbourGone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,53 +35,53 @@ if TYPE_CHECKING:
 
 
 class BorrowedSegment:
-    """``layers`` of a model, the last of them its last, on ``loan``; ``over`` is done when own ones are here."""
+    """``layers`` of a model, the last of them its last, on ``lease``; ``over`` is done when own ones are here."""
 
-    def __init__(self, loan: Loan, layers: range, over: Future[None]) -> None:
+    def __init__(self, lease: Lease, layers: range, over: Future[None]) -> None:
         self.layers = layers
-        self._loan, self._over = loan, over
+        self._lease, self._over = lease, over
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         """``hidden`` [1, tokens, hidden] through all of its layers -> the same shape.
 
         What enters it is kept by a step that ends before it, too: that of layers that have come, of all that was said
-        before. Raises NeighbourGone as ``Loan.run``, RequestError for a step through a part of it.
+        before. Raises NeighbourGone as ``Lease.run``, RequestError for a step through a part of it.
         """
         first, through = self.layers.start, step.within(self.layers)
         if step.layers.stop >= first:
-            step.edges.enter(first, hidden, step.works)
+            step.hidden_cache.enter(first, hidden, step.chunks)
         if not len(through):
             return hidden
         if through != self.layers:
             raise RequestError(f"a step through [{through.start}, {through.stop}) of borrowed layers, which run as one")
-        stretches = [Stretch(work.request.number, work.start, work.end) for work in step.works]
-        return self._loan.run(first, stretches, step.edges, self._over)[None].to(hidden.device)
+        stretches = [Stretch(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
+        return self._lease.run(first, stretches, step.hidden_cache, self._over)[None].to(hidden.device)
 
     def drop(self, request: int) -> None:
         """Forget the request of this number, here and there."""
-        self._loan.forget(request)
+        self._lease.forget(request)
 
 
-class BorrowingView(View):
-    """``model`` with its first ``here`` of ``layers`` from here and the others on ``loan``."""
+class BorrowingVersion(ModelVersion):
+    """``model`` with its first ``here`` of ``layers`` from here and the others on ``lease``."""
 
     def __init__(
-        self, model: PreTrainedModel, layers: Sequence[nn.Module], here: int, loan: Loan, over: Future[None]
+        self, model: PreTrainedModel, layers: Sequence[nn.Module], here: int, lease: Lease, over: Future[None]
     ) -> None:
-        borrowed = BorrowedSegment(loan, range(here, len(layers)), over)
+        borrowed = BorrowedSegment(lease, range(here, len(layers)), over)
         own = [LocalSegment(layers[:here])] if here else []
-        super().__init__(Decoder(model, [*own, borrowed]), Edges([here]))
+        super().__init__(Decoder(model, [*own, borrowed]), HiddenStateCache([here]))
 
-    def take_over(self, request: Request) -> None:
+    def adopt(self, request: Request) -> None:
         """Go on with what the lenders have of it; what entered the layers that were borrowed before is done with."""
-        request.view.edges.drop(request.number)
+        request.version.hidden_cache.drop(request.number)
 
 
 CONFIG = EngineConfig(scheduler="sarathi")
 
 
 class BorrowingReplica:
-    """``layers`` of the model of ``executor``, whose weights come as ``arrivals`` says, and ``loan`` until then.
+    """``layers`` of the model of ``executor``, whose weights come as ``arrivals`` says, and ``lease`` until then.
 
     Layers that nobody lends are waited for before anything is computed, and where a lender refuses or is gone, all are:
     a start without borrowing. ``taken`` are (seconds on the executor's clock, own layers from then on). Raises
@@ -93,18 +93,18 @@ class BorrowingReplica:
         executor: LiveExecutor,
         layers: Sequence[nn.Module],
         arrivals: LayerArrivals,
-        loan: Loan,
+        lease: Lease,
         config: EngineConfig = CONFIG,
     ) -> None:
         if config.share_prefixes:
             raise SwarmError("requests of a replica that borrows share no prefixes: their keys and values are not here")
-        self.loan = loan
+        self.lease = lease
         self.taken: list[tuple[float, int]] = []
         self.engine = Engine(executor, config)
         self._executor, self._layers, self._arrivals = executor, list(layers), arrivals
         self._open: list[Request] = []
-        self._here = loan.first
-        executor.view = self._view()
+        self._here = lease.first
+        executor.version = self._view()
 
     @property
     def here(self) -> int:
@@ -124,8 +124,8 @@ class BorrowingReplica:
         the load.
         """
         if self._here < len(self._layers):
-            self._arrivals.wait(len(self._layers) if self.loan.gone else self.loan.first)
-            self._take_over(self._arrivals.layers)
+            self._arrivals.wait(len(self._layers) if self.lease.gone else self.lease.first)
+            self._switch_to(self._arrivals.layers)
         try:
             return self.engine.step()
         except NeighbourGone:  # the step has left nothing behind, and is taken again without it
@@ -140,7 +140,7 @@ class BorrowingReplica:
         """Wait for all layers, take them over and let the lenders go. Raises what ended the load."""
         self._arrivals.wait(len(self._layers))
         while self._here < len(self._layers) or any(request.redo for request in self._open):
-            self._take_over(len(self._layers))
+            self._switch_to(len(self._layers))
             if self.engine.busy:
                 self.step()
 
@@ -148,29 +148,29 @@ class BorrowingReplica:
         """End what is open, and the sessions with the lenders."""
         for request in self._open:
             self.engine.cancel(request)
-        self.loan.close("the replica was closed")
+        self.lease.close("the replica was closed")
         self._executor.close()
 
-    def _take_over(self, come: int) -> None:
+    def _switch_to(self, come: int) -> None:
         """Compute with the first ``come`` layers from here on, once nobody is about earlier ones."""
         self._open = [request for request in self._open if not request.finished]
         whole = come == len(self._layers)
-        if come == self._here or (any(request.redo for request in self._open) and not (whole and self.loan.gone)):
+        if come == self._here or (any(request.redo for request in self._open) and not (whole and self.lease.gone)):
             return
         before, self._here = self._here, come
         lost = self.engine.publish(self._view(), partial(_between, range(before, come)))
         self.taken.append((self._executor.now(), come))
         if whole:
-            self.loan.close()
+            self.lease.close()
         if lost:
             raise lost[0][1]
 
-    def _view(self) -> View:
+    def _view(self) -> ModelVersion:
         model, layers = self._executor.model, self._layers
         if self._here == len(layers):
-            return View(Decoder(model, [LocalSegment(layers)]))
-        return BorrowingView(model, layers, self._here, self.loan, self._arrivals.over)
+            return ModelVersion(Decoder(model, [LocalSegment(layers)]))
+        return BorrowingVersion(model, layers, self._here, self.lease, self._arrivals.over)
 
 
-def _between(layers: range, old: View, new: View) -> range:
+def _between(layers: range, old: ModelVersion, new: ModelVersion) -> range:
     return layers

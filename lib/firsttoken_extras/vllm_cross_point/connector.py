@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from firsttoken.engine.swap.host_allocator import Span, Spans
+from firsttoken.engine.swap.host_allocator import HostAllocator, Span
 from firsttoken.study.errors import ProfileError
 from firsttoken_extras.vllm_cross_point.host import HostPool
 from firsttoken_extras.vllm_cross_point.settings import CrossPointSettings, supported_cache
@@ -89,7 +89,7 @@ class CrossPointConnector(KVConnectorBase_V1):
         self.counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self.held: dict[str, HostCopy] = {}
-        self.host = Spans(self._host_blocks)
+        self.host = HostAllocator(self._host_blocks)
         self._copies = Copies()
 
     # The worker's side.

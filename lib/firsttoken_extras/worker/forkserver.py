@@ -22,20 +22,20 @@ class WorkerGone(Exception):
     """It died, or said nothing for as long as it may."""
 
 
-class Nursery:
+class WorkerForkserver:
     """One worker at a time. All of it ends when this process does, however that ends: its standard input then is at its
-    end. ``said`` becomes readable when the worker has ended."""
+    end. ``status_fd`` becomes readable when the worker has ended."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self.worker = 0  # its process id; 0 while there is none
 
     @property
-    def said(self) -> int:
+    def status_fd(self) -> int:
         """A file descriptor."""
         return self._process.stdout.fileno()
 
-    def bear(self, address: str, timeout_s: float) -> int:
+    def spawn(self, address: str, timeout_s: float) -> int:
         """The process id of a new worker, which will connect to ``address``. Raises WorkerGone."""
         if self._process is None:
             self._process = subprocess.Popen(

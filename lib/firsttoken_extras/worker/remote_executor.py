@@ -13,21 +13,21 @@ from typing import Any, NoReturn
 import zmq
 
 from firsttoken.engine.executor import DeviceLost, Limits
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.sampling import no_number
 from firsttoken.engine.swap.block_copier import Moved, Movement
 from firsttoken.engine.swap.host_allocator import Span
 from firsttoken.study import errors
 from firsttoken.study.errors import CacheError, FirstTokenError, WorkerError
 from firsttoken.study.system.sockets import remove_folder, socket_folder
-from firsttoken_extras.worker.forkserver import Nursery, WorkerGone
+from firsttoken_extras.worker.forkserver import WorkerForkserver, WorkerGone
 from firsttoken_extras.worker.worker_config import WorkerConfig
 from firsttoken_extras.worker.worker_messages import (
     MOST_BYTES,
-    Fresh,
-    ToldWork,
+    ChunkMessage,
+    NewRequest,
     WorkerOrder,
-    chances_of,
+    logprobs_of,
     pack,
     reply_of,
     sampling_told,
@@ -42,7 +42,7 @@ class _Known:
     blocks: list[int] = field(default_factory=list)
 
 
-class Told:
+class RequestDeltas:
     """Keeps what one worker has been told of each request, and what it is to forget with the next order."""
 
     def __init__(self) -> None:
@@ -50,22 +50,22 @@ class Told:
         self._over: list[int] = []
         self._dropped: list[tuple[int, int]] = []
 
-    def work(self, work: Work) -> ToldWork:
-        """``work`` for the worker, which knows it then."""
-        request, fresh = work.request, None
+    def chunk(self, chunk: ScheduledChunk) -> ChunkMessage:
+        """``chunk`` for the worker, which knows it then."""
+        request, fresh = chunk.request, None
         known = self._known.get(request.number)
         if known is None:
             known = self._known[request.number] = _Known()
-            fresh = Fresh(request.prompt_tokens, len(request.prompt_chances), sampling_told(request.sampling))
+            fresh = NewRequest(request.prompt_tokens, len(request.prompt_logprobs), sampling_told(request.sampling))
         kept = len(known.blocks)
         if known.blocks != request.blocks[:kept]:
             kept = 0
         told, tokens, blocks = known.tokens, request.tokens[known.tokens :], request.blocks[kept:]
         known.tokens += len(tokens)
         known.blocks[kept:] = blocks
-        return ToldWork(request.number, work.start, work.end, work.computed, told, tokens, kept, blocks, fresh)
+        return ChunkMessage(request.number, chunk.start, chunk.end, chunk.computed, told, tokens, kept, blocks, fresh)
 
-    def lies_in(self, request: Request) -> None:
+    def has_blocks(self, request: Request) -> None:
         """It has been told of all blocks of ``request``."""
         self._known[request.number].blocks = list(request.blocks)
 
@@ -89,14 +89,14 @@ class Told:
 
 
 class WorkerProcess:
-    """A worker of ``nursery`` behind a socket of an unguessable name, in a folder that only this user may enter. It
+    """A worker of ``forkserver`` behind a socket of an unguessable name, in a folder that only this user may enter. It
     goes once both ends are connected: whatever ends this process, it leaves no file.
 
     Raises WorkerGone for one that is not there after ``timeout_s``, and StorageError as :func:`socket_folder`.
     """
 
-    def __init__(self, nursery: Nursery, timeout_s: float) -> None:
-        self._nursery = nursery
+    def __init__(self, forkserver: WorkerForkserver, timeout_s: float) -> None:
+        self._forkserver = forkserver
         self.folder = socket_folder()
         # the process's own context: one that is collected with its socket waits for that socket for ever
         self._socket = zmq.Context.instance().socket(zmq.PAIR)
@@ -105,13 +105,13 @@ class WorkerProcess:
         address = f"ipc://{self.folder}/{secrets.token_hex(8)}"
         self._socket.bind(address)
         try:
-            self.pid = nursery.bear(address, timeout_s)
+            self.pid = forkserver.spawn(address, timeout_s)
         except BaseException:
             self._give_back()
             raise
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(nursery.said, zmq.POLLIN)
+        self._poller.register(forkserver.status_fd, zmq.POLLIN)
         try:
             self.receive(timeout_s)  # that it is there: what is sent before is lost
         except BaseException:
@@ -131,12 +131,12 @@ class WorkerProcess:
             return self._socket.recv()
         if not ready:
             raise WorkerGone(f"the worker has said nothing for {timeout_s:g} s")
-        raise WorkerGone(f"the worker {self._nursery.end()}")
+        raise WorkerGone(f"the worker {self._forkserver.end()}")
 
     def close(self) -> None:
         """End it, whatever it is about, and wait until it and its socket are gone."""
-        if self._nursery.worker:
-            self._nursery.end()
+        if self._forkserver.worker:
+            self._forkserver.end()
         self._give_back()
 
     def _give_back(self) -> None:
@@ -144,7 +144,7 @@ class WorkerProcess:
         remove_folder(self.folder)
 
 
-class ApartExecutor:
+class RemoteExecutor:
     """Runs steps in a worker process, which hosts a LiveExecutor as ``config`` says.
 
     A worker that is lost is ended and another started at once; then DeviceLost is raised. Views and caches from
@@ -152,7 +152,7 @@ class ApartExecutor:
     that it cannot host.
     """
 
-    view = None
+    version = None
     salt = ""
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -161,7 +161,7 @@ class ApartExecutor:
         self.blocks = config.blocks
         self.lost = 0  # workers so far
         self._serials = count(1)
-        self._nursery = Nursery()
+        self._forkserver = WorkerForkserver()
         self.worker: WorkerProcess | None = None
         try:
             self._start()
@@ -180,17 +180,17 @@ class ApartExecutor:
         """Sleep until ``moment_s``."""
         time.sleep(max(0.0, moment_s - self.now()))
 
-    def execute(self, works: Sequence[Work]) -> list[int]:
+    def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         """The step, over there. Raises DeviceLost, and what the worker's own executor raises."""
-        tokens, chances, failed = self._ask("step", lambda: [self._told.work(work) for work in works])
+        tokens, token_logprobs, failed = self._ask("step", lambda: [self._deltas.chunk(chunk) for chunk in chunks])
         vocabulary = self.limits.vocabulary
-        if len(tokens) != len(works) or any(type(one) is not int or not 0 <= one < vocabulary for one in tokens):
+        if len(tokens) != len(chunks) or any(type(one) is not int or not 0 <= one < vocabulary for one in tokens):
             self._replace("the worker has answered nonsense")
-        for row, said, judged in chances:
-            works[row].request.chances += chances_of(said)
-            works[row].request.prompt_chances += chances_of(judged)
+        for row, said, judged in token_logprobs:
+            chunks[row].request.token_logprobs += logprobs_of(said)
+            chunks[row].request.prompt_logprobs += logprobs_of(judged)
         for row in failed:
-            works[row].request.failure = no_number()
+            chunks[row].request.failure = no_number()
         return tokens
 
     def swap_out(self, request: Request) -> Moved | None:
@@ -200,7 +200,7 @@ class ApartExecutor:
         found = self._ask("out", lambda: [request.number, request.cached, request.blocks])
         if found is None:
             return None
-        self._told.lies_in(request)
+        self._deltas.has_blocks(request)
         request.host = Span(*found[:2])
         return Moved(*found[2:])
 
@@ -208,7 +208,7 @@ class ApartExecutor:
         """Begin to copy it back."""
         host = request.host
         found = self._ask("in", lambda: [request.number, host.start, host.blocks, request.blocks])
-        self._told.lies_in(request)
+        self._deltas.has_blocks(request)
         return _Returning(self, request.number, found and Moved(*found))
 
     def arrived(self, number: int, wait: bool) -> Moved | None:
@@ -218,29 +218,29 @@ class ApartExecutor:
 
     def drop(self, host: Span) -> None:
         """Give the span back to the host pool, with the next order."""
-        self._told.dropped(host)
+        self._deltas.dropped(host)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of it, with the next order."""
-        self._told.over(request)
+        self._deltas.over(request)
 
     def fill(self, request: Request, layer: int, kv: object) -> NoReturn:
         """Raises CacheError: what is brought from elsewhere is computed instead."""
         raise CacheError("a worker process takes no keys and values from elsewhere")
 
-    def edge_of(self, hidden: object, tokens: int) -> NoReturn:
+    def hidden_states_of(self, hidden: object, tokens: int) -> NoReturn:
         """Raises CacheError as ``fill``."""
         raise CacheError("a worker process takes no hidden states from elsewhere")
 
     def close(self) -> None:
         """End the worker, and where it comes from."""
         self._end()
-        self._nursery.close()
+        self._forkserver.close()
 
     def _start(self) -> None:
         """Raises WorkerGone, and what the worker says of the model."""
-        self._told = Told()
-        self.worker = WorkerProcess(self._nursery, self.config.start_s)
+        self._deltas = RequestDeltas()
+        self.worker = WorkerProcess(self._forkserver, self.config.start_s)
         try:
             self.limits = Limits(*self._say("host", asdict(self.config), self.config.start_s))
         except BaseException:
@@ -256,6 +256,8 @@ class ApartExecutor:
         if self.worker is None and (fault := self._fault_of_start()):
             raise DeviceLost(fault, self.config.retries)
         try:
+            # ``content`` is called only now: it holds what the worker does not know yet, and one that was just started
+            # knows nothing.
             return self._say(what, content(), self.config.step_s)
         except WorkerGone as gone:
             self._replace(str(gone))
@@ -263,7 +265,7 @@ class ApartExecutor:
     def _say(self, what: str, content: Any, timeout_s: float) -> Any:
         """The worker's answer to an order. Raises WorkerGone, and the exception that it raised."""
         serial = next(self._serials)
-        self.worker.send(pack(WorkerOrder(serial, what, *self._told.forgotten(), content)))
+        self.worker.send(pack(WorkerOrder(serial, what, *self._deltas.forgotten(), content)))
         try:
             reply = reply_of(self.worker.receive(timeout_s))
         except WorkerError as error:
@@ -295,7 +297,7 @@ class ApartExecutor:
 class _Returning(Movement):
     """A way back in the worker; ``moved`` once it has ended."""
 
-    def __init__(self, executor: ApartExecutor, number: int, moved: Moved | None) -> None:
+    def __init__(self, executor: RemoteExecutor, number: int, moved: Moved | None) -> None:
         self._executor, self._number, self._moved = executor, number, moved
 
     @property

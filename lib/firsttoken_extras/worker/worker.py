@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.sampling import pass_over
 from firsttoken.engine.swap.block_copier import Movement
 from firsttoken.engine.swap.host_allocator import Span
@@ -24,7 +24,7 @@ from firsttoken_extras.worker.forkserver import FORKS
 from firsttoken_extras.worker.worker_config import WorkerConfig
 from firsttoken_extras.worker.worker_messages import (
     MOST_BYTES,
-    ToldWork,
+    ChunkMessage,
     WorkerOrder,
     WorkerReply,
     order_of,
@@ -32,10 +32,10 @@ from firsttoken_extras.worker.worker_messages import (
     sampling_of,
     works_of,
 )
-from firsttoken_extras.worker.worker_model import hosted_model
+from firsttoken_extras.worker.worker_model import load_worker_model
 
 
-class HostedExecutor:
+class WorkerExecutor:
     """``executor`` by orders. Of each request it keeps what it was told of it."""
 
     def __init__(self, executor: LiveExecutor) -> None:
@@ -44,7 +44,7 @@ class HostedExecutor:
         self._moving: dict[int, Movement] = {}
         self._orders: dict[str, Callable[..., Any]] = {"out": self._out, "in": self._in, "arrived": self._arrived}
 
-    def obey(self, order: WorkerOrder) -> Any:
+    def handle(self, order: WorkerOrder) -> Any:
         """The content of the answer. Raises what goes wrong."""
         for number in order.over:
             if (request := self._known.pop(number, None)) is not None:  # a step that failed may not have told of it
@@ -55,30 +55,30 @@ class HostedExecutor:
             return self._step(works_of(order.content, self.executor.blocks))
         return self._orders[order.what](*order.content)
 
-    def _step(self, told: Sequence[ToldWork]) -> tuple[list[int], list[Any], list[int]]:
+    def _step(self, told: Sequence[ChunkMessage]) -> tuple[list[int], list[Any], list[int]]:
         """Tokens, the chances of the rows that asked for them, and the rows whose logits are no finite numbers."""
-        works = [self._work(one) for one in told]
-        judged = [len(work.request.prompt_chances) for work in works]
-        tokens, chances = self.executor.execute(works), []
-        for row, (work, before) in enumerate(zip(works, judged, strict=True)):
-            said, read = work.request.chances, work.request.prompt_chances[before:]
+        chunks = [self._work(one) for one in told]
+        judged = [len(chunk.request.prompt_logprobs) for chunk in chunks]
+        tokens, token_logprobs = self.executor.execute(chunks), []
+        for row, (chunk, before) in enumerate(zip(chunks, judged, strict=True)):
+            said, read = chunk.request.token_logprobs, chunk.request.prompt_logprobs[before:]
             if said or read:
-                chances.append((row, said, read))
-                work.request.chances = []
-        return tokens, chances, [row for row, work in enumerate(works) if work.request.failure is not None]
+                token_logprobs.append((row, said, read))
+                chunk.request.token_logprobs = []
+        return tokens, token_logprobs, [row for row, chunk in enumerate(chunks) if chunk.request.failure is not None]
 
-    def _work(self, told: ToldWork) -> Work:
+    def _work(self, told: ChunkMessage) -> ScheduledChunk:
         if told.fresh is not None:
             request = Request(told.number, told.tokens, sampling_of(told.fresh.sampling), 0.0)
             request.prompt_tokens = told.fresh.prompt_tokens
-            request.prompt_chances = [None] * told.fresh.judged  # the engine has them
+            request.prompt_logprobs = [None] * told.fresh.judged  # the engine has them
             pass_over(request, self.executor.limits.vocabulary)
             self._known[told.number] = request
         else:
             request = self._known[told.number]
             request.tokens[told.told :] = told.tokens
         request.blocks[told.kept :] = told.blocks
-        return Work(request, told.start, told.end, told.computed)
+        return ScheduledChunk(request, told.start, told.end, told.computed)
 
     def _out(self, number: int, cached: int, blocks: list[int]) -> tuple[Any, ...] | None:
         request = self._known[number]
@@ -103,8 +103,9 @@ def serve(address: str) -> None:
     socket = zmq.Context().socket(zmq.PAIR)
     socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
     socket.connect(address)
+    # The engine waits for this message: whatever it sent before the worker had connected would be lost.
     socket.send(b"")
-    hosted: HostedExecutor | None = None
+    hosted: WorkerExecutor | None = None
     while True:
         order = order_of(socket.recv())
         try:
@@ -113,25 +114,25 @@ def serve(address: str) -> None:
                 limits = hosted.executor.limits
                 data = pack(WorkerReply(order.serial, "", (limits.context, limits.vocabulary)))
             else:
-                data = pack(WorkerReply(order.serial, "", hosted.obey(order)))
+                data = pack(WorkerReply(order.serial, "", hosted.handle(order)))
         except Exception as error:  # the engine decides what it means
             data = pack(WorkerReply(order.serial, type(error).__name__, str(error)))
         socket.send(data)
 
 
-def _hosted(config: WorkerConfig) -> HostedExecutor:
+def _hosted(config: WorkerConfig) -> WorkerExecutor:
     torch.set_num_threads(config.threads)
     executor = LiveExecutor(
-        hosted_model(config),
+        load_worker_model(config),
         config.blocks,
         block_tokens=config.block_tokens,
         host_blocks=config.host_blocks,
         swap=config.swap,
     )
-    return HostedExecutor(executor)
+    return WorkerExecutor(executor)
 
 
-def nurse() -> None:
+def serve_forks() -> None:
     """A worker for each address that comes as a line, one after another, until the engine is gone: its process id is
     told, and, once it has ended, its status."""
     while address := sys.stdin.buffer.readline().decode().strip():
@@ -176,4 +177,4 @@ def _say(number: int) -> None:
 
 
 if __name__ == "__main__":
-    nurse()
+    serve_forks()

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from firsttoken.engine.request import Chance, Sampling
+from firsttoken.engine.request import Sampling, TokenLogprob
 from firsttoken.study.errors import WorkerError
 
 MOST_BYTES = 1 << 26
 
 
-class Fresh(NamedTuple):
+class NewRequest(NamedTuple):
     """A request that the worker does not know yet: its prompt's tokens, how many of these are judged, its sampling."""
 
     prompt_tokens: int
@@ -25,9 +25,9 @@ class Fresh(NamedTuple):
     sampling: tuple[Any, ...]
 
 
-class ToldWork(NamedTuple):
-    """A ``Work`` in numbers, with what is new of its request: from ``told`` on it has ``tokens``, from block ``kept``
-    on ``blocks``."""
+class ChunkMessage(NamedTuple):
+    """A ``ScheduledChunk`` in numbers, with what is new of its request: from ``told`` on it has ``tokens``, from block
+    ``kept`` on ``blocks``."""
 
     number: int
     start: int
@@ -37,7 +37,7 @@ class ToldWork(NamedTuple):
     tokens: list[int]
     kept: int
     blocks: list[int]
-    fresh: Fresh | None
+    fresh: NewRequest | None
 
 
 class WorkerOrder(NamedTuple):
@@ -77,16 +77,16 @@ def reply_of(data: bytes) -> WorkerReply:
     return WorkerReply(*_parts(data, (int, str, object)))
 
 
-def works_of(content: Any, blocks: int) -> list[ToldWork]:
+def works_of(content: Any, blocks: int) -> list[ChunkMessage]:
     """The works of a step over a pool of ``blocks``. Raises WorkerError for what is none, and for blocks that are not
     of the pool: kernels write where they are told."""
     try:
-        works = [ToldWork(*one) for one in content]
-        for one in works:
+        chunks = [ChunkMessage(*one) for one in content]
+        for one in chunks:
             numbers = (*one[:5], *one.tokens, one.kept, *one.blocks)
             if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(one.blocks, default=0) >= blocks:
                 raise ValueError(f"request {one.number}: a number is none, below 0, or of no block")
-        return [one if one.fresh is None else one._replace(fresh=Fresh(*one.fresh)) for one in works]
+        return [one if one.fresh is None else one._replace(fresh=NewRequest(*one.fresh)) for one in chunks]
     except (TypeError, ValueError) as error:
         raise WorkerError(f"a step cannot be read: {error}") from error
 
@@ -101,9 +101,11 @@ def sampling_told(sampling: Sampling) -> tuple[Any, ...]:
     return tuple(vars(sampling).values())
 
 
-def chances_of(told: Sequence[Any]) -> list[Chance]:
+def logprobs_of(told: Sequence[Any]) -> list[TokenLogprob]:
     """Chances as a reply holds them."""
-    return [Chance(logprob, tuple((token, share) for token, share in likeliest)) for logprob, likeliest in told]
+    return [
+        TokenLogprob(logprob, tuple((token, share) for token, share in top_logprobs)) for logprob, top_logprobs in told
+    ]
 
 
 def _parts(data: bytes, kinds: tuple[type, ...]) -> list[Any]:

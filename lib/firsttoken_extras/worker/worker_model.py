@@ -19,7 +19,7 @@ from firsttoken.study.dtypes import named
 from firsttoken_extras.worker.worker_config import WorkerConfig
 
 
-def hosted_model(config: WorkerConfig) -> nn.Module:
+def load_worker_model(config: WorkerConfig) -> nn.Module:
     """The model of ``config``, held in memory of its own. Raises ModelError and AssetError as ``load_model``, and
     ModelError for weights that were changed."""
     folder = Path(config.model)

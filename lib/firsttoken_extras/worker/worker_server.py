@@ -9,16 +9,16 @@ import torch
 from firsttoken.assets.checkpoint import stored_dtype, weight_files
 from firsttoken.assets.held import seen
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.model_server import ReadyServer
+from firsttoken.engine.model_server import StaticServer
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes
 from firsttoken.study.devices import check_device
-from firsttoken_extras.worker.remote_executor import ApartExecutor
+from firsttoken_extras.worker.remote_executor import RemoteExecutor
 from firsttoken_extras.worker.worker_config import WorkerConfig
 
 
-class WorkerServer(ReadyServer):
+class WorkerServer(StaticServer):
     """Serves the plain folder of ``config``. Raises WorkerError for a worker that does not start, and ModelError."""
 
     def __init__(self, config: ServiceConfig, limits: RequestLimits) -> None:
@@ -26,7 +26,7 @@ class WorkerServer(ReadyServer):
         stored = getattr(torch, stored_dtype(config.folder))
         files = weight_files(config.folder)
         weights = sum(file.stat().st_size for file in files)
-        self._executor = ApartExecutor(
+        self._executor = RemoteExecutor(
             WorkerConfig(
                 str(config.folder),
                 limits.blocks,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
-from firsttoken.engine.async_engine import Server, Stream, TokenEvent
+from firsttoken.engine.async_engine import AsyncEngine, Stream, TokenEvent
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.fused import fuse
@@ -124,7 +124,7 @@ def prompt_under_streams(
     rows: Rows = []
     with closing(LiveExecutor(model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
         for number in range(rounds):
-            with Server(Engine(executor, config)) as server:
+            with AsyncEngine(Engine(executor, config)) as server:
                 running = [server.submit(ids, Sampling(longest)) for ids in asked]
                 seen = [list(islice(stream.events(), plain_tokens)) for stream in running]
                 long = server.submit(_prompt(prompt_tokens, streams, model.config.vocab_size), Sampling(1))
@@ -136,7 +136,7 @@ def prompt_under_streams(
                     events += stream.events()
             arrived_s = first.at_s - long.request.ttft_s
             places = [_between(events, arrived_s, first.at_s) for events in seen]
-            with Server(Engine(executor, config)) as server:
+            with AsyncEngine(Engine(executor, config)) as server:
                 alone = [
                     server.submit(ids, Sampling(max(place.stop, 1))) for ids, place in zip(asked, places, strict=True)
                 ]

@@ -36,7 +36,7 @@ from firsttoken.engine.request import Request, Sampling
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
-from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView, moving
+from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion, moving
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 from firsttoken.study.errors import LinkError
 from firsttoken.study.overlay import Drawn, name_results, over
@@ -78,8 +78,8 @@ def stage_arrives(
     rows: Rows = []
     with closing(LiveExecutor(model, blocks)) as executor:
         for number in range(rounds):
-            views = [GrownView(model, stage, PrefillAgain()) for stage in stages]
-            executor.view = views[0]
+            views = [StagedModelVersion(model, stage, PrefillAgain()) for stage in stages]
+            executor.version = views[0]
             engine = Engine(
                 executor, EngineConfig(scheduler="sarathi", watermark=0.0, requests=sessions + 1, token_budget=budget)
             )
@@ -154,11 +154,11 @@ def over_a_link(
     prefix, suffix = random_request(model, tokens, torch.Generator().manual_seed(0))
     identity = identify(model, None, "one model")
     context = prefix.ids[0].tolist()
-    sent = full_prefill(model, prefix, {group.lo} if group.needs_edge else set())
-    room = 2 * (sum(kv.nbytes for kv in sent.kv) + sum(edge.nbytes for edge in sent.edges.values()))
+    sent = full_prefill(model, prefix, {group.lo} if group.needs_e_cache else set())
+    room = 2 * (sum(kv.nbytes for kv in sent.kv) + sum(edge.nbytes for edge in sent.e_cache.values()))
     store = KVStore(folder, memory_bytes=0, disk_bytes=room)
     store.store(context, identity, sent)
-    pieces = pieces_of(store.locate(context, identity, group.lo if group.needs_edge else None))
+    pieces = pieces_of(store.locate(context, identity, group.lo if group.needs_e_cache else None))
     link = LinkConfig(gbit_per_s)
     buffers = Buffers(sent_pieces(pieces, group, model.config.num_hidden_layers, Schedule.PIPELINED))
     config = EngineConfig(scheduler="sarathi", watermark=0.0, requests=running + 1, token_budget=budget)
@@ -207,7 +207,7 @@ def shared_prompt(model: PreTrainedModel, *, requests: int, tokens: int, rounds:
                 served = engine.serve([(prompt, Sampling(1), 0.0) for prompt in prompts])
                 took = max(request.times_s[0] for request in served) - min(request.begun_s for request in served)
                 if number >= 0:
-                    count = engine.books["prefill"]
+                    count = engine.token_counts["prefill"]
                     rows.append({"round": number, "shared": shared, "prefilled_tokens": count, "seconds": took})
     return rows
 

@@ -171,7 +171,7 @@ def _compare(
     random.Random(seed).shuffle(cases)
     rows = []
     for number, name in tqdm(cases, desc="live policies", disable=None):
-        simulated = SimulatedExecutor(costs, executor.blocks, host_blocks=executor.arena.blocks)
+        simulated = SimulatedExecutor(costs, executor.blocks, host_blocks=executor.host_pool.blocks)
         for run, where in (("live", executor), ("simulated", simulated)):
             metrics, _ = _run(where, loads[number], name, config)
             rows.append({"seed": number, "policy": name, "run": run} | metrics)

@@ -25,7 +25,7 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.swap import PATHS, make_path
 from firsttoken.engine.swap.block_copier import CopyJob, SwapPath, start
-from firsttoken.engine.swap.host_pool import HostArena
+from firsttoken.engine.swap.host_pool import HostPool
 from firsttoken.engine.trace import Trace
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken.study.profile import Profile
@@ -49,9 +49,11 @@ def swap_rows(path: SwapPath, tokens: Sequence[int], repeats: int, seed: int) ->
     shape, rng, rows = path.pool.shape, random.Random(seed), []
     for count in tokens:
         blocks = _draw(rng, path, count)
-        span = path.arena.take(len(blocks))
+        span = path.host_pool.take(len(blocks))
         if span is None:
-            raise RequestError(f"swap: {count} tokens need {len(blocks)} host blocks; {path.arena.largest} are free")
+            raise RequestError(
+                f"swap: {count} tokens need {len(blocks)} host blocks; {path.host_pool.largest} are free"
+            )
         try:
             for repeat in range(-1, repeats):
                 there = path.out(blocks, span)
@@ -66,7 +68,7 @@ def swap_rows(path: SwapPath, tokens: Sequence[int], repeats: int, seed: int) ->
                 case = {"path": path.name, "block_tokens": shape.block_tokens, "tokens": count, "repeat": repeat}
                 rows.append(case | times | {"copies": back.copies, "bytes": back.bytes})
         finally:
-            path.arena.give(span)
+            path.host_pool.give(span)
     return rows
 
 
@@ -78,8 +80,8 @@ def memcpy_rows(shape: KVShape, tokens: Sequence[int], repeats: int, device: tor
     second one. What all threads reach is the machine's ceiling (``study.roofline``).
     """
     device = torch.device(device)
-    arena = HostArena(shape, max(map(shape.blocks, tokens), default=1), pinned=device.type == "cuda")
-    host = arena.all_rows
+    host_pool = HostPool(shape, max(map(shape.blocks, tokens), default=1), pinned=device.type == "cuda")
+    host = host_pool.all_rows
     there = torch.zeros_like(host, device=device)
     rows = []
     with _one_thread():
@@ -201,7 +203,7 @@ def _swaps(shape: KVShape, tokens: Sequence[int], repeats: int, profile: Profile
     """Rows of every path, in random order, for a pool twice as large as the longest request."""
     device, blocks, rows = profile.torch_device(), shape.blocks(max(tokens)), []
     for name in random.Random(profile.seed).sample(sorted(PATHS), len(PATHS)):
-        path = make_path(name, KVPool(shape, 2 * blocks, device), HostArena(shape, blocks, device.type == "cuda"))
+        path = make_path(name, KVPool(shape, 2 * blocks, device), HostPool(shape, blocks, device.type == "cuda"))
         rows += swap_rows(path, tokens, repeats, profile.seed)
         path.close()
     return rows

@@ -82,7 +82,7 @@ def measured_costs(wire: WiredPair, group: Group) -> GroupCosts:
             layer.append((marks.recompute_end_s - marks.recompute_start_s) / len(group))
             behind.append(marks.first_token_s - marks.recompute_end_s)
     depth = wire.model.config.num_hidden_layers
-    return GroupCosts(depth, sorted(layer)[1], 0.0, sorted(behind)[1], wire.kv_token_bytes, wire.edge_token_bytes)
+    return GroupCosts(depth, sorted(layer)[1], 0.0, sorted(behind)[1], wire.kv_token_bytes, wire.e_cache_token_bytes)
 
 
 def adaptive_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:

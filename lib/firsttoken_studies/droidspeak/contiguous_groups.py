@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from firsttoken.assets.needs import LAYERS, Need
 from firsttoken.droidspeak.prefill import Group, spans
-from firsttoken.droidspeak.profile.layer_profiler import Bank, Questions
+from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions
 from firsttoken.droidspeak.profile.pareto import Profiled, frontier, smallest_within
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import Drawn, legend, over
@@ -70,11 +70,13 @@ def transitions(profile: Profile) -> Outcome:
         own = [0.0, 0.0]
         parts = list(batches(items, setting.config.batch))
         for part in tqdm(parts, desc=f"transitions {run.name}", unit="batch", disable=None):
-            bank = Bank(sender.model, receiver.model, Questions.of(part, receiver.model.device), range(depth))
-            reference = bank.prefill()
+            profiler = LayerProfiler(
+                sender.model, receiver.model, Questions.of(part, receiver.model.device), range(depth)
+            )
+            reference = profiler.prefill()
             own = [own[0] + reference.nll.sum().item(), own[1] + reference.accuracy.sum().item()]
             for _, layers in sets:
-                score = bank.scattered(layers)
+                score = profiler.scattered(layers)
                 for at, values in enumerate((score.deviation, score.nll, score.accuracy)):
                     sums[layers][at] += values.sum().item()
         n = len(items)

@@ -91,7 +91,7 @@ def decoded_scores(
 
 def _scored(methods: Sequence[Method], sender: PairedModel, part: Sequence[Encoded]) -> dict[str, list[float]]:
     """Return by recipe the score of each item of one batch."""
-    edges = {method.group.lo for method in methods if method.group.needs_edge}
+    edges = {method.group.lo for method in methods if method.group.needs_e_cache}
     prefix = Prefix.of([item.prefix for item in part], sender.model.device)
     sent = full_prefill(sender.model, prefix, edges)
     task, scores = task_of(part[0].item), {}

@@ -92,7 +92,7 @@ def _batch(
 ) -> list[tuple[int, dict[str, Any]]]:
     model = receiver.model
     prefix = Prefix.of([item.prefix for item in part], model.device)
-    sent = full_prefill(sender.model, prefix, {g.lo for g in groups if g.needs_edge})
+    sent = full_prefill(sender.model, prefix, {g.lo for g in groups if g.needs_e_cache})
     suffix, mask = _padded([item.suffix for item in part], model.device)
     last, rows = mask.sum(1) - 1, []
     for group in groups:

@@ -93,7 +93,7 @@ def prefill_latency(profile: Profile) -> Outcome:
         prefix, suffix = random_request(model, tokens, draw)
         sizes = {*config.layers, *(layers for of in chosen.values() for layers in of.values())}
         groups = [Group((depth - k) // 2, (depth - k) // 2 + k) for k in sorted(sizes)]
-        sent = full_prefill(model, prefix, {group.lo for group in groups if group.needs_edge})
+        sent = full_prefill(model, prefix, {group.lo for group in groups if group.needs_e_cache})
         ways = _ways(model, half, prefix, sent, groups, config.shares)
         for step in tqdm(range(-1, config.rounds), desc=f"prefill, {tokens} tokens", unit="round", disable=None):
             for name, compute in rng.sample(list(ways), len(ways)):

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from firsttoken.droidspeak.prefill import NOTHING, Group
-from firsttoken.droidspeak.profile.layer_profiler import Bank, Questions, Score
+from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions, Score
 from firsttoken.droidspeak.profile.pareto import Profiled, critical_layers, smallest_within
 from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study import paths, timing
@@ -146,11 +146,11 @@ def _batch(run: Run, receiver: PairedModel, sender: PairedModel, part: Sequence[
     start = time.perf_counter()
     edges = run.edges(receiver.model.config.num_hidden_layers)
     questions = Questions.of(part, receiver.model.device)
-    bank = Bank(sender.model, receiver.model, questions, edges[:-1])
-    scores = [_kept("own", NOTHING, bank.prefill()), _kept("sender", NOTHING, bank.sender_itself())]
-    scores += [_kept("layer", Group(layer, layer + 1), score) for layer, score in bank.single_layers()]
-    scores += [_kept("group" if len(g) else "reuse", g, score) for g, score in bank.groups(edges)]
-    return {"seconds": time.perf_counter() - start, "prefix_layers": bank.prefix_layers, "scores": scores}
+    profiler = LayerProfiler(sender.model, receiver.model, questions, edges[:-1])
+    scores = [_kept("own", NOTHING, profiler.prefill()), _kept("sender", NOTHING, profiler.sender_itself())]
+    scores += [_kept("layer", Group(layer, layer + 1), score) for layer, score in profiler.single_layers()]
+    scores += [_kept("group" if len(g) else "reuse", g, score) for g, score in profiler.groups(edges)]
+    return {"seconds": time.perf_counter() - start, "prefix_layers": profiler.prefix_layers, "scores": scores}
 
 
 def _kept(what: str, group: Group, score: Score) -> list[Any]:

@@ -55,8 +55,8 @@ class WiredPair:
     ) -> None:
         self.model = receiver.model
         self.prefix, self.suffix = random_request(self.model, tokens, torch.Generator().manual_seed(0))
-        sent = full_prefill(sender.model, self.prefix, {group.lo for group in groups if group.needs_edge})
-        room = 2 * sum(kv.nbytes for kv in sent.kv) + 2 * sum(edge.nbytes for edge in sent.edges.values())
+        sent = full_prefill(sender.model, self.prefix, {group.lo for group in groups if group.needs_e_cache})
+        room = 2 * sum(kv.nbytes for kv in sent.kv) + 2 * sum(edge.nbytes for edge in sent.e_cache.values())
         store, context = KVStore(folder, memory_bytes=0, disk_bytes=room), self.prefix.ids[0].tolist()
         store.store(context, sender.identity, sent)
         self.pieces: dict[str, CachePiece] = pieces_of(store.locate(context, sender.identity))
@@ -68,7 +68,7 @@ class WiredPair:
         return self.pieces["layer.0"].nbytes // self.prefix.tokens
 
     @property
-    def edge_token_bytes(self) -> int:
+    def e_cache_token_bytes(self) -> int:
         """Bytes of one token's hidden state; a group that starts at layer 0 needs none, so none may be stored."""
         return self.model.config.hidden_size * self.model.dtype.itemsize
 

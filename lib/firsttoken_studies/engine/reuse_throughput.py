@@ -27,7 +27,7 @@ from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVShape
 from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.request import GREEDY, Request, Work
+from firsttoken.engine.request import GREEDY, Request, ScheduledChunk
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.arrivals import Arrivals, with_arrivals
 from firsttoken.engine.workload.workload_items import Item, with_ids
@@ -55,9 +55,9 @@ def decode_rows(model: nn.Module, batches: Sequence[int], contexts: Sequence[int
     try:
         for repeat in tqdm(range(-1, repeats), desc="decode steps", unit="round", disable=None):
             for count, context in rng.sample(cases, len(cases)):
-                works = [_decoding(number, context, each, executor.limits.vocabulary, rng) for number in range(count)]
+                chunks = [_decoding(number, context, each, executor.limits.vocabulary, rng) for number in range(count)]
                 start = executor.now()
-                executor.execute(works)
+                executor.execute(chunks)
                 ms = (executor.now() - start) * 1e3
                 if repeat >= 0:
                     rows.append({"what": "decode", "requests": count, "context": context, "repeat": repeat, "ms": ms})
@@ -66,13 +66,13 @@ def decode_rows(model: nn.Module, batches: Sequence[int], contexts: Sequence[int
     return rows
 
 
-def _decoding(number: int, context: int, blocks: int, vocabulary: int, rng: random.Random) -> Work:
+def _decoding(number: int, context: int, blocks: int, vocabulary: int, rng: random.Random) -> ScheduledChunk:
     """A request of blocks of its own with all but its last token cached."""
     request = Request(number, [rng.randrange(vocabulary)] * context, GREEDY, 0.0)
     request.append(rng.randrange(vocabulary), 0.0)
     request.advance(context)
     request.blocks = list(range(number * blocks, (number + 1) * blocks))
-    return request.work()
+    return request.chunk()
 
 
 # Costs of requests whose prefill was timed by itself, whatever was done to make it shorter; decode steps as fitted.

@@ -22,7 +22,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, resting_bytes, to_8_bits
-from firsttoken.engine.sampling import likeliest
+from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.petals.int8_transport import pack, packed_bytes, unpack
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS
@@ -152,7 +152,7 @@ def _losses(model: nn.Module, windows: Tensor, batch: int) -> tuple[list[float],
         logits = model(ids, use_cache=False).logits[:, :-1].float()
         each = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         losses += each.view(len(ids), -1).mean(1).tolist()
-        best.append(likeliest(logits))
+        best.append(argmax_tokens(logits))
     return losses, torch.cat(best)
 
 

@@ -23,7 +23,7 @@ from firsttoken.study.errors import SwarmError
 # A TCP relay to a port of this machine: a link that is slow, reset or silent, where nobody may shape a real one.
 
 
-class Relay:
+class TcpProxy:
     """Passes bytes on in threads, each ``delay_s`` seconds after it came."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
@@ -38,7 +38,7 @@ class Relay:
         self._flowing.set()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def lead_to(self, port: int) -> None:
+    def forward_to(self, port: int) -> None:
         """Lead connections to ``port`` from now on."""
         self._port = port
         self._whole.set()
@@ -193,35 +193,35 @@ class ServerProcess:
         self._process.stderr.close()
 
 
-class SwarmMember(ServerProcess):
+class ProxiedServer(ServerProcess):
     """A server behind a relay, whose link takes ``delay_s`` seconds each way."""
 
     def __init__(self, folder: Path, blocks: str, peers: Sequence[str], delay_s: float = 0.0) -> None:
-        self.relay = Relay(delay_s)
-        super().__init__(folder, blocks, peers, self.relay.address)
+        self.proxy = TcpProxy(delay_s)
+        super().__init__(folder, blocks, peers, self.proxy.address)
 
     def ready(self) -> Self:
         new = not self.pid
         super().ready()
         if new:
-            self.relay.lead_to(self._port)
+            self.proxy.forward_to(self._port)
         return self
 
     def cut(self) -> None:
         """Its link is reset."""
-        self.relay.cut()
+        self.proxy.cut()
 
     def hold(self) -> None:
         """Its link falls silent."""
-        self.relay.hold()
+        self.proxy.hold()
 
     def heal(self) -> None:
-        self.relay.heal()
+        self.proxy.heal()
         super().heal()
 
     def close(self) -> None:
         super().close()
-        self.relay.close()
+        self.proxy.close()
 
 
 _TOGETHER_S = 60.0  # within which a swarm has to come together
@@ -235,7 +235,7 @@ class Fleet:
 
     def __init__(self, folder: Path, spans: Sequence[str], delay_s: float = 0.0, spares: int = 1) -> None:
         self.folder, self.spans, self.spares, self._delay_s = folder, tuple(spans), spares, delay_s
-        self.members: dict[str, SwarmMember] = {}
+        self.members: dict[str, ProxiedServer] = {}
         try:
             self.door = self.start(self.spans[0]).ready().address
             for blocks in (*self.spans[1:], *self.spans * spares):
@@ -245,9 +245,9 @@ class Fleet:
             self.close()  # nobody else knows of those that did start
             raise
 
-    def start(self, blocks: str) -> SwarmMember:
+    def start(self, blocks: str) -> ProxiedServer:
         """One more server, on its way."""
-        member = SwarmMember(self.folder, blocks, list(self.members), self._delay_s)
+        member = ProxiedServer(self.folder, blocks, list(self.members), self._delay_s)
         self.members[member.address] = member
         return member
 
@@ -266,7 +266,7 @@ class Fleet:
             time.sleep(0.02)
         raise SwarmError(f"the swarm did not come together: {dict(counts)} of {', '.join(self.spans)}")
 
-    def replace(self, member: SwarmMember) -> None:
+    def replace(self, member: ProxiedServer) -> None:
         """Another in the place of one that is dead."""
         del self.members[member.address]
         if member.address == self.door:

@@ -27,7 +27,7 @@ from firsttoken.petals.access import Access
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.swarm import Swarm
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study import kernel_forkserver, paths
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.profile import Profile
@@ -67,7 +67,7 @@ def running(
 
 async def _known(model: str, ups: Sequence[ServerProcess]) -> None:
     """Wait until the first has heard of all."""
-    swarm, until = Swarm(model, [ups[0].address], 1, Access(), Patience()), time.monotonic() + _TOGETHER_S
+    swarm, until = Swarm(model, [ups[0].address], 1, Access(), Timeouts()), time.monotonic() + _TOGETHER_S
     while len(swarm.servers()) < len(ups):
         if time.monotonic() > until:
             raise SwarmError(f"{len(swarm.servers())} of {len(ups)} servers came together")

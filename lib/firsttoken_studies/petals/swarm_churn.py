@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from firsttoken.petals.min_move_rebalancing import FewestMoves
+from firsttoken.petals.min_move_rebalancing import MinMoveRebalancing
 from firsttoken.petals.placement import Rebalancing, block_rates, interval_to_join, most_rate
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import ProfileError
@@ -205,7 +205,7 @@ class Churn:
 
 RULES: dict[str, dict[str, Any]] = {
     "paper": {"rule": Rebalancing()},
-    "fewest": {"rule": FewestMoves(), "hears_s": 30.0},
+    "fewest": {"rule": MinMoveRebalancing(), "hears_s": 30.0},
 }
 SHARE = 0.9  # of what no placement can exceed
 _KINDS = ((4, 1.0), (5, 1.6), (6, 2.0), (8, 2.5), (10, 3.0))  # blocks, tokens a second through them

@@ -18,15 +18,15 @@ from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.messages import exchange, tell
 from firsttoken.petals.remote_model import RemoteModel
-from firsttoken.petals.server_session import Line
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.server_session import ServerSession
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import MOST_TOKENS, Stretch
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
-from firsttoken_studies.petals.fleet import FAULTS, Fleet, SwarmMember
+from firsttoken_studies.petals.fleet import FAULTS, Fleet, ProxiedServer
 from firsttoken_studies.petals.spans import local_engine, prompt_of, running, split_evenly, stored, timed_steps
 
 WAITED = ("stop", "hold")  # nothing tells the client but the time that it waits
@@ -90,8 +90,8 @@ def swarm_survival(profile: Profile) -> Outcome:
 def _broken(folder: Path, spans: Sequence[str], config: SurvivalConfig, prompt: list[int], said: list[int]) -> Rows:
     fleet = Fleet(folder, spans, config.delay_ms / 1000)
     try:
-        patience = Patience(step_s=config.step_s, token_s=0.01, refresh_s=0.5, answer_s=1.0, ban_s=1.0, find_s=60.0)
-        with RemoteModel(folder, [fleet.door], patience=patience) as model:
+        timeouts = Timeouts(step_s=config.step_s, token_s=0.01, refresh_s=0.5, answer_s=1.0, ban_s=1.0, find_s=60.0)
+        with RemoteModel(folder, [fleet.door], timeouts=timeouts) as model:
             study = _Study(fleet, model, config, prompt, said)
             study.generate({})  # everything is loaded and connected by then
             study.rows.clear()
@@ -128,13 +128,13 @@ class _Study:
         fleet, model = self.fleet, self.model
         fleet.settle()
         fleet.known_to(model.swarm)
-        hit: list[tuple[int, str, SwarmMember, float]] = []
+        hit: list[tuple[int, str, ProxiedServer, float]] = []
 
         def strike(place: int) -> None:
             if fault := faults.get(place):
-                lines = model.chain.lines or wait_for(model.swarm.route(model.chain.layers))
+                sessions = model.chain.sessions or wait_for(model.swarm.route(model.chain.layers))
                 self._turn += 1
-                record = lines[self._turn % len(lines)][1]
+                record = sessions[self._turn % len(sessions)][1]
                 hit.append((place, fault, fleet.members[record.address], self._round_trip(record.address)))
                 getattr(hit[-1][2], fault)()
 
@@ -150,7 +150,7 @@ class _Study:
             tokens = len(self.prompt) if place == 0 else 1
             row = {"what": "fault", "fault": fault, "position": place, "blocks": member.blocks, **shared}
             row |= {"step_s": seconds[place], "round_trip_s": round_trip_s}
-            row["timeout_s"] = model.swarm.patience.limit_s(tokens) if fault in WAITED else 0.0
+            row["timeout_s"] = model.swarm.timeouts.limit_s(tokens) if fault in WAITED else 0.0
             row["prefill_s"] = self._prefill(member.blocks, len(self.prompt) + place, round_trip_s)
             self.rows.append(row)
         self.rows += [
@@ -176,16 +176,18 @@ class _Study:
         """Seconds in which the server that took ``blocks`` over computes ``tokens`` anew, the median of a few."""
         swarm, chain = self.model.swarm, self.model.chain
         span = range(*map(int, blocks.split(":")))
-        record = next(record for line, record in chain.lines if line.layers == span)
+        record = next(record for session, record in chain.sessions if session.layers == span)
         hidden, seconds = torch.randn(tokens, self.model.model.config.hidden_size), []
-        patience = replace(swarm.patience, step_s=_PROBE_S)
+        timeouts = replace(swarm.timeouts, step_s=_PROBE_S)
 
         async def probe() -> None:
-            line = Line(record.name, swarm.channel(record.address), span, swarm.model, chain.coding, patience, ())
+            session = ServerSession(
+                record.name, swarm.channel(record.address), span, swarm.model, chain.coding, timeouts, ()
+            )
             with Stopwatch() as watch:
-                await line.run([Stretch(0, 0, tokens)], hidden)
+                await session.run([Stretch(0, 0, tokens)], hidden)
             seconds.append(watch.seconds)
-            line.close()
+            session.close()
 
         for _ in range(_PROBES):
             wait_for(probe())
@@ -276,7 +278,7 @@ def swarm_transport(profile: Profile) -> Outcome:
         engines = {LOCAL: stack.enter_context(local_engine(loaded.model, config.prompt_tokens + config.tokens))}
         for count in config.chains:
             ups = stack.enter_context(running(folder, split_evenly(depth, count)))
-            model = stack.enter_context(RemoteModel(folder, [ups[0].address], patience=Patience(refresh_s=30.0)))
+            model = stack.enter_context(RemoteModel(folder, [ups[0].address], timeouts=Timeouts(refresh_s=30.0)))
             engines[count] = model.engine
         for number in range(-1, config.rounds):  # the first only warms up
             for servers, engine in engines.items():

@@ -24,7 +24,7 @@ from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, te
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning.client_adapters import Lora, SoftPrompt
 from firsttoken.petals.tuning.remote_training import RemoteTraining
 from firsttoken.petals.wire import MOST_TOKENS
@@ -154,7 +154,7 @@ SAME = 1e-4  # of the largest value: what float32 may differ by
 STOCK, ALONE, AT_ONCE, KILLED = "stock", "alone", "at_once", "killed"
 HELD_TO = {ALONE: STOCK, AT_ONCE: ALONE, KILLED: ALONE}  # whose losses a run should have
 LOCAL = 0  # servers: stock PEFT in the client's process
-_PATIENCE = Patience(step_s=60.0, refresh_s=600.0, ban_s=600.0, find_s=60.0)
+_TIMEOUTS = Timeouts(step_s=60.0, refresh_s=600.0, ban_s=600.0, find_s=60.0)
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ def swarm_tuning(profile: Profile) -> Outcome:
             spans = split_evenly(depth, servers)
             spare = spans[-1:] if servers == max(config.chains) else []
             ups = stack.enter_context(running(folder, [*spans, *spare], True, config.threads))
-            clients[servers] = stack.enter_context(RemoteTraining(folder, [ups[0].address], patience=_PATIENCE))
-        beside = stack.enter_context(RemoteTraining(folder, [ups[0].address], patience=_PATIENCE))
+            clients[servers] = stack.enter_context(RemoteTraining(folder, [ups[0].address], timeouts=_TIMEOUTS))
+        beside = stack.enter_context(RemoteTraining(folder, [ups[0].address], timeouts=_TIMEOUTS))
         study = _TuningStudy(folder, loaded, config, [clients[max(config.chains)], beside])
         study.gradients()
         study.chains(clients)

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
-from firsttoken.engine.request import Sampling, Work
-from firsttoken.petals.block_backend import BlockStack
+from firsttoken.engine.request import Sampling, ScheduledChunk
+from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256, parse_blocks
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, server_key
@@ -26,7 +26,7 @@ from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
 from firsttoken.petals.swarm import Swarm
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE, difference
 from firsttoken.petals.trust.auditor import INCONCLUSIVE, Auditor, Audits
 from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip
@@ -52,22 +52,22 @@ NOISE, SELDOM = 0.01, 0.25
 _BOAST = 1e6  # a liar says that it is so many times as fast as it is, and so is asked before others
 
 
-class LyingStack(BlockStack):
-    """A ``BlockStack`` that tells the ``lie``, drawn from ``seed``; ``told`` counts its false answers."""
+class ByzantineBackend(BlockBackend):
+    """A ``BlockBackend`` that tells the ``lie``, drawn from ``seed``; ``told`` counts its false answers."""
 
     def __init__(self, folder: Path, blocks: range, dtype: torch.dtype, kv_tokens: int, *, lie: str, seed: int) -> None:
         super().__init__(folder, blocks, dtype, kv_tokens)
         self.lie, self.told = lie, 0
         self._draw = torch.Generator().manual_seed(seed)
 
-    def run(self, layers: range, works: Sequence[Work], hidden: Sequence[Tensor]) -> list[Tensor]:
-        """Run the layers as ``BlockStack.run`` does, and answer falsely."""
+    def run(self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Sequence[Tensor]) -> list[Tensor]:
+        """Run the layers as ``BlockBackend.run`` does, and answer falsely."""
         if self.lie == "seldom" and float(torch.rand(1, generator=self._draw)) >= SELDOM:
-            return super().run(layers, works, hidden)
+            return super().run(layers, chunks, hidden)
         self.told += 1
         if self.lie == "lazy":
-            return super().run(range(layers.start, layers.stop - 1), works, hidden)
-        return [self._noisy(rows) for rows in super().run(layers, works, hidden)]
+            return super().run(range(layers.start, layers.stop - 1), chunks, hidden)
+        return [self._noisy(rows) for rows in super().run(layers, chunks, hidden)]
 
     def measured_throughput(self) -> float:
         return _BOAST * super().measured_throughput()
@@ -102,11 +102,11 @@ def rounding(swarm: Swarm, model: nn.Module, spans: Sequence[range], prompts: Se
 
 async def _answer(swarm: Swarm, span: range, inputs: Tensor) -> Tensor:
     """What a server of just ``span`` answers to ``inputs`` [tokens, hidden]."""
-    line = swarm.line(next(one for one in swarm.servers() if one.span == span), span, "float32")
+    session = swarm.open_session(next(one for one in swarm.servers() if one.span == span), span, "float32")
     try:
-        return await line.run([Stretch(0, 0, len(inputs))], inputs)
+        return await session.run([Stretch(0, 0, len(inputs))], inputs)
     finally:
-        line.close()
+        session.close()
 
 
 def _through(model: nn.Module, span: range, inputs: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class _Validation:
         self.door = ""
         ups = [stack.enter_context(self._serving(span)) for span in (*self.spans, *self.spans)]
         self.keeper = ups[0]
-        self.model = stack.enter_context(RemoteModel(folder, [self.door], patience=Patience(step_s=30.0)))
+        self.model = stack.enter_context(RemoteModel(folder, [self.door], timeouts=Timeouts(step_s=30.0)))
 
     def honest(self, prompts: Sequence[list[int]]) -> Rows:
         """Every answer audited, and nobody lies."""
@@ -213,7 +213,7 @@ class _Validation:
     def liar(self, lie: str, rate: float, trial: int, prompt: list[int], seed: int) -> dict[str, Any]:
         """An answer through a server that tells ``lie``, while the client audits ``rate`` of what it is told."""
         span, key = self.spans[len(self.spans) // 2], self._keys / f"{lie}-{rate}-{trial}"
-        with self._serving(span, key, partial(LyingStack, lie=lie, seed=seed)) as up:
+        with self._serving(span, key, partial(ByzantineBackend, lie=lie, seed=seed)) as up:
             self._choose(up)
             self._deposit(up, key)
             self._watched(rate, seed)
@@ -222,7 +222,7 @@ class _Validation:
             wait_for(self._end())
             found = self.model.swarm.convicted - before
             row = {"what": "liar", "lie": lie, "rate": rate, "trial": trial, "caught_at": caught_at}
-            row |= {"told": up.sessions.batcher.stack.told, "others": len(found - {up.record.server})}
+            row |= {"told": up.sessions.batcher.backend.told, "others": len(found - {up.record.server})}
             return row | {"deposit": self.keeper.ledger.account(up.record.server).deposit}
 
     async def _end(self) -> None:
@@ -266,13 +266,13 @@ class _Validation:
             wait_for(tell_keeper(self.model.swarm, self.door, slip))
 
     @contextmanager
-    def _serving(self, span: range, key: Path | None = None, stack_of: Any = BlockStack) -> Iterator[Running]:
+    def _serving(self, span: range, key: Path | None = None, make_backend: Any = BlockBackend) -> Iterator[Running]:
         """A server in this process, which others reach over gRPC alone."""
         limits, peers = ServerLimits(kv_tokens=4096), (self.door,) if self.door else ()
         config = ServerConfig(self.folder, span, torch.float32, peers=peers, key=key, limits=limits)
         opened = AsyncExitStack()
         try:
-            up = wait_for(opened.enter_async_context(serving(config, self.sha256, stack_of)))
+            up = wait_for(opened.enter_async_context(serving(config, self.sha256, make_backend)))
             self.door = self.door or up.record.address
             yield up
         finally:

@@ -12,7 +12,7 @@ from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import ModelFacts, Need, check, text_of
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_base, load_served, passing
 from firsttoken.progressiveserve.distance import angular_distances, choose_block
-from firsttoken.progressiveserve.evaluation import Examination, QualityConfig
+from firsttoken.progressiveserve.evaluation import Evaluation, QualityConfig
 from firsttoken.progressiveserve.healing import Teacher
 from firsttoken.progressiveserve.quality_gates import recoveries, summarise
 from firsttoken.progressiveserve.recipe import RECIPES, Recipe
@@ -28,7 +28,7 @@ CONTROLS = ("chosen", "one_shot", "full", "random", "drop4", "drop6")
 
 
 @dataclass(frozen=True)
-class ControlsConfig:
+class AblationConfig:
     """Every control is healed by ``recipe`` for ``steps`` steps, "one_shot" for twice as many."""
 
     recipe: str
@@ -54,7 +54,7 @@ def healing_controls(profile: Profile) -> Outcome:
     the whole model trained further; "one_shot" the chosen block healed once with the steps of both stages, never to
     recover; "drop4" and "drop6" smaller blocks, chosen by distance. Their adapters stay in the cache.
     """
-    config = profile.section("controls", ControlsConfig)
+    config = profile.section("controls", AblationConfig)
     quality = profile.section("quality", QualityConfig)
     # A control is judged on the test items alone, so its run is not watched more than it must be.
     healing = profile.section("healing", HealingConfig)
@@ -69,17 +69,17 @@ def healing_controls(profile: Profile) -> Outcome:
     runs: list[tuple[str, tuple[int, ...], Recipe]] = [(name, block, recipe) for name, block in blocks.items()]
     runs.insert(1, ("one_shot", blocks["chosen"], twice))
     runs.insert(2, ("full", (), recipe))
-    examine, teacher = Examination(sizes, served.tokenizer), Teacher(served.model)
-    rows = examine.rows("s0", served.model)
+    evaluation, teacher = Evaluation(sizes, served.tokenizer), Teacher(served.model)
+    rows = evaluation.rows("s0", served.model)
     folder = paths.CACHE / "adapters" / place.folder.name
     for name, missing, wanted in runs:
         adapter = folder / f"control-{name}"
         healed(adapter, served, missing, wanted, healing, teacher)
         with passing(served.model, missing) as model:
             if missing and name != "one_shot":
-                rows += examine.rows(f"{name}_none", model)
+                rows += evaluation.rows(f"{name}_none", model)
             peft = load_adapter(model, adapter, present_without(served.plan.depth, missing), served.sha256)
-            rows += examine.rows(f"{name}_{wanted.name}", peft.get_base_model())
+            rows += evaluation.rows(f"{name}_{wanted.name}", peft.get_base_model())
             peft.unload()
     provenance = served.provenance | {"blocks": {name: list(block) for name, block in blocks.items()}}
     return Outcome(rows, provenance=provenance)
@@ -96,7 +96,7 @@ def controls_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def control_blocks(profile: Profile, config: ControlsConfig, served: ServedModel) -> dict[str, tuple[int, ...]]:
+def control_blocks(profile: Profile, config: AblationConfig, served: ServedModel) -> dict[str, tuple[int, ...]]:
     """The removed layers of each control that removes some."""
     size = len(served.plan.block)
     base = load_base(profile)

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.assets.stories import story_model
-from firsttoken.engine.sampling import likeliest
+from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, at_stage, load_served
 from firsttoken.progressiveserve.checkpoint.names import layer_of
-from firsttoken.progressiveserve.evaluation import Examination, QualityConfig
+from firsttoken.progressiveserve.evaluation import Evaluation, QualityConfig
 from firsttoken.progressiveserve.quality import text_scores
 from firsttoken.progressiveserve.quality_gates import Places, column, exp_mean, summarise
 from firsttoken.progressiveserve.staging import best_recipe, stage_adapters
@@ -28,10 +28,10 @@ from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.codec import encode
-from firsttoken_extras.bitplanes.encode import cutter
+from firsttoken_extras.bitplanes.encode import plane_encoder
 from firsttoken_extras.bitplanes.first_stage import STORED, Bytes, coarse, coded_bytes
 from firsttoken_extras.bitplanes.layouts import SPLITS
-from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 
 # The largest weights first, to compare with: a mask of one bit a weight, and the values that are kept, coded.
 #
@@ -46,7 +46,7 @@ class Sparse:
     """Keeps as many of the largest weights as come to ``share`` of the plain bytes, mask and values counted."""
 
     share: float
-    later, exact = (), False  # as a Mixture has them
+    later, exact = (), False  # as a PlanSpec has them
 
     @classmethod
     def parse(cls, text: str) -> Sparse:
@@ -99,7 +99,7 @@ def _shares(matrices: dict[str, Tensor], mean: float) -> dict[int | None, float]
 
 
 def _coded(data: Tensor, dtype: str) -> int:
-    streams = cutter("lossless", dtype).cut(data.cpu().contiguous().flatten().view(torch.int16), 0)
+    streams = plane_encoder("lossless", dtype).cut(data.cpu().contiguous().flatten().view(torch.int16), 0)
     return sum(len(encode(stream.numpy().tobytes())[1]) for stream in streams)
 
 
@@ -151,7 +151,7 @@ class PrecisionConfig:
             if dtype not in SHORT:
                 raise ProfileError(f"precision.cuts: no cut {case!r}; known: a plan or 'sparse SHARE' of F16 or BF16")
             try:
-                yield Cut(variant_name(case), (Sparse if how.startswith(NAME) else Mixture).parse(how), dtype)
+                yield Cut(variant_name(case), (Sparse if how.startswith(NAME) else PlanSpec).parse(how), dtype)
             except StageError as error:
                 raise ProfileError(f"precision.cuts: {error}") from error
 
@@ -160,7 +160,7 @@ class Cut(NamedTuple):
     """A case: what its rows are called, and how weights of ``dtype`` are brought first."""
 
     variant: str
-    how: Mixture | Sparse
+    how: PlanSpec | Sparse
     dtype: str
 
 
@@ -193,12 +193,12 @@ def precision_frontier(profile: Profile) -> Outcome:
     place = profile.section("served", ServedConfig)
     check([*place.needs(), *sizes.needs()], ModelFacts(profile.model))
     served = load_served(replace(profile, dtype="float32"))
-    examine = Examination(sizes, served.tokenizer)
-    rows = _layer_rows(profile, served, examine, SAFETENSORS[config.stored])
+    evaluation = Evaluation(sizes, served.tokenizer)
+    rows = _layer_rows(profile, served, evaluation, SAFETENSORS[config.stored])
     exact = {SAFETENSORS[config.stored]: EXACT}
     cuts = sorted(config.each(), key=lambda cut: not cut.how.exact)  # what a dtype's others are compared with first
     for cut in cuts:
-        if isinstance(cut.how, Mixture):
+        if isinstance(cut.how, PlanSpec):
             cut.how.groups(served.plan.depth)  # before an hour is spent
     for name, how, dtype in tqdm(cuts, desc="planes", unit="case", disable=None):
         if how.exact and dtype in exact:  # nothing is left out
@@ -206,14 +206,14 @@ def precision_frontier(profile: Profile) -> Outcome:
             answers = [row | {"variant": name} for row in rows if row["variant"] == exact[dtype]]
         else:
             with _first(served.model, how, dtype) as size:
-                answers = examine.rows(name, served.model)
+                answers = evaluation.rows(name, served.model)
         rows += _sized(answers, size.first / size.plain, size.planes / size.plain, exact.setdefault(dtype, name))
     found, note = _stories(config, profile.seed)
     return Outcome(rows + found, provenance=served.provenance | {"stories": note})
 
 
 @contextmanager
-def _first(model: PreTrainedModel, how: Mixture | Sparse, dtype: str) -> Iterator[Bytes]:
+def _first(model: PreTrainedModel, how: PlanSpec | Sparse, dtype: str) -> Iterator[Bytes]:
     """What the first stage weighs, while ``model`` is what it makes of it."""
     if isinstance(how, Sparse):
         with sparse(model, how, dtype) as size:
@@ -224,17 +224,17 @@ def _first(model: PreTrainedModel, how: Mixture | Sparse, dtype: str) -> Iterato
             yield size
 
 
-def _layer_rows(profile: Profile, served: ServedModel, examine: Examination, stored: str) -> Rows:
+def _layer_rows(profile: Profile, served: ServedModel, evaluation: Evaluation, stored: str) -> Rows:
     """The exact model in the dtype ``stored``, and the same without the layers that wait, healed and not."""
     share = _share_of_stage_1(served)
     adapter = stage_adapters(profile.section("served", ServedConfig), best_recipe(profile))[1]
-    with coarse(served.model, Mixture("lossless"), stored) as model:
-        rows = _sized(examine.rows(EXACT, model), 1.0, 1.0)
+    with coarse(served.model, PlanSpec("lossless"), stored) as model:
+        rows = _sized(evaluation.rows(EXACT, model), 1.0, 1.0)
         with at_stage(served, 1) as pruned:
-            rows += _sized(examine.rows(PRUNED, pruned), share, 1.0)
+            rows += _sized(evaluation.rows(PRUNED, pruned), share, 1.0)
         if adapter.exists():
             with at_stage(served, 1, adapter) as healed:
-                rows += _sized(examine.rows(HEALED, healed), share, 1.0)
+                rows += _sized(evaluation.rows(HEALED, healed), share, 1.0)
     return rows
 
 
@@ -284,7 +284,7 @@ def tell(model: PreTrainedModel, count: int, tokens: int, seed: int) -> Tensor:
 @torch.inference_mode()
 def next_tokens(model: PreTrainedModel, told: Tensor) -> Tensor:
     """The likeliest next token [count, tokens - 1] at every place of ``told``."""
-    return torch.cat([likeliest(model(part, use_cache=False).logits[:, :-1]) for part in told.split(4)])
+    return torch.cat([argmax_tokens(model(part, use_cache=False).logits[:, :-1]) for part in told.split(4)])
 
 
 def _story_rows(name: str, model: PreTrainedModel, told: Tensor, exact: Tensor, first: float, planes: float) -> Rows:

@@ -16,11 +16,11 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.progressiveserve.base_model import ServedConfig, at_stage, load_base, load_served
 from firsttoken.progressiveserve.distance import Distances, angular_distances, check_size, resampled_starts
-from firsttoken.progressiveserve.evaluation import Examination, QualityConfig
+from firsttoken.progressiveserve.evaluation import Evaluation, QualityConfig
 from firsttoken.progressiveserve.healing import Teacher
 from firsttoken.progressiveserve.quality_gates import recoveries, summarise
 from firsttoken.progressiveserve.recipe import RECIPES
-from firsttoken.progressiveserve.training import HealingConfig, heal, healed, materials
+from firsttoken.progressiveserve.training import HealingConfig, heal, healed, training_data
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
@@ -176,17 +176,17 @@ def stage_quality(profile: Profile) -> Outcome:
     place = profile.section("served", ServedConfig)
     check([*place.needs(), *config.needs()], ModelFacts(profile.model))
     served, folder = load_served(profile), place.folder
-    examine = Examination(config, served.tokenizer)
-    original = examine.logits(served.model)
-    rows = examine.rows("s0", served.model)
+    evaluation = Evaluation(config, served.tokenizer)
+    original = evaluation.logits(served.model)
+    rows = evaluation.rows("s0", served.model)
     for stage, letters in LETTERS.items():
         for recipe in ("none", *config.recipes):
             adapter = None if recipe == "none" else folder / f"{letters}-{recipe}"
             with at_stage(served, stage, adapter) as model:
-                rows += examine.rows(f"s{stage}_{recipe}", model)
+                rows += evaluation.rows(f"s{stage}_{recipe}", model)
     with at_stage(served, 3) as model:
-        rows += examine.rows("s3", model)
-        identical = bool(torch.equal(examine.logits(model), original))
+        rows += evaluation.rows("s3", model)
+        identical = bool(torch.equal(evaluation.logits(model), original))
     rows.append({"variant": "s3", "task": LOGITS, "bit_identical": identical, "logits": original.numel()})
     provenance = served.provenance | {"block": list(served.plan.block), "judged": config.judged}
     return Outcome(rows, provenance=provenance)
@@ -225,7 +225,7 @@ def healing_live(profile: Profile) -> Outcome:
     check([*profile.section("served", ServedConfig).needs(), *healing.needs()], ModelFacts(profile.model))
     served = load_served(profile)
     recipe = healing.sized(dataclasses.replace(RECIPES[config.recipe], steps=config.steps, warmup_steps=2))
-    data = materials(healing, recipe, served.tokenizer)
+    data = training_data(healing, recipe, served.tokenizer)
     teacher = Teacher(served.model) if recipe.distill_weight else None
     _, curve = heal(served, served.plan.missing(1), recipe, data, healing, teacher)
     rows = _curve_rows({"seed": recipe.seed}, curve.rows, curve.duration_s)

@@ -18,10 +18,10 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.base_model import ServedConfig, load_served
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.progressiveserve.staged_serving.probe import Probe
-from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
+from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows, frame_of
@@ -69,16 +69,16 @@ class LoadedStages:
     ) -> None:
         manifest = checkpoint.manifest
         self.device = device
-        self._skeleton = Skeleton(checkpoint.staged, manifest, device, dtype)
-        self._executor = LiveExecutor(self._skeleton.model, -(-tokens // 16), device=device)
-        self.views: dict[int, StageView] = {0: self._skeleton.empty_view()}
+        self._meta_model = MetaModel(checkpoint.staged, manifest, device, dtype)
+        self._executor = LiveExecutor(self._meta_model.model, -(-tokens // 16), device=device)
+        self.views: dict[int, StageView] = {0: self._meta_model.empty_view()}
         for stage in range(1, len(manifest.stages) + 1):
-            load = StageLoad(checkpoint.staged, manifest, [stage], [Link()], self._skeleton, self.views[stage - 1])
+            load = StageLoad(checkpoint.staged, manifest, [stage], [Link()], self._meta_model, self.views[stage - 1])
             self.views[stage] = load.wait()
 
-    def view(self, stage: int, policy: Transition) -> GrownView:
+    def view(self, stage: int, policy: Transition) -> StagedModelVersion:
         """``stage`` as the engine runs it, which keeps what ``policy`` needs."""
-        return GrownView(self._skeleton.model, self.views[stage], policy)
+        return StagedModelVersion(self._meta_model.model, self.views[stage], policy)
 
     def begun(self, stage: int, ids: Sequence[int], policy: Transition) -> Probe:
         """A request of ``ids`` under ``stage``."""

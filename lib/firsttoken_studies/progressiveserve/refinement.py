@@ -24,10 +24,10 @@ from firsttoken.engine.request_limits import BLOCK_TOKENS
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.progressiveserve.staged_serving.probe import Probe
-from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
+from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.dtypes import named
 from firsttoken.study.errors import ProfileError
@@ -58,22 +58,22 @@ class _Handed:
         self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokens: int, requests: int
     ) -> None:
         self._checkpoint, self.device = checkpoint, device
-        self.skeleton = Skeleton(checkpoint.staged, checkpoint.manifest, device, dtype)
+        self.meta_model = MetaModel(checkpoint.staged, checkpoint.manifest, device, dtype)
         self._each = -(-tokens // BLOCK_TOKENS)
         self._executor = LiveExecutor(
-            self.skeleton.model, requests * self._each, block_tokens=BLOCK_TOKENS, device=device
+            self.meta_model.model, requests * self._each, block_tokens=BLOCK_TOKENS, device=device
         )
-        self._view: StageView = self.skeleton.empty_view()
+        self._view: StageView = self.meta_model.empty_view()
         self._begun = 0
 
     def bring(self, *stages: int) -> None:
         load = StageLoad(
-            self._checkpoint.staged, self._checkpoint.manifest, stages, [Link()], self.skeleton, self._view
+            self._checkpoint.staged, self._checkpoint.manifest, stages, [Link()], self.meta_model, self._view
         )
         self._view = load.wait()
 
-    def view(self, policy: Transition) -> GrownView:
-        return GrownView(self.skeleton.model, self._view, policy)
+    def view(self, policy: Transition) -> StagedModelVersion:
+        return StagedModelVersion(self.meta_model.model, self._view, policy)
 
     def begun(self, ids: Sequence[int]) -> Probe:
         """A request of ``ids`` under the last stage, with blocks of its own."""

@@ -132,7 +132,7 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         summary.by(served, {}, {"full_time_s": ("at_s", "median", "s")}, case=case)
         summary.by(by_run, {}, {"tokens": ("count", "median", "tokens")}, case=case)
         summary.add("short_requests", short, case=case)
-        growth = [_growth(mine, run) for run in runs]
+        growth = [_loader(mine, run) for run in runs]
         if None not in growth:
             summary.add("peak_memory_x", bootstrap(growth, "median").summary("x"), case=case, than="model")
         told = [row for row in mine if {"device_peak_bytes", "model_bytes"} <= row.keys()]
@@ -149,7 +149,7 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def _growth(rows: Rows, run: int) -> float | None:
+def _loader(rows: Rows, run: int) -> float | None:
     """Return how many times the model's bytes the process grew in one run; None where one of these is unknown."""
     (peak,) = rows_where(rows, run=run, row="peak")
     return peak_growth(rows_where(rows, run=run), peak.get("model_bytes"))

@@ -19,7 +19,7 @@ from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.request import Request, Sampling, Work
+from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.trace import Step, Trace
 from firsttoken.sarathi.hardware import Hardware
@@ -41,7 +41,7 @@ class Pieces(Sarathi):
     name: ClassVar[str] = "pieces"
     piece = 1
 
-    def budget(self, decodes: Sequence[Work]) -> int:
+    def budget(self, decodes: Sequence[ScheduledChunk]) -> int:
         return len(decodes) + self.piece
 
 

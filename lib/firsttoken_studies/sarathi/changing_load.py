@@ -12,7 +12,7 @@ from tqdm import tqdm
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.latency_metrics import serve_items
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.adaptive_budget import Deadline
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.simulated import SimulatedExecutor
@@ -41,14 +41,14 @@ def earliest_due(first_s: Sequence[float]) -> type[Sarathi]:
     class EarliestDue(Sarathi):
         name: ClassVar[str] = "earliest_due"
 
-        def budget(self, decodes: Sequence[Work]) -> int:
-            self.arrange(lambda request: (request.arrival_s + first_s[request.number], request.number))
-            return self.bounds.token_budget
+        def budget(self, decodes: Sequence[ScheduledChunk]) -> int:
+            self.sort_waiting(lambda request: (request.arrival_s + first_s[request.number], request.number))
+            return self.config.token_budget
 
     return EarliestDue
 
 
-def own_deadline(first_s: Sequence[float]) -> type[Deadline]:
+def slo_deadline(first_s: Sequence[float]) -> type[Deadline]:
     """``Deadline`` with a promise for each request, as in ``earliest_due``. Of Niyama's three parts it has two, chunks
     by slack and prompts by deadline; nobody is put aside who is too late."""
 
@@ -61,9 +61,9 @@ def own_deadline(first_s: Sequence[float]) -> type[Deadline]:
     return OwnDeadline
 
 
-OWN_OBJECTIVES: dict[str, Callable[[Sequence[float]], type[Sarathi]]] = {
+SLO_SCHEDULERS: dict[str, Callable[[Sequence[float]], type[Sarathi]]] = {
     "earliest_due": earliest_due,
-    "deadline": own_deadline,
+    "deadline": slo_deadline,
 }
 """How such a scheduler is made, by the name that a profile has for it."""
 
@@ -197,7 +197,7 @@ def _serve(
     config: ChangingConfig, hardware: Hardware, costs: Costs, load: ChangingLoad, name: str, tbt_s: float
 ) -> list[Request]:
     policy = Policy.named(name)
-    if (own := OWN_OBJECTIVES.get(policy.kind)) is not None:
+    if (own := SLO_SCHEDULERS.get(policy.kind)) is not None:
         policy = replace(policy, kind=own(np.where(load.heavy, config.heavy_s, config.light_s).tolist()))
     settings = replace(policy.config(Objective(tbt_s), config.batch), wait_s=config.wait_s)
     return serve_items(Engine(SimulatedExecutor(costs, hardware.blocks), settings), load.items)

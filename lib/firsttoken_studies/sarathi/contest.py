@@ -20,13 +20,13 @@ from firsttoken.study.record import Result
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
-from firsttoken_studies.sarathi.leaderboard import enters, standing
+from firsttoken_studies.sarathi.leaderboard import enters, ranking
 
 WORKLOAD = ("lengths", "requests", "batch", "start")  # of a capacity section: what must agree, to compare
 
 
 @dataclass(frozen=True)
-class Contest:
+class CapacityBenchmark:
     """``policy`` on the workload of ``profile``, under the strict objective, for ``draws`` draws of the requests."""
 
     policy: Policy
@@ -35,7 +35,9 @@ class Contest:
     bench: Bench
 
     @classmethod
-    def of(cls, text: str, profile: Profile, draws: int | None = None, trace: RequestTrace | None = None) -> Contest:
+    def of(
+        cls, text: str, profile: Profile, draws: int | None = None, trace: RequestTrace | None = None
+    ) -> CapacityBenchmark:
         """Of the scheduler that ``text`` names; as many draws as the profile has, unless told otherwise. Of a ``trace``
         that has no more requests than a draw there is one draw.
 
@@ -90,7 +92,7 @@ class Contest:
         if record is None or trace is not None or not self._same(record.parameters):
             what = "this trace" if trace else f"the workload of profile {self.profile.name}"
             return "\n".join([*lines, f"nothing is recorded for {what}"])
-        places = standing(record)
+        places = ranking(record)
         lines += [_line(place.scheduler, place.capacity, "record") for place in places]
         clears = enters(mine, places[0].capacity)
         verdict = "enters the record table: its interval clears" if clears else "does not clear the interval of"

@@ -19,7 +19,7 @@ BASE = "prefill_first"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankedScheduler:
     """A scheduler as profiles name it, and entries of a summary: its capacity, and over ``BASE``'s (None: its own)."""
 
     scheduler: str
@@ -27,14 +27,14 @@ class Place:
     over_base: Mapping[str, Any] | None
 
 
-def standing(result: Result) -> list[Place]:
+def ranking(result: Result) -> list[RankedScheduler]:
     """The schedulers of a result of ``EXPERIMENT``, the highest capacity first: that one holds the record."""
     names = dict.fromkeys(row["scheduler"] for row in result.rows if row.get("objective") == STRICT)
     places = []
     for name in names:
         where = place_of(name) | {"objective": STRICT}
         capacity = result.summary.of("capacity_requests_per_s", **where)
-        places.append(Place(name, capacity, result.summary.get("capacity_x", **where, than=BASE)))
+        places.append(RankedScheduler(name, capacity, result.summary.get("capacity_x", **where, than=BASE)))
     return sorted(places, key=lambda place: place.capacity["value"], reverse=True)
 
 
@@ -47,8 +47,8 @@ def enters(newcomer: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:
 
 
 def record_table(result: Result) -> str:
-    """``standing`` as a table of markdown, and what it stands on."""
-    places = standing(result)
+    """``ranking`` as a table of markdown, and what it stands on."""
+    places = ranking(result)
     clears = [enters(one.capacity, after.capacity) for one, after in pairwise(places)]
     capacity, hardware = result.parameters["capacity"], result.parameters["hardware"]
     columns = {

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import EngineConfig
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.trace import Trace
@@ -40,10 +40,10 @@ def equal_time(costs: Costs, seconds: float) -> type[Sarathi]:
     class EqualTime(Sarathi):
         name: ClassVar[str] = "equal_time"
 
-        def budget(self, decodes: Sequence[Work]) -> int:
-            contexts = [work.start for work in decodes]
+        def budget(self, decodes: Sequence[ScheduledChunk]) -> int:
+            contexts = [chunk.start for chunk in decodes]
             begun = next((request.cached for request in self.running if not request.decoding), 0)
-            low, high = self.block_tokens, self.bounds.prefill_tokens
+            low, high = self.block_tokens, self.config.prefill_tokens
             while low < high:
                 middle = (low + high + 1) // 2
                 fits = costs.step_s([(begun, middle)], contexts) <= seconds

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.assets.manual_downloads import brought
+from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.latency_metrics import serve_items
@@ -47,7 +47,7 @@ class ErrorConfig:
 def simulator_error(profile: Profile) -> Outcome:
     """Rows {request, run, ttft_s, tpot_s, latency_s}; ``run`` is ``VLLM`` or one of ``RUNS``."""
     config, hardware = profile.section("simulator_error", ErrorConfig), profile.section("hardware", Hardware)
-    served = read_requests(brought(hardware.costs) / config.requests)
+    served = read_requests(downloaded(hardware.costs) / config.requests)
     start = min(row["queued_ts"] for row in served)
     items = [
         Item(row["queued_ts"] - start, tokens := int(row["input_toks"]), int(row["output_toks"]), (number,) * tokens)

@@ -15,7 +15,7 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.progressiveserve.staged_serving.probe import Probe
-from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
+from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile
@@ -67,7 +67,7 @@ class Moves:
     def followed(self, policy: Transition, seed: int, old: int, new: int) -> tuple[torch.Tensor, float]:
         """Logits [steps, vocabulary] of a session that ``old`` began and ``new`` took over, and seconds of that."""
         ids = torch.randint(3, 256, [TOKENS + STEPS], generator=torch.Generator().manual_seed(seed)).tolist()
-        begun, better = (GrownView(self.model, self.views[stage], policy) for stage in (old, new))
+        begun, better = (StagedModelVersion(self.model, self.views[stage], policy) for stage in (old, new))
         probe = Probe(self.executor, begun, range(self.executor.blocks))
         probe.feed(ids[:TOKENS])
         start = time.perf_counter()

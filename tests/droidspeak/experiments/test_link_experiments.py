@@ -52,7 +52,7 @@ def test_whatever_group_was_chosen(study, monkeypatch, group):
     choose(monkeypatch, group)
     outcome = pipelined_loading(study.profile(**{"loading.rounds": 1, "loading.gbit_per_s": [0.05]}))
     rows = {row["schedule"]: row for row in outcome.rows}
-    reused = (DEPTH - len(group)) * KV + EDGE * group.needs_edge
+    reused = (DEPTH - len(group)) * KV + EDGE * group.needs_e_cache
     sent = {name: row["bytes"] for name, row in rows.items()}
     assert sent[Schedule.RECOMPUTE] == 0 and sent[Schedule.SEND_REUSED] == sent[Schedule.PIPELINED] == reused
     assert sent[Schedule.SEND_ALL] >= DEPTH * KV
@@ -82,7 +82,7 @@ def test_the_table_of_choices(study):
         assert row["layers"] == row["hi"] - row["lo"] and row["ttft_s"] > 0 and row["expected_s"] > 0
     assert any(row["layers"] == DEPTH for row in result.rows if row["how"] == "fixed")
     assert result.provenance["costs"]["kv_token_bytes"] == KV // TOKENS
-    assert result.provenance["costs"]["edge_token_bytes"] == EDGE // TOKENS
+    assert result.provenance["costs"]["e_cache_token_bytes"] == EDGE // TOKENS
 
 
 @pytest.mark.parametrize(

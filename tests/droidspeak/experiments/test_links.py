@@ -10,7 +10,9 @@ from firsttoken.droidspeak.group_selection import GroupCosts, Scored
 from firsttoken.droidspeak.prefill import Group
 from firsttoken_studies.droidspeak.adaptive_group import Plan, scaled_rows
 
-COSTS = GroupCosts(10, layer_s=0.01, layer_token_s=0.0, first_token_s=0.005, kv_token_bytes=1000, edge_token_bytes=1500)
+COSTS = GroupCosts(
+    10, layer_s=0.01, layer_token_s=0.0, first_token_s=0.005, kv_token_bytes=1000, e_cache_token_bytes=1500
+)
 PLAN = Plan(COSTS, (Scored(Group(3, 6), 0.04), Scored(Group(0, 8), 0.01), Scored(Group(0, 10), 0.0)), tokens=1000)
 
 

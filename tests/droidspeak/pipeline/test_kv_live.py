@@ -55,7 +55,7 @@ def pieces(sent: PrefixCache, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 def on_disk(cache: PrefixCache, path: Path) -> dict[str, CachePiece]:
     tensors = {f"layer.{i}": torch.stack(kv) for i, kv in enumerate(cache.kv)}
-    tensors |= {f"edge.{i}": hidden.contiguous() for i, hidden in cache.edges.items()}
+    tensors |= {f"edge.{i}": hidden.contiguous() for i, hidden in cache.e_cache.items()}
     save_file(tensors, path)
     raw = path.read_bytes()
     begin = 8 + int.from_bytes(raw[:8], "little")
@@ -80,7 +80,7 @@ def check_marks(result: FirstToken, group: Group, nbytes: int) -> None:
     times = [marks.edge_s, marks.recompute_start_s, marks.recompute_end_s, marks.first_token_s]
     happened = [time for time in times if time is not None]
     assert happened == sorted(happened)
-    assert (marks.edge_s is not None) == group.needs_edge
+    assert (marks.edge_s is not None) == group.needs_e_cache
     assert (marks.recompute_end_s is not None) == (len(group) > 0)
     assert marks.bytes_moved == nbytes
     assert (marks.last_byte_s is not None) == (nbytes > 0)
@@ -96,7 +96,7 @@ def test_bit_equal_to_a_partial_prefill(receiver, sent, pieces, group: Group, sc
     assert torch.equal(result.logits, own) == (group == Group(0, DEPTH))  # the sender's layers do show
     assert result.cache.get_seq_length() == ONE.tokens + SUFFIX.shape[1] and not result.fell_back
     kv = [layer for layer in range(DEPTH) if schedule is Schedule.SEND_ALL or layer not in group]
-    moved = [f"layer.{layer}" for layer in kv] + [f"edge.{group.lo}"] * group.needs_edge
+    moved = [f"layer.{layer}" for layer in kv] + [f"edge.{group.lo}"] * group.needs_e_cache
     check_marks(result, group, sum(pieces[name].nbytes for name in moved))
 
 
@@ -227,7 +227,7 @@ class TestOutOfAStore:
         return store
 
     def test_the_stored_part_of_a_context_is_used(self, receiver, sender, identity, store: KVStore) -> None:
-        located = store.locate(self.shares, identity, edge=2)
+        located = store.locate(self.shares, identity, e_cache_layer=2)
         suffix = torch.tensor([self.shares[located.tokens :]])
         prefix = Prefix.of([self.shares[: located.tokens]])
         result = first_token(receiver, prefix, pieces_of(located), Group(2, 4), Link(), suffix)
@@ -237,7 +237,7 @@ class TestOutOfAStore:
         torch.testing.assert_close(result.logits, wanted, atol=1e-5, rtol=1e-4)
 
     def test_an_altered_file_falls_back(self, receiver, identity, store: KVStore) -> None:
-        located = store.locate(self.context, identity, edge=2)
+        located = store.locate(self.context, identity, e_cache_layer=2)
         raw = bytearray(located.path.read_bytes())
         raw[located.spans["layer.4"].offset] ^= 1
         located.path.write_bytes(raw)

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from firsttoken.droidspeak.forward import cache_of, layer_kv
 from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, partial_prefill, spans
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
-from firsttoken.droidspeak.profile.layer_profiler import Bank, Questions, Score
+from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions, Score
 from firsttoken.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken.study.errors import RequestError
 
@@ -54,10 +54,10 @@ def items(tiny) -> list[Encoded]:
 
 
 @pytest.fixture(scope="module")
-def bank(tiny, items) -> Bank:
+def profiler(tiny, items) -> LayerProfiler:
     """With every edge, so that all sets of layers can be asked for."""
     receiver, sender = model_pair(tiny)
-    return Bank(sender, receiver, Questions.of(items), range(DEPTH))
+    return LayerProfiler(sender, receiver, Questions.of(items), range(DEPTH))
 
 
 @torch.inference_mode()
@@ -110,31 +110,31 @@ def truth(tiny, items):
     return Truth()
 
 
-def test_the_receiver_s_own_the_sender_s_and_the_sender_itself(tiny, bank, items, truth):
+def test_the_receiver_s_own_the_sender_s_and_the_sender_itself(tiny, profiler, items, truth):
     receiver, sender = model_pair(tiny)
-    check(bank.prefill(), receiver, [cache_of(kv) for kv in truth.kv], truth.own, items)
-    assert torch.equal(bank.prefill().deviation, torch.zeros(len(items)))
-    check(bank.reuse(), receiver, truth.recomputing([]), truth.own, items)
-    check(bank.sender_itself(), sender, [cache_of(sent.kv) for sent in truth.sent], truth.own, items, away=False)
-    assert [bank.prefill().exact.tolist(), bank.reuse().exact.tolist()] == [[1, 0, 0], [0, 0, 1]]
-    assert bank.reuse().deviation.min() > 0.05, "another model's cache must show"
+    check(profiler.prefill(), receiver, [cache_of(kv) for kv in truth.kv], truth.own, items)
+    assert torch.equal(profiler.prefill().deviation, torch.zeros(len(items)))
+    check(profiler.reuse(), receiver, truth.recomputing([]), truth.own, items)
+    check(profiler.sender_itself(), sender, [cache_of(sent.kv) for sent in truth.sent], truth.own, items, away=False)
+    assert [profiler.prefill().exact.tolist(), profiler.reuse().exact.tolist()] == [[1, 0, 0], [0, 0, 1]]
+    assert profiler.reuse().deviation.min() > 0.05, "another model's cache must show"
 
 
 @pytest.mark.parametrize("edges", [[0, 1, 2, 3, 4, 5], [0, 2, 4, 5], [0, 3, 5], [0, 5], [1, 3, 4]], ids=str)
 def test_every_group_of_every_choice_of_edges(tiny, items, truth, edges):
     receiver, sender = model_pair(tiny)
-    bank = Bank(sender, receiver, Questions.of(items), edges[:-1])
-    found = dict(bank.groups(edges))
+    profiler = LayerProfiler(sender, receiver, Questions.of(items), edges[:-1])
+    found = dict(profiler.groups(edges))
     pairs = [(lo, hi) for i, lo in enumerate(edges) for hi in edges[i + 1 :]]
     assert list(found) == [NOTHING, *(Group(lo, hi) for lo, hi in pairs)]
     for group, score in found.items():
         check(score, receiver, truth.recomputing(group.layers), truth.own, items)
-    assert sum(len(group) for group in found) >= bank.prefix_layers - 2 * DEPTH
+    assert sum(len(group) for group in found) >= profiler.prefix_layers - 2 * DEPTH
 
 
-def test_single_layers(tiny, bank, items, truth):
+def test_single_layers(tiny, profiler, items, truth):
     receiver, _ = model_pair(tiny)
-    found = dict(bank.single_layers())
+    found = dict(profiler.single_layers())
     assert list(found) == list(range(DEPTH))
     for layer, score in found.items():
         caches = []
@@ -145,54 +145,54 @@ def test_single_layers(tiny, bank, items, truth):
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layers=st.sets(st.integers(0, DEPTH - 1)))
-def test_scattered_layers(tiny, bank, items, truth, layers):
-    check(bank.scattered(layers), model_pair(tiny)[0], truth.recomputing(layers), truth.own, items)
+def test_scattered_layers(tiny, profiler, items, truth, layers):
+    check(profiler.scattered(layers), model_pair(tiny)[0], truth.recomputing(layers), truth.own, items)
 
 
-def test_asking_in_another_order_changes_nothing(tiny, bank, items):
+def test_asking_in_another_order_changes_nothing(tiny, profiler, items):
     receiver, sender = model_pair(tiny)
-    fresh = Bank(sender, receiver, Questions.of(items), range(DEPTH))
+    fresh = LayerProfiler(sender, receiver, Questions.of(items), range(DEPTH))
     for layers in ([1], [1, 2, 3], [1, 2], [0], [0, 1, 2, 4]):  # longer and shorter runs from one edge
-        assert torch.equal(fresh.scattered(layers).nll, bank.scattered(layers).nll)
+        assert torch.equal(fresh.scattered(layers).nll, profiler.scattered(layers).nll)
     groups = dict(fresh.groups([0, 2, 5]))
     assert torch.equal(groups[Group(2, 5)].nll, fresh.scattered([2, 3, 4]).nll)
-    assert torch.equal(groups[Group(0, 5)].nll, bank.prefill().nll)
+    assert torch.equal(groups[Group(0, 5)].nll, profiler.prefill().nll)
 
 
 def test_what_was_sent_stays_as_it_is(tiny, items):
     receiver, sender = model_pair(tiny)
-    bank = Bank(sender, receiver, Questions.of(items), [0, 2])
-    before = [[part.clone() for part in kv] for kv in bank.sent.kv]
-    list(bank.single_layers())
-    list(bank.groups([0, 2, 5]))
-    for kv, old in zip(bank.sent.kv, before, strict=True):
+    profiler = LayerProfiler(sender, receiver, Questions.of(items), [0, 2])
+    before = [[part.clone() for part in kv] for kv in profiler.sent.kv]
+    list(profiler.single_layers())
+    list(profiler.groups([0, 2, 5]))
+    for kv, old in zip(profiler.sent.kv, before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(kv, old, strict=True))
 
 
 def test_prefix_layers_counts_each_layer_once(tiny, items):
     receiver, sender = model_pair(tiny)
-    bank = Bank(sender, receiver, Questions.of(items), range(DEPTH))
+    profiler = LayerProfiler(sender, receiver, Questions.of(items), range(DEPTH))
     run: list[PreTrainedModel] = []
-    width = bank.questions.prefix.tokens
+    width = profiler.questions.prefix.tokens
     hooks = [
         layer.register_forward_pre_hook(lambda _, args: run.append(1) if args[0].shape[1] == width else None)
         for layer in receiver.model.layers
     ]
-    assert width != bank.questions.ids.shape[1]
+    assert width != profiler.questions.ids.shape[1]
     try:
         for ask, more in (
-            (bank.reuse, 5),  # its deviation is from the receiver's own
-            (bank.prefill, 0),
-            (lambda: list(bank.single_layers()), 0),
-            (lambda: list(bank.groups([0, 2, 4, 5])), 3 + 1),
-            (lambda: bank.scattered([0, 1]), 0),
-            (lambda: bank.scattered([3]), 1),
-            (lambda: bank.scattered([3, 4]), 2),
+            (profiler.reuse, 5),  # its deviation is from the receiver's own
+            (profiler.prefill, 0),
+            (lambda: list(profiler.single_layers()), 0),
+            (lambda: list(profiler.groups([0, 2, 4, 5])), 3 + 1),
+            (lambda: profiler.scattered([0, 1]), 0),
+            (lambda: profiler.scattered([3]), 1),
+            (lambda: profiler.scattered([3, 4]), 2),
         ):
-            before = bank.prefix_layers
+            before = profiler.prefix_layers
             ask()
-            assert bank.prefix_layers - before == more
-        assert bank.prefix_layers == DEPTH + len(run)  # the sender's own prefill came before the hooks
+            assert profiler.prefix_layers - before == more
+        assert profiler.prefix_layers == DEPTH + len(run)  # the sender's own prefill came before the hooks
     finally:
         for hook in hooks:
             hook.remove()
@@ -200,18 +200,18 @@ def test_prefix_layers_counts_each_layer_once(tiny, items):
 
 def test_a_sender_that_is_the_receiver_loses_nothing(tiny, items):
     receiver, _ = model_pair(tiny)
-    bank = Bank(receiver, receiver, Questions.of(items), [0, 2])
-    for _, score in bank.groups([0, 2, 5]):
-        assert torch.equal(score.nll, bank.prefill().nll) and not score.deviation.any()
+    profiler = LayerProfiler(receiver, receiver, Questions.of(items), [0, 2])
+    for _, score in profiler.groups([0, 2, 5]):
+        assert torch.equal(score.nll, profiler.prefill().nll) and not score.deviation.any()
 
 
 def test_layers_and_edges_that_are_not_there_are_refused(tiny, items):
     receiver, sender = model_pair(tiny)
-    bank = Bank(sender, receiver, Questions.of(items), [0, 2])
+    profiler = LayerProfiler(sender, receiver, Questions.of(items), [0, 2])
     with pytest.raises(RequestError, match=r"no E-cache at layer 3 was stored \(there: 2\)"):
-        bank.scattered([3])
+        profiler.scattered([3])
     with pytest.raises(RequestError, match="does not fit 5 layers"):
-        bank.scattered([2, 3, 4, 5])
+        profiler.scattered([2, 3, 4, 5])
 
 
 def test_questions_are_padded_where_they_should_be(items):

@@ -99,8 +99,8 @@ def restored(store: KVStore, model: ModelIdentity, group: Group, context: list[i
     source = StoredPrefix(store, [*context, 99], sender=model, receiver=model, group=group)
     came: dict[Any, Tensor] = dict(source.arrived())
     assert source.complete and all(kv.shape[3] >= source.tokens for kv in came.values())
-    if group.needs_edge:
-        came["edge"] = source.edge()
+    if group.needs_e_cache:
+        came["edge"] = source.hidden_states()
     return came | {"tokens": torch.tensor(context[: source.tokens])}
 
 
@@ -113,7 +113,7 @@ def test_what_was_written_right_is_used(tmp_path, identity, drawn) -> None:
     (tmp_path / "again").mkdir()
     assert written(tmp_path / "again", model, load_file(path)).name == path.name
     came = restored(KVStore(tmp_path / "again", **ROOM), model, Group(2, 3), CONTEXT)
-    assert len(came["tokens"]) == 20 and torch.equal(came["edge"], cache.edges[2])
+    assert len(came["tokens"]) == 20 and torch.equal(came["edge"], cache.e_cache[2])
     assert all(torch.equal(came[layer], torch.stack(cache.kv[layer])) for layer in (0, 1))
 
 

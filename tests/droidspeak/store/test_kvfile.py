@@ -42,7 +42,7 @@ def test_any_reader_of_safetensors_opens_it(tmp_path, identity, drawn, dtype):
         assert file.get_tensor("tokens").tolist() == CONTEXT
         for layer, kv in enumerate(cache.kv):
             assert torch.equal(file.get_tensor(f"layer.{layer}"), torch.stack(kv))
-        assert torch.equal(file.get_tensor("edge.2"), cache.edges[2])
+        assert torch.equal(file.get_tensor("edge.2"), cache.e_cache[2])
 
 
 def test_a_link_finds_every_piece_at_its_place(stored):
@@ -54,7 +54,7 @@ def test_a_link_finds_every_piece_at_its_place(stored):
         part = bytearray(raw[span.offset : span.offset + span.nbytes])
         found = torch.frombuffer(part, dtype=span.dtype).view(span.shape)
         layer = int(name[-1])
-        assert torch.equal(found, torch.stack(cache.kv[layer]) if "layer" in name else cache.edges[layer])
+        assert torch.equal(found, torch.stack(cache.kv[layer]) if "layer" in name else cache.e_cache[layer])
 
 
 def test_reading_a_layer_reads_no_other(stored):
@@ -81,7 +81,7 @@ def test_a_file_that_is_damaged_meanwhile_is_refused_and_forgotten(stored, damag
     else:
         located.path.write_bytes(raw if damage == "flipped" else raw[: span.offset + 3])
     with pytest.raises(CacheError, match="compute the prefix again"):
-        store.fetch_edge(CONTEXT, model, 1)
+        store.fetch_e_cache(CONTEXT, model, 1)
     assert store.match(CONTEXT, model) == 0
     with pytest.raises(CacheError, match="compute and store it"):
         store.fetch(CONTEXT, model, 0)
@@ -111,7 +111,7 @@ def test_whatever_byte_changes_no_wrong_number_comes_out(identity, drawn, data):
                 continue
             assert torch.equal(found.keys, kv.keys) and torch.equal(found.values, kv.values)
         with contextlib.suppress(CacheError):
-            assert torch.equal(again.fetch_edge(CONTEXT, model, 1), cache.edges[1])
+            assert torch.equal(again.fetch_e_cache(CONTEXT, model, 1), cache.e_cache[1])
 
 
 def test_opening_removes_torn_files_and_leaves_others_alone(stored, identity, drawn):

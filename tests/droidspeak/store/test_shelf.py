@@ -16,7 +16,7 @@ from firsttoken.droidspeak.entry import Entry
 from firsttoken.droidspeak.kvfile import draft
 from firsttoken.droidspeak.prefix_index import token_bytes
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.droidspeak.tiered_store import Shelf
+from firsttoken.droidspeak.tiered_store import TieredStore
 from firsttoken.study.errors import CacheError, RequestError
 
 BLOCK = 2
@@ -51,7 +51,7 @@ class Reference:
         """The cache with the longest prefix, the newest of several, and its length; marks it as used."""
         best, length = None, 0
         for key, (cache, _) in self.entries.items():
-            if key[0] == model and (edge is None or edge in cache.edges):
+            if key[0] == model and (edge is None or edge in cache.e_cache):
                 common = 0
                 while common < min(len(key[1]), len(context)) and key[1][common] == context[common]:
                     common += 1
@@ -92,7 +92,7 @@ def test_whatever_happens_bounds_hold_and_what_was_stored_comes_back(identity, d
             model, context = identity(weights=given_[0]), given_[1]
             if what == "store":
                 cache = drawn(model, context, sorted(given_[2]), given_[3])
-                entry = Entry(model, token_bytes(context), tuple(sorted(cache.edges)))
+                entry = Entry(model, token_bytes(context), tuple(sorted(cache.e_cache)))
                 pieces = entry.pieces(cache)
                 size = sum(piece.nbytes for piece in pieces.values())
                 if disk:
@@ -106,12 +106,12 @@ def test_whatever_happens_bounds_hold_and_what_was_stored_comes_back(identity, d
                 layer, edge = given_[2], given_[2] if what == "edge" else None
                 cache, length = expected.find(model.key, context, edge)
                 assert store.match(context, model, edge) == length
-                fetch = store.fetch if edge is None else store.fetch_edge
+                fetch = store.fetch if edge is None else store.fetch_e_cache
                 if cache is None:
                     with pytest.raises(CacheError):
                         fetch(context, model, layer)
                 elif what == "edge":
-                    assert torch.equal(fetch(context, model, layer), cache.edges[layer][:, :length])
+                    assert torch.equal(fetch(context, model, layer), cache.e_cache[layer][:, :length])
                 else:
                     keys, values = fetch(context, model, layer)
                     assert torch.equal(keys, cache.kv[layer].keys[:, :, :length])
@@ -123,9 +123,9 @@ def test_whatever_happens_bounds_hold_and_what_was_stored_comes_back(identity, d
                 assert on_disk == sum(path.stat().st_size for path in folder.iterdir())
 
 
-def put(shelf, model, context, cache) -> Entry:
-    entry = Entry(model, token_bytes(context), tuple(sorted(cache.edges)))
-    shelf.put(entry, entry.pieces(cache))
+def put(tiers, model, context, cache) -> Entry:
+    entry = Entry(model, token_bytes(context), tuple(sorted(cache.e_cache)))
+    tiers.put(entry, entry.pieces(cache))
     return entry
 
 
@@ -134,28 +134,28 @@ def test_who_reads_an_entry_reads_all_of_it_though_it_is_evicted(tmp_path, ident
     model, context, other = identity(), list(range(20)), list(range(20, 40))
     cache = drawn(model, context)
     room = {"memory_bytes": 2500, "disk_bytes": 0} if tier == "memory" else {"memory_bytes": 0, "disk_bytes": 5000}
-    shelf = Shelf(tmp_path if tier == "disk" else None, **room, block_tokens=16)
-    put(shelf, model, context, cache)
-    with shelf.open(token_bytes(context), model) as reading:
-        put(shelf, model, other, drawn(model, other, seed=1))
-        assert len(shelf) == 1 and shelf.longest(token_bytes(context), model) == 0
+    tiers = TieredStore(tmp_path if tier == "disk" else None, **room, block_tokens=16)
+    put(tiers, model, context, cache)
+    with tiers.open(token_bytes(context), model) as reading:
+        put(tiers, model, other, drawn(model, other, seed=1))
+        assert len(tiers) == 1 and tiers.longest(token_bytes(context), model) == 0
         for layer, kv in enumerate(cache.kv):
             assert torch.equal(reading.piece(f"layer.{layer}"), torch.stack(kv))
-    assert shelf.used[0] <= room["memory_bytes"] and shelf.longest(token_bytes(other), model) == 20
+    assert tiers.used[0] <= room["memory_bytes"] and tiers.longest(token_bytes(other), model) == 20
 
 
 def test_a_torn_file_does_not_take_its_replacement_along(tmp_path, identity, drawn):
     model, context = identity(), list(range(20))
-    shelf = Shelf(tmp_path, memory_bytes=0, disk_bytes=1 << 20, block_tokens=16)
-    put(shelf, model, context, drawn(model, context))
-    with shelf.open(token_bytes(context), model) as reading:
+    tiers = TieredStore(tmp_path, memory_bytes=0, disk_bytes=1 << 20, block_tokens=16)
+    put(tiers, model, context, drawn(model, context))
+    with tiers.open(token_bytes(context), model) as reading:
         with reading.file.path.open("r+b") as file:
             file.truncate(reading.file.nbytes - 1)
         again = drawn(model, context, seed=1)
-        put(shelf, model, context, again)
+        put(tiers, model, context, again)
         with pytest.raises(CacheError, match="torn"):
             reading.piece("layer.2")
-    with shelf.open(token_bytes(context), model) as reading:
+    with tiers.open(token_bytes(context), model) as reading:
         assert torch.equal(reading.piece("layer.2"), torch.stack(again.kv[2]))
 
 

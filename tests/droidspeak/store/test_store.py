@@ -99,7 +99,7 @@ def test_only_the_reused_layers_and_the_lower_edge_are_read(tmp_path):
 def test_a_link_brings_what_the_store_located(tmp_path):
     store, suffix, group = KVStore(tmp_path, memory_bytes=0, disk_bytes=1 << 24), torch.tensor([[5, 6]]), Group(2, 4)
     store.store(CONTEXT, SENDS, SENT)
-    located = store.locate(CONTEXT, SENDS, edge=2)
+    located = store.locate(CONTEXT, SENDS, e_cache_layer=2)
     pieces = {name: CachePiece(name, located.path, *span[:4]) for name, span in located.spans.items()}
     found = first_token(RECEIVER, PREFIX, pieces, group, Link(), suffix)
     cache = store.partial_prefill(group, CONTEXT, receiver_model=RECEIVER, receiver=RECEIVES, sender=SENDS)
@@ -118,20 +118,20 @@ def test_what_was_read_can_take_part_in_training(store):
 
 def test_the_store_keeps_a_copy(store):
     mine = full_prefill(SENDER, Prefix.of([CONTEXT[:20]]), [1])
-    kept = [tensor.clone() for tensor in (mine.kv[1].keys, mine.edges[1])]
+    kept = [tensor.clone() for tensor in (mine.kv[1].keys, mine.e_cache[1])]
     store.store(CONTEXT[:20], SENDS, mine)
     with torch.inference_mode():
         mine.kv[1].keys.zero_()
-        mine.edges[1].zero_()
+        mine.e_cache[1].zero_()
     assert torch.equal(store.fetch(CONTEXT[:20], SENDS, 1).keys, kept[0])
-    assert torch.equal(store.fetch_edge(CONTEXT[:20], SENDS, 1), kept[1])
+    assert torch.equal(store.fetch_e_cache(CONTEXT[:20], SENDS, 1), kept[1])
 
 
 def test_of_two_that_hold_a_context_the_one_with_the_edge_is_used(store):
     longer = [*CONTEXT, *range(3, 30)]
     store.store(longer, SENDS, full_prefill(SENDER, Prefix.of([longer])))
-    assert store.match(longer, SENDS) == 77 and store.match(longer, SENDS, edge=2) == 48
-    assert store.fetch_edge(longer, SENDS, 2).shape == (1, 48, 32)
+    assert store.match(longer, SENDS) == 77 and store.match(longer, SENDS, e_cache_layer=2) == 48
+    assert store.fetch_e_cache(longer, SENDS, 2).shape == (1, 48, 32)
     found = store.partial_prefill(Group(2, 4), longer, receiver_model=SENDER, receiver=SENDS, sender=SENDS)
     assert found.get_seq_length() == 77
 
@@ -158,9 +158,9 @@ def test_other_tokens_other_weights_and_a_missing_edge_are_refused_with_the_reas
         store.fetch([CONTEXT[0] + 1, *CONTEXT[1:]], SENDS, 0)
     with pytest.raises(CacheError, match="other weights, so ask for it under its own identity"):
         store.fetch(CONTEXT, RECEIVES, 0)
-    store.store(CONTEXT, SENDS, PrefixCache(SENT.kv, {1: SENT.edges[1], 4: SENT.edges[4]}))
+    store.store(CONTEXT, SENDS, PrefixCache(SENT.kv, {1: SENT.e_cache[1], 4: SENT.e_cache[4]}))
     with pytest.raises(CacheError, match=r"no E-cache at layer 2 .*\(there: 1, 4\); store that edge too"):
-        store.fetch_edge(CONTEXT, SENDS, 2)
+        store.fetch_e_cache(CONTEXT, SENDS, 2)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_other_tokens_other_weights_and_a_missing_edge_are_refused_with_the_reas
     [
         (CONTEXT[:-1], SENT, r"keys of layer 0 are float32 \[1, 2, 50, 8\], but .* makes float32 \[1, 2, 49, 8\]"),
         (CONTEXT, PrefixCache(SENT.kv[:-1], {}), "the cache has 5 layers, .* has 6"),
-        (CONTEXT, PrefixCache(SENT.kv, {6: SENT.edges[0]}), "layer 6 fits no model of 6 layers"),
-        (CONTEXT, PrefixCache(SENT.kv, {1: SENT.edges[1][:, :9]}), r"E-cache at layer 1 are .*\[1, 9, 32\]"),
+        (CONTEXT, PrefixCache(SENT.kv, {6: SENT.e_cache[0]}), "layer 6 fits no model of 6 layers"),
+        (CONTEXT, PrefixCache(SENT.kv, {1: SENT.e_cache[1][:, :9]}), r"E-cache at layer 1 are .*\[1, 9, 32\]"),
         (
             CONTEXT,
             PrefixCache((*SENT.kv[:-1], LayerKV(SENT.kv[5].keys, SENT.kv[5].values.bfloat16())), {}),
@@ -186,7 +186,7 @@ def test_a_cache_that_is_not_the_models_is_not_taken(store, context, cache, mess
 
 
 def test_requests_that_make_no_sense(store):
-    for call in (store.fetch, store.fetch_edge):
+    for call in (store.fetch, store.fetch_e_cache):
         with pytest.raises(RequestError, match="has layers 0 to 5, no layer 6"):
             call(CONTEXT, SENDS, 6)
     with pytest.raises(RequestError, match="empty context"):

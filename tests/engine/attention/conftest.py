@@ -36,7 +36,7 @@ class Bench:
         self.rng = random.Random(seed)
         self.free = self.rng.sample(range(blocks), blocks)
         self.logits = torch.empty(0)
-        decoder = self.executor.view.decoder
+        decoder = self.executor.version.decoder
         self._logits, decoder.logits = decoder.logits, self._keep
         self._requests = 0
 
@@ -49,18 +49,18 @@ class Bench:
         self._requests += 1
         return Request(self._requests, [self.rng.randrange(VOCABULARY) for _ in range(length)], GREEDY, 0.0)
 
-    def execute(self, works: Sequence[tuple[Request, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def execute(self, chunks: Sequence[tuple[Request, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a step; the logits after each work [works, vocabulary], and the plain ones. Checks the tokens' order."""
-        for request, tokens in works:
+        for request, tokens in chunks:
             while len(request.blocks) * self.executor.block_tokens < request.cached + tokens:
                 request.blocks.append(self.free.pop())
-        chosen = self.executor.execute([request.work(tokens) for request, tokens in works])
-        first = sorted(range(len(works)), key=lambda i: works[i][1])  # the shorter works lead the step
+        chosen = self.executor.execute([request.chunk(tokens) for request, tokens in chunks])
+        first = sorted(range(len(chunks)), key=lambda i: chunks[i][1])  # the shorter works lead the step
         rows = torch.empty_like(self.logits)
         rows[first] = self.logits
         assert chosen == rows.argmax(-1).tolist(), "the tokens are not in the order of the works"
         wanted = []
-        for request, tokens in works:
+        for request, tokens in chunks:
             request.advance(request.cached + tokens)
             wanted.append(self.expected(request))
         return rows, torch.stack(wanted)
@@ -76,23 +76,23 @@ class Bench:
 
     def some(self, open_: Sequence[Request]) -> list[tuple[Request, int]]:
         """Works of some of the requests in any order: all that is to do, or a part of it."""
-        works = []
+        chunks = []
         for asked in self.rng.sample(open_, self.rng.randint(1, len(open_))):
-            if not asked.todo:
+            if not asked.remaining:
                 self.grow(asked)
-            works.append((asked, self.rng.choice((asked.todo, self.rng.randint(1, asked.todo)))))
-        return works
+            chunks.append((asked, self.rng.choice((asked.remaining, self.rng.randint(1, asked.remaining)))))
+        return chunks
 
     def ragged_steps(self) -> float:
         """Prefills, continued prefills and decodes over a few steps; the largest difference of a logit."""
         asked = [self.request(length) for length in (1, 7, 16, 33)]
         worst = 0.0
         for step in range(6):
-            works = [(request, max(1, request.todo // 2) if step < 2 else request.todo) for request in asked]
-            got, wanted = self.execute(works)
+            chunks = [(request, max(1, request.remaining // 2) if step < 2 else request.remaining) for request in asked]
+            got, wanted = self.execute(chunks)
             worst = max(worst, self.apart(got, wanted))
             for request in asked:
-                if not request.todo:
+                if not request.remaining:
                     self.grow(request)
         return worst
 
@@ -101,7 +101,7 @@ class Bench:
         asked = [self.request(length) for length in (1, 8, 21, 40)]
         paged = alone = 0.0
         for _ in range(6):
-            got, plain = self.execute([(request, request.todo) for request in asked])
+            got, plain = self.execute([(request, request.remaining) for request in asked])
             for row, request in enumerate(asked):
                 truth = exact(torch.tensor([request.tokens])).logits[0, -1]
                 paged += float((got[row] - truth).norm())

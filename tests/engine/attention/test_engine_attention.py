@@ -49,7 +49,7 @@ def test_a_decode_beside_a_partial_and_a_whole_prefill(bench, llama) -> None:
     one_token, half_of_two = one.request(1), one.request(2)
     got, wanted = one.execute([(halfway, 11), (one_token, 1), (half_of_two, 1)])
     torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
-    assert (halfway.todo, one_token.todo, half_of_two.todo) == (1, 0, 1)
+    assert (halfway.remaining, one_token.remaining, half_of_two.remaining) == (1, 0, 1)
 
 
 def test_what_lies_in_the_pool_does_not_show(bench, llama) -> None:
@@ -58,7 +58,7 @@ def test_what_lies_in_the_pool_does_not_show(bench, llama) -> None:
     one.executor.pool.rows.normal_(0, 100.0)
     asked = [one.request(length) for length in (1, 6, 17)]
     for _ in range(3):
-        got, wanted = one.execute([(request, request.todo) for request in asked])
+        got, wanted = one.execute([(request, request.remaining) for request in asked])
         torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
         for request in asked:
             one.grow(request)

@@ -24,11 +24,11 @@ from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, 
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.engine.decoder import LocalSegment
 from firsttoken.engine.fused import FusedLayer, fuse_layer
-from firsttoken.engine.hidden_state_cache import Edges
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.preemption.preemption_policy import Action, PreemptionPolicy
-from firsttoken.engine.request import GREEDY, Redo, Request, Sampling, Work
+from firsttoken.engine.request import GREEDY, LayerRecompute, Request, Sampling, ScheduledChunk
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.sdpa_attention import PaddedAttend
 from firsttoken.study.errors import ModelError, RequestError
@@ -101,12 +101,12 @@ def test_one_two_and_three_segments_have_equal_logits(bench, deep, kind: str) ->
         asked = [one.request(length) for length in (1, 7, 16, 33)]
         rows = []
         for step in range(6):
-            works = [(request, max(1, request.todo // 2) if step < 2 else request.todo) for request in asked]
-            got, plain = one.execute(works)
+            chunks = [(request, max(1, request.remaining // 2) if step < 2 else request.remaining) for request in asked]
+            got, plain = one.execute(chunks)
             torch.testing.assert_close(got, plain, atol=TOLERANCE, rtol=0)
             rows.append(got)
             for request in asked:
-                if not request.todo:
+                if not request.remaining:
                     one.grow(request)
         said.append(torch.cat(rows))
         one.close()
@@ -150,11 +150,11 @@ def test_the_users_model_keeps_its_layers(lab, deep) -> None:
 # -- layers [lo, hi) over tokens [a, b)
 
 
-def recompute(executor: LiveExecutor, work: Work, layers: range, hidden: torch.Tensor | None = None) -> None:
-    """``work`` through ``layers`` only, from ``hidden`` [1, tokens, hidden] of its tokens or from its ids."""
+def recompute(executor: LiveExecutor, chunk: ScheduledChunk, layers: range, hidden: torch.Tensor | None = None) -> None:
+    """``chunk`` through ``layers`` only, from ``hidden`` [1, tokens, hidden] of its tokens or from its ids."""
     if hidden is not None:
-        hidden = torch.cat([hidden.new_zeros(1, work.start, hidden.shape[2]), hidden], dim=1)
-    executor.execute([work._replace(redo=Redo(layers, work.end, hidden))])
+        hidden = torch.cat([hidden.new_zeros(1, chunk.start, hidden.shape[2]), hidden], dim=1)
+    executor.execute([chunk._replace(redo=LayerRecompute(layers, chunk.end, hidden))])
 
 
 class Hand:
@@ -180,11 +180,11 @@ class Hand:
     def next_logits(self) -> torch.Tensor:
         """After all of its tokens."""
         seen = []
-        logits = self.executor.view.decoder.logits
-        self.executor.view.decoder.logits = lambda step: seen.append(logits(step)) or seen[-1]
-        self.executor.execute([self.request.work()])
+        logits = self.executor.version.decoder.logits
+        self.executor.version.decoder.logits = lambda step: seen.append(logits(step)) or seen[-1]
+        self.executor.execute([self.request.chunk()])
         self.request.advance(len(self.request.tokens))
-        self.executor.view.decoder.logits = logits
+        self.executor.version.decoder.logits = logits
         return seen[0]
 
 
@@ -205,7 +205,7 @@ def test_a_recomputed_group_is_partial_prefill(pair, group: Group, pieces: int, 
     draw = random.Random(3)
     prompt, suffix = ([draw.randrange(256) for _ in range(count)] for count in (33, 4))
     prefix = Prefix.of([prompt])
-    sent = full_prefill(sender, prefix, {group.lo} if group.needs_edge else ())
+    sent = full_prefill(sender, prefix, {group.lo} if group.needs_e_cache else ())
     cache = partial_prefill(receiver, prefix, sent, group)
     wanted = suffix_logits(receiver, prefix, torch.tensor([suffix]), copy.deepcopy(cache), keep=1)[0]
     alone = suffix_logits(
@@ -218,12 +218,12 @@ def test_a_recomputed_group_is_partial_prefill(pair, group: Group, pieces: int, 
             if layer not in group:
                 hand.put(layer, kv)
         for piece in range(pieces):
-            work = hand.request.work(len(prompt) // pieces)
-            hidden = sent.edges[group.lo][:, work.start : work.end] if group.needs_edge else None
+            chunk = hand.request.chunk(len(prompt) // pieces)
+            hidden = sent.e_cache[group.lo][:, chunk.start : chunk.end] if group.needs_e_cache else None
             if len(group):
-                recompute(hand.executor, work, group.layers, hidden)
-            hand.request.advance(work.end)
-            assert piece < pieces - 1 or work.end == len(prompt)
+                recompute(hand.executor, chunk, group.layers, hidden)
+            hand.request.advance(chunk.end)
+            assert piece < pieces - 1 or chunk.end == len(prompt)
         for layer in range(DEPTH):
             torch.testing.assert_close(
                 hand.held(layer, len(prompt)),
@@ -247,9 +247,9 @@ def test_a_recomputed_group_goes_with_who_runs(pair, group: Group, attend: str) 
     draw = random.Random(7)
     prompt, short, long = ([draw.randrange(256) for _ in range(count)] for count in (33, 9, 40))
     prefix = Prefix.of([prompt])
-    sent = full_prefill(sender, prefix, {group.lo} if group.needs_edge else ())
+    sent = full_prefill(sender, prefix, {group.lo} if group.needs_e_cache else ())
     cache = partial_prefill(receiver, prefix, sent, group)
-    way = {"attend": PaddedAttend if attend == "padded" else None, "edges": Edges(range(DEPTH))}
+    way = {"attend": PaddedAttend if attend == "padded" else None, "hidden_cache": HiddenStateCache(range(DEPTH))}
     said, kept = [], []
     for redone in (False, True):
         hand = Hand(receiver, prompt, segments=cut(receiver, (1, 3)), **way)
@@ -258,20 +258,22 @@ def test_a_recomputed_group_goes_with_who_runs(pair, group: Group, attend: str) 
         try:
             for request, mine in zip(others, (free[:2], free[2:]), strict=True):
                 request.blocks = mine
-            executor.execute([others[0].work(8)])
+            executor.execute([others[0].chunk(8)])
             others[0].advance(8)
-            works = [request.work() for request in others]
+            chunks = [request.chunk() for request in others]
             if redone:
-                hidden = sent.edges[group.lo][:, : len(prompt)] if group.needs_edge else None
-                works.insert(1, hand.request.work()._replace(redo=Redo(group.layers, len(prompt), hidden)))
-            decoder, runs = executor.view.decoder, []
+                hidden = sent.e_cache[group.lo][:, : len(prompt)] if group.needs_e_cache else None
+                chunks.insert(1, hand.request.chunk()._replace(redo=LayerRecompute(group.layers, len(prompt), hidden)))
+            decoder, runs = executor.version.decoder, []
             logits = decoder.logits
             decoder.logits = lambda step, logits=logits: said.append(logits(step)) or said[-1]
             hook = receiver.model.layers[group.lo].register_forward_hook(lambda *_, runs=runs: runs.append(1))
-            executor.execute(works)
+            executor.execute(chunks)
             hook.remove()
-            assert len(runs) == (2 if redone and not group.needs_edge else 1)
-            kept.append([executor.view.edges.of(number, layer) for number in (1, 2) for layer in range(DEPTH)])
+            assert len(runs) == (2 if redone and not group.needs_e_cache else 1)
+            kept.append(
+                [executor.version.hidden_cache.of(number, layer) for number in (1, 2) for layer in range(DEPTH)]
+            )
             if redone:
                 for layer in group.layers:
                     torch.testing.assert_close(
@@ -290,9 +292,9 @@ def test_what_does_not_fit_joins_nobody(pair) -> None:
     other.blocks = [next(block for block in range(40) if block not in hand.request.blocks)]
     try:
         for layers, wide, message in ((range(2, 9), 32, "not among"), (range(2, 4), 31, "do not fit")):
-            redo = Redo(layers, 8, torch.zeros(1, 8, wide))
+            redo = LayerRecompute(layers, 8, torch.zeros(1, 8, wide))
             with pytest.raises(RequestError, match=message):
-                hand.executor.execute([other.work(), hand.request.work()._replace(redo=redo)])
+                hand.executor.execute([other.chunk(), hand.request.chunk()._replace(redo=redo)])
     finally:
         hand.executor.close()
 
@@ -301,16 +303,16 @@ def test_a_kept_edge_is_the_e_cache(pair) -> None:
     model, _ = pair
     prompt = [random.Random(4).randrange(256) for _ in range(29)]
     sent = full_prefill(model, Prefix.of([prompt]), range(DEPTH))
-    hand = Hand(model, prompt, edges=Edges(range(DEPTH)), segments=cut(model, (2,)))
+    hand = Hand(model, prompt, hidden_cache=HiddenStateCache(range(DEPTH)), segments=cut(model, (2,)))
     try:
         for end in (7, 8, 29):
-            hand.executor.execute([hand.request.work(end - hand.request.cached)])
+            hand.executor.execute([hand.request.chunk(end - hand.request.cached)])
             hand.request.advance(end)
         for layer in range(DEPTH):
-            kept = hand.executor.view.edges.of(0, layer)
-            torch.testing.assert_close(kept, sent.edges[layer], atol=TOLERANCE, rtol=0)
+            kept = hand.executor.version.hidden_cache.of(0, layer)
+            torch.testing.assert_close(kept, sent.e_cache[layer], atol=TOLERANCE, rtol=0)
         hand.executor.forget(hand.request)
-        assert hand.executor.view.edges.nbytes == 0
+        assert hand.executor.version.hidden_cache.nbytes == 0
     finally:
         hand.executor.close()
 
@@ -323,7 +325,7 @@ def test_upper_layers_come_back_from_their_edge(lab, deep, scheduler: str, monke
     lab.close()
     right = []
     for again in (True, False):
-        run = crowd(lab, deep, scheduler, edges=Edges([2]), segments=cut(deep.model, (2,)))
+        run = crowd(lab, deep, scheduler, hidden_cache=HiddenStateCache([2]), segments=cut(deep.model, (2,)))
         executor, done = run.engine.executor, 0
         run.until(lambda run=run: len(run.trace.recoveries) > 3)
         while run.engine.busy:
@@ -333,9 +335,9 @@ def test_upper_layers_come_back_from_their_edge(lab, deep, scheduler: str, monke
                     done += 1
                     executor.pool.rows[request.blocks, 2:] = 0
                     if again:
-                        work = Work(request, 0, request.cached, request.computed)
-                        recompute(executor, work, range(2, DEPTH), executor.view.edges.of(request.number, 2))
-        assert done == 6 and executor.view.edges.nbytes == 0
+                        chunk = ScheduledChunk(request, 0, request.cached, request.computed)
+                        recompute(executor, chunk, range(2, DEPTH), executor.version.hidden_cache.of(request.number, 2))
+        assert done == 6 and executor.version.hidden_cache.nbytes == 0
         right.append([request.output for request in run.requests] == [list(one.answer) for one in deep.known])
     assert right == [True, False]
 
@@ -364,7 +366,7 @@ def test_segments_that_are_not_the_model_are_refused(lab, deep, make: Callable, 
 
 def test_work_that_does_not_fit_is_refused_and_changes_nothing(pair) -> None:
     model, _ = pair
-    hand = Hand(model, range(8), edges=Edges([2]))
+    hand = Hand(model, range(8), hidden_cache=HiddenStateCache([2]))
     before = hand.executor.pool.rows.clone()
     right = torch.zeros(1, 8, 32)
     for layers, hidden, message in (
@@ -374,21 +376,21 @@ def test_work_that_does_not_fit_is_refused_and_changes_nothing(pair) -> None:
         (range(2, 4), right[..., :16], r"hidden states of \[1, 8, 16\] do not fit"),
     ):
         with pytest.raises(RequestError, match=message):
-            recompute(hand.executor, hand.request.work(), layers, hidden)
+            recompute(hand.executor, hand.request.chunk(), layers, hidden)
     with pytest.raises(RequestError, match=r"no hidden states of request 0 are kept at layer 2 \(layers: 2\)"):
-        hand.executor.view.edges.of(0, 2)
+        hand.executor.version.hidden_cache.of(0, 2)
     assert torch.equal(hand.executor.pool.rows, before)
     hand.executor.close()
     with pytest.raises(ModelError, match="the engine was closed"):
-        recompute(hand.executor, hand.request.work(), range(2))
+        recompute(hand.executor, hand.request.chunk(), range(2))
 
 
 def test_an_edge_of_shared_blocks_is_refused(pair) -> None:
-    hand = Hand(pair[0], range(9), edges=Edges([1]))
+    hand = Hand(pair[0], range(9), hidden_cache=HiddenStateCache([1]))
     hand.request.advance(5)
-    hand.executor.execute([hand.request.work()])
+    hand.executor.execute([hand.request.chunk()])
     with pytest.raises(RequestError, match="no hidden states of its first 5 tokens at layer 1: they came with shared"):
-        hand.executor.view.edges.of(0, 1)
+        hand.executor.version.hidden_cache.of(0, 1)
     hand.executor.close()
 
 

@@ -176,7 +176,7 @@ def test_uneven_decodes_lie_between_mean_and_longest(profile: Path) -> None:
     even = costs.step_s([], [28] * 4)
     longest = costs.step_s([], [64] * 4)
     assert costs.step_s([], [16, 16, 16, 64]) == pytest.approx((even + longest) / 2)
-    assert costs.uneven.otherwise == pytest.approx(0.4)
+    assert costs.skew.otherwise == pytest.approx(0.4)
 
 
 @settings(max_examples=200, deadline=None)

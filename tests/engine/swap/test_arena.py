@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from firsttoken.engine.kv import KVShape
 from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostArena
+from firsttoken.engine.swap.host_pool import HostPool
 from firsttoken.study.errors import RequestError
 
 SHAPE = KVShape(layers=2, kv_heads=1, head_dim=4, dtype=torch.float32, block_tokens=2)
@@ -23,35 +23,35 @@ class Arena(RuleBasedStateMachine):
 
     @initialize(blocks=st.integers(1, 24))
     def build(self, blocks: int) -> None:
-        self.arena = HostArena(SHAPE, blocks, pinned=False)
+        self.host_pool = HostPool(SHAPE, blocks, pinned=False)
         self.owner: list[Span | None] = [None] * blocks
 
     @rule(target=spans, blocks=st.integers(1, 26))
     def take(self, blocks: int) -> object:
         places = [i for i in range(len(self.owner)) if self.owner[i : i + blocks] == [None] * blocks]
-        span = self.arena.take(blocks)
+        span = self.host_pool.take(blocks)
         if span is None:
             assert not places
             return multiple()
         assert (span.start, span.blocks) == (places[0], blocks)
         self.owner[span.start : span.end] = [span] * blocks
-        self.arena.rows(span).fill_(span.start + 1)
+        self.host_pool.rows(span).fill_(span.start + 1)
         return span
 
     @rule(span=consumes(spans))
     def give(self, span: Span) -> None:
-        assert (self.arena.rows(span) == span.start + 1).all()  # nobody else has written there
-        self.arena.give(span)
+        assert (self.host_pool.rows(span) == span.start + 1).all()  # nobody else has written there
+        self.host_pool.give(span)
         self.owner[span.start : span.end] = [None] * span.blocks
         with pytest.raises(RequestError, match="are not taken"):
-            self.arena.give(span)
+            self.host_pool.give(span)
 
     @invariant()
     def holds(self) -> None:
-        self.arena.check()
-        assert self.arena.free == self.owner.count(None)
+        self.host_pool.check()
+        assert self.host_pool.free == self.owner.count(None)
         runs = "".join("." if owner is None else "x" for owner in self.owner).split("x")
-        assert self.arena.largest == max(map(len, runs))
+        assert self.host_pool.largest == max(map(len, runs))
 
 
 TestArena = Arena.TestCase
@@ -59,42 +59,42 @@ TestArena.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 
 
 def test_rows_are_a_view_of_memory_that_was_written() -> None:
-    arena = HostArena(SHAPE, 5, pinned=False)
-    assert not arena.all_rows.any()
-    first, second = arena.take(2), arena.take(3)
-    assert arena.take(1) is None and arena.largest == 0
-    assert arena.rows(second).shape == (3, 2, 2, 2, 1, 4)
-    arena.rows(second).fill_(7)
-    assert (arena.all_rows[2:] == 7).all() and not arena.rows(first).any()
+    host_pool = HostPool(SHAPE, 5, pinned=False)
+    assert not host_pool.all_rows.any()
+    first, second = host_pool.take(2), host_pool.take(3)
+    assert host_pool.take(1) is None and host_pool.largest == 0
+    assert host_pool.rows(second).shape == (3, 2, 2, 2, 1, 4)
+    host_pool.rows(second).fill_(7)
+    assert (host_pool.all_rows[2:] == 7).all() and not host_pool.rows(first).any()
 
 
 @pytest.mark.parametrize("blocks", [0, -3])
 def test_a_pool_or_span_of_nothing_is_refused(blocks: int) -> None:
     with pytest.raises(RequestError, match="at least 1 block of 128 bytes"):
-        HostArena(SHAPE, blocks, pinned=False)
+        HostPool(SHAPE, blocks, pinned=False)
     with pytest.raises(RequestError, match=f"at least 1 block, not {blocks}"):
-        HostArena(SHAPE, 4, pinned=False).take(blocks)
+        HostPool(SHAPE, 4, pinned=False).take(blocks)
 
 
 def test_a_span_of_another_place_or_size_is_refused() -> None:
-    arena = HostArena(SHAPE, 8, pinned=False)
-    span = arena.take(4)
+    host_pool = HostPool(SHAPE, 8, pinned=False)
+    span = host_pool.take(4)
     for other in (Span(0, 3), Span(1, 3), Span(4, 4)):
         with pytest.raises(RequestError, match="are not taken"):
-            arena.give(other)
+            host_pool.give(other)
         with pytest.raises(RequestError, match="are not taken"):
-            arena.rows(other)
-    arena.give(span)
+            host_pool.rows(other)
+    host_pool.give(span)
     with pytest.raises(RequestError, match="rows 0 to 4 are not taken"):
-        arena.rows(span)
+        host_pool.rows(span)
 
 
 def test_memory_that_is_not_there_is_one_clear_line() -> None:
     with pytest.raises(RequestError, match="GiB of memory; ask for fewer than 1000000000000 blocks"):
-        HostArena(SHAPE, 10**12, pinned=False)
+        HostPool(SHAPE, 10**12, pinned=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned here")
 def test_pinning_without_cuda_is_one_clear_line() -> None:
     with pytest.raises(RequestError, match="needs a CUDA device"):
-        HostArena(SHAPE, 4, pinned=True)
+        HostPool(SHAPE, 4, pinned=True)

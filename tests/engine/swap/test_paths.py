@@ -15,7 +15,7 @@ from firsttoken.engine.swap import PATHS, make_path
 from firsttoken.engine.swap.block_copier import Move, SwapPath
 from firsttoken.engine.swap.coalesced import StagedRows
 from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostArena
+from firsttoken.engine.swap.host_pool import HostPool
 from firsttoken.engine.swap.overlapped import Overlapped
 from firsttoken.study.errors import ProfileError, RequestError
 
@@ -44,11 +44,11 @@ def scramble(tensor: torch.Tensor) -> None:
 
 def build(name: str, shape: KVShape, device: str, blocks: int = 12, host: int = 16) -> SwapPath:
     """A path between a pool and a host pool of random bits; the first two host rows are somebody else's."""
-    pool, arena = KVPool(shape, blocks, device), HostArena(shape, host, pinned=device == "cuda")
+    pool, host_pool = KVPool(shape, blocks, device), HostPool(shape, host, pinned=device == "cuda")
     scramble(pool.rows)
-    scramble(arena.all_rows)
-    arena.take(2)
-    return make_path(name, pool, arena)
+    scramble(host_pool.all_rows)
+    host_pool.take(2)
+    return make_path(name, pool, host_pool)
 
 
 @pytest.fixture
@@ -70,13 +70,13 @@ def test_a_request_comes_back_to_other_blocks_and_nothing_else_changes(
 ) -> None:
     path = build(name, shape, device)
     old, new = order[:count], order[more : more + count]  # apart, overlapping or the same
-    span = path.arena.take(count)
-    pool_was, host_was = bits(path.pool.rows), bits(path.arena.all_rows)
+    span = path.host_pool.take(count)
+    pool_was, host_was = bits(path.pool.rows), bits(path.host_pool.all_rows)
 
     moved = path.out(old, span)
     assert torch.equal(bits(path.pool.rows), pool_was)
     host_was[span.start : span.end] = pool_was[old]
-    assert torch.equal(bits(path.arena.all_rows), host_was)
+    assert torch.equal(bits(path.host_pool.all_rows), host_was)
 
     scramble(path.pool.rows)
     pool_was = bits(path.pool.rows)
@@ -85,7 +85,7 @@ def test_a_request_comes_back_to_other_blocks_and_nothing_else_changes(
     assert transfer.done and transfer.wait() == back
     pool_was[new] = host_was[span.start : span.end]
     assert torch.equal(bits(path.pool.rows), pool_was)
-    assert torch.equal(bits(path.arena.all_rows), host_was)
+    assert torch.equal(bits(path.host_pool.all_rows), host_was)
     path.close()
 
     tokens = count * shape.block_tokens
@@ -100,8 +100,8 @@ def test_other_blocks_are_written_while_a_request_comes_back(device: str) -> Non
     shape = KVShape(layers=8, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     path = build("overlapped", shape, device, blocks=64, host=64)
     mine, others = list(range(0, 64, 2)), list(range(1, 64, 2))
-    span = path.arena.take(32)
-    wanted = bits(path.arena.rows(span))
+    span = path.host_pool.take(32)
+    wanted = bits(path.host_pool.rows(span))
     transfer = path.into(span, mine)
     for number in range(1, 6):  # a step of the engine writes the blocks of those who run
         path.pool.rows[others] = torch.tensor(number, dtype=shape.dtype, device=device)
@@ -114,22 +114,22 @@ def test_other_blocks_are_written_while_a_request_comes_back(device: str) -> Non
 @pytest.mark.parametrize("device", DEVICES)
 def test_transfers_follow_each_other_and_a_swap_out_goes_between(device: str) -> None:
     path = build("overlapped", SHAPE, device)
-    spans = [path.arena.take(count) for count in (2, 3, 4)]
-    content = bits(path.arena.all_rows)
+    spans = [path.host_pool.take(count) for count in (2, 3, 4)]
+    content = bits(path.host_pool.all_rows)
     first, second = path.into(spans[0], [0, 1]), path.into(spans[1], [2, 3, 4])
     leaving = bits(path.pool.rows[8:12])
     path.out([8, 9, 10, 11], spans[2])
     first.wait(), second.wait()
     assert torch.equal(bits(path.pool.rows[:5]), content[2:7])
-    assert torch.equal(bits(path.arena.rows(spans[2])), leaving)
+    assert torch.equal(bits(path.host_pool.rows(spans[2])), leaving)
     path.close()
 
 
 def test_into_returns_before_its_transfer_is_done_and_close_waits() -> None:
     path, held = build("overlapped", SHAPE, "cpu"), threading.Event()
     path._worker.submit(held.wait)  # the one worker is busy, so what comes next cannot have moved
-    span = path.arena.take(2)
-    wanted = bits(path.arena.rows(span))
+    span = path.host_pool.take(2)
+    wanted = bits(path.host_pool.rows(span))
     transfer = path.into(span, [5, 3])
     assert not transfer.done
     assert not torch.equal(bits(path.pool.rows[[5, 3]]), wanted)
@@ -152,8 +152,8 @@ class Broken(Overlapped):
 
 
 def test_an_error_of_the_worker_is_raised_by_wait() -> None:
-    path = Broken(KVPool(SHAPE, 4), HostArena(SHAPE, 4, pinned=False))
-    transfer = path.into(path.arena.take(1), [0])
+    path = Broken(KVPool(SHAPE, 4), HostPool(SHAPE, 4, pinned=False))
+    transfer = path.into(path.host_pool.take(1), [0])
     with pytest.raises(MemoryError, match="the worker fails"):
         transfer.wait()
     assert transfer.done
@@ -165,7 +165,7 @@ def test_an_error_of_the_worker_is_raised_by_wait() -> None:
 @given(shape=shapes)
 def test_rows_staged_on_a_device_are_the_same_rows(device: str, shape: KVShape) -> None:
     """What a GPU does, on a CPU too: a buffer that grows, and serves shorter requests after longer ones."""
-    pool, host = KVPool(shape, 12, device), HostArena(shape, 12, pinned=device == "cuda")
+    pool, host = KVPool(shape, 12, device), HostPool(shape, 12, pinned=device == "cuda")
     scramble(pool.rows)
     staged = StagedRows(pool.rows, host.all_rows)
     for blocks in ([3], [7, 0, 11], [5, 4], [9, 8, 1, 2, 6]):
@@ -180,7 +180,7 @@ def test_rows_staged_on_a_device_are_the_same_rows(device: str, shape: KVShape) 
 
 @every
 def test_works_in_inference_mode(path: SwapPath) -> None:
-    span = path.arena.take(3)
+    span = path.host_pool.take(3)
     wanted = bits(path.pool.rows[[6, 2, 4]])
     with torch.inference_mode():
         path.out([6, 2, 4], span)
@@ -190,9 +190,9 @@ def test_works_in_inference_mode(path: SwapPath) -> None:
 
 @every
 def test_what_cannot_be_moved_is_refused_and_moves_nothing(path: SwapPath) -> None:
-    span, returned = path.arena.take(3), path.arena.take(2)
-    path.arena.give(returned)
-    pool_was, host_was = bits(path.pool.rows), bits(path.arena.all_rows)
+    span, returned = path.host_pool.take(3), path.host_pool.take(2)
+    path.host_pool.give(returned)
+    pool_was, host_was = bits(path.pool.rows), bits(path.host_pool.all_rows)
     cases = [
         ([1, 2], span, "2 blocks need a span of as many, not of 3"),
         ([1, 2, 12], span, "block 12 is not in the pool, which has 12"),
@@ -208,13 +208,13 @@ def test_what_cannot_be_moved_is_refused_and_moves_nothing(path: SwapPath) -> No
     with pytest.raises(RequestError, match=f"the {path.name} path is closed"):
         path.into(span, [0, 1, 2])
     assert torch.equal(bits(path.pool.rows), pool_was)
-    assert torch.equal(bits(path.arena.all_rows), host_was)
+    assert torch.equal(bits(path.host_pool.all_rows), host_was)
 
 
 def test_a_name_or_a_host_pool_that_does_not_fit_is_refused() -> None:
-    pool, arena = KVPool(SHAPE, 4), HostArena(SHAPE, 4, pinned=False)
+    pool, host_pool = KVPool(SHAPE, 4), HostPool(SHAPE, 4, pinned=False)
     with pytest.raises(ProfileError, match=r"no swap path 'coalesed'; known: .* \(did you mean 'coalesced'\?\)"):
-        make_path("coalesed", pool, arena)
+        make_path("coalesed", pool, host_pool)
     other = KVShape(layers=2, kv_heads=3, head_dim=8, dtype=torch.bfloat16, block_tokens=2)
     with pytest.raises(RequestError, match="give both one shape"):
-        make_path("coalesced", pool, HostArena(other, 4, pinned=False))
+        make_path("coalesced", pool, HostPool(other, 4, pinned=False))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 
@@ -16,6 +16,6 @@ def stage_planes(stage) -> Callable[..., object]:
     """Stages a model of six layers by a plan, all layers in the first stage unless it says otherwise."""
 
     def make(plan: str = "bits", dtype: torch.dtype = torch.bfloat16, kind: str = "llama", tied: bool = True):
-        return stage(kind, tied, dtype, plan=lambda shapes: by_planes(shapes, Mixture.parse(plan)))
+        return stage(kind, tied, dtype, plan=lambda shapes: by_planes(shapes, PlanSpec.parse(plan)))
 
     return make

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from firsttoken.study.errors import StageError
 from firsttoken_extras.bitplanes import encode
-from firsttoken_extras.bitplanes.encode import cutter
+from firsttoken_extras.bitplanes.encode import plane_encoder
 from firsttoken_extras.bitplanes.layouts import GROUP, SPLITS, planes_of
 from firsttoken_extras.bitplanes.native_words import merger
 
@@ -33,7 +33,7 @@ def way(request):
 
 def steps(words: torch.Tensor, split: str, dtype: str) -> list[torch.Tensor]:
     """What ``words`` are after each plane; every stream has the size that its layout says."""
-    made, layout = cutter(split, dtype), SPLITS[split][dtype]
+    made, layout = plane_encoder(split, dtype), SPLITS[split][dtype]
     planes = [made.cut(words, plane) for plane in range(len(layout.planes))]
     for kinds, streams in zip(layout.planes, planes, strict=True):
         assert [kind.bytes(len(words)) for kind in kinds] == [stream.numel() for stream in streams]
@@ -66,7 +66,7 @@ def test_any_words_come_back_in_any_pieces(split, dtype, patterns, data):
     encode.BLOCK = 64
     try:
         assert torch.equal(steps(words, split, dtype)[-1], words)
-        made, piece = cutter(split, dtype), 64 * data.draw(st.integers(1, 3))
+        made, piece = plane_encoder(split, dtype), 64 * data.draw(st.integers(1, 3))
         found = made.first(made.cut(words, 0), len(words))
         for plane in range(1, planes_of(split)):
             streams = made.cut(words, plane)
@@ -81,7 +81,7 @@ def test_any_words_come_back_in_any_pieces(split, dtype, patterns, data):
 @pytest.mark.parametrize(("split", "dtype"), CASES)
 def test_float32_is_what_the_words_are(split, dtype, count):
     """After each plane; a processor may set a bit of a NaN where it widens it."""
-    words, made = EVERY[-count:], cutter(split, dtype)
+    words, made = EVERY[-count:], plane_encoder(split, dtype)
     wide = torch.full((count,), float("nan"))
     for plane, stored in enumerate(steps(words, split, dtype)):
         streams = made.cut(words, plane)
@@ -95,7 +95,7 @@ def test_compiled_float32_keeps_what_a_nan_carries(way, dtype, shift, mantissa):
     """So that its bits come back plane by plane."""
     if way == "torch":
         pytest.skip("a conversion of the processor's sets one of them")
-    made, wide = cutter("bits", dtype), torch.empty(1 << 16)
+    made, wide = plane_encoder("bits", dtype), torch.empty(1 << 16)
     made.fill(wide, made.cut(EVERY, 0))
     made.refine(wide, 1, made.cut(EVERY, 1))
     nan = EVERY.view(TORCH[dtype]).isnan()
@@ -145,6 +145,6 @@ def test_a_split_has_as_many_planes_in_either_dtype():
 
 def test_dtypes_and_splits_that_are_none():
     with pytest.raises(StageError, match="no split cuts F32: store the weights as F16 or BF16"):
-        cutter("bits", "F32")
+        plane_encoder("bits", "F32")
     with pytest.raises(StageError, match="no split of weights is called 'bytes': choose one of bits, "):
-        cutter("bytes", "BF16")
+        plane_encoder("bytes", "BF16")

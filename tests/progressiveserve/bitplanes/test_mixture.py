@@ -20,7 +20,7 @@ from firsttoken.study.profile import load_profile
 from firsttoken_extras.bitplanes.assemble import assemble
 from firsttoken_extras.bitplanes.first_stage import coarse, coded_bytes, layer_bytes
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
-from firsttoken_extras.bitplanes.plan_spec import UNCUT, LaterLayers, Mixture
+from firsttoken_extras.bitplanes.plan_spec import UNCUT, LaterLayers, PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 from firsttoken_studies.progressiveserve.frontier import (
     PrecisionConfig,
@@ -39,14 +39,14 @@ ANY = st.sampled_from(["", UNCUT, *SPLITS])
 
 
 @st.composite
-def mixtures(draw: st.DrawFn) -> Mixture:
+def mixtures(draw: st.DrawFn) -> PlanSpec:
     """Up to three ranges of layers that wait, in any order, never all layers."""
     marks = sorted(draw(st.sets(st.integers(0, DEPTH), max_size=6)))
     ranges = [LaterLayers(*pair, draw(ANY)) for pair in zip(marks[::2], marks[1::2], strict=False)]
     if sum(one.end - one.first for one in ranges) == DEPTH:
         ranges = ranges[1:]
     later = tuple(draw(st.permutations(ranges)))
-    return Mixture(draw(st.sampled_from(list(SPLITS))), later, draw(ANY))
+    return PlanSpec(draw(st.sampled_from(list(SPLITS))), later, draw(ANY))
 
 
 def pieces(plan: LoadPlan) -> dict[str, list[tuple[str, int]]]:
@@ -59,20 +59,20 @@ def pieces(plan: LoadPlan) -> dict[str, list[tuple[str, int]]]:
     return found
 
 
-def once(mixture: Mixture, name: str) -> list[tuple[str, int]]:
+def once(plan_spec: PlanSpec, name: str) -> list[tuple[str, int]]:
     """What has to come of a tensor."""
-    split = mixture.split_of(layer_of(name)) if len(SHAPES.get(name, (1, 1))) > 1 and "norm" not in name else UNCUT
+    split = plan_spec.split_of(layer_of(name)) if len(SHAPES.get(name, (1, 1))) > 1 and "norm" not in name else UNCUT
     return [(split, plane) for plane in range(planes_of(split))]
 
 
 @settings(max_examples=60, deadline=None)
-@given(mixture=mixtures(), data=st.data())
-def test_every_bit_of_every_tensor_comes_once_in_the_order_of_the_forward_pass(mixture, data):
-    assert Mixture.parse(str(mixture)) == mixture
-    plan = by_planes(SHAPES, mixture)
-    assert pieces(plan) == {name: once(mixture, name) for name in pieces(plan)}
+@given(plan_spec=mixtures(), data=st.data())
+def test_every_bit_of_every_tensor_comes_once_in_the_order_of_the_forward_pass(plan_spec, data):
+    assert PlanSpec.parse(str(plan_spec)) == plan_spec
+    plan = by_planes(SHAPES, plan_spec)
+    assert pieces(plan) == {name: once(plan_spec, name) for name in pieces(plan)}
     assert pieces(plan).keys() == SHAPES.keys()
-    assert plan.layers(1) == tuple(layer for layer in range(DEPTH) if layer not in mixture.waiting)
+    assert plan.layers(1) == tuple(layer for layer in range(DEPTH) if layer not in plan_spec.waiting)
     for stage in plan.stages:
         places = [
             -1 if part.name == "embedding" else DEPTH if part.layer is None else part.layer for part in stage.parts
@@ -90,12 +90,12 @@ def test_every_bit_of_every_tensor_comes_once_in_the_order_of_the_forward_pass(m
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(mixture=mixtures(), dtype=st.sampled_from([torch.bfloat16, torch.float16]), tied=st.booleans())
-def test_any_plan_ends_bit_by_bit_as_what_was_staged(stage_planes, tmp_path, mixture, dtype, tied):
+@given(plan_spec=mixtures(), dtype=st.sampled_from([torch.bfloat16, torch.float16]), tied=st.booleans())
+def test_any_plan_ends_bit_by_bit_as_what_was_staged(stage_planes, tmp_path, plan_spec, dtype, tied):
     for before in ("staged-llama", "whole"):
         shutil.rmtree(tmp_path / before, ignore_errors=True)
-    staged = stage_planes(str(mixture), dtype, tied=tied)
-    assert pieces(staged.manifest.plan) == {name: once(mixture, name) for name in pieces(staged.manifest.plan)}
+    staged = stage_planes(str(plan_spec), dtype, tied=tied)
+    assert pieces(staged.manifest.plan) == {name: once(plan_spec, name) for name in pieces(staged.manifest.plan)}
     loads = Loads(staged)
     for number in range(1, len(loads.manifest.stages) + 1):
         loads.bring(number)
@@ -132,12 +132,12 @@ def test_a_first_stage_in_memory_is_the_one_that_is_staged(stage_planes, ids):
     """Answers and bytes, with layers that wait and ends of their own; and the model is as it was after it."""
     staged = stage_planes("5 bits, 2:4 later as uncut, ends 8 bits")
     loads, model = Loads(staged), staged.served.model
-    mixture = Mixture.parse("5 bits, 2:4 later as uncut, ends 8 bits")
+    plan_spec = PlanSpec.parse("5 bits, 2:4 later as uncut, ends 8 bits")
     first, before = loads.bring(1), {name: one.data.clone() for name, one in model.named_parameters()}
-    with coarse(model, mixture, "BF16"), torch.inference_mode():
+    with coarse(model, plan_spec, "BF16"), torch.inference_mode():
         assert torch.equal(model(ids, use_cache=False).logits, loads.answer(ids, first))
     assert all(torch.equal(before[name], one.data) for name, one in model.named_parameters())
-    size, each = coded_bytes(model, mixture, "BF16"), layer_bytes(model, mixture, "BF16")
+    size, each = coded_bytes(model, plan_spec, "BF16"), layer_bytes(model, plan_spec, "BF16")
     written = [
         sum(entry.end - entry.start for part in stage.parts for entry in part.tensors.values())
         for stage in loads.manifest.stages
@@ -146,7 +146,7 @@ def test_a_first_stage_in_memory_is_the_one_that_is_staged(stage_planes, ids):
     assert size.first == sum(one.first for layer, one in each.items() if layer not in (2, 3))
     with (
         pytest.raises(StageError, match="do not fit a model of 6 layers"),
-        coarse(model, Mixture("bits", (LaterLayers(5, 7),)), "BF16"),
+        coarse(model, PlanSpec("bits", (LaterLayers(5, 7),)), "BF16"),
     ):
         pass
 
@@ -189,10 +189,10 @@ def test_mixtures_and_sparsity_stand_in_the_frontier_beside_exact_weights_of_the
     assert exact | {"layers": "s0"} == exact
     assert (exact["bits_fp16"], exact[mixed], exact[pruned]) == ("lossless_fp16", "s0", "s0")
     summary = precision_summary(rows, profile.parameters())
-    bits, mixture = {"variant": "bits", "dtype": "fp16"}, {"variant": "bits, 1:3 later, ends 8 bits", "dtype": "bf16"}
-    for place in (bits, mixture, {"variant": "sparse 0.5", "dtype": "bf16"}):
+    bits, plan_spec = {"variant": "bits", "dtype": "fp16"}, {"variant": "bits, 1:3 later, ends 8 bits", "dtype": "bf16"}
+    for place in (bits, plan_spec, {"variant": "sparse 0.5", "dtype": "bf16"}):
         assert summary.value("perplexity_x", **place, than="exact") != 1 and summary.of("em_drop", **place)
-    assert summary.value("byte_share", **mixture) < summary.value("byte_share", **bits)
+    assert summary.value("byte_share", **plan_spec) < summary.value("byte_share", **bits)
     with pytest.raises(StageError, match="the plan names the layers 4:9, and the model has 0:6"):
         cuts[:] = ["bits, 4:9 later of BF16"]
         precision_frontier(profile)

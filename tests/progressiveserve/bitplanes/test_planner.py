@@ -12,7 +12,7 @@ import torch
 from firsttoken.__main__ import main
 from firsttoken.study.errors import StageError
 from firsttoken.study.record import load_result
-from firsttoken_extras.bitplanes.plan_spec import LaterLayers, Mixture
+from firsttoken_extras.bitplanes.plan_spec import LaterLayers, PlanSpec
 from firsttoken_extras.bitplanes.planner import (
     CONSIDERED,
     EXACT,
@@ -35,8 +35,8 @@ FOUND = Sensitivities(  # of four layers and the ends, which weigh alike and of 
 )
 
 
-def by_parts(mixture: Mixture) -> float:
-    return FOUND.planned(mixture).lost_pct
+def by_parts(plan_spec: PlanSpec) -> float:
+    return FOUND.planned(plan_spec).lost_pct
 
 
 def every() -> list[tuple[float, float]]:
@@ -66,17 +66,17 @@ def test_within_a_bound_nothing_is_smaller(bound):
 
 
 def test_bits_of_layers_ends_and_layers_that_wait_are_all_among_them():
-    plans = [str(one.mixture) for one in worth_it(FOUND)]
+    plans = [str(one.plan_spec) for one in worth_it(FOUND)]
     assert {"4 bits, 1:3 later", "4 bits, 1:2 later"} < set(plans)
     assert any(", ends " in plan and "later" not in plan for plan in plans) and "8 bits, ends lossless" in plans
 
 
 def test_where_losses_do_not_add_up_what_is_measured_decides():
-    def measured(mixture: Mixture) -> float:
-        return by_parts(mixture) + (50 if mixture.later else 0)
+    def measured(plan_spec: PlanSpec) -> float:
+        return by_parts(plan_spec) + (50 if plan_spec.later else 0)
 
-    assert choose(FOUND, by_parts, bound=6.0).mixture.later
-    assert not choose(FOUND, measured, bound=6.0).mixture.later
+    assert choose(FOUND, by_parts, bound=6.0).plan_spec.later
+    assert not choose(FOUND, measured, bound=6.0).plan_spec.later
     with pytest.raises(StageError, match=r"loses 1 % of perplexity or less: '.* later.*' loses least, 6"):
         choose(FOUND, measured, budget=0.2, bound=1.0)
 
@@ -103,10 +103,10 @@ def test_more_bits_are_more_bytes_and_parts_lose_less_than_the_whole(make_model)
     shares = [sum(found.shares[split].values()) for split in ("4 bits", "6 bits", "8 bits")]
     assert shares == sorted(shares) and shares[-1] < 1
     assert abs(found.layers["8 bits"]) < abs(found.layers["4 bits"])
-    assert text.nats(Mixture(EXACT)) == pytest.approx(0, abs=1e-6)
-    mixture = Mixture("6 bits", (LaterLayers(1, 2),), EXACT)
+    assert text.nats(PlanSpec(EXACT)) == pytest.approx(0, abs=1e-6)
+    plan_spec = PlanSpec("6 bits", (LaterLayers(1, 2),), EXACT)
     expected = sum(found.shares[split][layer] for split, layer in (("6 bits", 0), (EXACT, None)))
-    assert found.planned(mixture).first_share == pytest.approx(expected)
+    assert found.planned(plan_spec).first_share == pytest.approx(expected)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters()), "left as it was"
 
 

@@ -18,14 +18,14 @@ from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, verify
 from firsttoken.progressiveserve.checkpoint.plan import Stage
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
 from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import ModelError, StageError
 from firsttoken.study.parsing.safetensors_header import read_header
 from firsttoken_extras.bitplanes.assemble import assemble
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
-from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -101,21 +101,21 @@ def test_what_is_stored_narrow_may_compute_wide(stage_planes, tmp_path):
     staged = stage_planes("6 bits", F16)
     whole = AutoModelForCausalLM.from_pretrained(assemble(staged.folder, tmp_path / "whole"), dtype=F32)
     loads = Loads(staged)
-    loads.skeleton = Skeleton(staged.folder, loads.manifest, dtype=F32)
-    loads.view = loads.skeleton.empty_view()
+    loads.meta_model = MetaModel(staged.folder, loads.manifest, dtype=F32)
+    loads.view = loads.meta_model.empty_view()
     loads.bring(1)
-    loads.bring(2).activate(loads.skeleton.model)
-    found = dict(loads.skeleton.model.named_parameters())
+    loads.bring(2).activate(loads.meta_model.model)
+    found = dict(loads.meta_model.model.named_parameters())
     assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())
 
 
 def test_a_dtype_that_does_not_hold_what_is_stored_is_refused(stage_planes):
     """fp16 has more bits of mantissa than bf16: rounded, they could not be refined."""
     staged = stage_planes("bits", F16)
-    skeleton = Skeleton(staged.folder, staged.manifest, dtype=BF16)
-    view = StageLoad(staged.folder, staged.manifest, [1], [Link()], skeleton, skeleton.empty_view()).wait()
+    meta_model = MetaModel(staged.folder, staged.manifest, dtype=BF16)
+    view = StageLoad(staged.folder, staged.manifest, [1], [Link()], meta_model, meta_model.empty_view()).wait()
     with pytest.raises(ModelError, match=r"is stored as torch.float16 and computes as torch.bfloat16, which does not"):
-        StageLoad(staged.folder, staged.manifest, [2], [Link()], skeleton, view).wait()
+        StageLoad(staged.folder, staged.manifest, [2], [Link()], meta_model, view).wait()
 
 
 # what is refused
@@ -229,7 +229,7 @@ def test_weights_that_no_split_knows(stage_planes, tmp_path):
 def test_plans_that_do_not_hold(stage_planes):
     staged = stage_planes("bits in three")
     shapes = {name: tuple(tensor.shape) for name, tensor in staged.served.model.named_parameters()}
-    plan = by_planes(shapes, Mixture("bits in three"))
+    plan = by_planes(shapes, PlanSpec("bits in three"))
     first, second, third = plan.stages
     for stages, words in (
         ((first, third, second), "comes as plane 2 where plane 1 is due"),
@@ -243,7 +243,7 @@ def test_plans_that_do_not_hold(stage_planes):
         with pytest.raises(StageError, match=words):
             replace(plan, stages=stages).check(list(shapes))
     with pytest.raises(StageError, match="no split of weights is called 'half'"):
-        by_planes(shapes, Mixture("half"))
+        by_planes(shapes, PlanSpec("half"))
 
 
 def recut(stage: Stage, **told) -> Stage:

@@ -21,7 +21,7 @@ from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.study.errors import ModelError
 from firsttoken.study.parsing.parse_errors import Damaged
-from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 LAYERS, TIMES = 4, 60
@@ -37,7 +37,7 @@ def random_groups(dice: random.Random) -> list[list[int]]:
 PLANS: dict[str, Callable[[FolderSource, random.Random], LoadPlan]] = {
     "layers": lambda source, dice: by_layers(source.names, random_groups(dice)),
     "rounded first": lambda source, dice: coarse_first(source.names, LAYERS),
-    "planes": lambda source, dice: by_planes(source.shapes, Mixture.parse("8 bits")),
+    "planes": lambda source, dice: by_planes(source.shapes, PlanSpec.parse("8 bits")),
 }
 
 
@@ -69,7 +69,7 @@ def lose_a_tensor(parts: Parts, dice: random.Random) -> None:
     stage = dice.choice(parts)
     place = dice.randrange(len(stage))
     part = stage[place]
-    name = dice.choice(list(part.brought))
+    name = dice.choice(list(part.carried))
     gone = {name, *(part.coding.entries(name) if name in part.coded else ())}
     if kept := [one for one in part.tensors if one not in gone]:
         cut = {one: tensor for one, tensor in part.content.get("cut", {}).items() if one != name}
@@ -84,7 +84,7 @@ def shorten_a_tensor(parts: Parts, dice: random.Random) -> None:
     stage = dice.choice(parts)
     place = dice.randrange(len(stage))
     part = stage[place]
-    name = dice.choice(list(part.brought))
+    name = dice.choice(list(part.carried))
     if name in part.coded:
         tensor = part.content["cut"][name]
         shape = [tensor["shape"][0] - 1, *tensor["shape"][1:]]

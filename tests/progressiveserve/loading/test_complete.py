@@ -170,7 +170,7 @@ def test_a_view_with_a_tensor_that_was_never_written_is_not_published(stage, ids
     view = loads.bring(*ALL)
     check_whole(view, range(6))
     assert torch.equal(loads.answer(ids), stock_answer(staged.folder, ids))
-    unwritten = Loads(staged).skeleton.layers
+    unwritten = Loads(staged).meta_model.layers
     broken = make_view(3, [*view.base[:4], unwritten[4], view.base[5]], view.ends)
     with pytest.raises(ModelError, match=r"stage 3: self_attn\.q_proj\.weight of layer 4 was never brought"):
         check_whole(broken, range(6))

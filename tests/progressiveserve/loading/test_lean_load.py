@@ -17,7 +17,7 @@ from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.lora import LoraLinear
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
 
@@ -29,9 +29,9 @@ class LeanLoads(Loads):
 
     def __init__(self, staged) -> None:
         super().__init__(staged)
-        self.skeleton = Skeleton(staged.folder, self.manifest, build=build_lean)
-        assert type(self.skeleton.model) is LeanModel
-        self.model, self.view = self.skeleton.model, self.skeleton.empty_view()
+        self.meta_model = MetaModel(staged.folder, self.manifest, build=build_lean)
+        assert type(self.meta_model.model) is LeanModel
+        self.model, self.view = self.meta_model.model, self.meta_model.empty_view()
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -51,11 +51,11 @@ def test_every_stage_says_what_the_stock_layers_say(stage, kind, tied):
 @torch.inference_mode()
 def test_a_prefill_that_streams_behind_the_layers(stage):
     staged = stage()
-    skeleton = Skeleton(staged.folder, staged.manifest, build=build_lean)
-    load = StageLoad(staged.folder, staged.manifest, ALL, [Link()], skeleton, skeleton.empty_view())
-    load.view.activate(skeleton.model)
+    meta_model = MetaModel(staged.folder, staged.manifest, build=build_lean)
+    load = StageLoad(staged.folder, staged.manifest, ALL, [Link()], meta_model, meta_model.empty_view())
+    load.view.activate(meta_model.model)
     with load.streaming():
-        answer = skeleton.model(IDS).logits
+        answer = meta_model.model(IDS).logits
     load.wait()
     stock = Loads(staged)
     stock.bring(*ALL)
@@ -88,10 +88,10 @@ def test_a_tensor_that_is_missing_or_has_another_shape(stage):
 
     lacking = with_tensors({key: entry for key, entry in layer.tensors.items() if key != name})
     with pytest.raises(ModelError, match=r"does not stage the model of its config\.json: .*up_proj"):
-        Skeleton(staged.folder, lacking, build=build_lean)
+        MetaModel(staged.folder, lacking, build=build_lean)
     turned = with_tensors(layer.tensors | {name: replace(layer.tensors[name], shape=layer.tensors[name].shape[::-1])})
     with pytest.raises(ModelError, match=r"layer 00 brings model\.layers\.0\.mlp\.up_proj\.weight as \[32, 64\]"):
-        Skeleton(staged.folder, turned, build=build_lean)
+        MetaModel(staged.folder, turned, build=build_lean)
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"version": "1.0"}', "\ud800"])

@@ -16,7 +16,7 @@ from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Stage, by_laye
 from firsttoken.progressiveserve.loading.read_plan import open_reader, parts_of
 from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
 from firsttoken.progressiveserve.loading.views import changed
-from firsttoken.progressiveserve.loading.weight_builder import Maker
+from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 from firsttoken.progressiveserve.passlayer import PassLayer
 
 # what is loaded
@@ -47,9 +47,9 @@ def test_a_reader_that_began_before_the_model_was_there(stage, ids):
     staged = stage()
     link = Link()
     reader = open_reader(staged.folder, staged.manifest, ALL, [link])
-    maker = Maker(staged.manifest, ALL, reader, torch.device("cpu"), torch_dtype(staged.manifest.dtype))
+    builder = WeightBuilder(staged.manifest, ALL, reader, torch.device("cpu"), torch_dtype(staged.manifest.dtype))
     loads = Loads(staged)
-    load = loads.begin(*ALL, links=[link], maker=maker)
+    load = loads.begin(*ALL, links=[link], builder=builder)
     assert torch.equal(loads.answer(ids, load.wait()), stock_answer(staged.folder, ids))
     assert link.bytes_moved == staged.manifest.bytes, "nothing is read twice"
 

@@ -17,7 +17,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, write
 from firsttoken.progressiveserve.loading import loader as loading
 from firsttoken.progressiveserve.loading.host_memory import HostMemory
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.read_plan import parts_of
 from firsttoken.study.errors import FirstTokenError, LinkError, ModelError, StageError
 
@@ -177,7 +177,7 @@ def test_tensors_that_this_architecture_does_not_have(stage, change, words):
         for s in staged.manifest.stages
     ]
     with pytest.raises(ModelError, match=words):
-        Skeleton(staged.folder, replace(staged.manifest, stages=tuple(stages)))
+        MetaModel(staged.folder, replace(staged.manifest, stages=tuple(stages)))
 
 
 class FewBuffers(HostMemory):

@@ -6,13 +6,13 @@ import threading
 
 import torch
 
-from firsttoken.progressiveserve.loading.pinned_thread import on_one_core
+from firsttoken.progressiveserve.loading.pinned_thread import on_pinned_core
 
 
 def test_its_loops_are_its_own_and_nobody_elses():
     torch.set_num_threads(2)
     found = {}
-    on_one_core("alone", lambda: found.update(alone=torch.get_num_threads())).join()
+    on_pinned_core("alone", lambda: found.update(alone=torch.get_num_threads())).join()
     later = threading.Thread(target=lambda: found.update(later=torch.get_num_threads()))
     later.start()
     later.join()

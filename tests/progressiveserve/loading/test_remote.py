@@ -20,7 +20,7 @@ from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.http_reader import Remote, RemotePath
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.read_plan import part_blobs
 from firsttoken.progressiveserve.loading.reader import Blob, BlobReader
 from firsttoken.study.errors import LinkError, ModelError
@@ -62,13 +62,13 @@ def fails(blobs: list[Blob], link: Link | None = None) -> Exception:
 def test_a_staged_load_is_that_of_the_folder_bit_for_bit(stage, serve: Serve) -> None:
     staged = stage(adapters=(1, 2))
     manifest, link = read_manifest(staged.folder), Link()
-    skeleton = Skeleton(staged.folder, manifest)
-    view, folder = skeleton.empty_view(), serve(staged.folder)
+    meta_model = MetaModel(staged.folder, manifest)
+    view, folder = meta_model.empty_view(), serve(staged.folder)
     for stages in ((1,), (2, 3)):
-        view = StageLoad(folder, manifest, stages, [link], skeleton, view, threads=3).wait()
-    view.activate(skeleton.model)
+        view = StageLoad(folder, manifest, stages, [link], meta_model, view, threads=3).wait()
+    view.activate(meta_model.model)
     expected = dict(staged.served.model.named_parameters())
-    for name, parameter in skeleton.model.named_parameters():
+    for name, parameter in meta_model.model.named_parameters():
         assert torch.equal(parameter, expected[name]), name
     assert link.bytes_moved >= sum(part.bytes for s in manifest.stages for part in s.parts)
     assert not [thread for thread in folder.server._connections if not thread.is_alive()], "connections stay open"

@@ -15,9 +15,9 @@ from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.loading.host_memory import WeightRoom
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.rival_loaders import load_with
-from firsttoken.progressiveserve.loading.weight_builder import Maker
+from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study import dtypes
 
@@ -33,34 +33,34 @@ def logits(model, ids: torch.Tensor) -> torch.Tensor:
 def test_what_arrives_in_bf16_computes_as_stock_transformers_does_in_fp32(stage, ids, tied: bool) -> None:
     staged = stage("llama", tied, BF16)
     manifest = read_manifest(staged.folder)
-    skeleton = Skeleton(staged.folder, manifest, dtype=FP32)
-    view = StageLoad(staged.folder, manifest, (1, 2, 3), [Link()], skeleton, skeleton.empty_view()).wait()
-    view.activate(skeleton.model)
-    assert {parameter.dtype for parameter in skeleton.model.parameters()} == {FP32}
+    meta_model = MetaModel(staged.folder, manifest, dtype=FP32)
+    view = StageLoad(staged.folder, manifest, (1, 2, 3), [Link()], meta_model, meta_model.empty_view()).wait()
+    view.activate(meta_model.model)
+    assert {parameter.dtype for parameter in meta_model.model.parameters()} == {FP32}
     stock = AutoModelForCausalLM.from_pretrained(staged.folder, dtype=FP32).eval()
-    assert torch.equal(logits(skeleton.model, ids), logits(stock, ids))
+    assert torch.equal(logits(meta_model.model, ids), logits(stock, ids))
     rounded = AutoModelForCausalLM.from_pretrained(staged.folder, dtype=BF16).eval()
     assert not torch.equal(logits(rounded, ids).float(), logits(stock, ids)), "or this test shows nothing"
 
 
 def test_the_memory_of_a_layer_is_not_kept_until_the_others_are_there(stage, monkeypatch) -> None:
     """Layers are fused as they come, and let their weights go."""
-    make, back, backed, begun = Maker._make, Maker._back, threading.Event(), threading.Event()
+    make, back, backed, begun = WeightBuilder._make, WeightBuilder._back, threading.Event(), threading.Event()
     rooms: list[weakref.ref[WeightRoom]] = []
     kept: list[int] = []
 
-    def noted(maker, index, part, room, scratch):
+    def noted(builder, index, part, room, scratch):
         assert backed.wait(60) and begun.wait(60)  # until then who began it may have them
         kept.append(sum(ref() is not None for ref in rooms))
         rooms.append(weakref.ref(room))
-        return make(maker, index, part, room, scratch)
+        return make(builder, index, part, room, scratch)
 
-    monkeypatch.setattr(Maker, "_make", noted)
-    monkeypatch.setattr(Maker, "_back", lambda maker, rooms: (back(maker, rooms), backed.set()))
+    monkeypatch.setattr(WeightBuilder, "_make", noted)
+    monkeypatch.setattr(WeightBuilder, "_back", lambda builder, rooms: (back(builder, rooms), backed.set()))
     staged = stage("llama", True, BF16)
     manifest = read_manifest(staged.folder)
-    skeleton = Skeleton(staged.folder, manifest, dtype=FP32)
-    load = StageLoad(staged.folder, manifest, (1, 2, 3), [Link()], skeleton, skeleton.empty_view())
+    meta_model = MetaModel(staged.folder, manifest, dtype=FP32)
+    load = StageLoad(staged.folder, manifest, (1, 2, 3), [Link()], meta_model, meta_model.empty_view())
     begun.set()
     load.wait()
     assert kept == [0] * len(kept) and len(kept) > 3
@@ -81,7 +81,7 @@ def test_a_service_computes_in_what_its_processor_is_fast_at(stage, monkeypatch,
     server.start()
     try:
         assert server.wait_stage(3, 60)
-        assert {parameter.dtype for parameter in server._loader.skeleton.model.parameters()} == {dtype}
+        assert {parameter.dtype for parameter in server._loader.meta_model.model.parameters()} == {dtype}
         assert len(list(server.submit([5, 6, 7], 3).events())) == 3
     finally:
         server.close()

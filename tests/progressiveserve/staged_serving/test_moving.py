@@ -24,7 +24,7 @@ from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import EngineConfig
-from firsttoken.engine.hidden_state_cache import Edges
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.preemptor import MOVED
@@ -33,7 +33,7 @@ from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.trace import Trace
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.passlayer import pass_layers
-from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView, moving
+from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion, moving
 from firsttoken.progressiveserve.staged_serving.transitions import (
     TRANSITIONS,
     FromBoundary,
@@ -146,9 +146,11 @@ class Model:
             run = Run(self, schedule, executor)
             run.to_the_end()
             assert not run.engine.busy and run.engine.pool.free == run.engine.pool.count
-            assert all(view.edges is None or view.edges.nbytes == 0 for view in run.views), "states of the dead"
-            if executor.arena is not None:
-                executor.arena.check()
+            assert all(view.hidden_cache is None or view.hidden_cache.nbytes == 0 for view in run.views), (
+                "states of the dead"
+            )
+            if executor.host_pool is not None:
+                executor.host_pool.check()
         return run.judge()
 
     def check(self, prompt: list[int], said: list[tuple[int, int, Course]]) -> None:
@@ -170,8 +172,8 @@ class Run:
     def __init__(self, model: Model, schedule: Schedule, executor: LiveExecutor) -> None:
         self.model, self.schedule, self.trace = model, schedule, Trace()
         self.rules = Rules(STAGES, DEPTH, schedule.policy.name)
-        self.views = [GrownView(model.model, stage, schedule.policy) for stage in model.stages]
-        executor.view = self.views[0]
+        self.views = [StagedModelVersion(model.model, stage, schedule.policy) for stage in model.stages]
+        executor.version = self.views[0]
         self.engine = Engine(executor, schedule.config, trace=self.trace)
         self.asked: dict[Request, Asked] = {}
         for asked in schedule.asked:
@@ -212,7 +214,7 @@ class Run:
                     self.seen["fell back"] += 1
                     self._own(request)
             for request, token in produced:
-                self.said[request].append((token, request.view.stage, self._course(request)))
+                self.said[request].append((token, request.version.stage, self._course(request)))
             self.engine.pool.check()
 
     def _publish(self, stage: int) -> None:
@@ -220,16 +222,16 @@ class Run:
         pending = self.engine.scheduler.pending
         before = {
             request: (
-                request.view.stage,
+                request.version.stage,
                 self._course(request),
                 Standing.of(request, shares=shares, awaits=request.number in pending),
             )
             for request in self.asked
-            if request.moves and request.view is not None and not request.finished
+            if request.moves and request.version is not None and not request.finished
         }
         assert self.engine.publish(self.views[stage - 1], moving(self.schedule.policy)) == []
         for request, (old, course, standing) in before.items():
-            if request.view.stage != old:
+            if request.version.stage != old:
                 if standing.afresh:
                     self.brought.pop(request, None)
                 self.courses[request] = self.rules.moved(course, old, stage, standing)
@@ -242,7 +244,7 @@ class Run:
     def _course(self, request: Request) -> Course:
         """That of a request which has begun."""
         if request not in self.courses:
-            stage = request.view.stage
+            stage = request.version.stage
             if request in self.brought:
                 made = self.rules.brought(stage, self.asked[request].group, self.brought[request])
             else:
@@ -299,7 +301,7 @@ def test_these_schedules_notice_a_wrong_transition(grown: Model) -> None:
 
 
 def _late(redo: Callable) -> Callable:
-    def late(view: GrownView, request: Request, layers: range):
+    def late(view: StagedModelVersion, request: Request, layers: range):
         found = redo(view, request, layers)
         return found if found.hidden is None else found._replace(hidden=found.hidden.roll(1, dims=1))
 
@@ -313,8 +315,8 @@ def _upside_down(arrived: Callable) -> Callable:
 @pytest.mark.parametrize(
     ("of", "name", "spoil", "policy"),
     [
-        (GrownView, "redo", _late, FromBoundary()),
-        (Edges, "whole", lambda whole: lambda *_: True, TRANSITIONS["partial prefill"]),
+        (StagedModelVersion, "redo", _late, FromBoundary()),
+        (HiddenStateCache, "whole", lambda whole: lambda *_: True, TRANSITIONS["partial prefill"]),
         (StoredPrefix, "arrived", _upside_down, None),
         (Engine, "_salt", lambda salt: lambda *_: "one for all", None),
     ],
@@ -332,8 +334,8 @@ def test_a_move_stalls_nobody(grown: Model) -> None:
     """Eight run, four of them move: the others get a token in every step, and no step exceeds the budget."""
     config = EngineConfig(scheduler="sarathi", watermark=0.0, requests=8, token_budget=16)
     with closing(LiveExecutor(grown.model, 140, block_tokens=4)) as executor:
-        views = [GrownView(grown.model, stage, PrefillAgain()) for stage in grown.stages]
-        executor.view, trace = views[0], Trace()
+        views = [StagedModelVersion(grown.model, stage, PrefillAgain()) for stage in grown.stages]
+        executor.version, trace = views[0], Trace()
         engine = Engine(executor, config, trace=trace)
         requests = [engine.submit([number + 1] * 20, Sampling(40), moves=number < 4) for number in range(8)]
         while not all(request.times_s for request in requests):
@@ -349,18 +351,18 @@ def test_a_move_stalls_nobody(grown: Model) -> None:
         moved = trace.steps[begun : begun + others]
         assert others >= 5 and max(sum(new for _, new in step.prefills) + len(step.contexts) for step in moved) <= 16
         engine.run()
-        assert [request.view.stage for request in requests] == [3] * 4 + [1] * 4
+        assert [request.version.stage for request in requests] == [3] * 4 + [1] * 4
 
 
 def test_who_cannot_move_is_told_and_the_others_go_on(grown: Model) -> None:
     with closing(LiveExecutor(grown.model, 40, block_tokens=4)) as executor:
-        old = GrownView(grown.model, grown.stages[0], PrefillAgain())  # keeps no edge
-        executor.view = old
+        old = StagedModelVersion(grown.model, grown.stages[0], PrefillAgain())  # keeps no edge
+        executor.version = old
         engine = Engine(executor, EngineConfig(watermark=0.0))
         moving_one, other = (engine.submit([1, 2, 3], Sampling(8), moves=moves) for moves in (True, False))
         engine.step()
         ((lost, error),) = engine.publish(
-            GrownView(grown.model, grown.stages[1], FromBoundary()), lambda *_: range(2, DEPTH)
+            StagedModelVersion(grown.model, grown.stages[1], FromBoundary()), lambda *_: range(2, DEPTH)
         )
         assert lost is moving_one and lost.finished
         assert "no hidden states of request 0 are kept at layer 2 (layers: none)" in str(error)
@@ -371,9 +373,9 @@ def test_who_cannot_move_is_told_and_the_others_go_on(grown: Model) -> None:
 def test_a_prompt_that_sixteen_share_is_prefilled_once(grown: Model) -> None:
     prompt = torch.arange(1, 65).tolist()
     with closing(LiveExecutor(grown.model, 400, block_tokens=4)) as executor:
-        executor.view = GrownView(grown.model, grown.stages[2], PrefillAgain())
+        executor.version = StagedModelVersion(grown.model, grown.stages[2], PrefillAgain())
         engine = Engine(executor, EngineConfig(watermark=0.0, share_prefixes=True))
         requests = engine.serve([([*prompt, 100 + number], Sampling(4), 0.0) for number in range(16)])
-        assert engine.books["prefill"] == 64 + 16 and engine.prefixes.found_tokens == 15 * 64
+        assert engine.token_counts["prefill"] == 64 + 16 and engine.prefixes.found_tokens == 15 * 64
         for request in requests:
             grown.check(request.tokens[:65], [(token, 3, Course(3, frozenset())) for token in request.output])

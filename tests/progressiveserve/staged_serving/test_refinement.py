@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growing import PATIENCE, PROMPT, events_of
+from growing import PROMPT, TIMEOUTS, events_of
 
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.errors import ProfileError
-from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint
 from firsttoken_studies.progressiveserve.refinement import (
@@ -43,7 +43,7 @@ def checkpoint(staged) -> Checkpoint:
 @pytest.fixture
 def planes(stage, tmp_path) -> Checkpoint:
     """Beside where the same model is staged otherwise."""
-    made = checkpoint(stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, Mixture("4 bits"))))
+    made = checkpoint(stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, PlanSpec("4 bits"))))
     return replace(made, staged=made.staged.rename(tmp_path / "in-planes"))
 
 
@@ -67,10 +67,10 @@ def test_the_logits_of_the_end_are_those_of_the_plain_model(planes, stage):
 
 def test_a_server_tells_what_it_merged(stage, serve):
     """Each word of every matrix once; whoever was open goes on to its last token over what the first bits wrote."""
-    staged = stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, Mixture("bits")))
+    staged = stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, PlanSpec("bits")))
     server = serve(staged, policy=TRANSITIONS["naive"])
     session = server.submit(PROMPT, 200, upgrade=True)
-    assert server.wait_stage(2, PATIENCE)
+    assert server.wait_stage(2, TIMEOUTS)
     (arrived,) = (event for event in server.status()["events"] if event["what"] == "arrived")
     matrices = {parameter for parameter in staged.served.model.parameters() if parameter.dim() > 1}
     assert arrived["merged_bytes"] == 2 * sum(parameter.numel() for parameter in matrices)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from growing import PATIENCE, PROMPT, events_of, greedy, part_path, until
+from growing import PROMPT, TIMEOUTS, events_of, greedy, part_path, until
 from plain_tokens import check_greedy, judged
 from transformers import AutoModelForCausalLM
 
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain, RequestBoundary
 from firsttoken_extras.bitplanes.assemble import assemble
-from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 IN_BF16 = 0.05  # of logits up to 3: three steps of bf16 there, as both sides round
 
 
 def in_planes(stage, split: str):
-    return stage(dtype=torch.bfloat16, plan=lambda shapes: by_planes(shapes, Mixture(split)))
+    return stage(dtype=torch.bfloat16, plan=lambda shapes: by_planes(shapes, PlanSpec(split)))
 
 
 @pytest.mark.parametrize("split", ["bits in three", "5 bits"])
@@ -25,7 +25,7 @@ def test_it_ends_with_the_exact_weights(stage, serve, tmp_path, split):
     staged = in_planes(stage, split)
     server = serve(staged)
     stages = len(staged.manifest.stages)
-    assert server.wait_stage(stages, PATIENCE)
+    assert server.wait_stage(stages, TIMEOUTS)
     whole = assemble(staged.folder, tmp_path / "whole")
     said = [event.token_id for event in events_of(server.submit(PROMPT, 16))]
     model = AutoModelForCausalLM.from_pretrained(whole).eval()
@@ -43,14 +43,14 @@ def test_a_session_talks_on_while_its_weights_refine(stage, serve, tmp_path, pol
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     server = serve(staged, policy=policy)
-    assert server.wait_stage(1, PATIENCE)
+    assert server.wait_stage(1, TIMEOUTS)
     session = server.submit(PROMPT, 400, upgrade=True)
     events = session.events()
     assert next(events).stage == 1
     until(lambda: "wrong sha256" in (server.status()["error"] or ""), "the damage is told, and stage 1 serves on")
     assert next(events).stage == 1
     path.write_bytes(content)
-    assert server.wait_stage(2, PATIENCE)
+    assert server.wait_stage(2, TIMEOUTS)
     last = [event.stage for event in events][-1]
     assert last == (2 if isinstance(policy, PrefillAgain) else 1)
     check_greedy(

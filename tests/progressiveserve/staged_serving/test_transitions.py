@@ -13,10 +13,10 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.plan import coarse_first
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import changed
 from firsttoken.progressiveserve.staged_serving.probe import Probe
-from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
+from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import (
     TRANSITIONS,
     ChangedLayers,
@@ -60,8 +60,8 @@ class Bench:
         self.executor = LiveExecutor(model, 16 * self.BLOCKS)
         self._begun = 0
 
-    def view(self, modules, policy) -> GrownView:
-        return GrownView(self.model, modules, policy)
+    def view(self, modules, policy) -> StagedModelVersion:
+        return StagedModelVersion(self.model, modules, policy)
 
     def begun(self, modules, policy, prompt: Sequence[int], more: Sequence[int] = ()) -> Probe:
         """A request of ``prompt`` and then single ``more`` tokens."""
@@ -194,7 +194,7 @@ def test_nothing_below_the_boundary_runs(model, views, bench, policy, runs):
     old, new = views(model, [(3, 4), ()])
     on = bench(model)
     probe = on.begun(old, policy, [5, 6, 7], [8, 9])
-    assert probe.view.edges.layers == {3} and probe.kept_bytes >= 5 * 32 * 4
+    assert probe.view.hidden_cache.layers == {3} and probe.kept_bytes >= 5 * 32 * 4
     ran, keys = [], [on.keys(probe, layer).clone() for layer in range(3)]
     handles = [layer.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(new.layers)]
     on.carry(probe, new, policy)
@@ -227,7 +227,7 @@ def test_what_is_kept_is_what_will_be_needed(model, views, bench):
     assert on.begun(whole, FromBoundary(), [5, 6], [7]).kept_bytes == 0
     probe = on.begun(old, FromBoundary(), [5], [6])
     on.fresh(old, [1, 2, 3], [4])
-    assert probe.view.edges.of(0, 3).shape == (1, 2, 32), "other sequences leave no trace in this one"
+    assert probe.view.hidden_cache.of(0, 3).shape == (1, 2, 32), "other sequences leave no trace in this one"
 
 
 def test_from_boundary_begun_without_keeping(model, views, bench):
@@ -243,11 +243,11 @@ def test_from_boundary_begun_without_keeping(model, views, bench):
 def test_when_the_norm_or_nothing_changes(stage, ids, bench):
     """Weights that are refined in place are other modules: from the boundary is then from the start."""
     staged = stage(plan=lambda names: coarse_first(names, 6))
-    skeleton = Skeleton(staged.folder, staged.manifest)
-    coarse = StageLoad(staged.folder, staged.manifest, [1], [Link()], skeleton, skeleton.empty_view()).wait()
-    exact = StageLoad(staged.folder, staged.manifest, [2], [Link()], skeleton, coarse).wait()
+    meta_model = MetaModel(staged.folder, staged.manifest)
+    coarse = StageLoad(staged.folder, staged.manifest, [1], [Link()], meta_model, meta_model.empty_view()).wait()
+    exact = StageLoad(staged.folder, staged.manifest, [2], [Link()], meta_model, coarse).wait()
     prompt = ids[0].tolist()
-    on = bench(skeleton.model)
+    on = bench(meta_model.model)
     for policy in CORRECT:
         probe = on.begun(coarse, policy, prompt)
         on.carry(probe, exact, policy)

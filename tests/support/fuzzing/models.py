@@ -24,7 +24,7 @@ from firsttoken.progressiveserve.checkpoint.sources import FolderSource, Origin,
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.lora import WEIGHTS, parse_adapter
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.stage_adapters import check_fit
 from firsttoken.service.text import read_vocabulary
 from firsttoken.study.canonical_json import sha256_of
@@ -73,12 +73,12 @@ def answers(folder: Path) -> list[bytes]:
     """Logits after each stage."""
     staged = folder / "staged"
     manifest, ids = read_manifest(staged), torch.arange(1, 9)[None]
-    skeleton = Skeleton(staged, manifest)
-    view, found = skeleton.empty_view(), []
+    meta_model = MetaModel(staged, manifest)
+    view, found = meta_model.empty_view(), []
     for stage in range(1, len(manifest.stages) + 1):
-        view = StageLoad(staged, manifest, [stage], [Link()], skeleton, view, threads=1).wait()
-        view.activate(skeleton.model)
-        found.append(skeleton.model(ids, use_cache=False).logits.float().numpy().tobytes())
+        view = StageLoad(staged, manifest, [stage], [Link()], meta_model, view, threads=1).wait()
+        view.activate(meta_model.model)
+        found.append(meta_model.model(ids, use_cache=False).logits.float().numpy().tobytes())
     return found
 
 
@@ -138,7 +138,7 @@ def fetched(folder: Path) -> list[bytes | None]:
             except CacheError:
                 found.append(None)
         try:
-            found.append(store.fetch_edge(context, MODEL, 1).numpy().tobytes())
+            found.append(store.fetch_e_cache(context, MODEL, 1).numpy().tobytes())
         except CacheError:
             found.append(None)
     return found

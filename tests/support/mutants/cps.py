@@ -42,7 +42,7 @@ def queue_without_order() -> None:
             if blocks is not None:
                 request.blocks = blocks
                 self.preemptor.restore(request)
-                self.stand(request, Phase.RUNNING if self.preemptor.poll(request) else Phase.RESTORING)
+                self.move_to(request, Phase.RUNNING if self.preemptor.poll(request) else Phase.RESTORING)
 
     Scheduler.resume = resume
 

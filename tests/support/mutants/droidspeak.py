@@ -43,7 +43,7 @@ def _edge_never_sent() -> None:
     """The E-cache is not sent: a group starts from nothing that came."""
     from firsttoken.droidspeak.pipeline.schedule import Schedule
 
-    Schedule.sends_edge = lambda self, group: False
+    Schedule.sends_e_cache = lambda self, group: False
 
 
 def _everything_sent() -> None:
@@ -63,9 +63,9 @@ def _no_pipeline() -> None:
 
 def _reuse_everything() -> None:
     """The sender's keys and values are used in the layers that the receiver should compute itself."""
-    from firsttoken.droidspeak.profile.layer_profiler import Bank
+    from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler
 
-    Bank.own = property(lambda self: self.sent.kv)
+    LayerProfiler.own = property(lambda self: self.sent.kv)
 
 
 def _critical_by_sign() -> None:

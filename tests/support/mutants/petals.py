@@ -78,15 +78,15 @@ def _no_successor() -> None:
 
 
 def _nothing_was_kept() -> None:
-    from firsttoken.engine.hidden_state_cache import Edges
+    from firsttoken.engine.hidden_state_cache import HiddenStateCache
 
-    usual = Edges.of
+    usual = HiddenStateCache.of
 
-    def of(self: Edges, request: int, layer: int) -> Tensor:
+    def of(self: HiddenStateCache, request: int, layer: int) -> Tensor:
         kept = usual(self, request, layer)
         return torch.cat([torch.zeros_like(kept[:, :-1]), kept[:, -1:]], 1) if kept.shape[1] > 8 else kept
 
-    Edges.of = of
+    HiddenStateCache.of = of
 
 
 def _the_gradient_passes_through() -> None:
@@ -131,8 +131,8 @@ def _the_accused_is_believed() -> None:
 def _all_or_nothing_is_taken_over() -> None:
     from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
-    right = BorrowingReplica._take_over
-    BorrowingReplica._take_over = lambda self, come: right(self, come) if come == len(self._layers) else None
+    right = BorrowingReplica._switch_to
+    BorrowingReplica._switch_to = lambda self, come: right(self, come) if come == len(self._layers) else None
 
 
 MUTATIONS: list[Mutation] = [

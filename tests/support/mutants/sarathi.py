@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.schedulers.adaptive_budget import AdaptiveBudget
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.schedulers.scheduler import Scheduler
@@ -25,7 +25,7 @@ def no_budget() -> None:
 
 
 def chunks_and_decodes_in_turns() -> None:
-    Sarathi.schedule = lambda self: self.chunks(self.bounds.token_budget, admit=True) or self.ready()[0]
+    Sarathi.schedule = lambda self: self.chunks(self.config.token_budget, admit=True) or self.ready()[0]
 
 
 def nothing_scheduled() -> None:
@@ -37,13 +37,13 @@ def no_answer() -> None:
 
 
 def decodes_outside_the_budget() -> None:
-    Sarathi.schedule = lambda self: self.ready()[0] + self.chunks(self.bounds.token_budget, admit=not self.swapped)
+    Sarathi.schedule = lambda self: self.ready()[0] + self.chunks(self.config.token_budget, admit=not self.swapped)
 
 
 def whole_chunks() -> None:
     """A prompt takes the whole of what is left in a step, however much the budget leaves."""
 
-    def chunks(self: Scheduler, tokens: int, *, admit: bool) -> list[Work]:
+    def chunks(self: Scheduler, tokens: int, *, admit: bool) -> list[ScheduledChunk]:
         return self.prefills(admit=admit)
 
     Scheduler.chunks = chunks
@@ -79,7 +79,7 @@ def no_capacity() -> None:
 
 
 def no_objective() -> None:
-    AdaptiveBudget.budget = lambda self, decodes: len(decodes) + self.bounds.prefill_tokens
+    AdaptiveBudget.budget = lambda self, decodes: len(decodes) + self.config.prefill_tokens
 
 
 def learns_nothing() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from firsttoken.droidspeak.entry import edge_name, layer_name
+from firsttoken.droidspeak.entry import e_cache_name, layer_name
 from firsttoken.droidspeak.forward import Forward, cache_of, fill
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, CachePiece, Transfer
 from firsttoken.droidspeak.pipeline.schedule import Schedule
@@ -61,7 +61,7 @@ def pieces_of(located: Located) -> dict[str, CachePiece]:
 
 def sent_pieces(pieces: Mapping[str, CachePiece], group: Group, depth: int, schedule: Schedule) -> list[CachePiece]:
     """What ``schedule`` sends, in order. Raises RequestError when ``pieces`` lacks some of it."""
-    names = [edge_name(group.lo)] if schedule.sends_edge(group) else []
+    names = [e_cache_name(group.lo)] if schedule.sends_e_cache(group) else []
     names += [layer_name(layer) for layer in schedule.layers(group, depth)]
     lacking = [name for name in names if name not in pieces]
     if lacking:
@@ -125,9 +125,9 @@ def _received(
             transfer.wait(piece.name)
     if len(group):
         hidden = forward.embed()
-        if group.needs_edge:
-            hidden = transfer.wait(edge_name(group.lo))[:, : prefix.tokens]
-            marks.edge_s = transfer.arrived_at(edge_name(group.lo)) - start
+        if group.needs_e_cache:
+            hidden = transfer.wait(e_cache_name(group.lo))[:, : prefix.tokens]
+            marks.edge_s = transfer.arrived_at(e_cache_name(group.lo)) - start
         marks.recompute_start_s = time.perf_counter() - start
         forward.run(hidden, group.layers, cache)
         marks.recompute_end_s = _done(prefix) - start

@@ -39,9 +39,9 @@ class Schedule(StrEnum):
             return []
         return [layer for layer in range(depth) if self is Schedule.SEND_ALL or layer not in group]
 
-    def sends_edge(self, group: Group) -> bool:
+    def sends_e_cache(self, group: Group) -> bool:
         """Whether the E-cache at the lower edge of ``group`` is sent; it always goes first."""
-        return self is not Schedule.RECOMPUTE and group.needs_edge
+        return self is not Schedule.RECOMPUTE and group.needs_e_cache
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ReuseRequest:
     @property
     def floor(self) -> float:
         """No way to reuse the other layers is faster than this: their transfer or the group's computation."""
-        transfer = self.kv_units * (self.layers - len(self.group)) + self.edge_units * self.group.needs_edge
+        transfer = self.kv_units * (self.layers - len(self.group)) + self.edge_units * self.group.needs_e_cache
         return max(transfer, self.compute_units * len(self.group))
 
 
@@ -119,7 +119,7 @@ def simulate(jobs: Sequence[ReuseRequest], schedule: Schedule, *, overlap: bool 
         if schedule is not Schedule.PIPELINED and not overlap:
             free = dict.fromkeys(free, max(free.values()))
         edge = sent = job.arrival
-        if schedule.sends_edge(job.group):
+        if schedule.sends_e_cache(job.group):
             edge = sent = occupy(job, LINK, "E", job.edge_units, job.arrival)
         for layer in schedule.layers(job.group, job.layers):
             sent = occupy(job, LINK, f"KV {layer}", job.kv_units, job.arrival)

@@ -21,7 +21,7 @@ from firsttoken.droidspeak.forward import Forward, cache_of, fill, layer_kv
 from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, spans, start_of
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.droidspeak.reuse_items import Encoded
-from firsttoken.engine.sampling import likeliest
+from firsttoken.engine.sampling import argmax_tokens
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Score:
     deviation: Tensor
 
 
-class Bank:
-    """A batch of questions under one sender and one receiver; the sender's E-cache is kept at ``edges``."""
+class LayerProfiler:
+    """A batch of questions under one sender and one receiver; the sender's E-cache is kept at ``e_cache``."""
 
     def __init__(
         self, sender: PreTrainedModel, receiver: PreTrainedModel, questions: Questions, edges: Iterable[int]
@@ -87,7 +87,7 @@ class Bank:
     def recomputed(self, group: Group) -> list[LayerKV]:
         """The receiver's keys and values of ``group``, from the sender's E-cache at its lower edge.
 
-        Raises RequestError for a group that does not fit, or whose lower edge is none of ``edges``.
+        Raises RequestError for a group that does not fit, or whose lower edge is none of ``e_cache``.
         """
         kept = self._recomputed.get(group.check(self.depth).lo, [])
         if len(kept) < len(group):
@@ -117,7 +117,7 @@ class Bank:
         return self._score(hidden, behind)
 
     def groups(self, edges: Sequence[int]) -> Iterator[tuple[Group, Score]]:
-        """The score of every contiguous group whose ends are in ``edges`` (rising), and of reusing all layers."""
+        """The score of every contiguous group whose ends are in ``e_cache`` (rising), and of reusing all layers."""
         yield NOTHING, self.reuse()
         below, at = self._behind.embed(), 0
         for i, lo in enumerate(edges[:-1]):
@@ -162,7 +162,7 @@ class Bank:
         asked = self.questions.predicts
         wanted = self.questions.ids.roll(-1, 1)[asked]
         logits = (behind or self._behind).logits(hidden[asked]).float()
-        right = (likeliest(logits) == wanted).float()
+        right = (argmax_tokens(logits) == wanted).float()
         away = (hidden[asked].float() - self._own_output[asked].float()).norm(dim=-1)
         away = away / self._own_output[asked].float().norm(dim=-1)
         each = asked.sum(1)

@@ -123,7 +123,7 @@ LABELS = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
 
 
 @dataclass(frozen=True)
-class Unevenness:
+class AttentionSkew:
     """How far an uneven batch lies between one at its mean context (0) and one at its longest (1), by bucket.
 
     ``shares`` are keyed by the upper ends of the buckets: prefill chunk, decodes, evenness, longest context, prefix.
@@ -135,7 +135,7 @@ class Unevenness:
     otherwise: float
 
     @classmethod
-    def read(cls, path: Path) -> Unevenness:
+    def read(cls, path: Path) -> AttentionSkew:
         """The table that a profile brings. Raises CorpusError naming file, line and mend."""
         shares: dict[tuple[float, ...], float] = {}
         samples = total = 0.0
@@ -195,7 +195,7 @@ class ProfiledCosts(Costs):
     heads: tuple[float, ...]  # [sequences]: seconds of head and sampler
     axes: tuple[tuple[int, ...], ...]  # of the attention grid
     grid: np.ndarray  # [chunks, prefixes, decodes, contexts]: seconds of all layers' attention
-    uneven: Unevenness | None
+    skew: AttentionSkew | None
     keyed_by_middle: bool  # the prefix axis counts half of the chunk itself
     sha256: str  # of the files read
 
@@ -229,7 +229,7 @@ class ProfiledCosts(Costs):
             tuple((head * 1e-6).tolist()),
             axes,
             grid * layers * 1e-6,
-            Unevenness.read(tables / "skew_fit.csv") if fitted else None,
+            AttentionSkew.read(tables / "skew_fit.csv") if fitted else None,
             keyed,
             kept.hexdigest(),
         )
@@ -255,9 +255,9 @@ class ProfiledCosts(Costs):
         count = len(contexts)
         mean = sum(contexts) / count if count else 0.0
         at_mean = before + self._lookup(chunk, prefix, count, mean)
-        if self.uneven is None or count < 2 or (most := max(contexts)) == (least := min(contexts)):
+        if self.skew is None or count < 2 or (most := max(contexts)) == (least := min(contexts)):
             return at_mean
-        share = self.uneven.share(chunk, prefix, count, most, (mean - least) / (most - least))
+        share = self.skew.share(chunk, prefix, count, most, (mean - least) / (most - least))
         return at_mean + share * (before + self._lookup(chunk, prefix, count, most) - at_mean)
 
     def _last_piece(self, tokens: float, prefix: float) -> tuple[float, float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.schedulers.scheduler import Scheduler
 
 
@@ -15,16 +15,16 @@ class ChunkedOnly(Scheduler):
     steady: ClassVar[bool] = True
     _chunked = False  # in the last step
 
-    def schedule(self) -> list[Work]:
-        works = [] if self._chunked else self._chunk()
-        self._chunked = bool(works)
-        if works:
-            return works
-        works, calm = self.ready()
-        return works if works or not calm else self._chunk()
+    def schedule(self) -> list[ScheduledChunk]:
+        chunks = [] if self._chunked else self._chunk()
+        self._chunked = bool(chunks)
+        if chunks:
+            return chunks
+        chunks, calm = self.ready()
+        return chunks if chunks or not calm else self._chunk()
 
-    def _chunk(self) -> list[Work]:
-        return self.chunks(self.bounds.token_budget, admit=not self.swapped)
+    def _chunk(self) -> list[ScheduledChunk]:
+        return self.chunks(self.config.token_budget, admit=not self.swapped)
 
 
 class HybridOnly(Scheduler):
@@ -33,6 +33,6 @@ class HybridOnly(Scheduler):
     name: ClassVar[str] = "hybrid_only"
     steady: ClassVar[bool] = True
 
-    def schedule(self) -> list[Work]:
-        works, calm = self.ready()
-        return works + self.prefills(admit=calm and not self.swapped)
+    def schedule(self) -> list[ScheduledChunk]:
+        chunks, calm = self.ready()
+        return chunks + self.prefills(admit=calm and not self.swapped)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from firsttoken.engine.costs.fitted import relative_fit, step_parts
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 
 # How long a step will take, learnt from the steps that were: what an adaptive scheduler chooses its chunk by.
@@ -24,7 +24,7 @@ GROWTH = (
 )
 
 
-class Pace:
+class StepTimeModel:
     """Prices of a step's parts by least squares over the last steps, and how far these were off.
 
     Steps that only decode are remembered apart, lest they crowd out the others.
@@ -94,23 +94,23 @@ class AdaptiveBudget(Sarathi):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self.pace = Pace()
+        self.step_times = StepTimeModel()
 
-    def budget(self, decodes: Sequence[Work]) -> int:
-        return len(decodes) + self.room(decodes, self.bounds.tbt_s)
+    def budget(self, decodes: Sequence[ScheduledChunk]) -> int:
+        return len(decodes) + self.room(decodes, self.config.tbt_s)
 
-    def room(self, decodes: Sequence[Work], seconds: float) -> int:
+    def room(self, decodes: Sequence[ScheduledChunk], seconds: float) -> int:
         """Prompt tokens beside ``decodes`` in a step of ``seconds``."""
-        most = max(self.bounds.prefill_tokens, self.bounds.token_budget)
+        most = max(self.config.prefill_tokens, self.config.token_budget)
         if not decodes:
             return most
-        seconds = min(seconds, self.bounds.stretch * self.pace.decode_s([work.start for work in decodes]))
+        seconds = min(seconds, self.config.stretch * self.step_times.decode_s([chunk.start for chunk in decodes]))
         begun = next((request.cached for request in self.running if not request.decoding), 0)
-        found = self.pace.most_tokens([work.start for work in decodes], begun, seconds, most)
-        return self.bounds.token_budget - len(decodes) if found is None else max(found, self.block_tokens)
+        found = self.step_times.most_tokens([chunk.start for chunk in decodes], begun, seconds, most)
+        return self.config.token_budget - len(decodes) if found is None else max(found, self.block_tokens)
 
     def completed(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
-        self.pace.observe(prefills, contexts, seconds)
+        self.step_times.observe(prefills, contexts, seconds)
 
 
 class Deadline(AdaptiveBudget):
@@ -126,20 +126,20 @@ class Deadline(AdaptiveBudget):
 
     name: ClassVar[str] = "deadline"
 
-    def budget(self, decodes: Sequence[Work]) -> int:
+    def budget(self, decodes: Sequence[ScheduledChunk]) -> int:
         now = self.preemptor.executor.now()
-        self.arrange(lambda request: (self._due(request), request.number))
-        slack = min((self._decode_due(work.request) - now for work in decodes), default=self.bounds.tbt_s)
+        self.sort_waiting(lambda request: (self._due(request), request.number))
+        slack = min((self._decode_due(chunk.request) - now for chunk in decodes), default=self.config.tbt_s)
         return len(decodes) + self.room(decodes, max(slack, 0.0))
 
     def first_s(self, request: Request) -> float:
         """Seconds from its arrival to when the first token of ``request`` is due."""
-        return self.bounds.ttft_s
+        return self.config.ttft_s
 
     def _due(self, request: Request) -> float:
         """When the next token of ``request`` was promised."""
-        return request.arrival_s + self.first_s(request) + self.bounds.tbt_s * len(request.times_s)
+        return request.arrival_s + self.first_s(request) + self.config.tbt_s * len(request.times_s)
 
     def _decode_due(self, request: Request) -> float:
         """When the next token of ``request``, which has one, is due."""
-        return max(self._due(request), request.times_s[-1] + self.bounds.tbt_s)
+        return max(self._due(request), request.times_s[-1] + self.config.tbt_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.schedulers.scheduler import Scheduler
 
 
@@ -14,6 +14,6 @@ class IterationLevel(Scheduler):
     name: ClassVar[str] = "iteration_level"
     steady: ClassVar[bool] = True
 
-    def schedule(self) -> list[Work]:
-        works = self.decodes()
-        return works + self.prefills(reserve=True)
+    def schedule(self) -> list[ScheduledChunk]:
+        chunks = self.decodes()
+        return chunks + self.prefills(reserve=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 
 
@@ -17,7 +17,7 @@ class PrefillCap(Sarathi):
 
     name: ClassVar[str] = "prefill_cap"
 
-    def budget(self, decodes: Sequence[Work]) -> int:
+    def budget(self, decodes: Sequence[ScheduledChunk]) -> int:
         unfinished = len(self.waiting) + sum(not request.decoding for request in self.running)
         pressed = unfinished >= 2 and bool(decodes)
-        return self.bounds.token_budget if pressed else max(self.bounds.prefill_tokens, self.bounds.token_budget)
+        return self.config.token_budget if pressed else max(self.config.prefill_tokens, self.config.token_budget)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.schedulers.scheduler import Scheduler
 
 
@@ -14,7 +14,7 @@ class PrefillFirst(Scheduler):
     name: ClassVar[str] = "prefill_first"
     steady: ClassVar[bool] = True
 
-    def schedule(self) -> list[Work]:
-        if works := self.prefills(admit=not self.swapped):
-            return works
+    def schedule(self) -> list[ScheduledChunk]:
+        if chunks := self.prefills(admit=not self.swapped):
+            return chunks
         return self.ready()[0]

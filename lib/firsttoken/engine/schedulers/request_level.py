@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.schedulers.scheduler import Scheduler
 
 
@@ -14,6 +14,6 @@ class RequestLevel(Scheduler):
     name: ClassVar[str] = "request_level"
     steady: ClassVar[bool] = True
 
-    def schedule(self) -> list[Work]:
+    def schedule(self) -> list[ScheduledChunk]:
         decodes = self.decodes()
         return decodes + self.prefills(reserve=True, admit=not self.running)

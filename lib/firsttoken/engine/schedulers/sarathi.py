@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from firsttoken.engine.request import Work
-from firsttoken.engine.scheduler_config import Bounds
+from firsttoken.engine.request import ScheduledChunk
+from firsttoken.engine.scheduler_config import SchedulerConfig
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.study.errors import ProfileError
 
@@ -22,17 +22,17 @@ class Sarathi(Scheduler):
     steady: ClassVar[bool] = True
 
     @classmethod
-    def check(cls, bounds: Bounds) -> None:
-        if bounds.token_budget < bounds.requests:
+    def check(cls, config: SchedulerConfig) -> None:
+        if config.token_budget < config.requests:
             raise ProfileError(
-                f"engine: a token budget of {bounds.token_budget} cannot hold a token of each of {bounds.requests} "
+                f"engine: a token budget of {config.token_budget} cannot hold a token of each of {config.requests} "
                 "requests; raise token_budget or lower requests"
             )
 
-    def schedule(self) -> list[Work]:
-        works, calm = self.ready()
-        return works + self.chunks(self.budget(works) - len(works), admit=calm and not self.swapped)
+    def schedule(self) -> list[ScheduledChunk]:
+        chunks, calm = self.ready()
+        return chunks + self.chunks(self.budget(chunks) - len(chunks), admit=calm and not self.swapped)
 
-    def budget(self, decodes: Sequence[Work]) -> int:
+    def budget(self, decodes: Sequence[ScheduledChunk]) -> int:
         """Tokens that the coming step may hold, those of its ``decodes`` included."""
-        return self.bounds.token_budget
+        return self.config.token_budget

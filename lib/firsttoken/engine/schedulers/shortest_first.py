@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from firsttoken.engine.request import Request, Work
+from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 
 
@@ -19,12 +19,12 @@ class ShortestFirst(Sarathi):
 
     name: ClassVar[str] = "shortest_first"
 
-    def budget(self, decodes: Sequence[Work]) -> int:
+    def budget(self, decodes: Sequence[ScheduledChunk]) -> int:
         now = self.preemptor.executor.now()
 
         def turn(request: Request) -> tuple[bool, float, tuple[float, int]]:
-            young = request.begun_s is None and now - request.arrival_s < self.bounds.wait_s
-            return young, request.todo if young else 0, request.order
+            young = request.begun_s is None and now - request.arrival_s < self.config.wait_s
+            return young, request.remaining if young else 0, request.order
 
-        self.arrange(turn)
-        return self.bounds.token_budget
+        self.sort_waiting(turn)
+        return self.config.token_budget

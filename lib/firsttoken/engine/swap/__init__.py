@@ -5,7 +5,7 @@ from __future__ import annotations
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.swap.block_copier import SwapPath
 from firsttoken.engine.swap.coalesced import Coalesced
-from firsttoken.engine.swap.host_pool import HostArena
+from firsttoken.engine.swap.host_pool import HostPool
 from firsttoken.engine.swap.overlapped import Overlapped
 from firsttoken.engine.swap.per_block import PerBlock
 from firsttoken.study.errors import ProfileError
@@ -14,8 +14,8 @@ from firsttoken.study.profile import unknown
 PATHS: dict[str, type[SwapPath]] = {path.name: path for path in (PerBlock, Coalesced, Overlapped)}
 
 
-def make_path(name: str, pool: KVPool, arena: HostArena) -> SwapPath:
-    """The swap path ``name`` between ``pool`` and ``arena``. Raises ProfileError for a name that no path has."""
+def make_path(name: str, pool: KVPool, host_pool: HostPool) -> SwapPath:
+    """The swap path ``name`` between ``pool`` and ``host_pool``. Raises ProfileError for a name that no path has."""
     if name not in PATHS:
         raise ProfileError(f"no swap path {name!r}; {unknown(name, PATHS)}")
-    return PATHS[name](pool, arena)
+    return PATHS[name](pool, host_pool)

@@ -16,7 +16,7 @@ import torch
 
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostArena
+from firsttoken.engine.swap.host_pool import HostPool
 from firsttoken.study.errors import RequestError
 
 Move = Callable[[], None]  # makes the copies of one movement on a CPU, or queues them on the current stream of a GPU
@@ -99,18 +99,20 @@ def start(job: CopyJob, device: torch.device) -> Movement:
 
 
 class SwapPath(ABC):
-    """Moves requests between the blocks of ``pool`` and spans of ``arena``; bits stay as they are.
+    """Moves requests between the blocks of ``pool`` and spans of ``host_pool``; bits stay as they are.
 
     Raises RequestError when the two hold blocks of different shapes.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, pool: KVPool, arena: HostArena) -> None:
-        if pool.shape != arena.shape:
-            raise RequestError(f"swap: the pool holds {pool.shape}, the host pool {arena.shape}; give both one shape")
+    def __init__(self, pool: KVPool, host_pool: HostPool) -> None:
+        if pool.shape != host_pool.shape:
+            raise RequestError(
+                f"swap: the pool holds {pool.shape}, the host pool {host_pool.shape}; give both one shape"
+            )
         self.pool = pool
-        self.arena = arena
+        self.host_pool = host_pool
         self._open = True
 
     def out(self, blocks: Sequence[int], span: Span) -> Moved:
@@ -152,7 +154,7 @@ class SwapPath(ABC):
             raise RequestError(f"swap: {len(blocks)} blocks need a span of as many, not of {span.blocks}")
         if odd := [block for block in blocks if not 0 <= block < self.pool.blocks]:
             raise RequestError(f"swap: block {odd[0]} is not in the pool, which has {self.pool.blocks}")
-        self.arena.require(span)
+        self.host_pool.require(span)
         begun = time.perf_counter()
         copies, move = plan(blocks, span)
         return CopyJob(move, copies, len(blocks) * self.pool.shape.block_bytes, time.perf_counter() - begun)

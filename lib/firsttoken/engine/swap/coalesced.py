@@ -10,7 +10,7 @@ import torch
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.swap.block_copier import Move, SwapPath
 from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostArena
+from firsttoken.engine.swap.host_pool import HostPool
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -20,10 +20,10 @@ class Coalesced(SwapPath):
 
     name = "coalesced"
 
-    def __init__(self, pool: KVPool, arena: HostArena) -> None:
-        super().__init__(pool, arena)
+    def __init__(self, pool: KVPool, host_pool: HostPool) -> None:
+        super().__init__(pool, host_pool)
         rows = HostRows if pool.device.type == "cpu" else StagedRows
-        self._rows = rows(pool.rows, arena.all_rows)
+        self._rows = rows(pool.rows, host_pool.all_rows)
 
     def _plan_out(self, blocks: Sequence[int], span: Span) -> tuple[int, Move]:
         return 1, self._rows.gather(blocks, span)

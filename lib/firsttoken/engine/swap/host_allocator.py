@@ -21,7 +21,7 @@ class Span:
         return self.start + self.blocks
 
 
-class Spans:
+class HostAllocator:
     """``blocks`` rows, given out as spans by first fit, and merged when they come back."""
 
     def __init__(self, blocks: int) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from firsttoken.engine.kv import KVShape
-from firsttoken.engine.swap.host_allocator import Span, Spans
+from firsttoken.engine.swap.host_allocator import HostAllocator, Span
 from firsttoken.study.errors import RequestError
 
 
-class HostArena(Spans):
+class HostPool(HostAllocator):
     """A host pool of ``blocks`` block rows, given out as spans of consecutive rows.
 
     A request's rows lie together, so that one copy can move them all. All memory is allocated here and written once:

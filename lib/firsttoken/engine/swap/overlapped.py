@@ -12,7 +12,7 @@ from firsttoken.engine.kv import KVPool
 from firsttoken.engine.swap.block_copier import CopyJob, Moved, Movement, OnStream, start
 from firsttoken.engine.swap.coalesced import Coalesced
 from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostArena
+from firsttoken.engine.swap.host_pool import HostPool
 
 
 class Overlapped(Coalesced):
@@ -25,14 +25,15 @@ class Overlapped(Coalesced):
 
     name = "overlapped"
 
-    def __init__(self, pool: KVPool, arena: HostArena) -> None:
-        super().__init__(pool, arena)
+    def __init__(self, pool: KVPool, host_pool: HostPool) -> None:
+        super().__init__(pool, host_pool)
         if pool.device.type == "cuda":
             self._side = torch.cuda.Stream(pool.device)
         else:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="swap-in")
 
     def out(self, blocks: Sequence[int], span: Span) -> Moved:
+        # On a GPU both directions share one buffer, so a swap-out has to queue behind the swap-ins that are under way.
         with self._beside():
             return super().out(blocks, span)
 

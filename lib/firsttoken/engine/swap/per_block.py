@@ -10,7 +10,7 @@ import torch
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.swap.block_copier import Move, SwapPath
 from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostArena
+from firsttoken.engine.swap.host_pool import HostPool
 
 Pieces = Sequence[torch.Tensor]
 
@@ -28,10 +28,10 @@ class PerBlock(SwapPath):
 
     name = "per_block"
 
-    def __init__(self, pool: KVPool, arena: HostArena) -> None:
-        super().__init__(pool, arena)
+    def __init__(self, pool: KVPool, host_pool: HostPool) -> None:
+        super().__init__(pool, host_pool)
         self._there = _pieces(pool.rows)
-        self._here = _pieces(arena.all_rows)
+        self._here = _pieces(host_pool.all_rows)
 
     def _plan_out(self, blocks: Sequence[int], span: Span) -> tuple[int, Move]:
         there, here = self._lists(blocks, span)

@@ -18,8 +18,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from firsttoken.petals.block_backend import BlockStack
-from firsttoken.petals.kv_slots import Room
+from firsttoken.petals.block_backend import BlockBackend
+from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.registry import Registry
 from firsttoken.petals.shares import Shares
 from firsttoken.petals.trust.evidence import Evidence
@@ -38,7 +38,7 @@ _MOST_CONVICTED = 4096
 
 
 @dataclass(frozen=True)
-class Sentence:
+class Ruling:
     """Whether the accused is ``convicted``, by what ``difference`` of a row's norm, and the points ``taken`` of it."""
 
     convicted: bool
@@ -46,7 +46,7 @@ class Sentence:
     taken: Annotated[int, at_least(0)]
 
 
-class Court:
+class Arbitrator:
     """Judges servers of ``model`` (sha256), whose copy is in ``folder``, and takes deposits from their accounts in
     ``ledger``. Only servers that ``registry`` has met are judged.
 
@@ -77,7 +77,7 @@ class Court:
         finally:
             self._open -= 1
 
-    async def judge(self, evidence: Evidence, source: str) -> Sentence:
+    async def judge(self, evidence: Evidence, source: str) -> Ruling:
         """Compute what the accused says it has, and convict it if that differs by more than the tolerance.
 
         Who was convicted before is convicted by its signature alone. Raises BusyError where who is at ``source`` has
@@ -90,7 +90,7 @@ class Court:
         if commitment.model != self.model:
             raise SwarmError(f"this court has the model {self.model[:12]}, not {commitment.model[:12]}")
         if commitment.server in self._convicted:
-            return Sentence(True, 0.0, 0)
+            return Ruling(True, 0.0, 0)
         if not self._registry.met(commitment.server, time.time()):
             raise SwarmError(f"{commitment.server[:8]} is no server that is known here: it is not judged")
         compute = partial(recomputed, self.folder, range(*commitment.layers), evidence.inputs)
@@ -98,12 +98,12 @@ class Court:
         self.computed += 1
         apart = difference(evidence.outputs, there[-len(evidence.outputs) :])
         if apart <= self.tolerance:
-            return Sentence(False, apart, 0)
+            return Ruling(False, apart, 0)
         self._shares.give_back(source)
         self._convicted[commitment.server] = None
         if len(self._convicted) > _MOST_CONVICTED:
             del self._convicted[next(iter(self._convicted))]
-        return Sentence(True, apart, self.ledger.convict(commitment.server, evidence.charge.accuser))
+        return Ruling(True, apart, self.ledger.convict(commitment.server, evidence.charge.accuser))
 
     def close(self) -> None:
         """End the thread when its case is done."""
@@ -120,11 +120,11 @@ def _below_others() -> None:
 def recomputed(folder: Path, layers: range, inputs: Tensor) -> Tensor:
     """``inputs`` [tokens, hidden] float32 after ``layers`` of the model in ``folder``, loaded for this.
 
-    Raises SwarmError and ModelError as ``BlockStack``, RequestError beyond the context.
+    Raises SwarmError and ModelError as ``BlockBackend``, RequestError beyond the context.
     """
-    stack = BlockStack(folder, layers, torch.float32, len(inputs))
-    room = Room(stack.pool.blocks, stack.pool.shape.block_tokens, 1, stack.context)
-    (out,) = stack.run(layers, room.place({}, [Stretch(0, 0, len(inputs))]), [inputs])
+    backend = BlockBackend(folder, layers, torch.float32, len(inputs))
+    room = KVSlots(backend.pool.blocks, backend.pool.shape.block_tokens, 1, backend.context)
+    (out,) = backend.run(layers, room.place({}, [Stretch(0, 0, len(inputs))]), [inputs])
     return out
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import Hop, Reachable, best_chain
-from firsttoken.petals.server_session import Line, ServerFault
+from firsttoken.petals.server_session import ServerFault, ServerSession
 from firsttoken.petals.service import ACCUSE
 from firsttoken.petals.swarm import Swarm
-from firsttoken.petals.trust.arbitration import TOLERANCE, Sentence, difference
+from firsttoken.petals.trust.arbitration import TOLERANCE, Ruling, difference
 from firsttoken.petals.trust.commitments import committed, read_commitment
 from firsttoken.petals.trust.evidence import Charge, Evidence
 from firsttoken.petals.wire import MOST_TOKENS, Stretch
@@ -93,9 +93,10 @@ class Auditor:
         self._left: set[str] = set()
 
     async def look(
-        self, line: Line, record: Record, message: Sequence[Stretch], inputs: Sequence[Tensor], said: Tensor
+        self, session: ServerSession, record: Record, message: Sequence[Stretch], inputs: Sequence[Tensor], said: Tensor
     ) -> None:
-        """Perhaps check what the server of ``record`` has ``said`` [tokens, hidden] to ``message`` through ``line``.
+        """Perhaps check what the server of ``record`` has ``said`` [tokens, hidden] to ``message`` through
+        ``session``.
 
         ``inputs`` [end, hidden] is all that entered of each sequence of the message. Raises DoubtFault for a server
         that did not sign its answer, or lied, or of whose audits too many are inconclusive, and SwarmError where that
@@ -105,7 +106,7 @@ class Auditor:
             return
         at = self._draw.randrange(len(message))
         outputs = said.split([one.end - one.start for one in message])[at]
-        evidence = self._signed(line, record, at, inputs[at], outputs)
+        evidence = self._signed(session, record, at, inputs[at], outputs)
         try:
             end = await self._audited(evidence, record)
         except (FirstTokenError, Damaged) as error:  # whoever it was that failed here: nothing is proven
@@ -119,7 +120,7 @@ class Auditor:
         audits = self._looked[record.server]
         for inconclusive, share in zip(self._found[record.server], shares, strict=True):
             if audits >= _ENOUGH and inconclusive > share * audits:
-                self._leave(record, line.layers, f"{inconclusive} of {audits} audits")
+                self._leave(record, session.layers, f"{inconclusive} of {audits} audits")
 
     def _leave(self, record: Record, layers: range, undecided: str) -> None:
         self._left.add(record.server)
@@ -130,14 +131,14 @@ class Auditor:
             raise SwarmError(f"{why}, and nobody else has its blocks") from error
         raise DoubtFault(why)
 
-    def _signed(self, line: Line, record: Record, at: int, inputs: Tensor, outputs: Tensor) -> Evidence:
+    def _signed(self, session: ServerSession, record: Record, at: int, inputs: Tensor, outputs: Tensor) -> Evidence:
         try:
-            commitment = read_commitment(line.commitment)
+            commitment = read_commitment(session.commitment)
             said = commitment.server, commitment.model, commitment.layers
-            if said != (record.server, self.swarm.model, (line.layers.start, line.layers.stop)):
+            if said != (record.server, self.swarm.model, (session.layers.start, session.layers.stop)):
                 raise SwarmError("its commitment is another's, or of other blocks")
             charge = Charge(commitment, at, self.audits.accuser)
-            if not committed(charge.committed, line.layers.start, inputs, outputs):
+            if not committed(charge.committed, session.layers.start, inputs, outputs):
                 raise SwarmError("its commitment is of other inputs or outputs")
         except SwarmError as error:
             raise DoubtFault(f"{record.name} does not vouch for its answer: {error}") from error
@@ -188,17 +189,17 @@ class Auditor:
         return [(hop, known[hop.server.name]) for hop in best_chain(drawn, blocks)]
 
     async def _through(self, witness: Record, blocks: range, inputs: Tensor) -> Evidence:
-        line = self.swarm.line(witness, blocks, "float32")
+        session = self.swarm.open_session(witness, blocks, "float32")
         try:
             parts = []
             for first in range(0, len(inputs), MOST_TOKENS):
                 rows = inputs[first : first + MOST_TOKENS]
-                parts.append(await line.run([Stretch(0, first, first + len(rows))], rows))
+                parts.append(await session.run([Stretch(0, first, first + len(rows))], rows))
         finally:
-            line.close()
+            session.close()
         self.recomputed += (work := len(inputs) * len(blocks))
         self.swarm.served[witness.server] += work
-        return Evidence(Charge(read_commitment(line.commitment), 0, self.audits.accuser), inputs, torch.cat(parts))
+        return Evidence(Charge(read_commitment(session.commitment), 0, self.audits.accuser), inputs, torch.cat(parts))
 
     async def _convicts(self, evidence: Evidence) -> bool:
         """Whether the keeper finds that the server lied. Raises SwarmError where it does not judge."""
@@ -208,11 +209,11 @@ class Auditor:
         swarm = self.swarm
         try:
             data = await call(
-                iter(list(evidence.messages())), timeout=swarm.patience.find_s, metadata=swarm.access.headers
+                iter(list(evidence.messages())), timeout=swarm.timeouts.find_s, metadata=swarm.access.headers
             )
         except grpc.aio.AioRpcError as error:
             raise SwarmError(error.details() or error.code().name) from error
-        convicted = shaped(Sentence, parse_json(data)).convicted
+        convicted = shaped(Ruling, parse_json(data)).convicted
         if convicted:
             swarm.convicted.add(evidence.charge.commitment.server)
         return convicted

@@ -60,7 +60,7 @@ class _Offered:
         return -self.points, self.before
 
 
-class Places:
+class PriorityQueue:
     """``most`` at once; ``waiting`` may wait for one, the highest offer first, of equal ones the client that has least,
     then who came first."""
 

@@ -28,8 +28,8 @@ async def tell_keeper(swarm: Swarm, keeper: str, slip: Receipt | Order) -> None:
     """Hand the ledger at ``keeper`` (HOST:PORT) a receipt or an order. Raises SwarmError as ``give_receipts``."""
     import grpc
 
-    call, patience = swarm.channel(keeper).unary_unary(ACCOUNT), swarm.patience
+    call, timeouts = swarm.channel(keeper).unary_unary(ACCOUNT), swarm.timeouts
     try:
-        await call(tell_slip(slip), timeout=patience.answer_s, metadata=swarm.access.headers)
+        await call(tell_slip(slip), timeout=timeouts.answer_s, metadata=swarm.access.headers)
     except grpc.aio.AioRpcError as error:
         raise SwarmError(error.details() or error.code().name) from error

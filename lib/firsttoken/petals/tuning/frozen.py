@@ -66,8 +66,8 @@ class FrozenBlocks:
     async def answer(
         self, said: Callable[[], Awaitable[bytes]], layers: range, width: int, client: Client = HERE
     ) -> bytes:
-        """The message of the answer to the pass of ``client`` that is ``said``. Raises RequestError for one that no
-        server takes, BusyError, and does not listen, where too many wait and no other client has more than its share
+        """The message of the answer to the pass of ``client`` that is ``said``. Raises RequestError for one that
+        no server takes, BusyError, and does not listen, where too many wait and no other client has more than its share
         of them."""
         self._make_way(client)
         one = _WaitingPass(client, layers, width, asyncio.get_running_loop().create_future())

@@ -24,7 +24,7 @@ from firsttoken.petals.server_session import REFUSALS
 from firsttoken.petals.service import PASS
 from firsttoken.petals.session import HEADERS
 from firsttoken.petals.swarm import Swarm
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning.client_adapters import Lora, SoftPrompt
 from firsttoken.petals.tuning.passes import Adapters, Pass, decode_pass, encode_pass
 from firsttoken.petals.wire import MOST_TOKENS, VERSION, most_bytes
@@ -118,7 +118,7 @@ class TrainingChain:
 
         Raises RequestError where nobody else has the blocks.
         """
-        until = failing.since_s + self.swarm.patience.find_s if failing.since_s else None
+        until = failing.since_s + self.swarm.timeouts.find_s if failing.since_s else None
         try:
             return await self.swarm.route(blocks, failing.why, until, failing.refused)
         except SwarmError as error:
@@ -140,7 +140,7 @@ class TrainingChain:
         except SwarmError as error:  # as of a training that diverged: no server is to be blamed for it
             raise RequestError(str(error)) from error
         tokens = asked.hidden.shape[0] * asked.hidden.shape[1]
-        limit_s = swarm.patience.limit_s(tokens) * (1 if asked.gradient is None else _BACKWARD)
+        limit_s = swarm.timeouts.limit_s(tokens) * (1 if asked.gradient is None else _BACKWARD)
         opened = zip(HEADERS, (VERSION, swarm.model, f"{blocks.start}:{blocks.stop}", "float32"), strict=True)
         headers = (*opened, *swarm.access.headers)
         try:
@@ -165,7 +165,7 @@ class TrainingChain:
         await swarm.reconnect(record.address)
         failing.why = f"{record.name}{' ' if why.startswith('refuses: ') else ': '}{why}"
         failing.since_s = failing.since_s or time.monotonic()
-        if time.monotonic() - failing.since_s > (most := swarm.patience.find_s):
+        if time.monotonic() - failing.since_s > (most := swarm.timeouts.find_s):
             raise SwarmError(f"{failing.why} (and who took over failed, too, for {most:g} s)")
         return None
 
@@ -208,14 +208,14 @@ class RemoteTraining:
         *,
         prompt: SoftPrompt | None = None,
         lora: Lora | None = None,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         access: Access | None = None,
     ) -> None:
         self.model = load_ends(folder, torch.float32).requires_grad_(False)
         self.sha256 = model_sha256(folder)
         self.prompt, self.lora = prompt, lora
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
-        swarm = Swarm(self.sha256, peers, width, access or Access(), patience or Patience(), depth)
+        swarm = Swarm(self.sha256, peers, width, access or Access(), timeouts or Timeouts(), depth)
         self.chain = TrainingChain(swarm, range(depth))
         wait_for(swarm.check(self.chain.layers))
         self._looking = begin(swarm.keep_looking())

@@ -28,7 +28,7 @@ def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[
         raise ModelError(f"{folder} does not stage the model of its {CONFIG}: {error}; {MEND}") from error
     whose: dict[str, tuple[str, str]] = {}
     for part in (part for stage in manifest.stages for part in stage.parts):
-        for name, entry in part.brought.items():
+        for name, entry in part.carried.items():
             if entry.shape != shapes[name]:
                 raise ModelError(
                     f"{folder}: {part.name} brings {name} as {list(entry.shape)}, by {CONFIG} it has the shape "

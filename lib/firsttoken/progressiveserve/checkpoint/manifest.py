@@ -57,7 +57,7 @@ def check_layout(manifest: Manifest) -> None:
                 part.coding.check(part.tensors, f"{file} ({part.name})")
             elif part.content:
                 raise Damaged(f"{file} ({part.name}) says more of its tensors and names no format")
-            whole = (entry for name, entry in part.brought.items() if name not in part.coded)
+            whole = (entry for name, entry in part.carried.items() if name not in part.coded)
             if odd := next((entry.dtype for entry in whole if entry.dtype not in DTYPES), ""):
                 raise Damaged(f"{file} ({part.name}) holds the dtype {odd}, in which no weights are served")
         adapter = stage.adapter
@@ -119,7 +119,7 @@ class PartFile:
         return bool(self.format) and self.action == "refine"
 
     @cached_property
-    def brought(self) -> Mapping[str, TensorEntry | CodedTensor]:
+    def carried(self) -> Mapping[str, TensorEntry | CodedTensor]:
         """The model's tensors that it brings, as they are or in its format, with the dtype and shape that they have."""
         entries = {entry for name in self.coded for entry in self.coding.entries(name)}
         return {name: entry for name, entry in self.tensors.items() if name not in entries} | dict(self.coded)
@@ -205,15 +205,15 @@ class Manifest:
     @cached_property
     def tied(self) -> bool:
         """Whether the head is the embedding: no file holds it."""
-        return not any(HEAD in part.brought for stage in self.stages for part in stage.parts)
+        return not any(HEAD in part.carried for stage in self.stages for part in stage.parts)
 
     @cached_property
     def dtype(self) -> str:
         """Torch's name of the dtype that the embedding has in the end ("bfloat16")."""
-        last = [part for stage in self.stages for part in stage.parts if EMBEDDING in part.brought]
+        last = [part for stage in self.stages for part in stage.parts if EMBEDDING in part.carried]
         if not last:
             raise ModelError(f"a staged checkpoint without {EMBEDDING} is of no Llama-like model; {MEND}")
-        return DTYPES[last[-1].brought[EMBEDDING].dtype][0]
+        return DTYPES[last[-1].carried[EMBEDDING].dtype][0]
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -300,9 +300,9 @@ def _sha256(path: Path) -> str:
 
 def _planned(part: PartFile) -> Part:
     coarse = next((entry.dtype for entry in part.tensors.values() if entry.dtype in COARSE), None)
-    whole = tuple(name for name in part.brought if name not in part.coded)
+    whole = tuple(name for name in part.carried if name not in part.coded)
     coding = part.coding.planned(whole) if part.format else None
-    return Part(part.name, tuple(part.brought), part.layer, part.action, coarse, coding)
+    return Part(part.name, tuple(part.carried), part.layer, part.action, coarse, coding)
 
 
 def _files(manifest: Manifest, stages: Collection[int] | None) -> Iterator[tuple[str, str, PartFile | FileEntry]]:

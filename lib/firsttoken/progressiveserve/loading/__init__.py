@@ -1,1 +1,1 @@
-"""Bringing weights into memory: in the order of the forward pass, in parallel, while it already computes."""
+"""KVConnector weights into memory: in the order of the forward pass, in parallel, while it already computes."""

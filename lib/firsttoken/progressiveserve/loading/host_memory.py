@@ -148,6 +148,7 @@ class PinnedMemory:
             event.record(self._stream)
         if (lent := self._lent.pop(id(data.obj), None)) is not None:  # else read before torch was there
             self._copying.append((event, lent))
+        # Buffers come back here and nowhere else, and a reader may wait for one: only the latest copy may keep its own.
         while self._copying and (len(self._copying) > 1 or self._copying[0][0].query()):
             done, buffer = self._copying.popleft()
             done.synchronize()

@@ -21,20 +21,21 @@ from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, check_side
 from firsttoken.progressiveserve.loading.host_memory import BUFFERS, Memory, PassingMemory, memory_for
 from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter, shared_copy
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
-from firsttoken.progressiveserve.loading.pinned_thread import on_one_core
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
+from firsttoken.progressiveserve.loading.pinned_thread import on_pinned_core
 from firsttoken.progressiveserve.loading.read_plan import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressiveserve.loading.reader import Blob
 from firsttoken.progressiveserve.loading.views import StageView, check_whole, make_view
-from firsttoken.progressiveserve.loading.weight_builder import Made, Maker
+from firsttoken.progressiveserve.loading.weight_builder import BuiltPart, WeightBuilder
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
 
 
 class StageLoad:
-    """One load of ``stages`` on top of ``previous``. :attr:`view` computes while it arrives, inside :meth:`streaming`.
+    """One load of ``stages`` on top of ``previous``. :attr:`version` computes while it arrives, inside
+    :meth:`streaming`.
 
-    ``maker`` is one that has begun with what a reader of the same stages brings, before there was a skeleton.
+    ``builder`` is one that has begun with what a reader of the same stages brings, before there was a skeleton.
     Making the object waits for the adapter, if there is one, and for nothing else. ``verify`` holds every file against
     its sha256, those beside the weights with the first stage. Raises what the reader raises, and ModelError.
     """
@@ -45,24 +46,24 @@ class StageLoad:
         manifest: Manifest,
         stages: Sequence[int],
         links: Sequence[Link],
-        skeleton: Skeleton,
+        meta_model: MetaModel,
         previous: StageView,
         *,
         threads: int = 8,
         verify: bool = True,
-        maker: Maker | None = None,
+        builder: WeightBuilder | None = None,
     ) -> None:
-        self._manifest, self._skeleton = manifest, skeleton
+        self._manifest, self._meta_model = manifest, meta_model
         self._parts = parts_of(manifest, stages)
         adapters = adapter_blobs(folder, manifest, stages)
-        if maker is None:
+        if builder is None:
             blobs = adapters + part_blobs(folder, manifest, stages)
             memory = self._memory_for(max((blob.bytes for blob in blobs), default=0), len(blobs), len(links))
             reader = open_reader(
                 folder, manifest, stages, links, threads=threads, verify=verify, allocate=memory.allocate
             )
-            maker = Maker(manifest, stages, reader, skeleton.device, skeleton.dtype, memory)
-        self._maker = maker
+            builder = WeightBuilder(manifest, stages, reader, meta_model.device, meta_model.dtype, memory)
+        self._builder = builder
         self._ready = [threading.Event() for _ in self._parts]
         self._copied: dict[int, torch.cuda.Event | None] = {}
         self._error: Exception | None = None
@@ -73,33 +74,35 @@ class StageLoad:
         self.arrived_s = 0.0  # time.monotonic when the last parameter was in its place
         try:
             if verify and not previous.stage:
-                check_side(skeleton.folder, manifest)
+                check_side(meta_model.folder, manifest)
             adapter = self._adapter(adapters, manifest.stages[max(stages) - 1].name)
             self.view = self._assemble(previous, max(stages), adapter)
         except BaseException:
             self.close()
             raise
-        self._placer = on_one_core("placer", self._place_all)
+        self._placer = on_pinned_core("placer", self._place_all)
 
     def _memory_for(self, largest: int, files: int, links: int) -> Memory:
-        if links == 1 and self._skeleton.device.type == "cpu" and all(part.merged for part in self._parts):
+        if links == 1 and self._meta_model.device.type == "cpu" and all(part.merged for part in self._parts):
             return PassingMemory()
         # with several links files are read long before their turn, and hold their buffers until then
-        return memory_for(self._skeleton.device, largest, BUFFERS if links == 1 else max(1, files))
+        return memory_for(self._meta_model.device, largest, BUFFERS if links == 1 else max(1, files))
 
     def _adapter(self, blobs: Sequence[Blob], stage: str) -> Adapter | None:
         if not blobs:
             return None
-        settled = [self._maker.memory.settle(self._maker.reader.wait(i))[0] for i in range(len(blobs))]
+        settled = [self._builder.memory.settle(self._builder.reader.wait(i))[0] for i in range(len(blobs))]
         config, weights = (data.cpu().numpy().tobytes() for data in settled)
-        return parse_adapter(f"of stage {stage}", config, weights, self._skeleton.device)
+        return parse_adapter(f"of stage {stage}", config, weights, self._meta_model.device)
 
     def _assemble(self, previous: StageView, stage: int, adapter: Adapter | None) -> StageView:
         base, ends = list(previous.base), dict(previous.ends)
         for part in self._parts:
             if part.layer is not None:
+                # A layer that serves already takes other weights in a copy: requests may stay with the earlier stage,
+                # which goes on with its own. (What is merged changes the weights themselves, for all stages.)
                 present = not isinstance(base[part.layer], PassLayer)
-                old = base[part.layer] if present else self._skeleton.layers[part.layer]
+                old = base[part.layer] if present else self._meta_model.layers[part.layer]
                 base[part.layer] = shared_copy(old, own_parameters=True) if present else old
                 self._targets[part.layer] = base[part.layer]
         if previous.stage and any(part.layer is None for part in self._parts):
@@ -110,26 +113,28 @@ class StageLoad:
     def _place_all(self) -> None:
         try:
             for index, part in enumerate(self._parts):
-                self._copied[index] = self._place(part, self._maker.take())
+                # The entry comes before the event: when a load fails all events are set, so that nobody waits for ever,
+                # and a waiter tells by the missing entry that its part did not come.
+                self._copied[index] = self._place(part, self._builder.take())
                 self._ready[index].set()
             brought = self._manifest.stages[: self.view.stage]
             check_whole(self.view, {part.layer for stage in brought for part in stage.parts if part.layer is not None})
             self.arrived_s = time.monotonic()
         except Exception as error:
             self._error = error
-            self._maker.stop()
+            self._builder.stop()
             for event in self._ready:
                 event.set()
 
-    def _place(self, part: PartFile, made: Made) -> torch.cuda.Event | None:
+    def _place(self, part: PartFile, made: BuiltPart) -> torch.cuda.Event | None:
         begin = time.perf_counter()
-        if lacking := sorted(part.brought.keys() - made.weights.keys() - part.coded.keys()):
+        if lacking := sorted(part.carried.keys() - made.weights.keys() - part.coded.keys()):
             raise ModelError(f"{part.name} came without {lacking[0]}; stage it again")
         for name, weights in made.weights.items():
             put(*self._target(part, name), weights)
         if part.merged:
-            self._skeleton.merges.place(part, made.file, partial(self._parameter, part))
-            self._maker.memory.let_go(made.file)
+            self._meta_model.merges.place(part, made.file, partial(self._parameter, part))
+            self._builder.memory.let_go(made.file)
         if self._manifest.tied and part.layer is None:
             head, embedding = self._targets["lm_head"], self._targets["embed_tokens"]
             head._parameters["weight"] = embedding._parameters["weight"]
@@ -139,7 +144,7 @@ class StageLoad:
     @property
     def placing_s(self) -> float:
         """Seconds that were spent on parameters, not on waiting for bytes."""
-        return self._maker.seconds + self._merging_s
+        return self._builder.seconds + self._merging_s
 
     def _parameter(self, part: PartFile, name: str) -> nn.Parameter:
         module, leaf = self._target(part, name)
@@ -175,7 +180,7 @@ class StageLoad:
     def _gated(self, part: PartFile) -> list[nn.Module]:
         if part.layer is not None:
             return [self.view.layers[part.layer]]
-        names = {name.removeprefix("model.").partition(".")[0] for name in part.brought}
+        names = {name.removeprefix("model.").partition(".")[0] for name in part.carried}
         return [self.view.ends[name] for name in names]
 
     def _compute_with(self, threads: int) -> None:
@@ -187,7 +192,7 @@ class StageLoad:
         def wait(*_: object) -> None:
             start = time.perf_counter()
             self.await_part(index)
-            if self._skeleton.device.type == "cpu":
+            if self._meta_model.device.type == "cpu":
                 self._all_cores = self._all_cores or torch.get_num_threads()
                 self._compute_with(self._all_cores if self.arrived else max(1, self._all_cores - 1))
             self.stalled_s += time.perf_counter() - start
@@ -200,7 +205,7 @@ class StageLoad:
         if index not in self._copied:
             raise self._error or ModelError("the load was stopped")
         if event := self._copied[index]:
-            torch.cuda.current_stream(self._skeleton.device).wait_event(event)
+            torch.cuda.current_stream(self._meta_model.device).wait_event(event)
 
     @property
     def arrived(self) -> bool:
@@ -214,12 +219,12 @@ class StageLoad:
 
     def close(self) -> None:
         """Stop reading. Whoever waits for a layer that is not there gets a LinkError, and so does :meth:`wait`."""
-        self._maker.close()
+        self._builder.close()
 
     def wait(self) -> StageView:
         """The view with every weight in its place. Raises LinkError, ModelError or StageError if the load failed."""
         self._placer.join()
-        self._maker.reader.close()
+        self._builder.reader.close()
         if self._error:
             raise self._error
         for index in range(len(self._parts)):

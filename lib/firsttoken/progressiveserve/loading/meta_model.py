@@ -16,7 +16,7 @@ from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
 
 
-class Skeleton:
+class MetaModel:
     """The model of a staged checkpoint with no weights yet, and its layers by index whether they compute or not.
 
     It computes in ``dtype``, or as it is stored; what arrives is converted as it is put in its place. ``build`` makes

@@ -1,4 +1,4 @@
-"""Work beside a forward pass that does not take its processors."""
+"""ScheduledChunk beside a forward pass that does not take its processors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from firsttoken.study.system.openmp import loops_on_one_core
 
 
-def on_one_core(name: str, work: Callable[[], None]) -> threading.Thread:
+def on_pinned_core(name: str, work: Callable[[], None]) -> threading.Thread:
     """A thread that has begun ``work``, in which torch's parallel loops are not.
 
     With two threads for the placer and two for the forward pass, on two cores, each loop waits for one that does not

@@ -28,16 +28,16 @@ def parts_of(manifest: Manifest, stages: Sequence[int]) -> list[PartFile]:
     bringing = [part for stage in sorted(stages) for part in manifest.stages[stage - 1].parts]
     made_of: dict[str, list[PartFile]] = {}
     for part in bringing:
-        for name in part.brought:
+        for name in part.carried:
             made_of[name] = [*(made_of.get(name, []) if name in part.coded else []), part]
-    needed = [part for part in bringing if any(part in made_of[name] for name in part.brought)]
+    needed = [part for part in bringing if any(part in made_of[name] for name in part.carried)]
     return sorted(needed, key=_depth)
 
 
 def _depth(part: PartFile) -> float:
     if part.layer is not None:
         return part.layer
-    return -1.0 if any(".embed_tokens." in name for name in part.brought) else float("inf")
+    return -1.0 if any(".embed_tokens." in name for name in part.carried) else float("inf")
 
 
 def part_blobs(folder: Folder, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:

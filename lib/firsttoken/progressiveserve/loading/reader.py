@@ -157,6 +157,8 @@ class BlobReader:
     def _finished(self, index: int) -> None:
         with self._lock:
             last = self._left[index] == 1
+            # The last chunk leaves the count at 1 until the sum has been checked: a failure elsewhere wakes ``wait``,
+            # which takes a file of which nothing is left for a good one.
             self._left[index] -= 0 if last else 1
         if not last:
             return

@@ -17,14 +17,14 @@ from firsttoken.progressiveserve.checkpoint.completeness import check_header
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile
 from firsttoken.progressiveserve.checkpoint.part_formats import WeightFiller, format_of
 from firsttoken.progressiveserve.loading.host_memory import BUFFERS, Memory, WeightRoom, memory_for, room_for
-from firsttoken.progressiveserve.loading.pinned_thread import on_one_core
+from firsttoken.progressiveserve.loading.pinned_thread import on_pinned_core
 from firsttoken.progressiveserve.loading.read_plan import ADAPTER_FILES, parts_of
 from firsttoken.progressiveserve.loading.reader import BlobReader
 from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
 from firsttoken.study.errors import LinkError
 
 
-class Made(NamedTuple):
+class BuiltPart(NamedTuple):
     """A part that has come: its ``file``, its weights by name (but those that are merged into others), and the event
     after which they may be used."""
 
@@ -33,7 +33,7 @@ class Made(NamedTuple):
     copied: torch.cuda.Event | None
 
 
-class Maker:
+class WeightBuilder:
     """Makes the weights of ``stages`` on ``device`` in ``dtype``, part by part, as ``reader`` brings them.
 
     It needs no model, so it may begin while one is built: in a start of bits over 1 Gbit/s a third of all bytes had
@@ -55,13 +55,13 @@ class Maker:
         self.seconds = 0.0  # that were spent on weights, not on waiting for bytes
         self._first = 0 if manifest.stages[max(stages) - 1].adapter is None else len(ADAPTER_FILES)
         self._device, self._dtype, self._stopped = device, dtype, False
-        self._made: queue.SimpleQueue[Made | Exception] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[BuiltPart | Exception] = queue.SimpleQueue()
         rooms = [self._room(part) for part in self._parts]
         backing = threading.Thread(target=self._back, args=(deque(rooms),), name="rooms", daemon=True)
-        self._threads = (on_one_core("maker", partial(self._make_all, deque(rooms))), backing)
+        self._threads = (on_pinned_core("builder", partial(self._make_all, deque(rooms))), backing)
         backing.start()
 
-    def take(self) -> Made:
+    def take(self) -> BuiltPart:
         """The next part. Raises what the reader raises, and ModelError for what cannot be made weights."""
         made = self._made.get()
         if isinstance(made, Exception):
@@ -84,7 +84,7 @@ class Maker:
         """Memory for the weights of ``part`` that cannot stay where they are read, or are merged into others."""
         moved = [
             entry.shape
-            for name, entry in part.brought.items()
+            for name, entry in part.carried.items()
             if (not part.merged if name in part.coded else part.coded or torch_dtype(entry.dtype) != self._dtype)
         ]
         return WeightRoom(sum(room_for(shape, self._dtype) for shape in moved), self._device)
@@ -108,13 +108,13 @@ class Maker:
             self._stopped = True
             self._made.put(error)
 
-    def _make(self, index: int, part: PartFile, room: WeightRoom, fillers: dict[str, WeightFiller]) -> Made:
+    def _make(self, index: int, part: PartFile, room: WeightRoom, fillers: dict[str, WeightFiller]) -> BuiltPart:
         file, first = self.reader.wait(self._first + index), part.data_start
         begin = time.perf_counter()
         check_header(part, bytes(file[:first]))
         data, copied = self.memory.settle(file[first:])
         found: dict[str, Tensor] = {}
-        for name, entry in part.brought.items():
+        for name, entry in part.carried.items():
             if name in part.coded:
                 continue
             raw = data[entry.start - first : entry.end - first]
@@ -128,4 +128,4 @@ class Maker:
                 fillers[part.format] = format_of(part.format).filler()
             fillers[part.format].fill(part, name, file, found[name])
         self.seconds += time.perf_counter() - begin
-        return Made(file, found, copied)
+        return BuiltPart(file, found, copied)

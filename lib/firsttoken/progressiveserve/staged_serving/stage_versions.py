@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from firsttoken.engine.decoder import Decoder, LocalSegment
-from firsttoken.engine.hidden_state_cache import Edges
-from firsttoken.engine.model_version import Transition as Redo
-from firsttoken.engine.model_version import View
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
+from firsttoken.engine.model_version import ModelVersion
+from firsttoken.engine.model_version import Transition as EngineTransition
 from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.progressiveserve.staged_serving.transitions import Transition
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class GrownView(View):
+class StagedModelVersion(ModelVersion):
     """``modules`` of ``model`` as a view; its requests keep what ``policy`` will need to move on."""
 
     def __init__(self, model: PreTrainedModel, modules: StageView, policy: Transition) -> None:
         modules.activate(model)
         kept = policy.keep(modules)
-        super().__init__(Decoder(model, [LocalSegment(modules.layers)]), Edges(kept) if kept else None, modules.stage)
+        super().__init__(
+            Decoder(model, [LocalSegment(modules.layers)]), HiddenStateCache(kept) if kept else None, modules.stage
+        )
         self.modules = modules
 
     def fuse(self) -> Iterator[None]:
@@ -31,6 +33,6 @@ class GrownView(View):
         return super().fuse()
 
 
-def moving(policy: Transition) -> Redo:
+def moving(policy: Transition) -> EngineTransition:
     """``policy`` as the engine asks it."""
     return lambda old, new: policy.redo(old.modules, new.modules)

@@ -28,10 +28,10 @@ from firsttoken.study.errors import ClosedError, FirstTokenError
 
 if TYPE_CHECKING:  # imported by the thread that loads, while requests are already taken
     from firsttoken.progressiveserve.loading.loader import StageLoad
-    from firsttoken.progressiveserve.loading.meta_model import Skeleton
+    from firsttoken.progressiveserve.loading.meta_model import MetaModel
     from firsttoken.progressiveserve.loading.views import StageView
-    from firsttoken.progressiveserve.loading.weight_builder import Maker
-    from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
+    from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
+    from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
     from firsttoken.progressiveserve.staged_serving.transitions import Transition
 
 
@@ -45,9 +45,9 @@ class StageLoader:
         self._lock = threading.Lock()
         self._closed = False
         self._loading: StageLoad | None = None
-        self._early: BlobReader | Maker | None = None  # of stage 1, begun before there is a model
+        self._early_reader: BlobReader | WeightBuilder | None = None  # of stage 1, begun before there is a model
         self._manifest: Manifest
-        self.skeleton: Skeleton
+        self.meta_model: MetaModel
 
     @property
     def bytes_moved(self) -> int:
@@ -62,7 +62,7 @@ class StageLoader:
             manifest = read_manifest(self._folder)
             with self._lock:
                 if not self._closed:
-                    self._early = open_reader(self._folder, manifest, [1], self._links, threads=self._threads)
+                    self._early_reader = open_reader(self._folder, manifest, [1], self._links, threads=self._threads)
 
     def plan(self) -> tuple[int, int]:
         """The number of the stages, and of the bytes of all of them. Raises ModelError and StageError."""
@@ -76,33 +76,37 @@ class StageLoader:
         )
         return len(stages), bytes_total
 
-    def build(self) -> Skeleton:
-        """The model before its weights, which are read meanwhile. Raises ModelError and StageError, or NoHope."""
+    def build(self) -> MetaModel:
+        """The model before its weights, which are read meanwhile. Raises ModelError and StageError, or
+        PermanentFault."""
         import torch
 
         from firsttoken.lean.build import build_lean
-        from firsttoken.progressiveserve.loading.meta_model import Skeleton
+        from firsttoken.progressiveserve.loading.meta_model import MetaModel
         from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
-        from firsttoken.progressiveserve.loading.weight_builder import Maker
+        from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
         manifest = self._manifest
         computing = dtypes.serving(self._dtype, torch_dtype(manifest.dtype), self._device)
         with self._lock:
-            if self._early is not None and not isinstance(self._early, Maker):
-                self._early = Maker(manifest, [1], self._early, torch.device(self._device), computing)
+            if self._early_reader is not None and not isinstance(self._early_reader, WeightBuilder):
+                self._early_reader = WeightBuilder(
+                    manifest, [1], self._early_reader, torch.device(self._device), computing
+                )
         # a file that is not there yet may still be on its way, as a part of the model may; what a file says stays
         with files_alone() if (self._folder / CONFIG).is_file() else nullcontext():
-            self.skeleton = Skeleton(self._folder, manifest, self._device, computing, build_lean)
-        return self.skeleton
+            self.meta_model = MetaModel(self._folder, manifest, self._device, computing, build_lean)
+        return self.meta_model
 
     def load(self, stage: int, previous: StageView) -> StageLoad:
         """Begin to load ``stage`` on top of ``previous``."""
         from firsttoken.progressiveserve.loading.loader import StageLoad
 
         with self._lock:
-            early, self._early = self._early, None  # whose it is from now on
-        options = {"threads": self._threads, "maker": early}
-        load = StageLoad(self._folder, self._manifest, [stage], self._links, self.skeleton, previous, **options)
+            early, self._early_reader = self._early_reader, None  # whose it is from now on
+        options = {"threads": self._threads, "builder": early}
+        load = StageLoad(self._folder, self._manifest, [stage], self._links, self.meta_model, previous, **options)
+        # ``close`` may have run while the load was being made, and found none that it could stop.
         with self._lock:
             self._loading, closed = load, self._closed
         if closed:
@@ -122,7 +126,7 @@ class StageLoader:
     def merging(self) -> dict[str, float]:
         """What it took to merge a stage into weights that were there: bytes of these, seconds in all and of the longest
         merge between two steps."""
-        spent, self.skeleton.merges.spent = self.skeleton.merges.spent, []
+        spent, self.meta_model.merges.spent = self.meta_model.merges.spent, []
         if not spent:
             return {}
         seconds = [merging.seconds for merging in spent]
@@ -133,7 +137,7 @@ class StageLoader:
         """Stop the load that is under way, and begin no other."""
         with self._lock:
             self._closed = True
-            load, early = self._loading, self._early
+            load, early = self._loading, self._early_reader
         for reading in (load, early):
             if reading:
                 reading.close()
@@ -163,7 +167,7 @@ class StagedServer(LoadingServer):
         self._policy, self._recover = policy, recover
         self._gates = ExitStack()  # at layers that have not arrived
         self._told = threading.Event()  # the status says what the clients are about to hear
-        self._last: GrownView  # that was made; stage 1 makes the first
+        self._last: StagedModelVersion  # that was made; stage 1 makes the first
 
     def close(self) -> None:
         with self._change:
@@ -189,23 +193,23 @@ class StagedServer(LoadingServer):
         """Load stage 1, with requests computing behind its layers as they arrive."""
         self._gates.close()  # of an attempt that failed
         self._stages, self._bytes_total = self._loader.plan()
-        skeleton = self._loader.build()
-        load = self._loader.load(1, skeleton.empty_view())
-        executor = self._executor(skeleton.model, skeleton.device)
+        meta_model = self._loader.build()
+        load = self._loader.load(1, meta_model.empty_view())
+        executor = self._executor(meta_model.model, meta_model.device)
         self._gates.enter_context(load.streaming())
-        executor.view = self._last = self._view(load.view)
+        executor.version = self._last = self._view(load.view)
         self._told.clear()
         server = self._run(executor, self._explained, self._recovered)
         self._loader.finish(load)
         server.between(self._gates.close)  # the gates go while no step passes them
-        skeleton.merges.between = server.between
+        meta_model.merges.between = server.between
         return True
 
     def _go_on(self) -> None:
         """Bring the other stages, and fuse the last one's layers."""
         last = self._stages if self._recover else 1
         if all(self._bring(stage) for stage in range(2, last + 1)) and last == self._stages:
-            self._fuse(self._last, self._loader.skeleton.release)  # once the last stage has taken over
+            self._fuse(self._last, self._loader.meta_model.release)  # once the last stage has taken over
 
     def _bring(self, stage: int) -> bool:
         """Whether ``stage`` came before the server was closed."""
@@ -215,15 +219,15 @@ class StagedServer(LoadingServer):
             return False
         self._note(stage, "arrived", **loader.merging())
         self._last = self._view(view)
-        self._server.soon(partial(self._take_over, self._last))
+        self._server.soon(partial(self._switch_to, self._last))
         return True
 
-    def _view(self, modules: StageView) -> GrownView:
-        from firsttoken.progressiveserve.staged_serving.stage_versions import GrownView
+    def _view(self, modules: StageView) -> StagedModelVersion:
+        from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 
-        return GrownView(self._loader.skeleton.model, modules, self._policy)
+        return StagedModelVersion(self._loader.meta_model.model, modules, self._policy)
 
-    def _take_over(self, view: GrownView) -> None:
+    def _switch_to(self, view: StagedModelVersion) -> None:
         from firsttoken.progressiveserve.staged_serving.stage_versions import moving
 
         self._server.publish(view, moving(self._policy))
@@ -242,6 +246,7 @@ class StagedServer(LoadingServer):
         return step_failure(error)
 
     def _end_all(self, error: Exception) -> None:
+        # This goes first: the engine's thread may be waiting for it in ``_explained``, and ``super`` joins that thread.
         self._told.set()
         super()._end_all(error)
         self._gates.close()  # not before: a step would compute with what is not there

@@ -15,7 +15,7 @@ from pathlib import Path
 from firsttoken.study.errors import FirstTokenError
 
 ENDING_S = 30.0  # that a program has after SIGTERM
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def wait_healthy(process: subprocess.Popen[bytes], port: int, patience_s: float,
     while process.poll() is None and time.monotonic() < until:
         if _healthy(port):
             return
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     why = "ended" if process.poll() is not None else f"did not answer in {patience_s:g} s"
     raise FirstTokenError(f"{what} {why}: {last_line(log)}")
 

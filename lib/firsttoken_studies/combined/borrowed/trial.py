@@ -24,16 +24,16 @@ from firsttoken.engine.live_executor import LiveExecutor  # noqa: E402
 from firsttoken.engine.request import Request, Sampling  # noqa: E402
 from firsttoken.lean.build import build_lean  # noqa: E402
 from firsttoken.link.shaped import Link, LinkConfig  # noqa: E402
-from firsttoken.petals.timeouts import Patience  # noqa: E402
+from firsttoken.petals.timeouts import Timeouts  # noqa: E402
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest  # noqa: E402
 from firsttoken.progressiveserve.loading.loader import StageLoad  # noqa: E402
-from firsttoken.progressiveserve.loading.meta_model import Skeleton  # noqa: E402
+from firsttoken.progressiveserve.loading.meta_model import MetaModel  # noqa: E402
 from firsttoken.study.dtypes import DTYPES, named  # noqa: E402
 from firsttoken.study.system.cores import stay_on  # noqa: E402
 from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402
 from firsttoken_extras.layer_borrowing.arrivals import follow  # noqa: E402
 from firsttoken_extras.layer_borrowing.embeddings import neighbours_name  # noqa: E402
-from firsttoken_extras.layer_borrowing.lease import Loan  # noqa: E402
+from firsttoken_extras.layer_borrowing.lease import Lease  # noqa: E402
 from firsttoken_extras.layer_borrowing.lender import Lender  # noqa: E402
 from firsttoken_extras.layer_borrowing.replica import CONFIG, BorrowingReplica  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec  # noqa: E402
@@ -85,28 +85,32 @@ def prepare(spec: StartSpec) -> None:
 
 
 def start(
-    spec: StartSpec, arrived: float, lenders: Lenders | None = None, patience: Patience | None = None
+    spec: StartSpec, arrived: float, lenders: Lenders | None = None, timeouts: Timeouts | None = None
 ) -> dict[str, Any]:
     """The row of a start for a request that has ``arrived`` (``time.perf_counter``), borrowing where there are
     ``lenders``: they are asked for when own layers have begun to come. ``ends_s``: when what nobody lends was there."""
     prompt = tokenize(spec, VARIANTS["whole_streamed"])[0].tolist()
     folder, link = Path(spec.staged), Link(LinkConfig(spec.gbit_per_s))
     manifest = read_manifest(folder)
-    skeleton = Skeleton(folder, manifest, spec.device, named(spec.dtype) if spec.dtype in DTYPES else None, build_lean)
-    load = StageLoad(folder, manifest, [1], [link], skeleton, skeleton.empty_view(), threads=spec.readers, verify=False)
-    load.view.activate(skeleton.model)
+    meta_model = MetaModel(
+        folder, manifest, spec.device, named(spec.dtype) if spec.dtype in DTYPES else None, build_lean
+    )
+    load = StageLoad(
+        folder, manifest, [1], [link], meta_model, meta_model.empty_view(), threads=spec.readers, verify=False
+    )
+    load.view.activate(meta_model.model)
     blocks = -(-(len(prompt) + spec.tokens) // 16) + 1
     own = [LocalSegment(load.view.layers)]
-    executor = LiveExecutor(skeleton.model, blocks, segments=own, device=skeleton.device, touched=False)
+    executor = LiveExecutor(meta_model.model, blocks, segments=own, device=meta_model.device, touched=False)
     with torch.inference_mode():
         if lenders is not None:
-            config = skeleton.model.config
+            config = meta_model.model.config
             depth, name = config.num_hidden_layers, neighbours_name(folder, manifest)
             arrivals = follow(load, depth)
-            loan = Loan(lenders(depth), name, depth, config.hidden_size, patience=patience)
-            replica = BorrowingReplica(executor, load.view.layers, arrivals, loan)
+            lease = Lease(lenders(depth), name, depth, config.hidden_size, timeouts=timeouts)
+            replica = BorrowingReplica(executor, load.view.layers, arrivals, lease)
             built = time.perf_counter()
-            arrivals.wait(loan.first)
+            arrivals.wait(lease.first)
             ends = time.perf_counter()
             request, more = _borrowed(replica, prompt, spec.tokens, arrived)
             more |= {"built_s": built - arrived, "ends_s": ends - arrived}
@@ -144,9 +148,9 @@ def _borrowed(
     replica.run()
     replica.settle()
     taken = [(at - arrived, layers) for at, layers in replica.taken]
-    loan = replica.loan
-    told = {"taken": taken, "local_s": taken[-1][0], "lent_steps": loan.steps, "lent_bytes": loan.moved_bytes}
-    return request, told | {"gone": loan.gone}
+    lease = replica.lease
+    told = {"taken": taken, "local_s": taken[-1][0], "lent_steps": lease.steps, "lent_bytes": lease.moved_bytes}
+    return request, told | {"gone": lease.gone}
 
 
 if __name__ == "__main__":

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from firsttoken.engine.attention import page
-from firsttoken.engine.request import Work
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.lean.build import build_lean
 from firsttoken.link.shaped import Link, LinkConfig
-from firsttoken.petals.block_backend import BlockStack
+from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import parse_blocks
 from firsttoken.petals.server import ServerConfig, serving
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import Skeleton
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.system.fast_exit import tell_and_end
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 # Blocks that a link is still bringing.
 
 
-class FetchedStack(BlockStack):
+class FetchedBackend(BlockBackend):
     """``blocks`` of the staged checkpoint in ``folder``, of which ``link`` begins to bring them when this is made, and
     nothing else; a step waits until all are there. They are not fused: that would be later than the first token.
 
-    Raises as ``StageLoad`` and ``BlockStack``; a step raises what ended the load.
+    Raises as ``StageLoad`` and ``BlockBackend``; a step raises what ended the load.
     """
 
     def __init__(
@@ -65,21 +65,23 @@ class FetchedStack(BlockStack):
         self._manifest, self._link, self._readers = manifest, link, readers
         super().__init__(folder, blocks, dtype, kv_tokens)
 
-    def run(self, layers: range, works: Sequence[Work], hidden: Sequence[Tensor]) -> list[Tensor]:
-        """Run the layers as ``BlockStack.run`` does, once all blocks are there."""
+    def run(self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Sequence[Tensor]) -> list[Tensor]:
+        """Run the layers as ``BlockBackend.run`` does, once all blocks are there."""
         self.load.wait()
-        return super().run(layers, works, hidden)
+        return super().run(layers, chunks, hidden)
 
     def measured_throughput(self) -> float:
         """Unknown, as nothing has been computed; who asks this server knows its address and compares it with none."""
         return 0.0
 
     def _span(self, blocks: range) -> PreTrainedModel:
-        skeleton = Skeleton(self._folder, self._manifest, dtype=self.dtype, build=build_lean)
-        nothing = make_view(0, [PassLayer() for _ in skeleton.layers], {})
+        meta_model = MetaModel(self._folder, self._manifest, dtype=self.dtype, build=build_lean)
+        nothing = make_view(0, [PassLayer() for _ in meta_model.layers], {})
         wanted, readers = only(self._manifest, blocks), self._readers
-        self.load = StageLoad(self._folder, wanted, [1], [self._link], skeleton, nothing, threads=readers, verify=False)
-        model, layers = skeleton.model, self.load.view.layers[blocks.start : blocks.stop]
+        self.load = StageLoad(
+            self._folder, wanted, [1], [self._link], meta_model, nothing, threads=readers, verify=False
+        )
+        model, layers = meta_model.model, self.load.view.layers[blocks.start : blocks.stop]
         for number, layer in enumerate(layers):
             layer.self_attn.layer_idx = number
         model.model.layers = layers
@@ -89,14 +91,14 @@ class FetchedStack(BlockStack):
 
 async def serve(folder: Path, blocks: str, gbit_per_s: float, readers: int) -> dict[str, Any]:
     """Fetch ``blocks`` (a:b) and serve them until standard input ends; returns what it then says. Raises as
-    ``FetchedStack`` and ``serving``."""
+    ``FetchedBackend`` and ``serving``."""
     manifest, link = read_manifest(folder), Link(LinkConfig(gbit_per_s))
     (stage,) = manifest.stages
     config = ServerConfig(folder, parse_blocks(blocks, len(stage.parts) - 1), torch.float32)
-    stack_of = partial(FetchedStack, manifest=manifest, link=link, readers=readers)
+    make_backend = partial(FetchedBackend, manifest=manifest, link=link, readers=readers)
     name = neighbours_name(folder, manifest)
-    async with serving(config, name, stack_of, told=lambda record, _: print(record.address, flush=True)) as running:
-        load = running.sessions.batcher.stack.load
+    async with serving(config, name, make_backend, told=lambda record, _: print(record.address, flush=True)) as running:
+        load = running.sessions.batcher.backend.load
         await asyncio.to_thread(sys.stdin.read)
         load.close()
     return {"bytes": link.bytes_moved, "loaded_s": load.arrived_s or None}

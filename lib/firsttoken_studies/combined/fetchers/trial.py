@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firsttoken.petals.timeouts import Patience
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.system.fast_exit import tell_and_end
@@ -85,7 +85,7 @@ def _last(said: str) -> str:
 
 
 FETCHED = "fetched"
-PATIENCE = Patience(step_s=600.0)
+TIMEOUTS = Timeouts(step_s=600.0)
 """With fetchers, whose first answer waits for their layers; when all own ones are here nobody is waited for."""
 
 
@@ -110,7 +110,7 @@ def main(spec: FetchSpec) -> dict[str, Any]:
     with fetchers(folder, layers, spec.gbit_per_s, spec.readers, spec.others, spec.threads) as behind:
         arrived, clock = time.perf_counter(), time.monotonic()
         behind.go()
-        row = start(spec, arrived, lambda _: behind.lenders(), PATIENCE)
+        row = start(spec, arrived, lambda _: behind.lenders(), TIMEOUTS)
         told = behind.let_go()
     fetched = [row["ends_s"], *(one["loaded_s"] and one["loaded_s"] - clock for one in told)]
     moved = [row["bytes"], *(one["bytes"] for one in told)]

@@ -22,7 +22,7 @@ from firsttoken.progressiveserve.staging import RANDOM, best_recipe, served_sour
 from firsttoken.study import paths
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.profile import Profile
-from firsttoken_extras.bitplanes.plan_spec import Mixture
+from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 
@@ -81,7 +81,7 @@ def planes_checkpoint(served: ServedModel, stored: torch.dtype, split: str) -> C
     """The served model in ``stored``, every matrix cut by ``split``, all layers in each stage."""
     source, parent = stored_source(served, stored), paths.CACHE / "checkpoints"
     name = f"{served.sha256[:12]}-{name_of(stored)}"
-    plan = by_planes(source.shapes, Mixture(split))
+    plan = by_planes(source.shapes, PlanSpec(split))
     folder = parent / f"{name}-planes-{split.replace(' ', '-')}"
     manifest = write_staged(source, plan, folder)
     return Checkpoint(folder, write_stock(source, parent / f"{name}-stock"), manifest, served.plan, served.provenance)

@@ -16,7 +16,7 @@ from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, at
 from firsttoken.progressiveserve.checkpoint.plan import by_layers
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.distance import angular_distances, choose_block
-from firsttoken.progressiveserve.evaluation import Examination, QualityConfig
+from firsttoken.progressiveserve.evaluation import Evaluation, QualityConfig
 from firsttoken.progressiveserve.quality import text_scores
 from firsttoken.progressiveserve.quality_gates import summarise
 from firsttoken.progressiveserve.staging import best_recipe, served_source, stage_adapters
@@ -33,7 +33,7 @@ from firsttoken_studies.progressiveserve.coldstart.summary import REQUEST
 
 
 @dataclass(frozen=True)
-class DeferralConfig:
+class LayerSweepConfig:
     """``sizes`` of the deferred block; ``trials`` cold starts each over a link of ``gbit_per_s``.
 
     Blocks are chosen on ``calibration`` windows of ``tokens`` training tokens: by angular distance, and, on the first
@@ -66,14 +66,14 @@ class DeferralConfig:
 
 def deferral_sweep(profile: Profile) -> Outcome:
     """Both sides of the trade, by the number of layers that wait: first tokens timed, and quality without healing."""
-    config = profile.section("deferral", DeferralConfig)
+    config = profile.section("deferral", LayerSweepConfig)
     quality = profile.section("quality", QualityConfig)
     sizes = quality.smaller(config.items, config.windows)
     place = profile.section("served", ServedConfig)
     check([*place.needs(), *config.needs(), *sizes.needs()], ModelFacts(profile.model))
     served = load_served(profile)
     rows = _first_tokens(profile, config, quality.questions, served)
-    rows += _qualities(profile, config, Examination(sizes, served.tokenizer), served)
+    rows += _qualities(profile, config, Evaluation(sizes, served.tokenizer), served)
     return Outcome(rows, provenance=served.provenance)
 
 
@@ -105,7 +105,7 @@ def nested_checkpoint(served: ServedModel, deepest: int) -> Checkpoint:
     )
 
 
-def _first_tokens(profile: Profile, config: DeferralConfig, questions: str, served: ServedModel) -> Rows:
+def _first_tokens(profile: Profile, config: LayerSweepConfig, questions: str, served: ServedModel) -> Rows:
     deepest = max(config.sizes)
     checkpoint = nested_checkpoint(served, deepest)
     specs = trial_specs(profile, checkpoint, questions, config.readers)
@@ -122,23 +122,23 @@ def _first_tokens(profile: Profile, config: DeferralConfig, questions: str, serv
     return rows
 
 
-def _qualities(profile: Profile, config: DeferralConfig, examine: Examination, served: ServedModel) -> Rows:
+def _qualities(profile: Profile, config: LayerSweepConfig, evaluation: Evaluation, served: ServedModel) -> Rows:
     base = load_base(profile)
     windows = token_windows(running_text("train"), base.tokenizer, config.tokens, config.calibration)
     distances = angular_distances(base.model, windows)
-    rows = _labelled(examine.rows("s0", served.model), 0, "none", ())
+    rows = _labelled(evaluation.rows("s0", served.model), 0, "none", ())
     for size in tqdm([size for size in config.sizes if size], desc="quality", unit="block", disable=None):
         blocks = {"distance": tuple(choose_block(distances, size))}
         if config.search_windows:
             blocks["perplexity"] = search_block(served, windows[: config.search_windows], size)
         for selection, block in blocks.items():
             with passing(served.model, block) as model:
-                rows += _labelled(examine.rows(f"{selection}_{size}", model), size, selection, block)
+                rows += _labelled(evaluation.rows(f"{selection}_{size}", model), size, selection, block)
     adapter = stage_adapters(profile.section("served", ServedConfig), best_recipe(profile))[1]
     if adapter.exists():
         with at_stage(served, 1, adapter) as model:
             size = len(served.plan.block)
-            rows += _labelled(examine.rows(f"healed_{size}", model), size, "healed", served.plan.block)
+            rows += _labelled(evaluation.rows(f"healed_{size}", model), size, "healed", served.plan.block)
     return rows
 
 

@@ -66,14 +66,14 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         reading = time.monotonic()
         manifest = read_manifest(Path(spec.staged))
         reader = _open(spec, variant, manifest, links)
-    maker = trial_variants.begin_making(spec, variant, manifest, reader) if manifest and reader else None
+    builder = trial_variants.begin_building(spec, variant, manifest, reader) if manifest and reader else None
     start = trial_variants.start_peer if variant.peer else trial_variants.start_ours
     with ExitStack() as failing, torch.inference_mode():
-        if maker:
-            failing.callback(maker.close)
+        if builder:
+            failing.callback(builder.close)
         prompt = trial_variants.tokenize(spec, variant)
         marks.phase("config and tokenizer")
-        first, more = start(spec, variant, links, maker, prompt, marks)
+        first, more = start(spec, variant, links, builder, prompt, marks)
         failing.pop_all()
     token_s = marks.last
     row: dict[str, Any] = {

@@ -25,7 +25,7 @@ from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, Trial
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant
 
 if TYPE_CHECKING:
-    from firsttoken.progressiveserve.loading.weight_builder import Maker
+    from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
 
 More = Callable[[float], dict[str, Any]]
@@ -67,17 +67,22 @@ def tokenize(spec: TrialSpec, variant: StartVariant) -> Any:
     return torch.tensor([read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids]).to(spec.device)
 
 
-def begin_making(spec: TrialSpec, variant: StartVariant, manifest: Manifest, reader: BlobReader) -> Maker:
+def begin_building(spec: TrialSpec, variant: StartVariant, manifest: Manifest, reader: BlobReader) -> WeightBuilder:
     """Weights of what ``reader`` brings, from now on: what is done meanwhile needs the processor less than they do."""
     from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
-    from firsttoken.progressiveserve.loading.weight_builder import Maker
+    from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
     dtype = _dtype(spec) or torch_dtype(manifest.dtype)
-    return Maker(manifest, variant.stages, reader, torch.device(spec.device), dtype)
+    return WeightBuilder(manifest, variant.stages, reader, torch.device(spec.device), dtype)
 
 
 def start_peer(
-    spec: TrialSpec, variant: StartVariant, links: list[Link], maker: Maker | None, prompt: Any, marks: PhaseClock
+    spec: TrialSpec,
+    variant: StartVariant,
+    links: list[Link],
+    builder: WeightBuilder | None,
+    prompt: Any,
+    marks: PhaseClock,
 ) -> tuple[int, More]:
     """Somebody else's loader, then the prefill: the first token, and what to measure after it."""
     from firsttoken.progressiveserve.loading.rival_loaders import load_with
@@ -90,31 +95,36 @@ def start_peer(
 
 
 def start_ours(
-    spec: TrialSpec, variant: StartVariant, links: list[Link], maker: Maker | None, prompt: Any, marks: PhaseClock
+    spec: TrialSpec,
+    variant: StartVariant,
+    links: list[Link],
+    builder: WeightBuilder | None,
+    prompt: Any,
+    marks: PhaseClock,
 ) -> tuple[int, More]:
     """Our loader, the prefill behind it or in its stream: the first token, and what to measure after it."""
     from firsttoken.assets.empty_model import build_on_meta
     from firsttoken.lean.build import build_lean
     from firsttoken.progressiveserve.loading.loader import StageLoad
-    from firsttoken.progressiveserve.loading.meta_model import Skeleton
+    from firsttoken.progressiveserve.loading.meta_model import MetaModel
 
     folder = Path(spec.staged)
-    manifest = maker.manifest if maker else read_manifest(folder)  # which takes some 50 ms
-    skeleton = Skeleton(folder, manifest, spec.device, _dtype(spec), build_lean if variant.lean else build_on_meta)
+    manifest = builder.manifest if builder else read_manifest(folder)  # which takes some 50 ms
+    meta_model = MetaModel(folder, manifest, spec.device, _dtype(spec), build_lean if variant.lean else build_on_meta)
     marks.phase("build")
-    options = {"threads": spec.readers, "verify": variant.verify, "maker": maker}
-    load = StageLoad(spec.weights, manifest, variant.stages, links, skeleton, skeleton.empty_view(), **options)
+    options = {"threads": spec.readers, "verify": variant.verify, "builder": builder}
+    load = StageLoad(spec.weights, manifest, variant.stages, links, meta_model, meta_model.empty_view(), **options)
     marks.phase("adapter")
-    load.view.activate(skeleton.model)
+    load.view.activate(meta_model.model)
     if variant.streamed:
         with load.streaming():
-            token = _prefill(skeleton.model, prompt)
+            token = _prefill(meta_model.model, prompt)
         marks.phase("prefill")
         marks.move("prefill", "load", load.stalled_s)
     else:
         load.wait()
         marks.phase("load")
-        token = _prefill(skeleton.model, prompt)
+        token = _prefill(meta_model.model, prompt)
         marks.phase("prefill")
 
     def more(reading: float) -> dict[str, Any]:
@@ -122,17 +132,17 @@ def start_ours(
         row: dict[str, Any] = {"load_s": load.arrived_s - reading, "place_s": load.placing_s}
         row["bytes"] = sum(link.bytes_moved for link in links)
         if spec.recover:
-            row |= _recover(spec, manifest, links, skeleton, view, variant, prompt)
+            row |= _recover(spec, manifest, links, meta_model, view, variant, prompt)
         if spec.digest:
-            row["weights_sha256"] = _digest(skeleton.model)
-        view.activate(skeleton.model)
-        return row | {"prefill_warm_s": _warm(skeleton.model, prompt)}
+            row["weights_sha256"] = _digest(meta_model.model)
+        view.activate(meta_model.model)
+        return row | {"prefill_warm_s": _warm(meta_model.model, prompt)}
 
     return token, more
 
 
 def _recover(
-    spec: TrialSpec, manifest: Any, links: list[Link], skeleton: Any, view: Any, variant: StartVariant, prompt: Any
+    spec: TrialSpec, manifest: Any, links: list[Link], meta_model: Any, view: Any, variant: StartVariant, prompt: Any
 ) -> dict[str, Any]:
     """Bring the later stages one after another, with nothing else to do; and what the whole model says then."""
     from firsttoken.progressiveserve.loading.loader import StageLoad
@@ -141,11 +151,11 @@ def _recover(
     options = {"threads": spec.readers, "verify": variant.verify}
     for stage in range(max(variant.stages) + 1, len(manifest.stages) + 1):
         begin = time.monotonic()
-        view = StageLoad(spec.weights, manifest, [stage], links, skeleton, view, **options).wait()
+        view = StageLoad(spec.weights, manifest, [stage], links, meta_model, view, **options).wait()
         row[f"stage{stage}_s"] = time.monotonic() - begin
     row["cpu_full_s"], row["full_bytes"] = cpu_seconds(), sum(link.bytes_moved for link in links)
-    view.activate(skeleton.model)
-    return row | {"full_token_id": _prefill(skeleton.model, prompt)}
+    view.activate(meta_model.model)
+    return row | {"full_token_id": _prefill(meta_model.model, prompt)}
 
 
 def _dtype(spec: TrialSpec) -> torch.dtype | None:
