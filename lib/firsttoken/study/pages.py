@@ -3,9 +3,10 @@ in them is put there by the program.
 
 A template says ``{{ value("cold_start", "ttft_x", 2, variant="progressive", than="whole_streamed", link="1gbit") }}``
 for a value as text, its place by keywords, ``{{ interval(...) }}`` for one with its interval, ``{{ raw(...) }}`` for
-the value to reckon with, ``{{ count(...) }}`` for how many observations it has, ``{{ counts }}``, ``{{ goals }}``, ``{{
-scoreboard }}`` and ``{{ systems }}`` for tables, ``{{ table("serving_capacity") }}`` for the table that the system of
-an experiment makes of its result.
+the value to reckon with, ``{{ count(...) }}`` for how many observations it has, ``{{ said("progressive.ttft") }}`` for
+the report's own number of a claim, ``{{ counts }}``, ``{{ goals }}``, ``{{ scoreboard }}``, ``{{ systems }}`` and
+``{{ index }}`` for tables, ``{{ table("serving_capacity") }}`` for the table that the system of an experiment makes of
+its result.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from firsttoken.study.notebooks import notebook_paths, read_notebook
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.record import Result, known_machine, pick
 from firsttoken.study.record_log import EMPTY, Log
+from firsttoken.study.report_index import index_tables, load_index
 from firsttoken.study.summary import Entry, Scalar
 from firsttoken.study.verdicts import show
 
@@ -74,7 +76,7 @@ _CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)
 def pages() -> dict[Path, Path]:
     """Each page with its template. Raises NotebookError for a template without a notebook."""
     readme = {paths.ROOT / "README.md": paths.TEMPLATES / "README.md"}
-    data = {page: paths.TEMPLATES / page.name for page in (paths.CLAIMS_PAGE, paths.CAPACITY_PAGE)}
+    data = {page: paths.TEMPLATES / page.name for page in (paths.CLAIMS_PAGE, paths.CAPACITY_PAGE, paths.INDEX_PAGE)}
     return readme | data | templates()
 
 
@@ -120,6 +122,12 @@ def render(
     def count(experiment: str, measure: str, /, **where: Scalar) -> int:
         return entry(experiment, measure, **where)["n"]
 
+    def said(claim: str) -> str:
+        found = [one.value for one in claims if one.id == claim and one.value is not None]
+        if not found:
+            raise ClaimsError(f"{template.name}: no claim {claim!r} with a value in the ledger")
+        return show(found[0])
+
     def machine_of(experiment: str) -> str:
         return recorded(experiment).slug
 
@@ -146,12 +154,14 @@ def render(
             interval=interval,
             raw=raw,
             count=count,
+            said=said,
             table=table,
             where=machine_of,
             machine=machine,
             counts=counts(claims, results, machine, log),
             goals=goals(claims, results, machine, log),
             scoreboard=scoreboard(claims, results, machine, log),
+            index=index_tables(load_index(paths.INDEX)),
             systems={report: page_table(of, results, machine, log) for report, of in reports.items()},
         )
     except (jinja2.TemplateError, OSError) as error:

@@ -1,0 +1,80 @@
+"""Where each figure, table and algorithm of the reports is, from ``data/index.yaml``: a notebook, code, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from firsttoken.study import paths
+from firsttoken.study.errors import ClaimsError
+from firsttoken.study.markdown import table
+from firsttoken.study.notebooks import notebook_paths
+from firsttoken.study.parsing.parse_errors import Damaged, blaming
+from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.yaml_text import read_entries
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    """One item of a report: ``what`` it is and its ``place`` there.
+
+    ``notebooks`` show it, the main one first, ``figures`` draw it, and ``code`` does it, a path in the repository.
+    Where there is none of these, ``not_here`` says why; ``differs`` says how what is here is another than the report's.
+    """
+
+    id: str
+    report: str
+    place: str
+    what: str
+    notebooks: tuple[str, ...]
+    figures: tuple[str, ...]
+    code: str
+    not_here: str
+    differs: str
+
+    def __post_init__(self) -> None:
+        if bool(self.notebooks or self.code) == bool(self.not_here):
+            raise ClaimsError("give a notebook or code, or else say in not_here why there is none")
+
+
+def load_index(path: Path) -> list[IndexEntry]:
+    """The entries of the file. Raises ClaimsError with line and id for one that is wrong or there twice."""
+    with blaming(path, ClaimsError, "mend it, or restore it from git"):
+        entries = read_entries(path)
+    found: dict[str, IndexEntry] = {}
+    for line, entry in entries:
+        try:
+            made = shaped(IndexEntry, entry)
+            if made.id in found:
+                raise ClaimsError("this id is used twice")
+        except (Damaged, ClaimsError) as error:
+            name = entry.get("id", "without an id") if isinstance(entry, dict) else "that is no mapping"
+            raise ClaimsError(f"{path.name}:{line}: entry {name}: {error}") from error
+        found[made.id] = made
+    return list(found.values())
+
+
+def index_tables(entries: Sequence[IndexEntry]) -> dict[str, str]:
+    """A table of markdown for each report, whose links lead from the folder ``data``."""
+    titles = {path.name[:2]: path.name for path in notebook_paths()}
+    reports = dict.fromkeys(entry.report for entry in entries)
+    return {report: _table([e for e in entries if e.report == report], titles) for report in reports}
+
+
+def _table(entries: Sequence[IndexEntry], titles: dict[str, str]) -> str:
+    return table(
+        {
+            "where in the report": [entry.place for entry in entries],
+            "what": [entry.what for entry in entries],
+            "here": [_here(entry, titles) for entry in entries],
+            "how it differs, or why it is not here": [entry.not_here or entry.differs for entry in entries],
+        }
+    )
+
+
+def _here(entry: IndexEntry, titles: dict[str, str]) -> str:
+    links = [f"[{number}](../{paths.NOTEBOOKS.name}/{titles[number]})" for number in entry.notebooks]
+    links += [f"[figure](../{paths.FIGURES.name}/{name}.png)" for name in entry.figures]
+    links += [f"[code](../{entry.code})"] if entry.code else []
+    return ", ".join(links) or "not here"
