@@ -116,6 +116,15 @@ def claims(options: argparse.Namespace) -> int:
     return OK
 
 
+def site(options: argparse.Namespace) -> int:
+    """Write the site of static pages."""
+    from firsttoken_studies.site.build import build
+
+    size = build(options.folder)
+    print(f"site: {options.folder / 'index.html'}, {size_text(size)}")
+    return OK
+
+
 def record(options: argparse.Namespace) -> int:
     """Print the log of the record, or note what was done to the record and why."""
     from firsttoken_studies import ledger
@@ -168,7 +177,7 @@ def doctor(options: argparse.Namespace) -> int:
     return OK
 
 
-COMMANDS = (run, measure, capacity, try_policy, claims, record, doctor)
+COMMANDS = (run, measure, capacity, try_policy, claims, record, site, doctor)
 
 
 def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
@@ -238,6 +247,9 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added.add_argument("--machine", metavar="NAME", help="the machine of --remove")
     added.add_argument("--faulty", action="store_true", help="what is removed measured something else than it said")
     added.add_argument("--because", default="", metavar="TEXT", help="the reason, which the log keeps")
+
+    added = command("site", "Write the notebooks, an index of them and the claims as static pages without a network.")
+    added.add_argument("folder", type=Path, metavar="OUT", help="an empty folder, or one that is not there")
 
     added = command("doctor", "Print this machine, its versions, its assets and its free disk.")
     added.add_argument("--missing", action="store_true", help="list the experiments without a result on this machine")

@@ -1,0 +1,49 @@
+"""The site in a headless browser, at the width of a desk and of a telephone: nothing fails, and the filters work."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browsers import visiting
+from started import PYTHON, ROOT
+
+pytestmark = pytest.mark.skipif(
+    not shutil.which("chromedriver"), reason="no browser here: apt install chromium chromium-driver"
+)
+pytest.importorskip("selenium", reason="not in .venv-clients: run tests/run.sh --clients")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("out") / "site"
+    subprocess.run([PYTHON, "-m", "firsttoken", "site", str(folder)], check=True, cwd=ROOT)
+    yield folder
+
+
+def test_no_page_fails_or_is_wider_than_the_window(site: Path) -> None:
+    """With FIRSTTOKEN_SHOTS pictures of the pages are left there."""
+    broken = "return [...document.images].filter(image => image.loading != 'lazy' && !image.naturalWidth).length"
+    with visiting(f"file://{site}/index.html") as page:
+        for path in sorted(site.glob("*.html")):
+            page.browser.get(f"file://{path}")
+            assert page.browser.execute_script(broken) == 0, path.name
+            page.check_widths(f"site-{path.stem}")
+            assert page.errors() == [], path.name
+
+
+def test_the_claims_are_filtered(site: Path) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    shown = "[...document.querySelectorAll('#claims tbody tr')].filter(row => !row.hidden)"
+    with visiting(f"file://{site}/claims.html") as page:
+        everything = page.browser.execute_script(f"return {shown}.length")
+        Select(page.browser.find_element("css selector", "select[name=report]")).select_by_index(1)
+        reports = page.browser.execute_script(f"return [...new Set(({shown}).map(row => row.dataset.report))]")
+        assert reports == ["ProgressiveServe"]
+        page.browser.find_element("css selector", "input[name=words]").send_keys("a word that no claim has")
+        assert page.browser.execute_script(f"return {shown}.length") == 0
+        assert page.browser.find_element("id", "shown").text == f"0 of {everything}"
