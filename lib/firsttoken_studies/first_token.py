@@ -1,0 +1,156 @@
+"""Notebook 01: where the time of one request goes, how prefill and decode grow with length, and the roofline."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from firsttoken.study.plot import LOOKS
+from firsttoken.study.record import Result
+from firsttoken.study.timing import Stopwatch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+IDEAS = {
+    "ProgressiveServe": ("load", "fewer layers are loaded before the first token", "S1"),
+    "PETALS": ("load", "layers that are not here are computed elsewhere", "sender"),
+    "DroidSpeak": ("prefill", "the prompt's cache comes from another model", "droidspeak"),
+    "Sarathi-Serve": ("decode", "others' prompts are cut, so that decodes do not wait", "sarathi"),
+    "CPS": ("resume", "a lost cache is copied back or computed again, whichever is faster", "cross-point"),
+}
+"""By report: the phase of a request in which its idea acts, what it does there, and its look."""
+
+_STARTED = "import time, sys; print(time.time()); import torch, transformers; print(time.time())"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Medians in seconds: ``prefill`` and ``decode`` by the number of tokens in the prompt."""
+
+    prefill: Mapping[int, float]
+    decode: Mapping[int, float]
+
+
+def process_phases() -> dict[str, float]:
+    """Seconds until a fresh interpreter runs, and until it has imported torch and transformers."""
+    asked = time.time()
+    said = subprocess.run([sys.executable, "-c", _STARTED], capture_output=True, text=True, check=True).stdout.split()
+    running, imported = (float(moment) for moment in said)
+    return {"process": running - asked, "imports": imported - running}
+
+
+@torch.inference_mode()
+def by_length(model: PreTrainedModel, lengths: Sequence[int], repeats: int) -> Lengths:
+    """Time a prefill of each number of tokens, and one decode step behind it; the first of each only warms up."""
+    prefill, decode = {}, {}
+    for length in tqdm(lengths, desc="prefill and decode", disable=None):
+        ids = torch.randint(1, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
+        times: dict[str, list[float]] = {"prefill": [], "decode": []}
+        for repeat in range(repeats + 1):
+            with Stopwatch(model.device) as first:
+                out = model(ids.to(model.device), use_cache=True, logits_to_keep=1)
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
+            with Stopwatch(model.device) as further:
+                model(token, past_key_values=out.past_key_values, use_cache=True)
+            if repeat:
+                times["prefill"].append(first.seconds)
+                times["decode"].append(further.seconds)
+        prefill[length], decode[length] = (float(np.median(times[name])) for name in ("prefill", "decode"))
+    return Lengths(prefill, decode)
+
+
+def timeline(phases: Mapping[str, float]) -> Figure:
+    """One request as bars in the order of its ``phases`` (seconds by name), and the place where each idea acts."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    start, middle = 0.0, {}
+    for name, seconds in phases.items():
+        ax.barh(0, seconds, left=start, height=0.5, color=LOOKS["other"].colour, edgecolor="black")
+        middle[name] = start + seconds / 2
+        ax.annotate(f"{name}\n{seconds:.2f} s", (middle[name], 0.3), ha="center", va="bottom", fontsize=9)
+        start += seconds
+    for row, (report, (phase, does, look)) in enumerate(IDEAS.items(), 1):
+        ax.plot([middle[phase]] * 2, [-0.25, -0.45 * row - 0.2], color=LOOKS[look].colour, linewidth=1.2)
+        ax.plot(middle[phase], -0.25, "^", color=LOOKS[look].colour, markersize=9)
+        side = middle[phase] > 0.5 * start
+        at = (-6 if side else 6, 0)
+        ax.annotate(
+            f"{report}: {does}",
+            (middle[phase], -0.45 * row - 0.2),
+            at,
+            textcoords="offset points",
+            ha="right" if side else "left",
+            va="center",
+            fontsize=9.5,
+            color=LOOKS[look].colour,
+        )
+    first = sum(seconds for name, seconds in phases.items() if name in ("process", "imports", "load", "prefill"))
+    ax.axvline(first, color=LOOKS["mark"].colour, linestyle="--", linewidth=1.2)
+    ax.annotate("first token", (first, 0.95), (4, 0), textcoords="offset points", fontsize=9, va="center")
+    ax.set(ylim=(-0.45 * len(IDEAS) - 0.5, 1.1), xlim=(0, start), xlabel="seconds since the request met no process")
+    ax.set_yticks([])
+    ax.grid(visible=False)
+    longest = max(phases, key=lambda name: phases[name])
+    fig.suptitle(f"One request: the first token comes after {first:.1f} s, and '{longest}' is the longest part")
+    return fig
+
+
+def by_length_figure(measured: Lengths, parameters: float, weight_bytes: float, machine: Result) -> Figure:
+    """Prefill and decode against the number of tokens, with the floors that this machine's rates give them."""
+    import matplotlib.pyplot as plt
+
+    rate, copy = _rates(machine)
+    lengths = list(measured.prefill)
+    fig, axes = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
+    floors = [[2 * parameters * n / rate for n in lengths], [weight_bytes / copy] * len(lengths)]
+    titles = ("prefill: the work grows with the prompt", "decode: the weights are read again for each token")
+    for ax, times, floor, title in zip(axes, (measured.prefill, measured.decode), floors, titles, strict=True):
+        look = LOOKS["measured"]
+        ax.plot(lengths, list(times.values()), look.marker, color=look.colour, linestyle="-", label="measured, median")
+        ax.plot(lengths, floor, color=LOOKS["floor"].colour, linestyle="--", label="floor of this machine")
+        ax.set(xlabel="tokens in the prompt", ylabel="seconds", ylim=(0, None), title=title)
+    axes[0].legend()
+    return fig
+
+
+def roofline(measured: Lengths, parameters: float, weight_bytes: float, machine: Result) -> Figure:
+    """Operations a second that prefill and decode reach, over operations for each byte of weights that is read."""
+    import matplotlib.pyplot as plt
+
+    rate, copy = _rates(machine)
+    fig, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    x = np.geomspace(0.1, 4 * max(measured.prefill), 200)
+    ax.plot(x, np.minimum(rate, x * copy) / 1e9, color=LOOKS["floor"].colour, linestyle="--", label="this machine")
+    for name, times, many, look in (
+        ("prefill of 32 and more tokens", measured.prefill, True, "prefill"),
+        ("decode of one token", measured.decode, False, "measured"),
+    ):
+        work = {n: 2 * parameters * (n if many else 1) for n in times}
+        at = [work[n] / weight_bytes for n in times]
+        ax.plot(at, [work[n] / s / 1e9 for n, s in times.items()], "o", color=LOOKS[look].colour, label=name)
+    knee = rate / copy
+    ax.axvline(knee, color=LOOKS["mark"].colour, linewidth=1, linestyle=":")
+    ax.annotate("memory-bound", (knee, 1.2), (-6, 0), textcoords="offset points", ha="right", fontsize=9)
+    ax.annotate("compute-bound", (knee, 1.2), (6, 0), textcoords="offset points", ha="left", fontsize=9)
+    ax.set(xscale="log", yscale="log", xlabel="operations for each byte of weights that is read")
+    ax.set(ylabel="10⁹ operations a second", ylim=(1, 2 * rate / 1e9))
+    ax.legend(loc="lower right")
+    fig.suptitle(f"A batch of some {knee:.0f} operations a byte fills this machine; one decode is far below it")
+    return fig
+
+
+def _rates(machine: Result) -> tuple[float, float]:
+    """Operations and bytes a second: the faster product, and a copy, which reads as many bytes as it writes."""
+    products = [e["value"] for e in machine.summary if e["measure"].startswith("matmul")]
+    return max(products) * 1e9, 2 * machine.summary.value("memcpy") * 1e9
