@@ -1,0 +1,199 @@
+"""The picture at the head of the README: for each report one finding, beside the report's number and what bounds it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from firsttoken.study.plot import LOOKS
+from firsttoken.study.record import Result, pick
+from firsttoken.study.summary import Entry, Scalar
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PAPER, MEASURED, BOUND, BESIDE = "paper", "measured", "floor", "other"
+_NAMES = {PAPER: "the report", MEASURED: "measured here", BESIDE: "measured for comparison"}
+_WRAPPED = 40  # characters of a title's line
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One line of a panel: a number or an entry of a summary, called ``name``, drawn in the look of ``kind``."""
+
+    name: str
+    found: float | Entry
+    kind: str = MEASURED
+
+    @property
+    def value(self) -> float:
+        """What is drawn."""
+        return float(self.found["value"] if isinstance(self.found, Mapping) else self.found)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The finding of one report. Further right is better; ``bounds`` are drawn as lines."""
+
+    report: str
+    finding: str
+    axis: str
+    bars: tuple[Bar, ...]
+    bounds: tuple[Bar, ...] = ()
+
+
+def panels(results: Sequence[Result], machine: str) -> list[Panel]:
+    """The five panels, from what was recorded on ``machine``, or on another where it has no result.
+
+    Raises SummaryError for a measure that a result lacks.
+    """
+
+    def of(experiment: str, measure: str, /, **where: Scalar) -> Entry:
+        result = pick(results, experiment, machine=machine) or pick(results, experiment, machine="any")
+        if result is None:
+            raise LookupError(f"no result of {experiment}")
+        return result.summary.of(measure, **where)
+
+    return [_progressiveserve(of), _cps(of), _sarathi(of), _droidspeak(of), _petals(of)]
+
+
+def _progressiveserve(of: Any) -> Panel:
+    place = {"link": "1gbit", "variant": "progressive"}
+    here = of("cold_start", "ttft_p50_below_pct", **place, than="whole_streamed")
+    process = of("cold_start", "process_ttft_p50_below_pct", **place, than="whole_streamed")
+    spared = 100 * (1 - of("cold_start", "byte_share", **place)["value"])
+    return Panel(
+        "ProgressiveServe",
+        f"The first token comes {here['value']:.0f} % earlier, as {spared:.0f} % of the bytes may wait",
+        "time to the first token that is saved, %",
+        (
+            Bar("Llama-2-7B, from the request", 21.1, PAPER),
+            Bar("135 M model, from the request", here),
+            Bar("135 M model, process start included", process),
+        ),
+        (Bar("bytes that wait", spared, BOUND),),
+    )
+
+
+def _cps(of: Any) -> Panel:
+    def below(policy: str, costs: str = "published") -> Entry:
+        return of("crosspoint_replayed", "tpot_p99_below_pct", policy=policy, than="swap", costs=costs)
+
+    here, free = below("cross_point"), below("cross_point", "coalesced")
+    return Panel(
+        "CPS",
+        f"The tail falls by {here['value']:.0f} %, and by {free['value']:.0f} % where copies cost next to nothing: "
+        "the gain lies in the queue",
+        "P99 time per token below always swap, %",
+        (
+            Bar("measured on an A6000", 13.1, PAPER),
+            Bar("replayed on the report's costs", here),
+            Bar("replayed, copies almost free", free),
+            Bar("always swap, resumed out of order", below("swap_overtaking"), BESIDE),
+        ),
+    )
+
+
+def _sarathi(of: Any) -> Panel:
+    def times(scheduler: str, **budget: int) -> Entry:
+        where = {"scheduler": scheduler, "objective": "strict", "than": "prefill_first"} | budget
+        return of("serving_capacity", "capacity_x", **where)
+
+    both, chunks = times("sarathi", budget_tokens=512), times("chunked_only", budget_tokens=512)
+    return Panel(
+        "Sarathi-Serve",
+        f"{both['value']:.1f} times the requests under a strict objective, and {chunks['value']:.1f} times with chunks "
+        "alone",
+        "requests a second over those of prefill first",
+        (
+            Bar("Mistral-7B on an A100", 2.6, PAPER),
+            Bar("Sarathi, simulated", both),
+            Bar("chunks alone, simulated", chunks, BESIDE),
+            Bar("hybrid batches alone, simulated", times("hybrid_only"), BESIDE),
+        ),
+        (Bar("prefill first", 1.0, BOUND),),
+    )
+
+
+def _droidspeak(of: Any) -> Panel:
+    def kept(method: str, **where: Scalar) -> Entry:
+        lost = of("reuse_methods", "relative_loss_pct", method=method, **where)
+        return lost | {"value": 100 - lost["value"], "low": 100 - lost["high"], "high": 100 - lost["low"]}
+
+    pairs = [("qa", "base"), ("qa", "lead"), ("all", "base")]
+    groups = [kept("DroidSpeak", receiver=receiver, sender=sender, task="qa") for receiver, sender in pairs]
+    low, high = (least_or_most(entry["value"] for entry in groups) for least_or_most in (min, max))
+    return Panel(
+        "DroidSpeak",
+        f"With one group of layers computed again, {low:.0f} to {high:.0f} % of the model's own F1 are kept on new "
+        "questions",
+        "F1 kept on new questions, %",
+        (
+            Bar("at least, by the report", 95, PAPER),
+            *(Bar(f"pair of models {number}", entry) for number, entry in enumerate(groups, 1)),
+            Bar("whole cache reused, worst pair", kept("full reuse", across="worst"), BESIDE),
+        ),
+        (Bar("own prefill", 100, BOUND),),
+    )
+
+
+def _petals(of: Any) -> Panel:
+    def change(**where: Scalar) -> Entry:
+        return of("eight_bits_tasks", "accuracy_change", variant="weights", than="16_bits", **where)
+
+    mean = change(across="mean")
+    return Panel(
+        "PETALS",
+        f"Weights in 8 bits change the accuracy by {mean['value']:+.1f} points, between {mean['low']:+.1f} and "
+        f"{mean['high']:+.1f}",
+        "accuracy, 8 bits minus 16, points",
+        (
+            Bar("OPT-175B, three tasks", -0.4, PAPER),
+            Bar("BLOOM-176B, three tasks", 0.2, PAPER),
+            Bar("135 M model, HellaSwag", change(task="hellaswag")),
+            Bar("135 M model, WinoGrande", change(task="winogrande")),
+        ),
+        (Bar("16 bits", 0.0, BOUND),),
+    )
+
+
+def five_findings(results: Sequence[Result], machine: str) -> Figure:
+    """A panel a report: its number, what was measured with 95 % intervals, and the bound. Raises as ``panels``."""
+    from matplotlib import pyplot as plt
+    from matplotlib.lines import Line2D
+
+    fig, axes = plt.subplots(3, 2, figsize=(12, 9), layout="constrained")
+    made = panels(results, machine)
+    for ax, panel in zip(axes.flat, made, strict=False):
+        _draw(ax, panel)
+    rest = axes.flat[len(made)]
+    rest.axis("off")
+    handles = [Line2D([], [], **_look(kind), label=_NAMES[kind]) for kind in (PAPER, MEASURED, BESIDE)]
+    handles.append(Line2D([], [], color=LOOKS[BOUND].colour, linestyle="--", label="a bound, or no change"))
+    rest.legend(handles=handles, loc="center left", fontsize=11, title="Further right is better in every panel.")
+    return fig
+
+
+def _look(kind: str) -> dict[str, Any]:
+    look = LOOKS[kind]
+    marker = "d" if kind == PAPER else look.marker
+    return {"color": look.colour, "marker": marker, "markersize": 9, "markeredgecolor": "black", "linestyle": "none"}
+
+
+def _draw(ax: Axes, panel: Panel) -> None:
+    for place, bar in enumerate(panel.bars):
+        entry = bar.found if isinstance(bar.found, Mapping) else {}
+        low, high = (entry.get(end, bar.value) for end in ("low", "high"))
+        error = [[bar.value - low], [high - bar.value]]
+        ax.errorbar(bar.value, place, xerr=error, **_look(bar.kind))
+    for bound in panel.bounds:
+        ax.axvline(bound.value, color=LOOKS[BOUND].colour, linestyle="--", linewidth=1.5, zorder=1)
+        ax.annotate(bound.name, (bound.value, -0.75), (4, 0), textcoords="offset points", fontsize=9, va="center")
+    ax.set_yticks(range(len(panel.bars)), [bar.name for bar in panel.bars], fontsize=10)
+    ax.set(ylim=(len(panel.bars) - 0.4, -1.1))
+    ax.set_xlabel(panel.axis, fontsize=10)
+    title = "\n".join(textwrap.wrap(panel.finding, _WRAPPED))
+    ax.set_title(f"{panel.report}\n{title}", loc="left", fontsize=11)
