@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -47,3 +48,32 @@ def test_the_claims_are_filtered(site: Path) -> None:
         page.browser.find_element("css selector", "input[name=words]").send_keys("a word that no claim has")
         assert page.browser.execute_script(f"return {shown}.length") == 0
         assert page.browser.find_element("id", "shown").text == f"0 of {everything}"
+
+
+SITUATIONS = """
+import json, random
+from firsttoken_studies import tricks
+from firsttoken_studies.site.tricks_page import SLIDERS
+draw, told = random.Random(1), []
+for _ in range(50):
+    said = {slider.name: draw.uniform(slider.least, slider.most) for slider in SLIDERS}
+    told.append([said, {name: list(idea(tricks.Situation(**said))) for name, (idea, _) in tricks.IDEAS.items()}])
+print(json.dumps(told))
+"""
+
+
+def test_the_page_reckons_as_the_library_does(site: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    made = subprocess.run([PYTHON, "-c", SITUATIONS], check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    with visiting(f"file://{site}/tricks.html") as page:
+        for said, told in json.loads(made):
+            script = (
+                "return Object.fromEntries(Object.entries(IDEAS).map(([name, idea]) => [name, idea(arguments[0])]))"
+            )
+            shown = page.browser.execute_script(script, said)
+            assert {name: pytest.approx(times, rel=1e-9) for name, times in told.items()} == shown
+        before = page.browser.find_element("css selector", "#bars .with span").text
+        slider = page.browser.find_element("css selector", "input[name=link_gbit_per_s]")
+        slider.send_keys(Keys.ARROW_RIGHT * 20)
+        assert page.browser.find_element("css selector", "#bars .with span").text != before

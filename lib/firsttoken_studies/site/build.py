@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,18 @@ from tqdm import tqdm
 
 from firsttoken.study import paths
 from firsttoken.study.claims_table import told
-from firsttoken.study.errors import StorageError
+from firsttoken.study.errors import ClaimsError, StorageError
 from firsttoken.study.files import write_text
 from firsttoken.study.notebooks import notebook_paths
+from firsttoken.study.record import Result, pick
 from firsttoken.study.report_index import load_index
 from firsttoken.study.storage import storing
+from firsttoken.study.summary import Entry, Scalar
 from firsttoken.study.verdicts import judge_record
 from firsttoken_studies import ledger
+from firsttoken_studies.site import tricks_page
 from firsttoken_studies.site.notebook_page import NotebookPage, body, described, thumbnail, with_links
+from firsttoken_studies.tricks import IDEAS
 
 PAGES = Path(__file__).parent / "pages"
 GROUPS = {  # in the order in which they are best read
@@ -50,14 +54,14 @@ def build(folder: Path) -> int:
         raise StorageError(f"{folder} holds other files than a site; name an empty folder, or one that is not there")
     with storing(folder):
         (folder / "figures").mkdir(parents=True, exist_ok=True)
-        for name in ("site.css", "claims.js"):
+        for name in ("site.css", "claims.js", "tricks.js"):
             shutil.copyfile(PAGES / name, folder / name)
         _write(folder)
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _write(folder: Path) -> None:
-    notebooks = [described(path) for path in notebook_paths()]
+    notebooks, recorded = [described(path) for path in notebook_paths()], ledger.recorded()
     links = {page.path.name: page.name for page in notebooks} | _FROM
     for page in tqdm(notebooks, desc="site", disable=None):
         content = {"title": f"{page.number} · {page.title}", "body": with_links(body(page.path), links)}
@@ -73,9 +77,26 @@ def _write(folder: Path) -> None:
         _copied(paths.FIGURES / f"{name}.png", folder)
     content = {"title": "Where each figure, table and algorithm of the reports is", "entries": entries}
     _page(folder / "reports.html", "reports.html.j2", content, notebooks)
-    judged = judge_record(ledger.claims(), ledger.recorded(), ledger.machine(), ledger.log())
+    write_text(folder / "formulas.js", tricks_page.formulas())
+    ideas = {report: says for report, (_, says) in IDEAS.items()}
+    content = {"title": "Which idea pays where", "sliders": tricks_page.SLIDERS, "ideas": ideas}
+    content["recorded"] = tricks_page.recorded(_entries(recorded, ledger.machine()))
+    _page(folder / "tricks.html", "tricks.html.j2", content, notebooks)
+    judged = judge_record(ledger.claims(), recorded, ledger.machine(), ledger.log())
     rows = [{"judged": one, "told": told(one.claim), "ground": one.claim.stands_on} for one in judged]
     _page(folder / "claims.html", "claims.html.j2", {"title": "Claims", "rows": rows}, notebooks)
+
+
+def _entries(results: Sequence[Result], machine: str) -> Callable[..., Entry]:
+    """Give the entry of a summary by experiment, measure and place, of ``machine`` where it has a result."""
+
+    def of(experiment: str, measure: str, /, **where: Scalar) -> Entry:
+        result = pick(results, experiment, machine=machine) or pick(results, experiment, machine="any")
+        if result is None:
+            raise ClaimsError(f"no result of {experiment} is recorded")
+        return result.summary.of(measure, **where)
+
+    return of
 
 
 def _copied(figure: Path | None, folder: Path) -> str:

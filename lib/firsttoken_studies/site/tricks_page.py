@@ -1,0 +1,109 @@
+"""The page on which a reader asks which idea pays on her hardware: sliders, exported formulas, recorded ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import log10
+from typing import Any
+
+from firsttoken.engine.costs.published import TABLE_2
+from firsttoken.study.show import interval
+from firsttoken.study.summary import Entry
+from firsttoken_studies import tricks
+from firsttoken_studies.site.formulas import exported
+
+
+@dataclass(frozen=True)
+class Slider:
+    """One field of ``tricks.Situation`` between ``least`` and ``most``; ``log``: its steps are factors, ``whole``: it
+    has no fractions."""
+
+    name: str
+    title: str
+    least: float
+    most: float
+    unit: str
+    log: bool = True
+    whole: bool = False
+
+    @property
+    def value(self) -> float:
+        """Where it stands at first."""
+        return self._placed(getattr(tricks.Situation(), self.name))
+
+    @property
+    def low(self) -> float:
+        """Its left end."""
+        return self._placed(self.least)
+
+    @property
+    def high(self) -> float:
+        """Its right end."""
+        return self._placed(self.most)
+
+    @property
+    def step(self) -> float:
+        """What one step adds."""
+        return round((self.high - self.low) / 200, 6)
+
+    def _placed(self, value: float) -> float:
+        return round(log10(value), 4) if self.log else value
+
+
+SLIDERS = (
+    Slider("weights_gb", "weights", 0.1, 500, "GB"),
+    Slider("layers", "layers", 4, 128, "", whole=True),
+    Slider("kv_kib_per_token", "keys and values of a token, all layers", 4, 4096, "KiB"),
+    Slider("hidden_kib_per_token", "hidden state of a token", 0.5, 64, "KiB"),
+    Slider("prompt_tokens", "prompt", 16, 131072, "tokens", whole=True),
+    Slider("link_gbit_per_s", "link", 0.05, 800, "Gbit/s"),
+    Slider("tflop_per_s", "compute", 0.05, 2000, "10¹² operations/s"),
+    Slider("host_gb_per_s", "host to device", 1, 900, "GB/s"),
+    Slider("us_per_copy", "price of a copy", 0.01, 100, "µs"),
+    Slider("deferred_share", "layers that wait", 0, 0.9, "of all", log=False),
+    Slider("group_share", "layers computed again", 0, 1, "of all", log=False),
+    Slider("chunk_tokens", "chunk", 16, 8192, "tokens", whole=True),
+    Slider("servers", "servers in the chain", 1, 32, "", whole=True),
+    Slider("round_trip_ms", "round trip", 0.05, 300, "ms"),
+)
+
+
+def formulas() -> str:
+    """The JavaScript of all formulas, and by idea the one that the page asks."""
+    functions = {
+        name: getattr(tricks, name)
+        for name in ("load_s", "prefill_s", "swap_s", *(function.__name__ for function, _ in tricks.IDEAS.values()))
+    }
+    constants = {name: getattr(tricks, name) for name in ("BYTES_A_WEIGHT", "BLOCK_TOKENS", "COPIES_A_BLOCK")}
+    ideas = ", ".join(f'"{report}": {function.__name__}' for report, (function, _) in tricks.IDEAS.items())
+    return f"{exported(tricks, functions, constants)}const IDEAS = {{ {ideas} }};\n"
+
+
+def recorded(of: Callable[..., Entry]) -> list[dict[str, Any]]:
+    """What was measured with each idea over without it, beside the bound in the same setting, and the notebook.
+
+    ``of`` gives the entry of a summary by experiment, measure and place.
+    """
+    start = {"link": "1gbit", "variant": "progressive"}
+    share = of("cold_start", "byte_share", **start)["value"]
+    group = of("reuse_methods", "group_layers_pct", method="DroidSpeak", across="mean", chosen_by="decoded answers")
+    gaps = [
+        of("generation_stalls", "worst_gap_ms", source="live", **where)["value"]
+        for where in ({"scheduler": "sarathi", "budget_tokens": 128}, {"scheduler": "prefill_first"})
+    ]
+    borrowed = {"variant": "borrowed", "than": "whole", "gbit_per_s": 1, "rtt_ms": 5}
+    faster = of("reuse_methods", "speedup_x", method="DroidSpeak", across="mean", chosen_by="decoded answers")
+    row = next(row for row in TABLE_2 if row.tokens == 2048)
+    return [
+        _row("ProgressiveServe", "13", interval(of("cold_start", "ttft_x", **start, than="whole_streamed"), 2), share),
+        _row("PETALS, borrowed layers", "56", interval(of("borrowed_start", "ttft_x", **borrowed), 2), None),
+        _row("DroidSpeak, without a link", "33", f"{1 / faster['value']:.2f}", group["value"] / 100),
+        _row("CPS, 2,048 tokens, the paper's Table 2", "21", f"{row.recompute_ms / row.swap_ms:.2f}", None),
+        _row("Sarathi-Serve", "40", f"{gaps[0] / gaps[1]:.2f}", None),
+    ]
+
+
+def _row(idea: str, notebook: str, measured: str, bound: float | None) -> dict[str, Any]:
+    told = "" if bound is None else f"{bound:.2f}"
+    return {"idea": idea, "notebook": notebook, "measured": measured, "bound": told}
