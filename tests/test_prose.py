@@ -54,7 +54,9 @@ def test_no_result_is_typed_into_markdown(notebook: str) -> None:
     stated = [str(number) for numbers in STATED.get(notebook, {}).values() for number in numbers]
     assert len(set(stated)) == len(stated)
     typed = by_hand(notebook) - of_the_papers(notebook)
-    assert typed - set(stated) == set(), "a result? put {{ value(...) }} into data/templates/notebooks (see CONTRIBUTING)"
+    assert typed - set(stated) == set(), (
+        "a result? put {{ value(...) }} into data/templates/notebooks (see CONTRIBUTING)"
+    )
     assert set(stated) - typed == set(), "in stated.yaml, and nowhere in the notebook"
 
 

@@ -15,30 +15,31 @@ from the_library import behind, circles, floors, imported_anywhere, is_folder, r
 from firsttoken_studies.registry import EXPERIMENTS
 
 BUDGETS = {  # of each room at most: lines, modules that stand on each other, percent of its lines that import
-    "firsttoken": (755, 4, 9),
+    "firsttoken": (775, 4, 9),
     "firsttoken.assets": (2985, 7, 11),
     "firsttoken.cps": (640, 3, 10),
-    "firsttoken.droidspeak": (3040, 8, 8.5),
-    "firsttoken.engine": (7010, 16, 8.5),
+    "firsttoken.droidspeak": (3045, 8, 8.5),
+    "firsttoken.engine": (7050, 16, 8.5),
     "firsttoken.lean": (620, 4, 7.6),
     "firsttoken.link": (430, 2, 7),
-    "firsttoken.petals": (6150, 14, 10.5),
+    "firsttoken.petals": (6170, 14, 10.5),
     "firsttoken.progressiveserve": (4640, 8, 10.5),
     "firsttoken.sarathi": (430, 2, 12.5),
     "firsttoken.service": (3010, 8, 10.5),
     "firsttoken.study": (6570, 9, 10),
     "firsttoken_extras": (100, 1, 15),
     "firsttoken_extras.bitplanes": (1360, 6, 10),
-    "firsttoken_extras.layer_borrowing": (490, 3, 12),
+    "firsttoken_extras.layer_borrowing": (495, 3, 12),
     "firsttoken_extras.vllm_cross_point": (345, 3, 12.5),
     "firsttoken_extras.worker": (865, 3, 13),
-    "firsttoken_studies": (1430, 4, 9.5),
+    "firsttoken_studies": (1870, 4, 9.5),
     "firsttoken_studies.combined": (1890, 3, 13.5),
     "firsttoken_studies.cps": (1615, 4, 10),
     "firsttoken_studies.droidspeak": (4375, 7, 10),
     "firsttoken_studies.engine": (750, 1, 11),
     "firsttoken_studies.petals": (3480, 4, 10),
-    "firsttoken_studies.progressiveserve": (4335, 5, 11.5),
+    "firsttoken_studies.progressiveserve": (4345, 5, 11.5),
+    "firsttoken_studies.site": (460, 4, 15),
     "firsttoken_studies.sarathi": (2315, 4, 12),
     "firsttoken_studies.trying": (480, 2, 17),
 }
@@ -58,7 +59,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.worker.remote_executor": "an engine runs over it without a service",
     "firsttoken_extras.worker.worker_model": "a test serves it without the process",
 }
-NEIGHBOURING_STUDIES = 20  # a study whose numbers another file draws
+NEIGHBOURING_STUDIES = 23  # a study whose numbers another file draws
 BEHIND_A_NOTEBOOK = 20_635  # lines of the library that the studies of one notebook import
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin
 _NO_SUBJECT = re.compile(

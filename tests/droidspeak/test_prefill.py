@@ -213,12 +213,12 @@ def test_a_group_out_of_range_is_refused(receiver, sent, group):
 
 
 def test_a_missing_edge_is_refused(receiver, sent):
-    few = replace(sent, edges={1: sent.e_cache[1]})
+    few = replace(sent, e_cache={1: sent.e_cache[1]})
     with pytest.raises(RequestError, match=r"no E-cache at layer 2 was stored \(there: 1\); store that edge too"):
         partial_prefill(receiver, PREFIX, few, Group(2, 3))
     with pytest.raises(RequestError, match=r"\(there: none\)"):
-        partial_prefill(receiver, PREFIX, replace(sent, edges={}), Group(2, 3))
-    partial_prefill(receiver, PREFIX, replace(sent, edges={}), Group(0, 3))
+        partial_prefill(receiver, PREFIX, replace(sent, e_cache={}), Group(2, 3))
+    partial_prefill(receiver, PREFIX, replace(sent, e_cache={}), Group(0, 3))
 
 
 @pytest.mark.parametrize("edges", [[-1], [DEPTH], [0, 9]])
@@ -250,7 +250,7 @@ def test_kv_of_another_shape_or_dtype_is_refused(receiver, sent, odd):
 
 @pytest.mark.parametrize("spoil", [lambda e: e[:, 1:], lambda e: e[:1], lambda e: e[..., :16], lambda e: e.double()])
 def test_an_edge_of_another_shape_or_dtype_is_refused(receiver, sent, spoil):
-    bad = replace(sent, edges={2: spoil(sent.e_cache[2])})
+    bad = replace(sent, e_cache={2: spoil(sent.e_cache[2])})
     with pytest.raises(CacheError, match=r"the E-cache at layer 2 of the cache is .*another model or prefix"):
         partial_prefill(receiver, PREFIX, bad, Group(2, 3))
 

@@ -54,7 +54,7 @@ class Pair:
         before."""
         prefix = Prefix.of([CONTEXT[:tokens]])
         kv = tuple(type(one)(*(part[..., :tokens, :] for part in one)) for one in self.sent.kv)
-        sent = replace(self.sent, kv=kv, edges={n: edge[:, :tokens] for n, edge in self.sent.e_cache.items()})
+        sent = replace(self.sent, kv=kv, e_cache={n: edge[:, :tokens] for n, edge in self.sent.e_cache.items()})
         cache = partial_prefill(self.plain, prefix, sent, group)
         rest = torch.tensor([[*CONTEXT[tokens:], *SUFFIX, *said[:-1]]])
         return Plain(list(said), suffix_logits(self.plain, prefix, rest, cache, keep=len(said))[0].float())

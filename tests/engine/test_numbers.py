@@ -21,7 +21,7 @@ from firsttoken.engine.async_engine import AsyncEngine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.attend import NativeAttend
 from firsttoken.engine.request import LEAST, Request, Sampling, ScheduledChunk
-from firsttoken.engine.sampling import likeliest, next_tokens, token_logprob
+from firsttoken.engine.sampling import argmax_tokens, next_tokens, token_logprob
 from firsttoken.engine.sdpa_attention import PaddedAttend
 from firsttoken.study.errors import OutputError, RequestError
 from firsttoken_extras.worker.remote_executor import RemoteExecutor
@@ -99,14 +99,14 @@ def test_a_row_that_is_no_number_fails_alone(dtype: torch.dtype, sampling: Sampl
     )
     assert not any(chunk.request.token_logprobs for row, chunk in enumerate(asked) if row in bad)
     with pytest.raises(OutputError, match="no finite number; copy its weights again"):
-        likeliest(logits)
+        argmax_tokens(logits)
 
 
 def test_some_logits_of_minus_infinity_are_a_mask() -> None:
     logits = torch.full((1, 5), -INF)
     logits[0, 3] = 2.0
     (chunk,) = chunks(1, MODES[2])
-    assert next_tokens(logits, [chunk]) == [3] == likeliest(logits).tolist() and chunk.request.failure is None
+    assert next_tokens(logits, [chunk]) == [3] == argmax_tokens(logits).tolist() and chunk.request.failure is None
     assert chunk.request.token_logprobs[0] == token_logprob(logits[0], 3, 3)
     assert [share for _, share in chunk.request.token_logprobs[0].top_logprobs] == [0.0, LEAST, LEAST]
 

@@ -114,8 +114,8 @@ def test_an_error_names_the_object_at_fault(fields, message):
 
 
 def test_no_likeliest_may_be_asked_for_without_likelihoods():
-    assert parse(CHAT_PATH, {"messages": TURN, "top_logprobs": 0}).top_logprobs is None
-    assert parse("/v1/completions", {"prompt": "a", "logprobs": False}).top_logprobs is None
+    assert parse(CHAT_PATH, {"messages": TURN, "top_logprobs": 0}).top_count is None
+    assert parse("/v1/completions", {"prompt": "a", "logprobs": False}).top_count is None
 
 
 class TestHistory:

@@ -24,7 +24,7 @@ def parse(kind=CompletionRequest, **fields):
 def test_a_prompt_is_enough():
     asked = parse(prompt="hi")
     assert (asked.prompt, asked.max_tokens, asked.stop, asked.stream, asked.upgrade) == (["hi"], None, [], False, False)
-    assert (asked.temperature, asked.top_p, asked.n, asked.seed, asked.top_logprobs) == (1.0, 1.0, 1, None, None)
+    assert (asked.temperature, asked.top_p, asked.n, asked.seed, asked.top_count) == (1.0, 1.0, 1, None, None)
     assert not asked.stream_options.include_usage and not asked.echo
     chat = parse(ChatRequest, messages=TURN)
     assert (chat.messages[0].role, chat.messages[0].content, chat.top_logprobs) == ("user", "hi", None)
@@ -48,12 +48,12 @@ def test_all_that_is_served():
     )
     assert asked.model == "m" and asked.prompt == [[1, 2]] and asked.max_tokens == 3 and asked.stop == ["a", "b"]
     assert asked.stream and asked.stream_options.include_usage and asked.upgrade and asked.echo
-    assert (asked.n, asked.seed, asked.temperature, asked.top_p, asked.top_logprobs) == (2, 5, 0.5, 0.9, 4)
+    assert (asked.n, asked.seed, asked.temperature, asked.top_p, asked.top_count) == (2, 5, 0.5, 0.9, 4)
     assert parse(prompt="hi", stop="x").stop == ["x"]
     assert parse(prompt=["a", "b"]).prompt == ["a", "b"] and parse(prompt=[[1], [2, 3]]).prompt == [[1], [2, 3]]
     chat = parse(ChatRequest, messages=TURN, max_completion_tokens=3, logprobs=True, top_logprobs=2, temperature=1)
     assert (chat.max_completion_tokens, chat.top_logprobs, chat.temperature) == (3, 2, 1.0)
-    assert parse(ChatRequest, messages=TURN, logprobs=True).top_logprobs == 0
+    assert parse(ChatRequest, messages=TURN, logprobs=True).top_count == 0
 
 
 def test_what_changes_nothing_may_be_said():

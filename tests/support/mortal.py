@@ -138,7 +138,7 @@ class MortalSwarm:
 
     def __init__(self, folder: Path, spans: Sequence[tuple[int, int]], timeouts: Timeouts = SHORT) -> None:
         sha256, self.peers = model_sha256(folder), []
-        self.queue = [Mortal(folder, sha256, span, self.peers) for span in spans]
+        self.places = [Mortal(folder, sha256, span, self.peers) for span in spans]
         self.model = RemoteModel(folder, self.peers, timeouts=timeouts)
         app = build_replica(ServiceConfig(folder, swarm=tuple(self.peers)), "mortal")
         self._client = TestClient(app, base_url="http://127.0.0.1")
@@ -174,7 +174,7 @@ class MortalSwarm:
 
     def heal(self) -> None:
         """All servers are up and answer."""
-        for place in self.queue:
+        for place in self.places:
             place.start(same_key=True)
             place.heal()
 
@@ -182,7 +182,7 @@ class MortalSwarm:
         """End all."""
         self._client.__exit__(None, None, None)
         self.model.close()
-        for place in self.queue:
+        for place in self.places:
             place.heal()
             place.kill()
 
@@ -210,7 +210,7 @@ class Schedules:
 
     def befall(self) -> None:
         """Something happens to one of the servers."""
-        place = self.draw.choice(self.swarm.queue)
+        place = self.draw.choice(self.swarm.places)
         event = self.draw.choices(list(EVENTS), list(EVENTS.values()))[0]
         if event.startswith("back"):
             place.start(same_key=event == "back")

@@ -36,7 +36,7 @@ EDGE = 1  # the layer before which hidden states are kept; the models here have 
 NOTHING = float("nan")
 
 
-class AuthMiddleware:
+class Guard:
     """Fills the blocks of ``engine`` that nobody has, on the device and in the host, with what is no number.
 
     From then on each must hold that when it is taken, and at every ``check``; one that is kept to be shared must hold
@@ -206,7 +206,7 @@ class Hesitant:
     def begin(self) -> None:
         pass
 
-    def edge(self) -> Tensor | None:
+    def hidden_states(self) -> Tensor | None:
         return self._edge if self._draw.random() < 0.4 else None
 
     def arrived(self) -> list[tuple[int, Tensor]]:
@@ -250,7 +250,7 @@ class Ordeal:
             overtake=draw.random() < 0.3,
         )
         self.engine: Engine = self.run.engine
-        self.guard = AuthMiddleware(self.engine)
+        self.guard = Guard(self.engine)
         self.asked: dict[int, tuple[Any, Sampling, Hesitant | None]] = {}
         self.ended: set[int] = set()  # whom something has befallen
         self.seen: Counter[str] = Counter()

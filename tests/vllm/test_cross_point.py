@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: E402
 
 from firsttoken.engine.swap.host_allocator import Span  # noqa: E402
 from firsttoken.study.errors import ProfileError  # noqa: E402
-from firsttoken_extras.vllm_cross_point.connector import HostPool  # noqa: E402
+from firsttoken_extras.vllm_cross_point.connector import KVBlocksOnHost  # noqa: E402
 from firsttoken_extras.vllm_cross_point.settings import supported_cache  # noqa: E402
 
 BLOCK_TOKENS = 32
@@ -162,13 +162,13 @@ def test_tokens_are_those_without_preemption(
 def test_restoring_anything_else_gives_other_tokens(
     model: Path, unconstrained: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy_in = HostPool.copy_in
+    copy_in = KVBlocksOnHost.copy_in
 
-    def zeros(pool: HostPool, held: Span, blocks: list[int]) -> None:
+    def zeros(pool: KVBlocksOnHost, held: Span, blocks: list[int]) -> None:
         pool.rows[:, held.start : held.end] = 0
         copy_in(pool, held, blocks)
 
-    monkeypatch.setattr(HostPool, "copy_in", zeros)
+    monkeypatch.setattr(KVBlocksOnHost, "copy_in", zeros)
     with with_cross_point(model, 10**6) as llm:
         assert generate(llm) != unconstrained
         assert counts_of(llm)["restored"] > 0

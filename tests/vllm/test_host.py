@@ -7,14 +7,14 @@ import torch
 
 from firsttoken.engine.swap.host_allocator import Span
 from firsttoken.study.errors import ProfileError
-from firsttoken_extras.vllm_cross_point.host import HostPool
+from firsttoken_extras.vllm_cross_point.host import KVBlocksOnHost
 from firsttoken_extras.vllm_cross_point.settings import CrossPointSettings
 
 
 def test_blocks_come_back_as_they_went() -> None:
     caches = [torch.randn(9, 2, 4, 6) for _ in range(3)]
     before = [cache.clone() for cache in caches]
-    pool = HostPool(caches, blocks=5, pin_memory=False)
+    pool = KVBlocksOnHost(caches, blocks=5, pin_memory=False)
     pool.copy_out([7, 2, 4], Span(1, 3))
     for cache in caches:
         cache[[7, 2, 4]] = 0

@@ -78,7 +78,7 @@ class PlainServer(LoadingServer):
             model = load_plain(files, dtypes.serving(dtypes.AUTO, stored, self._device), self._device)
         self._bytes_moved = self._bytes_total
         self._live = self._executor(model, torch.device(self._device))
-        self._live.view.stage = 1
+        self._live.version.stage = 1
         self._run(self._live)
         return True
 
@@ -88,7 +88,7 @@ class PlainServer(LoadingServer):
 
         self._open_prefixes()
         model = self._live.model.model
-        self._fuse(self._live.view, lambda: setattr(model, "layers", nn.ModuleList()))
+        self._fuse(self._live.version, lambda: setattr(model, "layers", nn.ModuleList()))
 
     def _open_prefixes(self) -> None:
         if self._store is None:

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 
 from firsttoken.engine.swap.host_allocator import HostAllocator, Span
 from firsttoken.study.errors import ProfileError
-from firsttoken_extras.vllm_cross_point.host import HostPool
+from firsttoken_extras.vllm_cross_point.host import KVBlocksOnHost
 from firsttoken_extras.vllm_cross_point.settings import CrossPointSettings, supported_cache
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class CrossPointConnector(KVConnectorBase_V1):
                 f"cross-point scheduling: the attention kernel splits blocks of {self._block_tokens} tokens; "
                 "set --block-size to what it works in"
             )
-        self._pool = HostPool(caches, self._host_blocks, pin_memory=current_platform.is_pin_memory_available())
+        self._pool = KVBlocksOnHost(caches, self._host_blocks, pin_memory=current_platform.is_pin_memory_available())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         for blocks, held in kv_connector_metadata.out:

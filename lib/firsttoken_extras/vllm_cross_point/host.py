@@ -9,7 +9,7 @@ import torch
 from firsttoken.engine.swap.host_allocator import Span
 
 
-class HostPool:
+class KVBlocksOnHost:
     """Host copies of KV blocks, ``rows`` [layers, host blocks, one block of one layer].
 
     ``caches`` are the layers' KV caches [blocks, ...]. The memory is written once when it is made, so that no request

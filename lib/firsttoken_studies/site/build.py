@@ -100,7 +100,7 @@ def _entries(results: Sequence[Result], machine: str) -> Callable[..., Entry]:
 
 
 def _copied(figure: Path | None, folder: Path) -> str:
-    """Where the site has the figure; "" where there is none."""
+    """Copy the figure into the site; returns where it is there, "" for none."""
     if figure is None or not figure.exists():
         return ""
     shutil.copyfile(figure, folder / "figures" / figure.name)

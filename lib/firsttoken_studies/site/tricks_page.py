@@ -29,7 +29,7 @@ class Slider:
 
     @property
     def value(self) -> float:
-        """Where it stands at first."""
+        """The place at which it stands at first."""
         return self._placed(getattr(tricks.Situation(), self.name))
 
     @property
