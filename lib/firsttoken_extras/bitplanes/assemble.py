@@ -36,7 +36,7 @@ def assemble(folder: Path, target: Path) -> Path:
     first, later = FirstPlanes(), LaterPlanes(_at_once)
     for part in parts_of(manifest, range(1, len(manifest.stages) + 1)):
         whole = load_file(folder / part.file)
-        tensors |= {name: whole[name] for name in part.brought if name not in part.coded}
+        tensors |= {name: whole[name] for name in part.carried if name not in part.coded}
         if part.format:
             file = memoryview(bytearray((folder / part.file).read_bytes()))
             _add(part, file, tensors, first, later)

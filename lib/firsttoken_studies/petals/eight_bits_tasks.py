@@ -2,8 +2,9 @@
 
 The paper's third task, LAMBADA, is in no package registry. Where a processor has no instructions for 8-bit products,
 LLM.int8 as the engine computes it takes 2.3 times the time of float32, most of it to keep integers apart that float32
-holds as well. So the study computes the same product from the values that the codes stand for; that both choose the
-same options is measured on the first questions of each task.
+holds as well. So the study computes the same product from the values that the codes stand for. Sums that are rounded
+otherwise change a code now and then, and with it a close answer: on the first questions of each task it is measured how
+often both choose the same.
 """
 
 from __future__ import annotations
