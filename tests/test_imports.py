@@ -15,7 +15,7 @@ REPORTS = {"progressiveserve", "cps", "sarathi", "droidspeak", "petals"}
 FLOORS = {  # who lives on one may use all below it, and none beside it: a system never imports another
     "firsttoken": ({"study", "old_names"}, {"assets", "link", "scoring"}, {"lean"}, {"engine"}, REPORTS, {"service"}),
     "firsttoken_extras": ({"bitplanes", "layer_borrowing", "vllm_cross_point", "worker"},),
-    "firsttoken_studies": ({"engine", "multiple_choice"}, REPORTS, {"combined"}, {"trying"}, {"site"}),
+    "firsttoken_studies": ({"engine", "multiple_choice", "tricks"}, REPORTS, {"combined"}, {"trying", "ledger"}, {"site"}),
 }
 PACKAGES = tuple(FLOORS)  # each may import those before it
 FLOOR = {

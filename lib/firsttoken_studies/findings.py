@@ -163,7 +163,7 @@ def five_findings(results: Sequence[Result], machine: str) -> Figure:
     from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
-    fig, axes = plt.subplots(3, 2, figsize=(12, 9), layout="constrained")
+    fig, axes = plt.subplots(3, 2, figsize=(11, 7.6), layout="constrained")
     made = panels(results, machine)
     for ax, panel in zip(axes.flat, made, strict=False):
         _draw(ax, panel)

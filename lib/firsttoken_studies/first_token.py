@@ -98,11 +98,15 @@ def timeline(phases: Mapping[str, float]) -> Figure:
     first = sum(seconds for name, seconds in phases.items() if name in ("process", "imports", "load", "prefill"))
     ax.axvline(first, color=LOOKS["mark"].colour, linestyle="--", linewidth=1.2)
     ax.annotate("first token", (first, 0.95), (4, 0), textcoords="offset points", fontsize=9, va="center")
-    ax.set(ylim=(-0.45 * len(IDEAS) - 0.5, 1.1), xlim=(0, start), xlabel="seconds since the request met no process")
+    ax.set(
+        ylim=(-0.45 * len(IDEAS) - 0.5, 1.1),
+        xlim=(0, start),
+        xlabel="seconds since the request came, when no process ran",
+    )
     ax.set_yticks([])
     ax.grid(visible=False)
-    longest = max(phases, key=lambda name: phases[name])
-    fig.suptitle(f"One request: the first token comes after {first:.1f} s, and '{longest}' is the longest part")
+    longest = max(("process", "imports", "load", "prefill"), key=lambda name: phases[name])
+    fig.suptitle(f"The first token comes after {first:.1f} s, most of them '{longest}'")
     return fig
 
 

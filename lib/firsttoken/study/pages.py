@@ -76,7 +76,8 @@ _CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)
 def pages() -> dict[Path, Path]:
     """Each page with its template. Raises NotebookError for a template without a notebook."""
     readme = {paths.ROOT / "README.md": paths.TEMPLATES / "README.md"}
-    data = {page: paths.TEMPLATES / page.name for page in (paths.CLAIMS_PAGE, paths.CAPACITY_PAGE, paths.INDEX_PAGE)}
+    data = {page: paths.TEMPLATES / page.name for page in (paths.CLAIMS_PAGE, paths.CAPACITY_PAGE)}
+    data |= {paths.INDEX_PAGE: paths.TEMPLATES / paths.INDEX_PAGE.name} if paths.INDEX.exists() else {}
     return readme | data | templates()
 
 
@@ -161,7 +162,7 @@ def render(
             counts=counts(claims, results, machine, log),
             goals=goals(claims, results, machine, log),
             scoreboard=scoreboard(claims, results, machine, log),
-            index=index_tables(load_index(paths.INDEX)),
+            index=index_tables(load_index(paths.INDEX)) if paths.INDEX.exists() else {},
             systems={report: page_table(of, results, machine, log) for report, of in reports.items()},
         )
     except (jinja2.TemplateError, OSError) as error:

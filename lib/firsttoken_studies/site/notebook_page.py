@@ -64,7 +64,7 @@ def body(path: Path) -> str:
     for cell in content["cells"]:
         if cell["cell_type"] == "markdown":
             text = "".join(cell["source"])
-            said = plain(text)[:300].replace('"', "'") or said
+            said = plain(_DISPLAY.sub("", text))[:300].replace('"', "'") or said
             cell["source"] = _with_equations(text)
         for output in cell.get("outputs", ()):
             if "image/png" in output.get("data", {}):
