@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PAPER, MEASURED, BOUND, BESIDE = "paper", "measured", "floor", "other"
 _NAMES = {PAPER: "the report", MEASURED: "measured here", BESIDE: "measured for comparison"}
-_WRAPPED = 40  # characters of a title's line
+_WRAPPED = 34  # characters of a title's line
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def five_findings(results: Sequence[Result], machine: str) -> Figure:
     rest.axis("off")
     handles = [Line2D([], [], **_look(kind), label=_NAMES[kind]) for kind in (PAPER, MEASURED, BESIDE)]
     handles.append(Line2D([], [], color=LOOKS[BOUND].colour, linestyle="--", label="a bound, or no change"))
-    rest.legend(handles=handles, loc="center left", fontsize=11, title="Further right is better in every panel.")
+    rest.legend(handles=handles, loc="center left", fontsize=10, title="Further right is better.", title_fontsize=10)
     return fig
 
 

@@ -27,11 +27,11 @@ class IndexEntry:
     report: str
     place: str
     what: str
-    notebooks: tuple[str, ...]
-    figures: tuple[str, ...]
-    code: str
-    not_here: str
-    differs: str
+    notebooks: tuple[str, ...] = ()
+    figures: tuple[str, ...] = ()
+    code: str = ""
+    not_here: str = ""
+    differs: str = ""
 
     def __post_init__(self) -> None:
         if bool(self.notebooks or self.code) == bool(self.not_here):
