@@ -56,7 +56,7 @@ def pipelined_loading(profile: Profile) -> Outcome:
                 rows.append(
                     {"gbit_per_s": rate, "schedule": str(schedule), "round": step, "group": str(group)}
                     | {"tokens": config.tokens, "ttft_s": round(marks.first_token_s, 6), "bytes": marks.bytes_moved}
-                    | {"kv_token_bytes": wire.kv_token_bytes, "e_cache_token_bytes": wire.e_cache_token_bytes}
+                    | {"kv_token_bytes": wire.kv_token_bytes, "edge_token_bytes": wire.e_cache_token_bytes}
                     | _rounded(edge_s=marks.edge_s, last_byte_s=marks.last_byte_s, start_s=marks.recompute_start_s)
                 )
     _add_floors(rows)
@@ -118,8 +118,8 @@ def loading_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         summary.add("ttft_x", summary.of("ttft_x", **full, gbit_per_s=fastest), **full, link="fastest")
         summary.add("ttft_x", max(shaped, key=lambda entry: entry["value"]), **floor, across="worst")
     one = rows[0]  # the group and what a token weighs are the same in all
-    if "e_cache_token_bytes" in one:
-        ratio = one["e_cache_token_bytes"] / one["kv_token_bytes"]
+    if "edge_token_bytes" in one:
+        ratio = one["edge_token_bytes"] / one["kv_token_bytes"]
         summary.add("edge_bytes_x", {"value": ratio, "unit": "x of one layer's KV"}, than="kv of a layer")
     summary.add("group", {"value": one["group"], "unit": "layers"})
     _add_arithmetic(summary)
