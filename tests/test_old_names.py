@@ -50,3 +50,23 @@ def test_a_member_is_found_by_its_old_name_and_the_new_one_is_told_once(capsys: 
 
     assert (Own().work, Own().work) == (3, 3)
     assert capsys.readouterr().err == "firsttoken: Policy.work is called Policy.chunk now\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "now"),
+    [
+        ("firsttoken.engine.model_version", "View", "ModelVersion"),
+        ("firsttoken.engine.hidden_state_cache", "Edges", "HiddenStateCache"),
+        ("firsttoken.engine.scheduler_config", "Bounds", "SchedulerConfig"),
+        ("firsttoken.engine.async_engine", "Server", "AsyncEngine"),
+        ("firsttoken.petals.timeouts", "Patience", "Timeouts"),
+        ("firsttoken_extras.worker.remote_executor", "ApartExecutor", "RemoteExecutor"),
+        ("firsttoken_extras.layer_borrowing.lease", "Loan", "Lease"),
+    ],
+)
+def test_a_class_is_found_by_the_name_that_it_had(module, old, now, capsys) -> None:
+    found = importlib.import_module(module)
+    assert getattr(found, old) is getattr(found, now)
+    assert capsys.readouterr().err == f"firsttoken: {module}.{old} is called {module}.{now} now\n"
+    with pytest.raises(AttributeError, match="has no attribute 'Nosuch'"):
+        _ = found.Nosuch

@@ -1,4 +1,4 @@
-"""Modules, and members of classes that readers derive from, under the names that they had before.
+"""Modules, their classes that READMEs named, and members that policies use, under the names that they had before.
 
 The old names work for this version, and one line names the new one.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -113,3 +113,18 @@ class OldMember:
             print(self._line, file=sys.stderr)
             self._told = True
         return getattr(owner if instance is None else instance, self._now)
+
+
+def classes(module: str, **now: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of ``module`` that finds its classes by the names that they had before.
+
+    ``now`` gives by old name the new one, which one line on stderr tells.
+    """
+
+    def found(name: str) -> Any:
+        if name not in now:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        print(f"firsttoken: {module}.{name} is called {module}.{now[name]} now", file=sys.stderr)
+        return getattr(sys.modules[module], now[name])
+
+    return found

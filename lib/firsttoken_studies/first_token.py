@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.study.plot import LOOKS
 from firsttoken.study.record import Result
 from firsttoken.study.timing import Stopwatch
@@ -110,17 +111,49 @@ def timeline(phases: Mapping[str, float]) -> Figure:
     return fig
 
 
-def by_length_figure(measured: Lengths, parameters: float, weight_bytes: float, machine: Result) -> Figure:
+@dataclass(frozen=True)
+class Work:
+    """What a model asks of a machine: ``layer_weights`` that every token is multiplied with, ``weight_bytes`` that
+    every pass reads, and the best rates that the machine showed, in operations and bytes a second."""
+
+    layer_weights: int
+    weight_bytes: int
+    operations_per_s: float
+    bytes_per_s: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, machine: Result) -> Work:
+        """That of ``model`` on ``machine`` (a result of the experiment "machine"); a copy reads what it writes."""
+        best = {row["what"]: 0.0 for row in machine.rows}
+        for row in machine.rows:
+            best[row["what"]] = max(best[row["what"]], row["value"])
+        weights = list(model.parameters())
+        return cls(
+            sum(weight.numel() for weight in layers_of(model).parameters()),
+            sum(weight.numel() * weight.element_size() for weight in weights),
+            1e9 * max(rate for what, rate in best.items() if what.startswith("matmul")),
+            2e9 * best["memcpy"],
+        )
+
+    def prefill_floor_s(self, tokens: int) -> float:
+        """No prefill of so many tokens is faster: two operations for each weight of the layers and token."""
+        return 2 * self.layer_weights * tokens / self.operations_per_s
+
+    @property
+    def decode_floor_s(self) -> float:
+        """No decode is faster: every weight is read once."""
+        return self.weight_bytes / self.bytes_per_s
+
+
+def by_length_figure(measured: Lengths, work: Work) -> Figure:
     """Prefill and decode against the number of tokens, with the floors that this machine's rates give them."""
     import matplotlib.pyplot as plt
 
-    rate, copy = _rates(machine)
-    lengths = list(measured.prefill)
+    lengths, look = list(measured.prefill), LOOKS["measured"]
     fig, axes = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
-    floors = [[2 * parameters * n / rate for n in lengths], [weight_bytes / copy] * len(lengths)]
-    titles = ("prefill: the work grows with the prompt", "decode: the weights are read again for each token")
+    floors = [[work.prefill_floor_s(n) for n in lengths], [work.decode_floor_s] * len(lengths)]
+    titles = ("prefill: the work grows with the prompt", "decode: all weights are read for each token")
     for ax, times, floor, title in zip(axes, (measured.prefill, measured.decode), floors, titles, strict=True):
-        look = LOOKS["measured"]
         ax.plot(lengths, list(times.values()), look.marker, color=look.colour, linestyle="-", label="measured, median")
         ax.plot(lengths, floor, color=LOOKS["floor"].colour, linestyle="--", label="floor of this machine")
         ax.set(xlabel="tokens in the prompt", ylabel="seconds", ylim=(0, None), title=title)
@@ -128,33 +161,28 @@ def by_length_figure(measured: Lengths, parameters: float, weight_bytes: float, 
     return fig
 
 
-def roofline(measured: Lengths, parameters: float, weight_bytes: float, machine: Result) -> Figure:
+def roofline(measured: Lengths, work: Work) -> Figure:
     """Operations a second that prefill and decode reach, over operations for each byte of weights that is read."""
     import matplotlib.pyplot as plt
 
-    rate, copy = _rates(machine)
     fig, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")
     x = np.geomspace(0.1, 4 * max(measured.prefill), 200)
-    ax.plot(x, np.minimum(rate, x * copy) / 1e9, color=LOOKS["floor"].colour, linestyle="--", label="this machine")
+    limit = np.minimum(work.operations_per_s, x * work.bytes_per_s)
+    ax.plot(x, limit / 1e9, color=LOOKS["floor"].colour, linestyle="--", label="limit of this machine")
     for name, times, many, look in (
-        ("prefill of 32 and more tokens", measured.prefill, True, "prefill"),
+        (f"prefill of {min(measured.prefill)} to {max(measured.prefill)} tokens", measured.prefill, True, "prefill"),
         ("decode of one token", measured.decode, False, "measured"),
     ):
-        work = {n: 2 * parameters * (n if many else 1) for n in times}
-        at = [work[n] / weight_bytes for n in times]
-        ax.plot(at, [work[n] / s / 1e9 for n, s in times.items()], "o", color=LOOKS[look].colour, label=name)
-    knee = rate / copy
+        done = {n: 2 * work.layer_weights * (n if many else 1) for n in times}
+        at = [done[n] / work.weight_bytes for n in times]
+        ax.plot(at, [done[n] / s / 1e9 for n, s in times.items()], "o", color=LOOKS[look].colour, label=name)
+    knee = work.operations_per_s / work.bytes_per_s
     ax.axvline(knee, color=LOOKS["mark"].colour, linewidth=1, linestyle=":")
     ax.annotate("memory-bound", (knee, 1.2), (-6, 0), textcoords="offset points", ha="right", fontsize=9)
     ax.annotate("compute-bound", (knee, 1.2), (6, 0), textcoords="offset points", ha="left", fontsize=9)
     ax.set(xscale="log", yscale="log", xlabel="operations for each byte of weights that is read")
-    ax.set(ylabel="10⁹ operations a second", ylim=(1, 2 * rate / 1e9))
+    ax.set(ylabel="10⁹ operations a second", ylim=(1, 2 * work.operations_per_s / 1e9))
     ax.legend(loc="lower right")
-    fig.suptitle(f"A batch of some {knee:.0f} operations a byte fills this machine; one decode is far below it")
+    decode = 2 * work.layer_weights / work.weight_bytes
+    fig.suptitle(f"Memory is the limit below {knee:.0f} operations a byte, and a decode has {decode:.1f}")
     return fig
-
-
-def _rates(machine: Result) -> tuple[float, float]:
-    """Operations and bytes a second: the faster product, and a copy, which reads as many bytes as it writes."""
-    products = [e["value"] for e in machine.summary if e["measure"].startswith("matmul")]
-    return max(products) * 1e9, 2 * machine.summary.value("memcpy") * 1e9

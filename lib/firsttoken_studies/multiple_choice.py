@@ -129,7 +129,7 @@ class _PackedOptions:
     """All options of a question as one row of tokens, in segments: each context once, and every continuation.
 
     A token has a position, and sees its own segment and the segment ``before`` it. The four endings of HellaSwag share
-    a context of some 45 tokens: 156 tokens a question instead of 290.
+    a context of some 50 tokens: 170 tokens a question instead of 319 (mean of 500).
 
     ``scored`` are the places of each option: where its tokens are foretold, and the tokens.
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from started import KEY, TIMEOUTS, served, written
+from started import KEY, TIMEOUT_S, served, written
 
 openai = pytest.importorskip("openai", reason="not in .venv-clients: run tests/run.sh --clients")
 
@@ -45,7 +45,7 @@ def run(command: list[str], **environment: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=TIMEOUTS,
+        timeout=TIMEOUT_S,
     )
     assert ended.returncode == 0, ended.stdout[-4000:]
     return ended.stdout

@@ -1,4 +1,4 @@
-"""ScheduledChunk never outlives the ownership of what it writes, and nothing is read that a step which failed was to
+"""Work never outlives the ownership of what it writes, and nothing is read that a step which failed was to
 write."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.swap.block_copier import Moved, Movement
 from firsttoken.study.errors import BusyError, EngineError, RequestError
 
-TIMEOUTS = 120.0  # s; nothing here takes one of them
+TIMEOUT_S = 120.0  # s; nothing here takes one of them
 ANSWER = Sampling(24)
 
 
@@ -31,7 +31,7 @@ class Gated(LiveExecutor):
     def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         self.sizes.append(len(chunks))
         self.begun.release()
-        assert self.go.acquire(timeout=TIMEOUTS)
+        assert self.go.acquire(timeout=TIMEOUT_S)
         return super().execute(chunks)
 
     def open(self) -> None:
@@ -60,11 +60,11 @@ class Hall:
 
     def during_a_step(self, *asked: Callable[[], Any]) -> list[Future]:
         """Ask the server for things in the middle of a step (of a gated executor), and let that step end."""
-        assert self.executor.begun.acquire(timeout=TIMEOUTS)
+        assert self.executor.begun.acquire(timeout=TIMEOUT_S)
         answers = []
         for queued, what in enumerate(asked, start=1):
             answers.append(start(what))
-            deadline = time.monotonic() + TIMEOUTS
+            deadline = time.monotonic() + TIMEOUT_S
             while self._server._wishes.qsize() < queued:
                 assert time.monotonic() < deadline
         assert not any(answer.done() for answer in answers)
@@ -103,7 +103,7 @@ def start(what: Callable[[], Any]) -> Future:
 
 def within(what: Callable[[], Any]) -> Any:
     """What ``what`` returns or raises; fails instead of hanging."""
-    return start(what).result(TIMEOUTS)
+    return start(what).result(TIMEOUT_S)
 
 
 def read(stream: Stream) -> list[int]:
@@ -139,7 +139,7 @@ def test_many_clients_in_threads(hall, llama) -> None:
         return all(list(server.submit(one.prompt, ANSWER)) == list(one.answer) for one in known)
 
     with ThreadPoolExecutor(8) as clients:
-        assert all(clients.map(client, range(16), timeout=TIMEOUTS))
+        assert all(clients.map(client, range(16), timeout=TIMEOUT_S))
 
 
 def leave_by_close(stream: Stream) -> None:
@@ -174,7 +174,7 @@ def test_clients_that_go_away_disturb_nobody(hall, llama, policy: str, leave) ->
     leaving = [start(lambda stream=stream: leave(stream)) for stream in streams[::2]]
     assert [read(stream) for stream in streams[1::2]] == [list(one.answer) for one in known[1::2]]
     for client in leaving:
-        client.result(TIMEOUTS)
+        client.result(TIMEOUT_S)
     del streams
     assert len(read(server.submit([1] * 80, ANSWER))) == 24
 
@@ -188,8 +188,8 @@ def test_who_closes_gets_no_more_steps(hall, llama) -> None:
     for _ in range(3):
         hall.during_a_step()
     (closing,) = hall.during_a_step(stream.close)
-    closing.result(TIMEOUTS)
-    assert reading.result(TIMEOUTS) == stream.request.output == list(one.answer[:4])
+    closing.result(TIMEOUT_S)
+    assert reading.result(TIMEOUT_S) == stream.request.output == list(one.answer[:4])
     assert hall.free == 26 and hall.executor.sizes == [1] * 4
 
 
@@ -197,9 +197,9 @@ def test_a_closed_server_says_so(hall, llama) -> None:
     server = hall.serve(llama.model, kind=Gated)
     streams = [server.submit(llama.known[4].prompt, ANSWER)]
     for coming in hall.during_a_step(*[lambda one=one: server.submit(one.prompt, ANSWER) for one in llama.known[5:8]]):
-        streams.append(coming.result(TIMEOUTS))
+        streams.append(coming.result(TIMEOUT_S))
     for closing in hall.during_a_step(*[server.close] * 4):
-        closing.result(TIMEOUTS)
+        closing.result(TIMEOUT_S)
     for stream in streams * 2:  # who asks again is told again
         with pytest.raises(RequestError, match="the server was closed before the request was done"):
             read(stream)
@@ -223,7 +223,7 @@ def test_a_submission_waits_for_one_step_at_most(hall, llama) -> None:
     first = server.submit(llama.known[-1].prompt, Sampling(20))
     known = llama.known[-6:-1]
     coming = hall.during_a_step(*[lambda one=one: server.submit(one.prompt, Sampling(20)) for one in known])
-    streams = [client.result(TIMEOUTS) for client in coming]
+    streams = [client.result(TIMEOUT_S) for client in coming]
     hall.during_a_step()
     assert hall.executor.sizes[:2] == [1, 5]
     hall.executor.open()
@@ -248,7 +248,7 @@ def test_steps_go_on_while_clients_are_turned_away(hall, llama) -> None:
     clients = [start(insist) for _ in range(4)]
     assert read(stream)[:24] == list(llama.known[-1].answer)
     over.set()
-    assert sum(client.result(TIMEOUTS) for client in clients) > 0
+    assert sum(client.result(TIMEOUT_S) for client in clients) > 0
 
 
 def test_a_full_server_is_busy_until_somebody_goes(hall, llama) -> None:
@@ -259,13 +259,13 @@ def test_a_full_server_is_busy_until_somebody_goes(hall, llama) -> None:
 
     streams = [ask(0)()]
     second, third = hall.during_a_step(ask(1), ask(2))
-    streams.append(second.result(TIMEOUTS))
+    streams.append(second.result(TIMEOUT_S))
     with pytest.raises(BusyError, match="2 requests are open; ask again later"):
-        third.result(TIMEOUTS)
+        third.result(TIMEOUT_S)
     (going,) = hall.during_a_step(streams[0].close)
-    going.result(TIMEOUTS)
+    going.result(TIMEOUT_S)
     (late,) = hall.during_a_step(ask(2))
-    streams.append(late.result(TIMEOUTS))
+    streams.append(late.result(TIMEOUT_S))
     hall.executor.open()
     assert [read(stream) for stream in streams[1:]] == [list(one.answer[:3]) for one in llama.known[1:3]]
 
@@ -327,7 +327,7 @@ def test_when_a_step_fails_those_who_are_open_learn_it_and_the_next_may_run(hall
     known = llama.known[-5:]
     streams = [server.submit(known[0].prompt, ANSWER)]
     for coming in hall.during_a_step(*[lambda one=one: server.submit(one.prompt, ANSWER) for one in known[1:]]):
-        streams.append(coming.result(TIMEOUTS))
+        streams.append(coming.result(TIMEOUT_S))
     hall.executor.open()
     failed = 0
     for stream, one in zip(streams, known, strict=True):

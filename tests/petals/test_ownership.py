@@ -1,4 +1,4 @@
-"""ScheduledChunk never outlives the ownership of what it writes: steps of sessions that end while they wait or are
+"""Work never outlives the ownership of what it writes: steps of sessions that end while they wait or are
 computed."""
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from services import ENDLESS, TIMEOUTS, free_port, until, write_endless
+from services import ENDLESS, TIMEOUT_S, free_port, until, write_endless
 
 pytest.importorskip("uvicorn")
 
@@ -55,7 +55,7 @@ class Held:
     """A stream of which one event has been read."""
 
     def __init__(self, url: str, tokens: int) -> None:
-        self._client = httpx.Client(timeout=TIMEOUTS)
+        self._client = httpx.Client(timeout=TIMEOUT_S)
         request = self._client.build_request("POST", f"{url}/v1/completions", json=asked(tokens, stream=True))
         self._answer = self._client.send(request, stream=True)
         self._lines = self._answer.iter_lines()
@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def half_a_request(url: str, ends: bool = True) -> Iterator[None]:
     """A request whose body has not ended, which keeps the service from its end; it is not taken when it ends."""
     where, body = urlsplit(url), json.dumps(asked(1)).encode()
-    with socket.create_connection((where.hostname, where.port), TIMEOUTS) as client:
+    with socket.create_connection((where.hostname, where.port), TIMEOUT_S) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Length: {len(body)}\r\n"
         client.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 100")  # it is inside, and its body is asked for
@@ -94,16 +94,16 @@ def half_a_request(url: str, ends: bool = True) -> Iterator[None]:
 @pytest.mark.parametrize("options", [[], ["--worker"]], ids=["here", "worker"])
 def test_streams_that_run_end_whole_and_nothing_new_is_taken(folder: Path, options: list[str]) -> None:
     """Sixteen streams and a whole answer are under way when SIGTERM comes."""
-    with service(folder, *options, "--grace-s", str(TIMEOUTS)) as (url, process), ThreadPoolExecutor() as pool:
-        alone = httpx.post(f"{url}/v1/completions", json=asked(TOKENS), timeout=TIMEOUTS).json()["choices"][0]["text"]
+    with service(folder, *options, "--grace-s", str(TIMEOUT_S)) as (url, process), ThreadPoolExecutor() as pool:
+        alone = httpx.post(f"{url}/v1/completions", json=asked(TOKENS), timeout=TIMEOUT_S).json()["choices"][0]["text"]
         with half_a_request(url):
             streams = list(pool.map(lambda _: Held(url, TOKENS), range(STREAMS)))
-            answer = pool.submit(httpx.post, f"{url}/v1/completions", json=asked(TOKENS), timeout=TIMEOUTS)
+            answer = pool.submit(httpx.post, f"{url}/v1/completions", json=asked(TOKENS), timeout=TIMEOUT_S)
             until(lambda: answer.done() or httpx.get(f"{url}/stage").json()["sessions"] >= 1, "it is taken")
             process.send_signal(signal.SIGTERM)
             until(lambda: httpx.get(f"{url}/health").json()["state"] == "closing", "it has heard")
             for path, body in (("completions", asked(1)), ("chat/completions", {"messages": []})):
-                new = httpx.post(f"{url}/v1/{path}", json=body, timeout=TIMEOUTS)
+                new = httpx.post(f"{url}/v1/{path}", json=body, timeout=TIMEOUT_S)
                 assert new.status_code == 503 and "shutting down" in new.json()["error"]["message"]
                 assert new.headers["Retry-After"] and new.json()["error"]["code"] == "shutting_down"
             for stream in streams:
@@ -113,14 +113,14 @@ def test_streams_that_run_end_whole_and_nothing_new_is_taken(folder: Path, optio
                 assert "".join(choice["text"] for choice in choices) == alone
                 assert choices[-1]["finish_reason"] == "length"
             assert answer.result().status_code in (200, 503)  # it may have come behind the signal
-        assert process.wait(TIMEOUTS) == 0
+        assert process.wait(TIMEOUT_S) == 0
 
 
 def test_what_outlasts_the_grace_is_told(folder: Path) -> None:
     """A stream by an event before its end, a whole answer by 503."""
     with service(folder, "--grace-s", "0", "--max-running", "1") as (url, process), ThreadPoolExecutor() as pool:
         stream = Held(url, 512)
-        ask = functools.partial(httpx.post, f"{url}/v1/completions", json=asked(512), timeout=TIMEOUTS)
+        ask = functools.partial(httpx.post, f"{url}/v1/completions", json=asked(512), timeout=TIMEOUT_S)
         answers = [pool.submit(ask) for _ in range(4)]
         until(lambda: httpx.get(f"{url}/stage").json()["sessions"] == 5, "they are taken")
         process.send_signal(signal.SIGINT)
@@ -130,7 +130,7 @@ def test_what_outlasts_the_grace_is_told(folder: Path) -> None:
             told = answer.result()
             assert told.status_code == 503 and told.headers["Retry-After"]
             assert told.json()["error"]["message"] == "the server was closed"
-        assert process.wait(TIMEOUTS) == 0
+        assert process.wait(TIMEOUT_S) == 0
 
 
 def test_a_second_signal_waits_for_nobody(folder: Path) -> None:
@@ -139,4 +139,4 @@ def test_a_second_signal_waits_for_nobody(folder: Path) -> None:
         process.send_signal(signal.SIGTERM)
         until(lambda: httpx.get(f"{url}/health").json()["state"] == "closing", "it has heard")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(TIMEOUTS) == -signal.SIGTERM
+        assert process.wait(TIMEOUT_S) == -signal.SIGTERM

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from services import ENDLESS, TIMEOUTS, free_port, serving, until
+from services import ENDLESS, TIMEOUT_S, free_port, serving, until
 
 pytest.importorskip("starlette")
 
@@ -36,15 +36,15 @@ def undisturbed(request: pytest.FixtureRequest) -> Iterator[Future | None]:
         yield None
         return
     url = request.getfixturevalue("url")
-    before = httpx.post(f"{url}/v1/completions", json=ASKED, timeout=TIMEOUTS).json()["choices"]
+    before = httpx.post(f"{url}/v1/completions", json=ASKED, timeout=TIMEOUT_S).json()["choices"]
     with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(httpx.post, f"{url}/v1/completions", json=ASKED | {"max_tokens": 80}, timeout=TIMEOUTS)
+        beside = pool.submit(httpx.post, f"{url}/v1/completions", json=ASKED | {"max_tokens": 80}, timeout=TIMEOUT_S)
         until(lambda: beside.done() or standing(url)[0], "it has its place before others take them")
         yield beside
-        meanwhile = beside.result(TIMEOUTS)
+        meanwhile = beside.result(TIMEOUT_S)
     assert meanwhile.status_code == 200
     assert meanwhile.json()["choices"][0]["text"].startswith(before[0]["text"].rstrip("\ufffd"))
-    assert httpx.post(f"{url}/v1/completions", json=ASKED, timeout=TIMEOUTS).json()["choices"] == before
+    assert httpx.post(f"{url}/v1/completions", json=ASKED, timeout=TIMEOUT_S).json()["choices"] == before
     until(lambda: standing(url) == (0, 0, 0), "nothing is open, and every block is back")
 
 
@@ -67,7 +67,7 @@ def connected(url: str, *, buffer: int | None = None) -> socket.socket:
     client = socket.socket()
     if buffer:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    client.settimeout(TIMEOUTS)
+    client.settimeout(TIMEOUT_S)
     client.connect((where.hostname, where.port))
     return client
 
@@ -128,8 +128,8 @@ def test_a_flood(url, undisturbed) -> None:
     """Places and queue are full: whoever comes then is told to come again, at once and in a line."""
     body = HELD | {"prompt": [ENDLESS] * 5}
     with ThreadPoolExecutor(8) as pool:
-        undisturbed.result(TIMEOUTS)  # all places are wanted
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUTS) as held:
+        undisturbed.result(TIMEOUT_S)  # all places are wanted
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as held:
             parts = held.iter_raw()
             next(parts)
             until(lambda: engine(url) == (3, 2), "three run and two wait")
@@ -146,8 +146,8 @@ def test_a_flood(url, undisturbed) -> None:
 
 def test_half_of_an_answer_is_no_place_taken(url, undisturbed) -> None:
     """Of several answers of which one finds no place none begins."""
-    undisturbed.result(TIMEOUTS)
-    with httpx.stream("POST", f"{url}/v1/completions", json=HELD | {"n": 3}, timeout=TIMEOUTS) as held:
+    undisturbed.result(TIMEOUT_S)
+    with httpx.stream("POST", f"{url}/v1/completions", json=HELD | {"n": 3}, timeout=TIMEOUT_S) as held:
         parts = held.iter_raw()
         next(parts)
         assert httpx.post(f"{url}/v1/completions", json=HELD | {"n": 3, "stream": False}).status_code == 429

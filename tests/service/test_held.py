@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from services import GREEDY, TIMEOUTS, serving, until, workers
+from services import GREEDY, TIMEOUT_S, serving, until, workers
 
 from firsttoken.assets.checkpoint import weight_files
 from firsttoken.assets.held import unchanged
@@ -33,7 +33,7 @@ def cut(file: Path) -> None:
 
 def ask(url: str) -> httpx.Response:
     body = {"prompt": "the inn", "max_tokens": 12} | GREEDY
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUTS)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
 
 
 @pytest.fixture(params=["lean", "transformers"])

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 from rotary import ROTARY, TRAINED
-from services import TIMEOUTS, serving, tiny_model, tiny_tokenizer
+from services import TIMEOUT_S, serving, tiny_model, tiny_tokenizer
 
 pytest.importorskip("starlette")
 
@@ -39,7 +39,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def asked(url: str, prompt: list[int], **body: object) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json={"prompt": prompt, **body}, timeout=TIMEOUTS)
+    return httpx.post(f"{url}/v1/completions", json={"prompt": prompt, **body}, timeout=TIMEOUT_S)
 
 
 def failed(url: str) -> float:
@@ -54,7 +54,7 @@ def test_no_number_is_a_fault_of_the_server(damaged: str, mode: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(asked, damaged, [5, 6, 7], max_tokens=30, temperature=0)
         said = asked(damaged, [1, 2, BAD, 3], **BODIES[mode])
-        fine = beside.result(TIMEOUTS)
+        fine = beside.result(TIMEOUT_S)
     assert said.status_code == 500 and "no finite number; copy its weights again" in said.json()["error"]["message"]
     assert said.json()["error"]["type"] == "server_error"
     alone = asked(damaged, [5, 6, 7], max_tokens=30, temperature=0)

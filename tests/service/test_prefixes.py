@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from services import TIMEOUTS, serving, until
+from services import TIMEOUT_S, serving, until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
@@ -50,7 +50,7 @@ def answered(model: Path, store: Path | None) -> tuple[str, int]:
         if store is not None:
             until(lambda: "stored prefixes" in httpx.get(f"{url}/stage").text, "the store is open")
         body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUTS).json()["choices"][0]
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S).json()["choices"][0]
         return answer["logprobs"]["tokens"], httpx.get(f"{url}/stage").json()["restored"]
 
 

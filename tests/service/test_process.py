@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from services import ENDLESS, TIMEOUTS, serving, until
+from services import ENDLESS, TIMEOUT_S, serving, until
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def streamed(
     ``under_way`` is set once several events have come.
     """
     body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "temperature": 0}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUTS) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as answer:
         came = bytearray()
         for delta in answer.iter_bytes():
             came += delta
@@ -46,7 +46,7 @@ def streamed(
 def whole(url: str, prompt: list[int], tokens: int) -> str:
     """The same answer, all at once."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUTS).json()["choices"][0]["text"]
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S).json()["choices"][0]["text"]
 
 
 def test_sixteen_streams_at_once_are_what_each_is_alone(url) -> None:
@@ -58,7 +58,7 @@ def test_sixteen_streams_at_once_are_what_each_is_alone(url) -> None:
 
 def test_a_client_that_leaves_gives_its_place_back(url) -> None:
     body = {"prompt": ENDLESS, "max_tokens": 20_000, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUTS) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as answer:
         chunks = answer.iter_raw()  # without a name it would be closed, and the connection with it
         next(chunks)
         assert httpx.get(f"{url}/stage").json()["sessions"] == 1
@@ -70,6 +70,6 @@ def test_who_is_open_at_the_end_is_told(tiny) -> None:
         with serving(tiny, max_new_tokens=20_000) as url:
             under_way = threading.Event()
             open_one = client.submit(streamed, url, ENDLESS, 20_000, under_way)
-            assert under_way.wait(TIMEOUTS)
-        text, why = open_one.result(TIMEOUTS)
+            assert under_way.wait(TIMEOUT_S)
+        text, why = open_one.result(TIMEOUT_S)
     assert text and why == "the server was closed"

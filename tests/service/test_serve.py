@@ -25,7 +25,7 @@ import httpx
 import pytest
 from plain_tokens import generated
 from replica_clients import LONG_ANSWER, TOKENS, Clients, Story, open_sessions, request, statuses
-from services import TIMEOUTS, until
+from services import TIMEOUT_S, until
 from transformers import AutoModelForCausalLM
 
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
@@ -89,8 +89,8 @@ def service(tiny: Path, gates: Path, tmp_path_factory: pytest.TempPathFactory) -
     with out.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUTS) as client:
-            deadline = time.monotonic() + TIMEOUTS
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
+            deadline = time.monotonic() + TIMEOUT_S
             while True:
                 assert process.poll() is None and time.monotonic() < deadline, out.read_text()
                 try:
@@ -101,7 +101,7 @@ def service(tiny: Path, gates: Path, tmp_path_factory: pytest.TempPathFactory) -
                 time.sleep(0.05)
             yield client
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=TIMEOUTS) == 0
+        assert process.wait(timeout=TIMEOUT_S) == 0
     finally:
         process.kill()
     first, second, *rest = out.read_text().splitlines()
@@ -209,7 +209,7 @@ def test_both_replicas_answer(service, story):
 
 @pytest.mark.parametrize("kind", ["streamed", "whole"])
 def test_a_client_that_goes_frees_its_place(service, story, kind):
-    connection = http.client.HTTPConnection(service.base_url.host, service.base_url.port, timeout=TIMEOUTS)
+    connection = http.client.HTTPConnection(service.base_url.host, service.base_url.port, timeout=TIMEOUT_S)
     connection.request("POST", "/v1/completions", json.dumps(request(kind, LONG_ANSWER)))
     if kind == "streamed":
         assert connection.getresponse().readline().startswith(b"data: ")

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from plain_tokens import generated
-from services import TIMEOUTS, byte_level, free_port, tiny_model, until
+from services import TIMEOUT_S, byte_level, free_port, tiny_model, until
 
 from firsttoken.progressiveserve.passlayer import pass_layers
 
@@ -124,7 +124,7 @@ def test_requests_are_taken_before_torch_is_imported(folder, tmp_path) -> None:
     body = {"prompt": "the inn", "max_tokens": 8, "temperature": 0}
     with (
         gated(folder, tmp_path / "held", "--max-running", "2", "--max-waiting", "1") as service,
-        httpx.Client(base_url=service.url, headers=told, timeout=TIMEOUTS) as client,
+        httpx.Client(base_url=service.url, headers=told, timeout=TIMEOUT_S) as client,
         ThreadPoolExecutor(4) as pool,
     ):
         there = json.loads((service.place / "modules.json").read_text())
@@ -150,7 +150,7 @@ def test_requests_are_taken_before_torch_is_imported(folder, tmp_path) -> None:
         said = {(one.json()["stage"], one.json()["choices"][0]["text"]) for one in answers[:2]}
         assert all(text for _, text in said) and (folder.name == "tiny" or len(said) == 1)
         service.process.send_signal(signal.SIGINT)
-        assert service.process.wait(TIMEOUTS) == 0
+        assert service.process.wait(TIMEOUT_S) == 0
         assert service.strays == "" and (service.place / "errors").read_text() == ""
     for stage, text in said if folder.name == "tiny" else ():  # one that waited has a later stage
         model, ids = tiny_model(), byte_level().encode("the inn").ids
@@ -164,7 +164,7 @@ def test_an_end_while_torch_is_imported(plain, tmp_path) -> None:
         out = service.place / "out"
         until(lambda: out.read_text().endswith("shutting down\n"), "it has heard")
         service.open()
-        assert service.process.wait(TIMEOUTS) == 0
+        assert service.process.wait(TIMEOUT_S) == 0
         assert (service.place / "errors").read_text() == ""
 
 
@@ -174,20 +174,20 @@ def test_a_second_end_waits_for_nothing(plain, tmp_path) -> None:
         out = service.place / "out"
         until(lambda: out.read_text().endswith("shutting down\n"), "it has heard")
         service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(TIMEOUTS) == -signal.SIGTERM
+        assert service.process.wait(TIMEOUT_S) == -signal.SIGTERM
 
 
 def test_a_torch_that_cannot_be_imported_ends_it_in_one_line(plain, tmp_path) -> None:
     body = {"prompt": "the inn", "max_tokens": 8}
     with gated(plain, tmp_path / "held") as service, ThreadPoolExecutor(1) as pool:
         told = {"Authorization": f"Bearer {KEY}"}
-        asked = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body, headers=told, timeout=TIMEOUTS)
+        asked = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body, headers=told, timeout=TIMEOUT_S)
         until(lambda: httpx.get(f"{service.url}/stage").json()["sessions"] == 1, "it waits")
         (service.place / "broken").touch()
         service.open()
         answer = asked.result()
         assert answer.status_code == 503 and "libtorch.so" in answer.json()["error"]["message"]
-        assert service.process.wait(TIMEOUTS) == 2
+        assert service.process.wait(TIMEOUT_S) == 2
         assert (service.place / "errors").read_text() == (
             "firsttoken: what computes cannot be imported: libtorch.so: cannot open shared object file; "
             "install firsttoken again\n"

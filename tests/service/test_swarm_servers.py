@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from plain_tokens import check_greedy
-from services import TIMEOUTS
+from services import TIMEOUT_S
 from swarms import asking, varied
 
 from firsttoken.__main__ import main
@@ -45,7 +45,7 @@ def test_two_servers_cover_a_model_and_go_with_the_command(folder) -> None:
                 said = model.generate(torch.tensor([one.prompt]), 6)[0, 12:].tolist()
                 assert check_greedy(said, one.plain) == 6
             process.send_signal(signal.SIGTERM)
-            assert process.wait(TIMEOUTS) == 0
+            assert process.wait(TIMEOUT_S) == 0
         finally:
             process.terminate()
     for match in found:

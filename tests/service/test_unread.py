@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from services import TIMEOUTS, serving
+from services import TIMEOUT_S, serving
 
 pytest.importorskip("uvicorn")
 
@@ -28,7 +28,7 @@ def url(plain) -> Iterator[str]:
 def sent(url: str, data: bytes) -> socket.socket:
     """A connection over which ``data`` went, or as much as was taken."""
     where = urlsplit(url)
-    client = socket.create_connection((where.hostname, where.port), TIMEOUTS)
+    client = socket.create_connection((where.hostname, where.port), TIMEOUT_S)
     with suppress(OSError):
         client.sendall(data)
     return client
@@ -73,5 +73,5 @@ def test_bodies_that_do_not_end_are_limited_together(url: str) -> None:
         for _ in range(MOST_UNREAD_BYTES // size):
             stack.enter_context(sent(url, body))
         assert status(stack.enter_context(sent(url, body))) == 503
-    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "the", "max_tokens": 1}, timeout=TIMEOUTS)
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "the", "max_tokens": 1}, timeout=TIMEOUT_S)
     assert answer.status_code == 200

@@ -187,7 +187,8 @@ def test_the_empty_text_is_a_value() -> None:
 
 def test_the_pages_keep_their_verdicts(root: Path, make_result, capsys) -> None:
     paths.TEMPLATES.mkdir()
-    for page in ("README.md", "CLAIMS.md", "CAPACITY.md"):
+    paths.INDEX.write_text("[]\n", encoding="utf-8")
+    for page in ("README.md", "CLAIMS.md", "CAPACITY.md", "INDEX.md"):
         (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
     claim = load_claims(paths.CLAIMS, EXPERIMENTS)[0]
     summary = [entry(claim.measure, claim.where, value=25.0)]
@@ -203,7 +204,8 @@ def test_the_pages_keep_their_verdicts(root: Path, make_result, capsys) -> None:
 
 def test_the_pages_are_updated_and_checked(root: Path, make_result, capsys) -> None:
     paths.TEMPLATES.mkdir()
-    for page in ("README.md", "CLAIMS.md", "CAPACITY.md"):
+    paths.INDEX.write_text("[]\n", encoding="utf-8")
+    for page in ("README.md", "CLAIMS.md", "CAPACITY.md", "INDEX.md"):
         (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
     assert main(["claims", "--check"]) == 1
     write_result(recorded := make_result(profile="full", machine={"slug": "elsewhere-4c", "gpu": None}))

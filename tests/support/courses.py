@@ -16,7 +16,7 @@ from firsttoken.engine.request import Phase, Request
 
 @dataclass(frozen=True)
 class Course:
-    """``stage`` computed it all, but for the first ``awaiting_kv`` tokens where a ``group`` is given: these are a
+    """``stage`` computed it all, but for the first ``brought`` tokens where a ``group`` is given: these are a
     sender's in all other layers. Then, with so many tokens cached, later stages computed some layers of them again
     (``redone``).
 

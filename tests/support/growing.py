@@ -16,7 +16,7 @@ from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, part_bl
 
 PROMPT = [20, 31, 42, 53, 64]
 MOVING = [PROMPT, PROMPT[:1], [7, 8, 9]]
-TIMEOUTS = 120.0  # s; nothing here takes one of them
+TIMEOUT_S = 120.0  # s; nothing here takes one of them
 OURS = ("firsttoken-engine", "loading", "placer", "reader-")
 
 
@@ -37,7 +37,7 @@ def events_of(session: Stream, stage: int = 0) -> list[TokenEvent]:
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read)
         try:
-            return reading.result(TIMEOUTS)
+            return reading.result(TIMEOUT_S)
         except TimeoutError:
             session.end(RuntimeError("the session never ended"))
             raise
@@ -81,9 +81,9 @@ class Spoilt:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUTS
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < deadline, f"not within {TIMEOUTS:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s: {what}"
         time.sleep(0.005)
 
 

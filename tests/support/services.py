@@ -26,7 +26,7 @@ MERGES = [("t", "h"), ("th", "e"), ("i", "n")]
 MERGED = ["".join(pair) for pair in MERGES]
 TURN = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}<end>{% endfor %}"
 CHAT = TURN + "{% if add_generation_prompt %}in {% endif %}"
-TIMEOUTS = 300.0  # s; nothing here takes one of them, on a quiet machine
+TIMEOUT_S = 300.0  # s; nothing here takes one of them, on a quiet machine
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LIMITS = {"max_running": 12, "max_waiting": 0, "max_prompt_tokens": 64, "max_new_tokens": 9000, "max_choices": 8}
 GREEDY = {"temperature": 0}
@@ -103,9 +103,9 @@ def free_port() -> int:
 
 def until(holds: Callable[[], bool], what: str) -> None:
     """Wait for it."""
-    deadline = time.monotonic() + TIMEOUTS
+    deadline = time.monotonic() + TIMEOUT_S
     while not holds():
-        assert time.monotonic() < deadline, f"not within {TIMEOUTS:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s: {what}"
         time.sleep(0.01)
 
 

@@ -17,22 +17,22 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("FIRSTTOKEN_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
 OURS = dict(os.environ, PYTHONPATH=os.pathsep.join(str(ROOT / part) for part in ("lib", "tests/support")))
-TIMEOUTS = 180.0
+TIMEOUT_S = 180.0
 KEY = "sk-for-the-tests"
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
     """Wait for it."""
-    deadline = time.monotonic() + TIMEOUTS
+    deadline = time.monotonic() + TIMEOUT_S
     while not holds():
-        assert time.monotonic() < deadline, f"not within {TIMEOUTS:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s: {what}"
         time.sleep(0.1)
 
 
 def written(writer: str, folder: Path) -> Path:
     """``folder`` as the function ``writer`` of services.py makes it."""
     code = f"import sys; from pathlib import Path; from services import {writer}; {writer}(Path(sys.argv[1]))"
-    subprocess.run([PYTHON, "-c", code, str(folder)], check=True, env=OURS, timeout=TIMEOUTS)
+    subprocess.run([PYTHON, "-c", code, str(folder)], check=True, env=OURS, timeout=TIMEOUT_S)
     return folder
 
 

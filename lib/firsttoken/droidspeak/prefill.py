@@ -56,7 +56,7 @@ NOTHING = Group(0, 0)
 
 @torch.inference_mode()
 def full_prefill(model: PreTrainedModel, prefix: Prefix, edges: Iterable[int] = ()) -> PrefixCache:
-    """What ``model`` computes for ``prefix``, with the E-cache at each of ``e_cache`` (layers, 0-based).
+    """What ``model`` computes for ``prefix``, with the E-cache at each of ``edges`` (layers, 0-based).
 
     Raises RequestError for an edge that the model does not have.
     """

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from firsttoken import old_names
 from firsttoken.assets.lock import first_line
 from firsttoken.engine.request import GREEDY, Sampling
 from firsttoken.study.errors import BusyError, EngineError, FirstTokenError, RequestError
@@ -263,3 +264,6 @@ class AsyncEngine:
             stream.end(error)
         self._streams.clear()
         self._engine.failed()  # they were among them
+
+
+__getattr__ = old_names.classes(__name__, Server="AsyncEngine", Standing="EngineStats")

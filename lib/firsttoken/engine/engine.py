@@ -229,7 +229,7 @@ class Engine:
             return []
 
     def _step(self) -> list[tuple[Request, int]]:
-        chunks = self._next_works()
+        chunks = self._next_chunks()
         if not chunks:
             return []
         start = self.executor.now()
@@ -279,7 +279,7 @@ class Engine:
         self.run()
         return requests
 
-    def _next_works(self) -> list[ScheduledChunk]:
+    def _next_chunks(self) -> list[ScheduledChunk]:
         """Let arrivals in and schedule; waits for the next arrival or transfer when that yields nothing."""
         while self.busy:
             now = self.executor.now()

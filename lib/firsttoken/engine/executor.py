@@ -83,7 +83,7 @@ class Executor(Protocol):
         """Let the time pass, as nothing can run before ``moment_s``."""
 
     def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
-        """Process the tokens of ``chunks``; the next token after each (of no meaning where the work is partial)."""
+        """Process the tokens of ``chunks``; the next token after each (of no meaning where the chunk is partial)."""
 
     def swap_out(self, request: Request) -> SwapTime | None:
         """Copy the request's blocks to host memory and set ``request.host``; None when there is no room for them."""

@@ -34,7 +34,7 @@ class LiveExecutor:
     """Runs ``model`` where it lies, with ``blocks`` KV blocks there and ``host_blocks`` in host memory (0: never swap).
 
     The model's attention is switched to the paged one, and back by ``close``; ``attend`` names the way it is computed,
-    by default the fastest for this model here. ``segments`` run in the place of its layers, and ``hidden_cache`` keep
+    by default the fastest for this model here. ``segments`` run in the place of its layers, and ``hidden_cache`` keeps
     hidden states; this is the ``version`` that requests begin with until another is set. ``device`` is where the
     weights will be (where they are, unless given), and ``touched`` as of ``KVPool``.
 
@@ -109,9 +109,9 @@ class LiveExecutor:
 
     @torch.inference_mode()
     def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
-        """One forward pass for each view, over the new tokens of all its ``chunks``, laid end to end. What is redone in
-        some layers, from hidden states that it brings, joins it there; other redone works go through their layers in a
-        pass of their own. The other layers' keys and values stay what they are.
+        """One forward pass for each version, over the new tokens of all its ``chunks``, laid end to end. What is redone
+        in some layers, from hidden states that it brings, joins it there; other redone chunks go through their layers
+        in a pass of their own. The other layers' keys and values stay what they are.
 
         Raises RequestError as ``Decoder.run``, and ModelError once closed.
         """

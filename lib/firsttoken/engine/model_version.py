@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import ClassVar
 
+from firsttoken import old_names
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.request import LayerRecompute, Request
@@ -66,3 +67,6 @@ class ModelVersion:
 
 Transition = Callable[[ModelVersion, ModelVersion], range | None]
 """Which layers a request computes again when it moves from one view to another; None where it stays."""
+
+
+__getattr__ = old_names.classes(__name__, View="ModelVersion")

@@ -9,6 +9,7 @@ from enum import StrEnum
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from firsttoken import old_names
 from firsttoken.study.errors import RequestError
 
 if TYPE_CHECKING:
@@ -210,6 +211,8 @@ class Request:
     It computes with the ``version`` that it began with, unless it ``moves`` to what is published while it is open.
     """
 
+    todo = old_names.OldMember("remaining")  # as readers' policies have it
+
     def __init__(
         self, number: int, prompt: Sequence[int], sampling: Sampling, arrival_s: float, *, moves: bool = False
     ) -> None:
@@ -323,3 +326,8 @@ class Request:
         """Mean seconds per token after the first; None for a single token."""
         gaps = len(self.times_s) - 1
         return (self.times_s[-1] - self.times_s[0]) / gaps if gaps else None
+
+
+__getattr__ = old_names.classes(
+    __name__, Work="ScheduledChunk", Redo="LayerRecompute", Chance="TokenLogprob", PrefixSource="KVSource"
+)

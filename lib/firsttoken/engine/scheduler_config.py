@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from firsttoken import old_names
 from firsttoken.study.errors import ProfileError
 
 
@@ -37,3 +38,6 @@ class SchedulerConfig:
                 raise ProfileError(f"engine: {name} must be above 0, not {getattr(self, name)}")
         if not self.stretch > 1:
             raise ProfileError(f"engine: stretch must be above 1, not {self.stretch}")
+
+
+__getattr__ = old_names.classes(__name__, Bounds="SchedulerConfig")

@@ -24,7 +24,7 @@ class StepPlan:
     """``chunks`` laid end to end, those of fewer tokens first, and what every layer needs to know of them.
 
     Of ``layers`` those run that are there; ``hidden`` [1, tokens, hidden] enters the first of them, or what the model
-    makes of the ids. ``hidden_cache``, if given, keep what enters theirs. ``paged`` reads and writes the pool. Others
+    makes of the ids. ``hidden_cache``, if given, keeps what enters theirs. ``paged`` reads and writes the pool. Others
     are ``fused_recompute`` to a step through all layers in some of these.
     """
 

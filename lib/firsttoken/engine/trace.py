@@ -37,8 +37,8 @@ class Step:
     def tokens(self) -> dict[Kind, int]:
         """How many of each kind."""
         tokens = dict.fromkeys(Kind, 0)
-        for line in self.token_spans:
-            tokens[line.kind] += line.end - line.start
+        for span in self.token_spans:
+            tokens[span.kind] += span.end - span.start
         return tokens
 
 

@@ -47,7 +47,7 @@ def signature_of(key: Ed25519PrivateKey, domain: bytes, said: Mapping[str, Any])
 
 
 def check_signature(who: str, domain: bytes, said: Mapping[str, Any], what: str) -> None:
-    """Raise SwarmError that names ``what`` unless ``status_fd["signature"]`` is of the subkey ``who``."""
+    """Raise SwarmError that names ``what`` unless ``said["signature"]`` is of the subkey ``who``."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 

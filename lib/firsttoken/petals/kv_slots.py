@@ -68,7 +68,7 @@ class KVSlots:
         self.sequences = sequences
         self.context = context
         self.spare_s = spare_s
-        self._homes: dict[int, tuple[Sequences, int, CachedSequence]] = {}  # of all sessions, by the tenant's id
+        self._homes: dict[int, tuple[Sequences, int, CachedSequence]] = {}  # of all sessions, by the sequence's id
         self._leased: Counter[int] = Counter()  # in how many steps under way a block is
         self._written: set[int] = set()  # by a step under way
         self._turn = asyncio.Lock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from firsttoken import old_names
 from firsttoken.study.errors import SwarmError
 
 
@@ -33,3 +34,6 @@ class Timeouts:
     def limit_s(self, tokens: int) -> float:
         """Seconds that a server has for ``tokens`` at once."""
         return self.step_s + tokens * self.token_s
+
+
+__getattr__ = old_names.classes(__name__, Patience="Timeouts")

@@ -18,7 +18,7 @@ SLOWEST, FASTEST = 100, 1000  # times the rate at which a search begins
 
 @dataclass(frozen=True)
 class Objective:
-    """SchedulerConfig on the P99 of the time between two tokens of a request, and on the median delay to its first
+    """Limits on the P99 of the time between two tokens of a request, and on the median delay to its first
     step."""
 
     tbt_s: float

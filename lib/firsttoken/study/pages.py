@@ -25,7 +25,7 @@ from firsttoken.study.errors import ClaimsError, FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.notebooks import notebook_paths, read_notebook
 from firsttoken.study.parsing.schema import unknown
-from firsttoken.study.record import Result, known_machine, pick
+from firsttoken.study.record import Result, known_machine, recorded_result
 from firsttoken.study.record_log import EMPTY, Log
 from firsttoken.study.report_index import index_tables, load_index
 from firsttoken.study.summary import Entry, Scalar
@@ -76,8 +76,7 @@ _CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)
 def pages() -> dict[Path, Path]:
     """Each page with its template. Raises NotebookError for a template without a notebook."""
     readme = {paths.ROOT / "README.md": paths.TEMPLATES / "README.md"}
-    data = {page: paths.TEMPLATES / page.name for page in (paths.CLAIMS_PAGE, paths.CAPACITY_PAGE)}
-    data |= {paths.INDEX_PAGE: paths.TEMPLATES / paths.INDEX_PAGE.name} if paths.INDEX.exists() else {}
+    data = {page: paths.TEMPLATES / page.name for page in (paths.CLAIMS_PAGE, paths.CAPACITY_PAGE, paths.INDEX_PAGE)}
     return readme | data | templates()
 
 
@@ -106,14 +105,15 @@ def render(
     known_machine(machine, results)
 
     def recorded(experiment: str) -> Result:
-        result = pick(results, experiment, machine=machine) or pick(results, experiment, machine="any")
-        if result is None:
-            raise ClaimsError(f"{template.name}: no result of {experiment!r}")
-        return result
+        try:
+            return recorded_result(results, experiment, machine)
+        except FirstTokenError as error:
+            raise ClaimsError(f"{template.name}: {error}") from error
 
     def entry(experiment: str, measure: str, /, **where: Scalar) -> Entry:
+        result = recorded(experiment)
         try:
-            return recorded(experiment).summary.of(measure, **where)
+            return result.summary.of(measure, **where)
         except FirstTokenError as error:
             raise ClaimsError(f"{template.name}: {experiment}: {error}") from error
 
@@ -162,7 +162,7 @@ def render(
             counts=counts(claims, results, machine, log),
             goals=goals(claims, results, machine, log),
             scoreboard=scoreboard(claims, results, machine, log),
-            index=index_tables(load_index(paths.INDEX)) if paths.INDEX.exists() else {},
+            index=index_tables(load_index(paths.INDEX)),
             systems={report: page_table(of, results, machine, log) for report, of in reports.items()},
         )
     except (jinja2.TemplateError, OSError) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +23,7 @@ from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
 from firsttoken.study.parsing.schema import at_least, shaped, unknown
 from firsttoken.study.storage import storing
-from firsttoken.study.summary import Entry, Summary, misplaced
+from firsttoken.study.summary import Entry, Scalar, Summary, misplaced
 
 if TYPE_CHECKING:
     import pandas
@@ -220,6 +220,30 @@ def pick(
         and (slug in ("any", result.slug) or (slug == "gpu" and result.machine["gpu"]))
     ]
     return max(candidates, key=lambda result: (-_rank(result.profile), result.started), default=None)
+
+
+def recorded_result(results: Iterable[Result], experiment: str, machine: str) -> Result:
+    """The preferred result of ``experiment`` on ``machine``, or on any other where it has none.
+
+    Raises FirstTokenError where nobody recorded it.
+    """
+    results = list(results)
+    found = pick(results, experiment, machine=machine) or pick(results, experiment, machine="any")
+    if found is None:
+        raise FirstTokenError(f"no result of {experiment!r}")
+    return found
+
+
+def recorded_entries(results: Sequence[Result], machine: str) -> Callable[..., Entry]:
+    """Give the entry of a summary by experiment, measure and place, from ``recorded_result``.
+
+    What is given back raises FirstTokenError as that does, and for a measure that the result lacks.
+    """
+
+    def of(experiment: str, measure: str, /, **where: Scalar) -> Entry:
+        return recorded_result(results, experiment, machine).summary.of(measure, **where)
+
+    return of
 
 
 def git_revision() -> str:

@@ -50,7 +50,7 @@ class Verdict(StrEnum):
 class Judgement:
     """The verdict on a claim, what was measured (as text), and the reason in a few words.
 
-    ``ranking`` is "post hoc" where the claim is not the one that stood in the ledger when the run began, and
+    ``standing`` is "post hoc" where the claim is not the one that stood in the ledger when the run began, and
     "unverifiable" where the history does not have the revision that ran. ``reworded``: its words were changed since.
     ``measured`` names the machine where it is not the one that was asked for. ``share`` is what was measured in parts
     of the report's effect, where the claim says what no effect would be, and ``value`` the plain number of a bound.

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import zmq
 
+from firsttoken import old_names
 from firsttoken.engine.executor import DeviceLost, Limits
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.sampling import no_number
@@ -308,3 +309,6 @@ class _Returning(Movement):
     def wait(self) -> Moved:
         self._moved = self._moved or self._executor.arrived(self._number, wait=True)
         return self._moved
+
+
+__getattr__ = old_names.classes(__name__, ApartExecutor="RemoteExecutor")

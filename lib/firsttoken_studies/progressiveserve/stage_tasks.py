@@ -71,9 +71,9 @@ def accuracy_by_stage(recorded: Result | None, now: Result) -> Figure:
     for name, label in (NAMES | {"S3": "whole model"}).items():
         axes[0][0].plot([], [], LOOKS[name].marker, color=LOOKS[name].colour, label=label)
     axes[0][0].set_ylabel("points of accuracy against the full model")
-    full = drawn[0].result.summary.of("accuracy_pct", stage=0, task=tasks[0])
+    full, title = drawn[0].result.summary.of("accuracy_pct", stage=0, task=tasks[0]), TASKS[tasks[0]].title
     fig.suptitle(
-        f"A second task: the full model answers {full['value']:.0f} % of {TASKS[tasks[0]].title}; what a stage loses"
+        f"The full model answers {full['value']:.0f} % of {title} (n = {full['n']}), and each stage so much less"
     )
     legend(fig, axes[0][0], drawn, "accuracy_change")
     return fig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,12 @@ from tqdm import tqdm
 
 from firsttoken.study import paths
 from firsttoken.study.claims_table import told
-from firsttoken.study.errors import ClaimsError, StorageError
+from firsttoken.study.errors import StorageError
 from firsttoken.study.files import write_text
 from firsttoken.study.notebooks import notebook_paths
-from firsttoken.study.record import Result, pick
+from firsttoken.study.record import recorded_entries
 from firsttoken.study.report_index import load_index
 from firsttoken.study.storage import storing
-from firsttoken.study.summary import Entry, Scalar
 from firsttoken.study.verdicts import judge_record
 from firsttoken_studies import ledger
 from firsttoken_studies.site import tricks_page
@@ -80,23 +79,11 @@ def _write(folder: Path) -> None:
     write_text(folder / "formulas.js", tricks_page.formulas())
     ideas = {report: says for report, (_, says) in IDEAS.items()}
     content = {"title": "Which idea pays where", "sliders": tricks_page.SLIDERS, "ideas": ideas}
-    content["recorded"] = tricks_page.recorded(_entries(recorded, ledger.machine()))
+    content["recorded"] = tricks_page.recorded(recorded_entries(recorded, ledger.machine()))
     _page(folder / "tricks.html", "tricks.html.j2", content, notebooks)
     judged = judge_record(ledger.claims(), recorded, ledger.machine(), ledger.log())
     rows = [{"judged": one, "told": told(one.claim), "ground": one.claim.stands_on} for one in judged]
     _page(folder / "claims.html", "claims.html.j2", {"title": "Claims", "rows": rows}, notebooks)
-
-
-def _entries(results: Sequence[Result], machine: str) -> Callable[..., Entry]:
-    """Give the entry of a summary by experiment, measure and place, of ``machine`` where it has a result."""
-
-    def of(experiment: str, measure: str, /, **where: Scalar) -> Entry:
-        result = pick(results, experiment, machine=machine) or pick(results, experiment, machine="any")
-        if result is None:
-            raise ClaimsError(f"no result of {experiment} is recorded")
-        return result.summary.of(measure, **where)
-
-    return of
 
 
 def _copied(figure: Path | None, folder: Path) -> str:

@@ -33,7 +33,7 @@ def identity() -> Callable[..., ModelIdentity]:
 
 @pytest.fixture(scope="session")
 def drawn() -> Callable[..., PrefixCache]:
-    """``drawn(model, context, e_cache=(), seed=0)``: a random cache of the right shapes."""
+    """``drawn(model, context, edges=(), seed=0)``: a random cache of the right shapes."""
 
     def draw(model: ModelIdentity, context: Sequence[int], edges: Iterable[int] = (), seed: int = 0) -> PrefixCache:
         random, dtype = torch.Generator().manual_seed(seed), getattr(torch, model.dtype)

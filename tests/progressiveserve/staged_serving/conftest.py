@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from growing import OURS, TIMEOUTS
+from growing import OURS, TIMEOUT_S
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -65,6 +65,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StagedServe
     for server in servers:
         closing = threading.Thread(target=server.close, daemon=True)
         closing.start()
-        closing.join(TIMEOUTS)
+        closing.join(TIMEOUT_S)
         assert not closing.is_alive(), "close() does not end"
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(OURS)]

@@ -8,7 +8,7 @@ import pytest
 from growing import (
     OURS,
     PROMPT,
-    TIMEOUTS,
+    TIMEOUT_S,
     bytes_until,
     events_of,
     first_event,
@@ -28,7 +28,7 @@ def test_closing_ends_everything(stage, serve, when):
     link = Link(LinkConfig({"stage 1": 0.0015, "stage 2": 0.003, "complete": 0.0}[when]))
     server = serve(staged, link, threads=1)
     if when != "stage 1":
-        assert server.wait_stage(1 if when == "stage 2" else 3, TIMEOUTS)
+        assert server.wait_stage(1 if when == "stage 2" else 3, TIMEOUT_S)
     sessions = [server.submit(PROMPT, 1000), server.submit(PROMPT, 1000, upgrade=True)]
     if when != "stage 1":
         assert first_event(sessions[0])
@@ -83,7 +83,7 @@ def test_clients_that_come_while_it_closes_are_not_forgotten(stage, serve):
         thread.start()
     server.close()
     for thread in threads:
-        thread.join(TIMEOUTS)
+        thread.join(TIMEOUT_S)
     for session in sessions:
         with pytest.raises(BusyError):
             events_of(session)

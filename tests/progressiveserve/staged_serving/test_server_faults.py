@@ -7,7 +7,7 @@ import time
 import pytest
 from growing import (
     PROMPT,
-    TIMEOUTS,
+    TIMEOUT_S,
     Spoilt,
     bytes_until,
     check_stage,
@@ -46,7 +46,7 @@ def test_a_bad_shard_of_stage_2(stage, serve, fault):
     until(lambda: sum("failed" in e["what"] for e in server.status()["events"]) > 1, "it is tried again")
     check_stage(staged, 1, PROMPT, tokens_of(server.submit(PROMPT, 8)), 8)
     path.write_bytes(content)
-    assert server.wait_stage(3, TIMEOUTS)
+    assert server.wait_stage(3, TIMEOUT_S)
     assert server.status()["state"] == "complete" and server.status()["error"] is None
     check_greedy(tokens_of(server.submit(PROMPT, 8)), greedy(staged.folder, PROMPT, 8))
 
@@ -86,7 +86,7 @@ def test_a_link_that_dies_in_the_middle_of_stage_2(stage, serve):
     assert error.startswith("stage 2: ") and " cannot be read: the link died" in error
     check_stage(staged, 1, PROMPT, tokens_of(server.submit(PROMPT, 8)), 8)
     link.restore()
-    assert server.wait_stage(3, TIMEOUTS)
+    assert server.wait_stage(3, TIMEOUT_S)
     check_greedy(tokens_of(server.submit(PROMPT, 8)), greedy(staged.folder, PROMPT, 8))
 
 
@@ -105,9 +105,9 @@ def test_stage_1_is_not_there_yet(stage, serve, missing):
     status = server.status()
     assert (status["stage"], status["state"]) == (0, "degraded") and path.name in status["error"]
     away.rename(path)
-    assert server.wait_stage(1, TIMEOUTS)
+    assert server.wait_stage(1, TIMEOUT_S)
     assert tokens_of(server.submit(PROMPT, 4, upgrade=False))
-    assert server.wait_stage(3, TIMEOUTS) and server.status()["error"] is None
+    assert server.wait_stage(3, TIMEOUT_S) and server.status()["error"] is None
 
 
 def test_who_is_told_of_a_failure_finds_it_in_the_status(stage, serve, monkeypatch):
@@ -127,7 +127,7 @@ def test_a_link_that_is_dead_from_the_start(stage, serve):
     with pytest.raises(LinkError, match="the link died after 0 bytes"):
         events_of(server.submit(PROMPT, 4))
     link.restore()
-    assert server.wait_stage(3, TIMEOUTS)
+    assert server.wait_stage(3, TIMEOUT_S)
     check_greedy(tokens_of(server.submit(PROMPT, 4)), greedy(staged.folder, PROMPT, 4))
 
 
@@ -149,7 +149,7 @@ def test_a_failure_that_nobody_thought_of(stage, serve, number, monkeypatch):
     assert server.status()["error"].startswith(f"stage {number}: ") and "\n" not in server.status()["error"]
     if number == 1:
         monkeypatch.undo()
-        assert server.wait_stage(3, TIMEOUTS)
+        assert server.wait_stage(3, TIMEOUT_S)
     assert len(tokens_of(server.submit(PROMPT, 4))) == 4
 
 
@@ -166,14 +166,14 @@ def test_a_transition_that_fails_ends_that_session_only(stage, serve):
     staged = stage()
     link = Link(fail_after_bytes=bytes_until(staged, 1))
     server = serve(staged, link, Failing())
-    assert server.wait_stage(1, TIMEOUTS)
+    assert server.wait_stage(1, TIMEOUT_S)
     pinned, moving = server.submit(PROMPT, 100), server.submit(PROMPT, 1000, upgrade=True)
     assert first_event(moving)
     link.restore()
     with pytest.raises(RuntimeError, match="out of memory"):
         events_of(moving)
     assert len(events_of(pinned)) == 100
-    assert server.wait_stage(3, TIMEOUTS)
+    assert server.wait_stage(3, TIMEOUT_S)
     check_greedy(tokens_of(server.submit(PROMPT, 4)), greedy(staged.folder, PROMPT, 4))
 
 
@@ -191,11 +191,11 @@ def test_a_failure_of_stage_3_is_not_forgotten_while_stage_2_takes_over(stage, s
             return super().redo(old, new)
 
     server = serve(staged, link, Slow(), retry_s=0.2)
-    assert server.wait_stage(1, TIMEOUTS)
+    assert server.wait_stage(1, TIMEOUT_S)
     session = server.submit(PROMPT, 1000, upgrade=True)
     assert first_event(session)
-    server._retry_s = TIMEOUTS  # of stage 3: one failure, and a long time until the next
+    server._retry_s = TIMEOUT_S  # of stage 3: one failure, and a long time until the next
     link.restore()
-    assert server.wait_stage(2, TIMEOUTS)
+    assert server.wait_stage(2, TIMEOUT_S)
     session.cancel()
     assert server.status()["state"] == "degraded" and "stage 3" in server.status()["error"]

@@ -63,7 +63,7 @@ class Score:
 
 
 class LayerProfiler:
-    """A batch of questions under one sender and one receiver; the sender's E-cache is kept at ``e_cache``."""
+    """A batch of questions under one sender and one receiver; the sender's E-cache is kept at ``edges``."""
 
     def __init__(
         self, sender: PreTrainedModel, receiver: PreTrainedModel, questions: Questions, edges: Iterable[int]
@@ -87,7 +87,7 @@ class LayerProfiler:
     def recomputed(self, group: Group) -> list[LayerKV]:
         """The receiver's keys and values of ``group``, from the sender's E-cache at its lower edge.
 
-        Raises RequestError for a group that does not fit, or whose lower edge is none of ``e_cache``.
+        Raises RequestError for a group that does not fit, or whose lower edge is none of ``edges``.
         """
         kept = self._recomputed.get(group.check(self.depth).lo, [])
         if len(kept) < len(group):
@@ -117,7 +117,7 @@ class LayerProfiler:
         return self._score(hidden, behind)
 
     def groups(self, edges: Sequence[int]) -> Iterator[tuple[Group, Score]]:
-        """The score of every contiguous group whose ends are in ``e_cache`` (rising), and of reusing all layers."""
+        """The score of every contiguous group whose ends are in ``edges`` (rising), and of reusing all layers."""
         yield NOTHING, self.reuse()
         below, at = self._behind.embed(), 0
         for i, lo in enumerate(edges[:-1]):

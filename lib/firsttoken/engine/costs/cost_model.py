@@ -22,7 +22,7 @@ class Costs(ABC):
 
     @abstractmethod
     def swap_in_s(self, tokens: int) -> float:
-        """KVConnector them back, with what has to be prepared for it (the paper's "prep")."""
+        """The seconds that it takes to bring them back, preparation (the paper's "prep") included."""
 
     def recompute_s(self, tokens: int) -> float:
         """The prefill of ``tokens`` tokens in a step of its own."""

@@ -21,7 +21,7 @@ def line_through(points: Mapping[int, float], most: int) -> np.ndarray:
 
 
 def follow(line: Sequence[float] | np.ndarray, count: int) -> float:
-    """``open_session[count]``, its last step going on beyond it."""
+    """``line[count]``, its last step going on beyond it."""
     if count < len(line):
         return float(line[count])
     return float(line[-1] + (count - len(line) + 1) * (line[-1] - line[-2]))

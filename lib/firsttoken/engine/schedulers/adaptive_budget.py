@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from firsttoken import old_names
 from firsttoken.engine.costs.fitted import relative_fit, step_parts
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
@@ -143,3 +144,6 @@ class Deadline(AdaptiveBudget):
     def _decode_due(self, request: Request) -> float:
         """When the next token of ``request``, which has one, is due."""
         return max(self._due(request), request.times_s[-1] + self.config.tbt_s)
+
+
+__getattr__ = old_names.classes(__name__, Pace="StepTimeModel")

@@ -1,1 +1,1 @@
-"""KVConnector weights into memory: in the order of the forward pass, in parallel, while it already computes."""
+"""Loads weights into memory: in the order of the forward pass, in parallel, while it already computes."""

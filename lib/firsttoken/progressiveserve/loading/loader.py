@@ -32,7 +32,7 @@ from firsttoken.study.errors import ModelError
 
 
 class StageLoad:
-    """One load of ``stages`` on top of ``previous``. :attr:`version` computes while it arrives, inside
+    """One load of ``stages`` on top of ``previous``. :attr:`view` computes while it arrives, inside
     :meth:`streaming`.
 
     ``builder`` is one that has begun with what a reader of the same stages brings, before there was a skeleton.

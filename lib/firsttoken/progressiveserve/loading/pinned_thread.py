@@ -1,4 +1,4 @@
-"""ScheduledChunk beside a forward pass that does not take its processors."""
+"""Work beside a forward pass that does not take its processors."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def make_view(
 
 
 def check_whole(view: StageView, layers: Collection[int]) -> None:
-    """Raise ModelError unless ``version`` computes with exactly ``layers``, and each of its parameters has been
+    """Raise ModelError unless ``view`` computes with exactly ``layers``, and each of its parameters has been
     written.
 
     Else it may not serve.

@@ -14,7 +14,7 @@ from firsttoken.progressiveserve.staged_serving.transitions import Transition
 
 
 class Probe:
-    """A request under ``version`` that has these ``blocks`` of ``executor``, which hold zeros as in a fresh pool."""
+    """A request under ``view`` that has these ``blocks`` of ``executor``, which hold zeros as in a fresh pool."""
 
     def __init__(self, executor: LiveExecutor, view: StagedModelVersion, blocks: Sequence[int]) -> None:
         self._executor = executor
@@ -48,7 +48,7 @@ class Probe:
         return logits[0]
 
     def carry(self, view: StagedModelVersion, policy: Transition) -> None:
-        """Move to ``version`` as ``policy`` says, computing again what it says in one step."""
+        """Move to ``view`` as ``policy`` says, computing again what it says in one step."""
         layers = moving(policy)(self.view, view)
         if layers is None:
             return

@@ -23,7 +23,7 @@ class Transition(ABC):
     name: ClassVar[str]
 
     def keep(self, view: StageView) -> tuple[int, ...]:
-        """The layers whose input is kept of every request under ``version``."""
+        """The layers whose input is kept of every request under ``view``."""
         return ()
 
     @abstractmethod
