@@ -17,6 +17,8 @@ from firsttoken_studies.site.notebook_page import body, described, plain, with_l
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("out") / "site"
+    made.mkdir()
+    (made / "site.css").write_text("of an earlier site", encoding="utf-8")  # which is written over
     assert site.build(made) < 20e6
     return made
 
@@ -84,7 +86,3 @@ def test_code_that_looks_like_an_equation_stays(tmp_path):
     path.write_text(json.dumps(content), encoding="utf-8")
     made = body(path)
     assert "<code>$x$</code>" in made and made.count("<math") == 1 and "cost $3 and $4" in made
-
-
-def test_it_is_built_again_over_itself(folder):
-    assert site.build(folder) > 1e6

@@ -1,0 +1,44 @@
+"""The picture at the head of the README stands on the record and the ledger, and says what it lacks."""
+
+from __future__ import annotations
+
+import pytest
+
+from firsttoken.study.errors import FirstTokenError
+from firsttoken_studies import findings, ledger
+from firsttoken_studies.first_token import Lengths, Work, by_length_figure, roofline, timeline
+
+REPORTS = ["ProgressiveServe", "CPS", "Sarathi-Serve", "DroidSpeak", "PETALS"]
+
+
+def test_each_report_has_a_panel_with_its_own_number():
+    made = findings.panels(ledger.claims(), ledger.recorded(), ledger.machine())
+    assert [panel.report for panel in made] == REPORTS
+    said = {claim.id: claim.value for claim in ledger.claims()}
+    reports = {panel.report: [bar.value for bar in panel.bars if bar.kind == findings.PAPER] for panel in made}
+    assert reports["ProgressiveServe"] == [said["progressive.ttft"]] and reports["CPS"] == [said["cps.p99-below-swap"]]
+    entries = [bar.found for panel in made for bar in panel.bars if isinstance(bar.found, dict)]
+    assert all(entry["low"] <= entry["value"] <= entry["high"] for entry in entries if "low" in entry)
+
+
+def test_a_finding_without_its_result_is_named():
+    with pytest.raises(FirstTokenError, match="no result of 'cold_start'"):
+        findings.panels(ledger.claims(), [r for r in ledger.recorded() if r.experiment != "cold_start"], "none")
+
+
+def test_nothing_is_wider_than_the_picture():
+    figure = findings.five_findings(ledger.claims(), ledger.recorded(), ledger.machine())
+    figure.canvas.draw()
+    width = figure.bbox.width
+    for ax in figure.axes:
+        assert ax.get_tightbbox().x1 <= 1.01 * width and ax.get_tightbbox().x0 >= -0.01 * width
+
+
+def test_the_floors_of_notebook_01():
+    work = Work(layer_weights=100, weight_bytes=400, operations_per_s=1000.0, bytes_per_s=200.0)
+    assert (work.prefill_floor_s(10), work.decode_floor_s) == (2.0, 2.0)
+    measured = Lengths({10: 3.0, 20: 5.0}, {10: 2.5, 20: 2.6})
+    assert "below 5 operations a byte, and a decode has 0.5" in roofline(measured, work)._suptitle.get_text()
+    assert len(by_length_figure(measured, work).axes) == 2
+    phases = {"process": 0.1, "imports": 3.0, "load": 1.0, "prefill": 0.5, "decode": 2.0, "resume": 9.0}
+    assert timeline(phases)._suptitle.get_text() == "The first token comes after 4.6 s, most of them 'imports'"
