@@ -72,8 +72,6 @@ def accuracy_by_stage(recorded: Result | None, now: Result) -> Figure:
         axes[0][0].plot([], [], LOOKS[name].marker, color=LOOKS[name].colour, label=label)
     axes[0][0].set_ylabel("points of accuracy against the full model")
     full, title = drawn[0].result.summary.of("accuracy_pct", stage=0, task=tasks[0]), TASKS[tasks[0]].title
-    fig.suptitle(
-        f"The full model answers {full['value']:.0f} % of {title} (n = {full['n']}), and each stage so much less"
-    )
+    fig.suptitle(f"{title}: what each stage loses of the full model's {full['value']:.0f} % (n = {full['n']})")
     legend(fig, axes[0][0], drawn, "accuracy_change")
     return fig
