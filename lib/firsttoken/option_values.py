@@ -16,7 +16,7 @@ def setting(text: str) -> tuple[str, Any]:
     """``key=value`` with the value read as YAML; nothing is the empty text, as a shell hands it on."""
     key, equals, value = text.partition("=")
     if not (key and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form key=value, such as seed=1")
     try:
         return key, parse_yaml(value) if value else ""
     except ValueError as error:
@@ -26,21 +26,21 @@ def setting(text: str) -> tuple[str, Any]:
 def folder(text: str) -> Path:
     """A folder that has a name; whether it is there, who uses it asks."""
     if not text.strip() or "\0" in text:
-        raise argparse.ArgumentTypeError("name a folder")
+        raise argparse.ArgumentTypeError("the name of a folder is empty; name one")
     return Path(text)
 
 
 def rate(text: str) -> float:
     """A rate in Gbit/s: 0 or more, and finite."""
     if not 0 <= (rate := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate; 0 is as fast as the link goes")
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate; give Gbit/s, such as 0.1, or 0 for no limit")
     return rate
 
 
 def seconds(text: str) -> float:
     """A time: 0 s or more, and finite."""
     if not 0 <= (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give seconds, 0 or more")
     return value
 
 
@@ -49,7 +49,7 @@ def above_zero(most: float) -> Callable[[str], float]:
 
     def number(text: str) -> float:
         if not 0 < (value := float(text)) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not above 0 and at most {most:g}")
+            raise argparse.ArgumentTypeError(f"{text!r} is out of range; give a number above 0 and at most {most:g}")
         return value
 
     return number
@@ -60,7 +60,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
     def number(text: str) -> int:
         if not (text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} to {most}")
+            raise argparse.ArgumentTypeError(f"{text!r} is out of range; give a whole number from {least} to {most}")
         return int(text)
 
     return number
@@ -69,14 +69,17 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 def host(text: str) -> str:
     """An address to listen on."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("name an address; 0.0.0.0 is all that this machine has")
+        raise argparse.ArgumentTypeError(
+            "the address is empty; name one, such as 127.0.0.1, or 0.0.0.0 for all of this machine"
+        )
     return text
 
 
 def add_profile(parser: argparse.ArgumentParser, default: str = "quick") -> None:
     """Add the option that says how large a study is."""
     names = ", ".join(profile_names())
-    parser.add_argument("--profile", default=default, help=f"size of the study: {names} (default: {default})")
+    text = f"the size of the study, a file of env/profiles: {names} (default: {default})"
+    parser.add_argument("--profile", default=default, metavar="NAME", help=text)
 
 
 def add_setting(parser: argparse.ArgumentParser) -> None:
@@ -87,5 +90,5 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change a setting of the profile, as in seed=1 or machine.repeats=3; may be repeated",
+        help="change one setting of the profile, such as seed=1 or machine.repeats=3; may be repeated",
     )

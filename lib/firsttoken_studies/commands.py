@@ -182,74 +182,79 @@ COMMANDS = (run, measure, capacity, try_policy, claims, record, site, doctor)
 
 def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     """Add the options of these commands; ``command`` makes the parser of one, from its name and what it does."""
-    added = command("run", "Run the notebooks in order and end with the claims table.")
+    added = command("run", "Run the notebooks in order, and end with the table of claims.")
     option_values.add_profile(added)
-    added.add_argument("--only", nargs="+", metavar="NN", help="numbers of the notebooks to run (default: all)")
-    added.add_argument("--again", action="store_true", help="run those too of which nothing has changed since they ran")
-    added.add_argument("--publish", action="store_true", help="put what they show into notebooks/, to be committed")
-    added.add_argument("--list", action="store_true", help="list the notebooks and stop")
+    only = "the numbers of the notebooks to run, such as --only 11 40 (default: all)"
+    added.add_argument("--only", nargs="+", metavar="NN", help=only)
+    added.add_argument("--again", action="store_true", help="also run notebooks of which nothing has changed since")
+    added.add_argument("--publish", action="store_true", help="copy what was run into notebooks/, to commit it")
+    added.add_argument("--list", action="store_true", help="list the notebooks with their numbers, and stop")
 
-    added = command("measure", "Run experiments without notebooks, as on a GPU machine.")
-    added.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
+    added = command("measure", "Run experiments without their notebooks, for example on a GPU machine.")
+    what = f"the experiments to run, one or more of: {', '.join(EXPERIMENTS)}"
+    added.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=what)
     option_values.add_profile(added)
     option_values.add_setting(added)
-    added.add_argument("--because", default="", metavar="TEXT", help="for the record: why it is measured again")
+    why = "with a result that is recorded already: the reason for measuring it again, which the log keeps"
+    added.add_argument("--because", default="", metavar="TEXT", help=why)
 
-    added = command("capacity", "Find how many requests a second a scheduler serves within the strict objective.")
-    added.add_argument(
-        "--scheduler",
-        required=True,
-        metavar="NAME",
-        help="one of the engine's, or a path to yours: 'mine.py', with its token budget behind it 'mine.py 1024'",
+    added = command(
+        "capacity", "Find how many requests a second a scheduler serves within a limit on time between tokens."
     )
+    name = "a scheduler of the engine, such as sarathi, or your file; a token budget may follow it: 'mine.py 1024'"
+    added.add_argument("--scheduler", required=True, metavar="NAME", help=name)
     option_values.add_profile(added, default="full")
     option_values.add_setting(added)
-    added.add_argument("--seeds", type=int, metavar="N", help="draws of the requests (default: the profile's)")
-    added.add_argument(
-        "--arrivals",
-        type=Path,
-        metavar="FILE",
-        help="replay arrivals and lengths of a trace at the searched rates: Azure's or BurstGPT's CSV, Alibaba "
-        "Bailian's or Mooncake's JSON lines (default: Poisson arrivals with the lengths of the profile)",
+    seeds = "how many draws of the requests to search (default: as many as the profile has)"
+    added.add_argument("--seeds", type=int, metavar="N", help=seeds)
+    replayed = (
+        "replay the requests of a trace: CSV of Azure or BurstGPT, JSON lines of Alibaba Bailian or Mooncake"
+        " (default: random arrivals, with the lengths of the profile)"
     )
-    added.add_argument(
-        "--arrivals-unit", choices=("s", "ms"), help="unit of its times, where its format leaves a doubt"
-    )
-    added.add_argument("--trace", type=Path, metavar="JSON", help="write the run at capacity for Perfetto's viewer")
-    added.add_argument("--rows", type=Path, metavar="CSV", help="write it as a table: iterations, then requests")
+    added.add_argument("--arrivals", type=Path, metavar="FILE", help=replayed)
+    unit = "the unit of the times in that trace, seconds or milliseconds; only needed where the program asks for it"
+    added.add_argument("--arrivals-unit", choices=("s", "ms"), help=unit)
+    trace = "write the run at the capacity that was found to this file, for the viewer of ui.perfetto.dev"
+    added.add_argument("--trace", type=Path, metavar="JSON", help=trace)
+    rows = "write the same run to this file as a table, with a row for each step and for each request"
+    added.add_argument("--rows", type=Path, metavar="CSV", help=rows)
 
-    added = command("try", "Run a policy of your own beside its siblings on the same draws, and print one table.")
-    added.add_argument("kind", choices=KINDS, help="what it decides: see CONTRIBUTING.md, 'Add a policy'")
-    added.add_argument(
-        "file",
-        metavar="FILE",
-        help="a Python file anywhere: a subclass of Scheduler (with its token budget behind it 'mine.py 1024'), "
-        "PreemptionPolicy, Transition or Rebalancing; for victim and layers a function",
+    added = command("try", "Run a policy of your own beside the built-in ones on one workload, and print a table.")
+    kind = "what the policy decides; CONTRIBUTING.md, 'Add a policy', has an example of each"
+    added.add_argument("kind", choices=KINDS, help=kind)
+    mine = (
+        "your Python file, with one subclass of Scheduler, PreemptionPolicy, Transition or Rebalancing, or with one"
+        " function (victim, layers); a token budget may follow the file of a scheduler, as in 'mine.py 1024'"
     )
-    added.add_argument(
-        "--draws", type=option_values.whole(1, 1000), default=5, metavar="N", help="of the workload (default: 5)"
-    )
+    added.add_argument("file", metavar="FILE", help=mine)
+    draws = "how many random workloads to run; more give narrower intervals (default: 5)"
+    added.add_argument("--draws", type=option_values.whole(1, 1000), default=5, metavar="N", help=draws)
     option_values.add_profile(added)
     option_values.add_setting(added)
 
-    added = command("claims", "Print what the papers say beside what was measured.")
-    added.add_argument("--check", action="store_true", help="exit 1 unless the pages show the record")
-    added.add_argument(
-        "--update", action="store_true", help="write README.md, the pages of data and findings from data/templates"
-    )
-    added.add_argument("--machine", metavar="NAME", help="whose results (default: the record, and this machine)")
+    added = command("claims", "Print what the reports say beside what was measured here.")
+    added.add_argument("--check", action="store_true", help="exit with 1 unless the pages agree with the record")
+    update = "write README.md, the pages of data/ and the findings of the notebooks again, from data/templates"
+    added.add_argument("--update", action="store_true", help=update)
+    whose = "show the results of this machine, such as amd-epyc-avx2-2c (default: all recorded ones, and yours)"
+    added.add_argument("--machine", metavar="NAME", help=whose)
 
-    added = command("record", "Print the log of what was recorded, or note a change to the record with its reason.")
-    added.add_argument("--last", type=int, default=10, metavar="N", help="lines to print (default: 10)")
-    added.add_argument("--summarise", action="store_true", help="make the summary of every recorded result again")
-    added.add_argument("--claims", action="store_true", help="note the claims that were changed")
-    added.add_argument("--remove", metavar="EXPERIMENT", help="take its result on one machine out of the record")
-    added.add_argument("--machine", metavar="NAME", help="the machine of --remove")
-    added.add_argument("--faulty", action="store_true", help="what is removed measured something else than it said")
-    added.add_argument("--because", default="", metavar="TEXT", help="the reason, which the log keeps")
+    added = command("record", "Print the log of recorded results, or note a change to them with its reason.")
+    added.add_argument("--last", type=int, default=10, metavar="N", help="how many lines to print (default: 10)")
+    again = "compute the summary of every recorded result again from its rows (needs --because)"
+    added.add_argument("--summarise", action="store_true", help=again)
+    changed = "note that claims in data/claims.yaml were changed (needs --because)"
+    added.add_argument("--claims", action="store_true", help=changed)
+    gone = "remove the result of this experiment on one machine (needs --machine and --because)"
+    added.add_argument("--remove", metavar="EXPERIMENT", help=gone)
+    added.add_argument("--machine", metavar="NAME", help="with --remove, the machine, such as amd-epyc-avx2-2c")
+    faulty = "with --remove, say that the result did not measure what it was said to measure"
+    added.add_argument("--faulty", action="store_true", help=faulty)
+    added.add_argument("--because", default="", metavar="TEXT", help="the reason for the change, which the log keeps")
 
-    added = command("site", "Write the notebooks, an index of them and the claims as static pages without a network.")
-    added.add_argument("folder", type=Path, metavar="OUT", help="an empty folder, or one that is not there")
+    added = command("site", "Write the notebooks, the claims and an index as static pages that need no network.")
+    added.add_argument("folder", type=Path, metavar="OUT", help="the folder to write, empty or not there yet")
 
-    added = command("doctor", "Print this machine, its versions, its assets and its free disk.")
-    added.add_argument("--missing", action="store_true", help="list the experiments without a result on this machine")
+    added = command("doctor", "Print what this machine is, which packages and assets it has, and its free disk.")
+    missing = "list the experiments that have no result on this machine yet, and stop"
+    added.add_argument("--missing", action="store_true", help=missing)

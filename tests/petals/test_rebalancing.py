@@ -236,4 +236,4 @@ def test_a_period_that_is_none(folder, capsys, period):
     with pytest.raises(SystemExit):
         main(["swarm", "serve", "--model", str(folder), "--blocks", "auto", f"--rebalance-s={period}"])
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.endswith(f"argument --rebalance-s: '{period}' is not above 0 and at most 86400")
+    assert said.endswith(f"argument --rebalance-s: '{period}' is out of range; give a number above 0 and at most 86400")

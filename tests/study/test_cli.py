@@ -12,6 +12,7 @@ import pytest
 from entries import entry
 
 from firsttoken.__main__ import main
+from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.option_values import setting
 from firsttoken.study import paths
 from firsttoken.study.claims import load_claims
@@ -150,14 +151,14 @@ def test_an_error_is_one_line(arguments: list[str], message: str, capsys) -> Non
         (["serve", "x", "--gbit-per-s", "nan"], "'nan' is no rate"),
         (["serve", "x", "--gbit-per-s", "-1"], "'-1' is no rate"),
         (["serve", "x", "--gbit-per-s", "inf"], "'inf' is no rate"),
-        (["serve", "x", "--port", "70000"], "no number from 0 to 65535"),
-        (["serve", "x", "--replicas", "0"], "no number from 1 to 64"),
-        (["serve", "x", "--token-budget", "0"], "no number from 1 to"),
-        (["serve", "x", "--host", ""], "name an address"),
-        (["stage", ""], "name a folder"),
+        (["serve", "x", "--port", "70000"], "give a whole number from 0 to 65535"),
+        (["serve", "x", "--replicas", "0"], "give a whole number from 1 to 64"),
+        (["serve", "x", "--token-budget", "0"], "give a whole number from 1 to"),
+        (["serve", "x", "--host", ""], "the address is empty; name one"),
+        (["stage", ""], "the name of a folder is empty"),
         (["measure", "machine", "--set", "machine.repeats=["], "is not a YAML value"),
         (["measure", "machine", "--set", "machine.repeats=.nan"], "is not a YAML value"),
-        (["measure", "machine", "--set", "=1"], "is not key=value"),
+        (["measure", "machine", "--set", "=1"], "is not of the form key=value"),
     ],
 )
 def test_an_option_is_checked_before_anything_starts(arguments: list[str], message: str, capsys) -> None:
@@ -247,3 +248,10 @@ def test_every_command_explains_itself(command: list[str], capsys) -> None:
         main([*command, "--help"])
     assert stopped.value.code == 0
     assert "usage: firsttoken" in capsys.readouterr().out
+
+
+def test_the_help_of_serve_names_every_scheduler(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    said = capsys.readouterr().out
+    assert [name for name in SCHEDULERS if name not in said] == []

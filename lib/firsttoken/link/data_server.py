@@ -98,10 +98,11 @@ def asked_range(header: str | None, size: int) -> tuple[int, int, int]:
 def main() -> None:
     """The command; ends with one line where it cannot serve."""
     parser = argparse.ArgumentParser(prog="python -m firsttoken.link.data_server", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--gbit-per-s", type=float, default=0.0, help="rate of all connections together; 0: unshaped")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: one that is free")
+    parser.add_argument("folder", type=Path, help="the folder whose files are served")
+    rate = "the rate of all connections together in Gbit/s (default: 0, no limit)"
+    parser.add_argument("--gbit-per-s", type=float, default=0.0, help=rate)
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="the port to listen on (default: 0, any free port)")
     asked = parser.parse_args()
     try:
         server = DataServer(asked.folder, Link(LinkConfig(asked.gbit_per_s)), asked.host, asked.port)
