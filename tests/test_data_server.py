@@ -109,7 +109,7 @@ def test_all_connections_together_are_held_to_the_rate(folder: Path) -> None:
 
 
 def test_what_cannot_be_served_is_one_line(folder: Path) -> None:
-    with pytest.raises(LinkError, match="nowhere is no folder to serve"):
+    with pytest.raises(LinkError, match="nowhere is no folder; name one to serve"):
         DataServer(folder / "nowhere", Link())
     taken = DataServer(folder, Link(LinkConfig(1.0)))
     with pytest.raises(LinkError, match=f"127.0.0.1:{taken.server_address[1]}: "):

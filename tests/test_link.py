@@ -180,7 +180,7 @@ def test_what_the_system_says_is_passed_on(weights: Path, tmp_path: Path) -> Non
     with pytest.raises(LinkError, match="absent: No such file"):
         validate(LinkConfig(), tmp_path / "absent")
     (tmp_path / "empty").touch()
-    with pytest.raises(LinkError, match="empty, nothing to measure"):
+    with pytest.raises(LinkError, match="is empty, so it measures no link"):
         validate(LinkConfig(), tmp_path / "empty")
 
 

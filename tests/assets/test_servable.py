@@ -109,7 +109,11 @@ def test_a_folder_is_looked_at_before_torch_is_there(saved):
         ("llama", {"model_type": "qwen2"}, "model_type: 'qwen2' is not that of LlamaForCausalLM"),
         ("llama", {"architectures": ["LlamaModel"]}, "'LlamaModel' is no causal language model"),
         ("llama", {"architectures": ["NobodysForCausalLM"]}, "transformers knows no NobodysForCausalLM"),
-        ("llama", {"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "makes no Llama-like BloomForCausal"),
+        (
+            "llama",
+            {"architectures": ["BloomForCausalLM"], "model_type": "bloom"},
+            "is of no Llama-like BloomForCausal",
+        ),
         ("llama", {"dtype": "float17"}, "dtype: 'float17' is none of weights"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
         ("llama", {"transformers_weights": "other.safetensors"}, "names the file 'other.safetensors'; remove the key"),

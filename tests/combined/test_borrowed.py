@@ -220,7 +220,7 @@ def test_an_address_beyond_this_machine_wants_a_certificate(lent):
 def test_requests_that_share_prefixes_are_refused(lent, neighbour):
     shared = EngineConfig(share_prefixes=True)
     lease = Lease([Lender("127.0.0.1:9", range(DEPTH))], "model", DEPTH, 32)
-    with closing(LiveExecutor(lent, 4)) as executor, pytest.raises(SwarmError, match="share no prefixes"):
+    with closing(LiveExecutor(lent, 4)) as executor, pytest.raises(SwarmError, match="cannot share prefixes"):
         BorrowingReplica(executor, lent.model.layers, LayerArrivals(DEPTH), lease, shared)
     lease.close()
 

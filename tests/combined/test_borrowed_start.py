@@ -119,7 +119,7 @@ def test_figures_and_tables_are_drawn_from_a_result_alone():
         ("main_rtt_ms", 7, "must be among"),
         ("rounds", 0, "at least 1 round"),
         ("tokens", 1, "2 tokens"),
-        ("gbit_per_s", [0, 1], "links have a rate"),
+        ("gbit_per_s", [0, 1], "gbit_per_s must be above 0"),
     ],
 )
 def test_an_experiment_that_is_none_is_refused(key, value, said):

@@ -133,7 +133,7 @@ def test_a_lender_is_killed_at_any_token(replica, pair, asked, token, killed):
 )
 def test_lenders_that_leave_a_gap_or_overlap_are_refused(layers):
     lenders = [Lender("127.0.0.1:9", range(*one)) for one in layers]
-    with pytest.raises(SwarmError, match=r"are lent: name them in order to the end of \[0, 6\), each once") as caught:
+    with pytest.raises(SwarmError, match=r"name them in order up to the end of \[0, 6\), each layer once") as caught:
         Lease(lenders, "model", DEPTH, 32)
     assert "\n" not in str(caught.value)
 
@@ -146,7 +146,7 @@ def test_layers_are_divided_by_bytes_and_the_ends_count(ends_folder):
         assert [layer for one in layers for layer in one] == list(range(DEPTH)) and all(layers[1:])
         sizes = [bytes_of(manifest, one, ends=one is layers[0]) for one in layers]
         assert sum(sizes) == manifest.bytes and max(sizes) < 2 * manifest.bytes / count
-    with pytest.raises(StageError, match="20 processes cannot divide 6 layers and the ends: take fewer"):
+    with pytest.raises(StageError, match="20 processes cannot share 6 layers and the ends: take fewer"):
         divided(manifest, 20)
 
 
@@ -156,7 +156,7 @@ def test_layers_are_divided_by_bytes_and_the_ends_count(ends_folder):
         ("servers", [1, 2], "2 servers or more"),
         ("servers", [2, 2], "name every number of servers"),
         ("servers", [31], r"fetchers\.servers: 31 layers of .* there are 30; take fewer"),
-        ("gbit_per_s", [0], "links that have a rate"),
+        ("gbit_per_s", [0], "gbit_per_s above 0"),
         ("rounds", 0, "at least 1 round"),
         ("hops", 3, "hops"),
     ],

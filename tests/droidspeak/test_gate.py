@@ -121,7 +121,7 @@ def test_calibration_wants_one_budget(budgets):
     [
         ([], [], "0 signals for 0 requests"),
         ([0.1, 0.2], [True], "2 signals for 1 requests"),
-        ([0.1, float("nan")], [True, False], "nan or infinite"),
+        ([0.1, float("nan")], [True, False], "NaN or infinite"),
         ([0.1, 0.2], [True, True], "all 2 requests failed"),
         ([0.1, 0.2], [False, False], "all 2 requests are good"),
     ],

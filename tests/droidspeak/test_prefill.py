@@ -223,7 +223,7 @@ def test_a_missing_edge_is_refused(receiver, sent):
 
 @pytest.mark.parametrize("edges", [[-1], [DEPTH], [0, 9]])
 def test_edges_that_no_layer_has_are_refused(sender, edges):
-    with pytest.raises(RequestError, match=rf"do not fit a model of {DEPTH} layers"):
+    with pytest.raises(RequestError, match=rf"no E-caches at layers .* of {DEPTH}"):
         full_prefill(sender, PREFIX, edges)
 
 

@@ -109,7 +109,7 @@ SPOILS: dict[str, tuple[Callable[[list], Any], str]] = {
     "whole": (lambda came: None, ""),
     "a layer lost": (lambda came: came.pop(), "ended without layer 1"),
     "the first lost": (lambda came: came.pop(0), "ended without layer 0"),
-    "a layer twice": (lambda came: came.insert(0, came[0]), "brought layer 0, which had come"),
+    "a layer twice": (lambda came: came.insert(0, came[0]), "brought layer 0 twice"),
     "a layer of another model": (lambda came: came.append((2, came[0][1])), "brought layer 2"),
     "a token short": (shortened, r"brought \[2, 1, 2, 19, \d+\] of 20 tokens for layer 1"),
 }
@@ -131,5 +131,5 @@ def test_a_stored_prefix_that_lacks_a_part_is_computed(lab, llama, case: str) ->
 def test_layers_that_the_model_does_not_have_are_not_computed_again(llama, redo: range) -> None:
     source = Stored(llama.model, llama.known[-1].prompt, 20, lambda came: None)
     source.redo = redo
-    with pytest.raises(RequestError, match=r"computes range\(.*\) again, and the model has layers \[0, 2\)"):
+    with pytest.raises(RequestError, match=r"recomputes layers range\(.*\), and the model has \[0, 2\)"):
         PendingPrefix(Request(0, [1], Sampling(), 0.0), source, 2)

@@ -301,7 +301,7 @@ def test_a_model_that_keeps_its_own_attention_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(
         FalconConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=64)
     )
-    with pytest.raises(ModelError, match="falcon has an attention of its own, which the engine cannot page"):
+    with pytest.raises(ModelError, match="falcon has an attention that cannot read KV blocks"):
         LiveExecutor(model, 10)
 
 
@@ -315,7 +315,7 @@ def test_one_model_runs_in_one_engine_at_a_time(lab, llama) -> None:
     request = run.submit(llama.known[0].prompt, ANSWER)
     run.step()
     lab.close()
-    with pytest.raises(ModelError, match="the engine was closed, or the model's attention changed"):
+    with pytest.raises(ModelError, match="the engine was closed, or the model's attention was changed"):
         run.step()
     run.engine.cancel(request)
     run = lab.live(llama.model, 50)

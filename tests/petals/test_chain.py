@@ -83,5 +83,5 @@ def test_what_is_composed_covers_what_it_must():
         twice = [*whole[:lost], whole[lost], *whole[lost:]]
         longer = [*whole[:-1], range(whole[-1].start, DEPTH + 1)]
         for wrong in (part, twice, longer, whole[::-1] if len(whole) > 1 else [], [*whole, range(DEPTH, DEPTH)]):
-            with pytest.raises(SwarmError, match="each once, in order"):
+            with pytest.raises(SwarmError, match="each once and in order"):
                 check_cover(wrong, layers)

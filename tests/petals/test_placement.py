@@ -135,7 +135,7 @@ def test_the_papers_rule_waits_for_a_third_more() -> None:
 
 def test_what_no_rule_has_is_refused() -> None:
     for bad in ({"quality": 0.0}, {"quality": 1.1}, {"enough": 0.0}):
-        with pytest.raises(SwarmError, match="lie above 0 and up to 1: not "):
+        with pytest.raises(SwarmError, match="must be above 0 and at most 1, not "):
             Rebalancing(**bad)
     with pytest.raises(SwarmError, match="server ghost is not announced"):
         Rebalancing().move("ghost", [server("a", 0, 8)], DEPTH)

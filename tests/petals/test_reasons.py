@@ -105,7 +105,7 @@ def test_a_server_that_is_silent_or_was_shunned_is_named(here, client):
 
 def test_a_wrong_registry_is_known_at_once_to_every_command(here, client, folder, capsys):
     wrong, begun = nobody(), time.monotonic()
-    said_so = f"nobody of a swarm answers at {wrong}: name HOST:PORT of one of its servers"
+    said_so = f"no server of a swarm answers at {wrong}: name HOST:PORT of one of its servers"
     with pytest.raises(SwarmError, match=rf"{said_so} \({wrong}: nobody listens there\)"):
         client(wrong)
     with pytest.raises(SwarmError, match=said_so):
@@ -134,5 +134,7 @@ def test_a_server_is_told_why_it_is_refused(here):
     (up,), now = here.serve((0, 6)), time.time()
     made = replace(up.record, server=public_hex(keyed(3)), address="192.0.2.1:5", issued=now, expires=now + 30)
     told = wait_for(said(up.record.address, made.signed(keyed(3))))
-    assert told.refused == "192.0.2.1:5 is on another machine, and this swarm is of this one alone (no TLS)"
+    assert (
+        told.refused == "192.0.2.1:5 is on another machine, and this swarm has no TLS: give --tls-ca and --token-file"
+    )
     assert told.others == (f"192.0.2.1:5: {told.refused}",)

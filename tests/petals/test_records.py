@@ -50,9 +50,9 @@ def test_the_latest_record_of_each_server_counts_until_it_expires():
         (replace(record(), address="127.0.0.1:4002"), "not signed by its key: it is forged"),
         (record(at=NOW - 40), r"expired 10\.0 s ago"),
         (record(at=NOW + SKEW_S + 1), "of a time 6.0 s ahead: set the clocks"),
-        (record(life=LONGEST_S + 1), "for longer than 300 s"),
-        (record(blocks=(3, 1)), "of no blocks"),
-        (record(target=(3, 1)), "of no blocks"),
+        (record(life=LONGEST_S + 1), "a life of more than 300 s"),
+        (record(blocks=(3, 1)), "has no blocks"),
+        (record(target=(3, 1)), "has no blocks"),
         (replace(record(), target=(0, 6)), "not signed by its key: it is forged"),
     ],
     ids=["blocks", "server", "expiry", "address", "expired", "future", "long", "backwards", "nowhere", "wish"],
@@ -123,7 +123,7 @@ def test_a_key_is_made_once_and_read_again(tmp_path):
     assert public_hex(server_key(path)) == public_hex(server_key(path)) != public_hex(server_key(None))
     assert path.stat().st_mode & 0o077 == 0
     path.write_bytes(b"short")
-    with pytest.raises(SwarmError, match="holds no Ed25519 key of 32 bytes: name another file"):
+    with pytest.raises(SwarmError, match="holds no Ed25519 key of 32 bytes: name a new file"):
         server_key(path)
     with pytest.raises(SwarmError, match="cannot be read or written: Is a directory"):
         server_key(tmp_path)

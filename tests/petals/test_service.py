@@ -99,17 +99,17 @@ def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys):
     door = here.serve((0, 3), model=here.model)[0].record.address
     nobody = f"127.0.0.1:{free_port()}"
     assert main(["serve", str(plain), "--swarm", nobody, "--port", str(free_port())]) == 2
-    assert f"nobody of a swarm answers at {nobody}: name HOST:PORT" in capsys.readouterr().err
+    assert f"no server of a swarm answers at {nobody}: name HOST:PORT" in capsys.readouterr().err
     with (
         pytest.raises(SwarmError, match="no server that answers has blocks 0 to 5"),
         running(ServiceConfig(plain, port=free_port(), swarm=(door,))),
     ):
         pass
     for wrong in ({"replicas": 2}, {"preemption": "swap"}, {"gbit_per_s": 1.0}):
-        with pytest.raises(StageError, match="over a swarm there is one replica"):
+        with pytest.raises(StageError, match="with --swarm leave --replicas"):
             ServiceConfig(plain, swarm=(door,), **wrong)
     with (
-        pytest.raises(SwarmError, match="share no prefixes"),
+        pytest.raises(SwarmError, match="cannot share prefixes"),
         running(ServiceConfig(plain, port=free_port(), swarm=(door,), share_prefixes=True)),
     ):
         pass

@@ -18,13 +18,13 @@ def test_nonsense_is_refused_wherever_it_stands(wrong):
     for place in ((0, 0), (1, 7), (2, 15)):
         hidden = torch.randn(3, 16)
         hidden[place] = wrong
-        with pytest.raises(SwarmError, match="computed nonsense"):
+        with pytest.raises(SwarmError, match="at fault"):
             check_states(hidden)
         for coding in CODINGS:
             with pytest.raises(SwarmError):  # some codings cannot even say it
                 decode(encode(hidden, coding, [Stretch(0, 0, 3)]), coding, 16, torch.float32)
         for one in (Pass(hidden[None], {}), Pass(torch.zeros(1, 3, 16), {}, gradient=hidden[None])):
-            with pytest.raises(SwarmError, match=r"of a pass holds .*computed nonsense"):
+            with pytest.raises(SwarmError, match=r"of a pass holds .*at fault"):
                 decode_pass(encode_pass(one), 16)
 
 

@@ -183,7 +183,7 @@ def test_a_server_that_fails_between_forward_and_backward_is_replaced(train, her
 def test_nobody_trains(here, train, tiny):
     door = here.serve((0, 6))[0].record.address
     model = RemoteTraining(here.folder, [door], timeouts=Timeouts(find_s=0.2, ban_s=0.1))
-    with pytest.raises(SwarmError, match=r"does not train: start one with --train .and who took over failed"):
+    with pytest.raises(SwarmError, match=r"does not train: start one with --train .the servers that took over failed"):
         model.hidden(torch.tensor([[1, 2]]))
     here.serve((0, 6), peers=[door], trains=True)  # whoever tries again is as patient as before
     wait_for(model.chain.swarm.look())

@@ -179,4 +179,4 @@ def test_a_server_whose_gradients_fit_nothing_is_replaced(here, folder, tiny, li
         loss.backward()  # the client knows the liar alone, until it has lied
         torch.testing.assert_close([one.grad for one in lora.parameters()], right)
         ((_, said),) = model.chain.faults
-        assert ("NaN or infinity" if lie == "NaN" else "gradients came of other adapters") in said
+        assert ("NaN or infinity" if lie == "NaN" else "gradients of other adapters") in said

@@ -255,7 +255,7 @@ def test_an_accusation_costs_the_accuser_first(here, client):
     stranger = evidence.charge.commitment
     fresh = replace(stranger, server=public_hex(CLIENT)).signed(CLIENT)
     made_up = replace(evidence, charge=replace(evidence.charge, commitment=fresh))
-    assert "is no server that is known here: it is not judged" in wait_for(accuse(made_up, 1))[0]
+    assert "is not a server that this keeper has met" in wait_for(accuse(made_up, 1))[0]
 
 
 def test_who_does_not_vouch_for_an_answer_is_left_out(here, client, asked):
@@ -358,7 +358,7 @@ def test_what_is_no_audit_is_refused(here, client):
     for wrong in ({"rate": 1.5}, {"rate": -0.1}, {"tolerance": 0.0}, {"undecided": 1.5}):
         with pytest.raises(SwarmError, match="a rate of audits lies between 0 and 1"):
             Audits(**({"rate": 0.1, "keeper": "", "accuser": ""} | wrong))
-    with pytest.raises(SwarmError, match="audits compare float32"):
+    with pytest.raises(SwarmError, match="audits compare answers in float32"):
         client(door.record.address, audits=Audits(0.1, door.record.address, ""), coding="int8")
 
 

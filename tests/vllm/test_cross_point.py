@@ -255,7 +255,7 @@ def test_a_window_in_every_layer_is_refused(tmp_path: Path) -> None:
     [
         ({"kv_transfer_config": connector(threshold=8, host_bytes=1 << 20)}, "unknown key 'threshold'"),
         ({"kv_transfer_config": connector(threshold_tokens=-1, host_bytes=1 << 20)}, "must be 0 or more, not -1"),
-        ({"kv_transfer_config": connector(threshold_tokens=8, host_bytes=8)}, "host_bytes is 8, and one KV block"),
+        ({"kv_transfer_config": connector(threshold_tokens=8, host_bytes=8)}, "host_bytes is 8, a KV block"),
         ({"kv_transfer_config": None}, "CrossPointScheduler needs --kv-transfer-config"),
         ({"scheduler_cls": None}, "vLLM's own scheduler; add --scheduler-cls"),
         # last: it imports numba, and with that loaded vLLM 0.32.0 starts no further engine in the same process

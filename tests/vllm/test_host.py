@@ -42,5 +42,5 @@ def test_settings_that_cannot_be_are_one_line(values: dict, message: str) -> Non
 def test_the_host_holds_whole_blocks() -> None:
     settings = CrossPointSettings(threshold_tokens=8, host_bytes=1000)
     assert settings.host_blocks(300) == 3
-    with pytest.raises(ProfileError, match="host_bytes is 1000, and one KV block has 1001 bytes"):
+    with pytest.raises(ProfileError, match="host_bytes is 1000, a KV block 1001"):
         settings.host_blocks(1001)

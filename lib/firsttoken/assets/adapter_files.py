@@ -78,7 +78,7 @@ def read_adapter(folder: Path) -> tuple[MadeFrom, LoraConfig]:
         said = made.recipe and (made.recipe.rank, made.recipe.alpha)
         if said and said != (config.r, config.lora_alpha):
             raise Damaged(
-                f"rank {config.r} and alpha {config.lora_alpha:g}, and {RECIPE} says {said[0]} and {said[1]:g}"
+                f"its rank {config.r} and alpha {config.lora_alpha:g} are not the {said[0]} and {said[1]:g} of {RECIPE}"
             )
     return made, config
 

@@ -106,7 +106,7 @@ def model_files(folder: Path, *, in_8_bits: bool = False) -> ModelFiles:
     found: dict[str, StoredTensor] = {}
     for shard, header in headers.items():
         if not in_8_bits and any(name.endswith(f".{CODES}") for name in header.tensors):
-            raise ModelError(f"{folder} rests in 8 bits, which only `firsttoken swarm` serves; name the model itself")
+            raise ModelError(f"{folder} is in 8 bits, which only `firsttoken swarm` serves; name the original")
         deepest = max((int(at[1]) for at in map(_LAYER.match, header.tensors) if at), default=-1)
         if deepest >= config.num_hidden_layers:
             raise ModelError(

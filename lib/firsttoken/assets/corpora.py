@@ -151,7 +151,7 @@ def token_windows(texts: Iterable[str], tokenizer: Any, length: int, count: int)
     too few tokens.
     """
     if length < 1 or count < 1:
-        raise CorpusError(f"windows of {length} tokens, {count} of them: both must be at least 1")
+        raise CorpusError(f"{count} windows of {length} tokens cannot be cut from a text; ask for at least 1 of each")
     head = tokenizer("")["input_ids"]  # Llama's tokenizer begins every text with a token, SmolLM2's does not
     body = length - len(head)
     needed = body * count

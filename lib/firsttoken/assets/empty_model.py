@@ -64,7 +64,7 @@ def build_on_meta(folder: Path, dtype: torch.dtype, layers: range | None = None)
         return empty_model(kind, config, dtype)
     except Exception as error:  # of many kinds, as above
         reason = first_line(error)
-        raise ModelError(f"{folder}: its {CONFIG} makes no Llama-like {kind.__name__} ({reason}); use one") from error
+        raise ModelError(f"{folder}: its {CONFIG} is of no Llama-like {kind.__name__} ({reason}); use one") from error
 
 
 def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> PreTrainedModel:

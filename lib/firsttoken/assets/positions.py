@@ -120,7 +120,7 @@ def _told(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The rotary parameters that ``content`` names: one set of them, or one for each type of layers."""
     told = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(told, Mapping):
-        raise Damaged(f"rotary parameters that are no mapping, but {shown(told)}")
+        raise Damaged(f"rotary parameters that should be a mapping and are {shown(told)}")
     return [one for one in told.values() if isinstance(one, Mapping)] or [told]
 
 

@@ -152,7 +152,7 @@ def _deviation(own: LayerKV, sent: LayerKV) -> Tensor:
 
 def _check(sent: PrefixCache, prefix: Prefix, depth: int) -> None:
     if len(sent.kv) != depth:
-        raise RequestError(f"the cache has {len(sent.kv)} layers, the model {depth}")
+        raise RequestError(f"the cache has {len(sent.kv)} layers, the model {depth}; it belongs to another model")
     held, wanted = (sent.kv[0].keys.shape[0], sent.kv[0].keys.shape[2]), tuple(prefix.ids.shape)
     if held != wanted:
         raise RequestError(f"the cache holds {held[0]} rows of {held[1]} tokens, the prefix {wanted[0]} of {wanted[1]}")

@@ -100,7 +100,7 @@ def roc(signals: Sequence[float], failed: Sequence[bool]) -> list[RocPoint]:
     """
     values, bad = _arrays(signals, failed)
     if not np.isfinite(values).all():
-        raise RequestError("a signal is nan or infinite; the probe did not work there")
+        raise RequestError("a signal is NaN or infinite, so the probe failed there; leave that request out")
     if bad.all() or not bad.any():
         raise RequestError(f"all {len(bad)} requests {'failed' if bad.all() else 'are good'}; a gate needs both kinds")
     thresholds = np.unique(values)[::-1]

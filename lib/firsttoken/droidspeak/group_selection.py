@@ -138,7 +138,7 @@ class LinkEstimate:
     def observe(self, nbytes: int, seconds: float) -> None:
         """A transfer of ``nbytes`` took ``seconds``, its latency left out. Raises RequestError unless both are > 0."""
         if nbytes <= 0 or not 0 < seconds < inf:
-            raise RequestError(f"no transfer is {nbytes} bytes in {seconds} s")
+            raise RequestError(f"a transfer of {nbytes} bytes in {seconds} s cannot be; give more than 0")
         self._bytes = self._keep * self._bytes + nbytes
         self._seconds = self._keep * self._seconds + seconds
 

@@ -63,7 +63,7 @@ def full_prefill(model: PreTrainedModel, prefix: Prefix, edges: Iterable[int] = 
     forward, kept = Forward(model, prefix), {}
     wanted = set(edges)
     if wanted and not 0 <= min(wanted) <= max(wanted) < forward.depth:
-        raise RequestError(f"edges {sorted(wanted)} do not fit a model of {forward.depth} layers")
+        raise RequestError(f"no E-caches at layers {sorted(wanted)} of {forward.depth}; name its own")
 
     def keep(layer: int, hidden: Tensor) -> None:
         if layer in wanted:

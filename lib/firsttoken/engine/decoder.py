@@ -94,12 +94,12 @@ class Decoder:
         decoder, depth = model.get_decoder(), model.config.num_hidden_layers
         lists = [name for name, child in decoder.named_children() if _is_list(child, depth)]
         if len(lists) != 1:
-            raise ModelError(f"{type(decoder).__name__} has no list of {depth} layers that the engine could run")
+            raise ModelError(f"{type(decoder).__name__} has no list of {depth} layers to run; use a Llama-like model")
         self.segments = tuple(segments or [LocalSegment(getattr(decoder, lists[0]))])
         most = max(segment.layers.stop for segment in self.segments)
         check_cover(self.segments, range(max(depth, most)))
         if most > depth:
-            raise ModelError(f"the segments have {most} layers, and the model {depth}")
+            raise ModelError(f"the segments have {most} layers, and the model has {depth}; give it as many")
         way = next(name for name, module in model.named_modules() if module is decoder)
         self._decoder = _twin(decoder, [lists[0]], nn.ModuleList([_Through(self.segments)]))
         self._model = _twin(model, way.split("."), self._decoder) if way else self._decoder
@@ -137,7 +137,7 @@ class Decoder:
         if not 0 <= layers.start <= layers.stop <= depth or layers.step != 1:
             raise RequestError(f"layers [{layers.start}, {layers.stop}) are not among the model's [0, {depth})")
         if hidden is None and layers.start:
-            raise RequestError(f"layer {layers.start} begins with hidden states, and there are none")
+            raise RequestError(f"a step from layer {layers.start} needs the hidden states that enter it; give them")
         if hidden is not None and tuple(hidden.shape) != wanted:
             raise RequestError(f"hidden states of {list(hidden.shape)} do not fit: the step has {list(wanted)}")
 

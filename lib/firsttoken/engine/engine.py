@@ -51,7 +51,7 @@ def check_admission(request: Request, source: KVSource | None, executor: Executo
             "at least one token has to be computed"
         )
     if request.sampling.prompt_logprobs:
-        raise RequestError("the chances of a prompt whose first tokens are brought are not known; ask for no source")
+        raise RequestError("a prompt with a stored prefix has no prompt_logprobs; leave these out, or the source")
 
 
 # Steps that are alike, taken at once: as long as all who run decode and nobody comes or ends, a simulation only adds

@@ -59,7 +59,7 @@ class HiddenStateCache:
         if kept.start:
             raise RequestError(
                 f"request {request} has no hidden states of its first {kept.start} tokens at layer {layer}: they came "
-                "with shared blocks; keep edges in an engine that shares no prefixes"
+                "with shared blocks; set share_prefixes to False to keep hidden states"
             )
         return kept.rows[None, : kept.end]
 

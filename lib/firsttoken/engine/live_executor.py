@@ -68,7 +68,7 @@ class LiveExecutor:
         if self._stock == NAME:
             raise ModelError(f"the {config.model_type} model runs in an engine already; close that one first")
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise ModelError("a prompt that PEFT has learned comes before every other; the engine runs adapters only")
+            raise ModelError("the engine runs adapters, and this model has a prompt that PEFT learned; take it off")
         self.version = ModelVersion(Decoder(self._base, segments), hidden_cache)
         parameter = next(model.parameters())
         self._adapted = _adapted(model)
@@ -86,7 +86,7 @@ class LiveExecutor:
         page(self._base)
         if self._base.config._attn_implementation != NAME:  # transformers only warns; each token would see all others
             self.close()
-            raise ModelError(f"{config.model_type} has an attention of its own, which the engine cannot page")
+            raise ModelError(f"{config.model_type} has an attention that cannot read KV blocks; use a Llama-like model")
 
     @property
     def blocks(self) -> int:
@@ -116,7 +116,7 @@ class LiveExecutor:
         Raises RequestError as ``Decoder.run``, and ModelError once closed.
         """
         if self._base.config._attn_implementation != NAME:
-            raise ModelError("the engine was closed, or the model's attention changed: its tokens would be wrong")
+            raise ModelError("the engine was closed, or the model's attention was changed; make a new engine")
         versions: dict[ModelVersion, dict[range | None, list[ScheduledChunk]]] = defaultdict(lambda: defaultdict(list))
         for chunk in chunks:
             versions[chunk.request.version or self.version][self._some(chunk.redo)].append(chunk)

@@ -112,7 +112,7 @@ class PendingPrefix:
         self.request, self.tokens, self._redo = request, source.tokens, source.redo
         redo = self._redo
         if depth is not None and (not 0 <= redo.start <= redo.stop <= depth or redo.step != 1):
-            raise RequestError(f"a stored prefix computes {redo} again, and the model has layers [0, {depth})")
+            raise RequestError(f"a stored prefix recomputes layers {redo}, and the model has [0, {depth})")
         self._source = source
         self._left = None if depth is None else set(range(depth)) - set(redo)
         self.begun = self.closed = False
@@ -169,7 +169,7 @@ class PendingPrefix:
         came = self._source.arrived()
         for layer, kv in came if self._left is not None else ():
             if layer not in self._left:
-                raise CacheError(f"a stored prefix brought layer {layer}, which had come or was not to come")
+                raise CacheError(f"a stored prefix brought layer {layer} twice or unasked; store it again")
             if kv.dim() != 5 or kv.shape[3] < self.tokens:
                 raise CacheError(f"a stored prefix brought {list(kv.shape)} of {self.tokens} tokens for layer {layer}")
             self._left.remove(layer)
@@ -178,7 +178,7 @@ class PendingPrefix:
     def _complete(self) -> bool:
         """Whether the source is complete. Raises CacheError where it is and has not brought every layer."""
         if (complete := self._source.complete) and self._left:
-            raise CacheError(f"a stored prefix ended without layer {min(self._left)}")
+            raise CacheError(f"a stored prefix ended without layer {min(self._left)}; store it again")
         return complete
 
 

@@ -35,11 +35,11 @@ class DataServer(ThreadingHTTPServer):
         """Raises LinkError where there is no such folder or the port cannot be had."""
         self.folder, self.link = folder.resolve(), link
         if not self.folder.is_dir():
-            raise LinkError(f"{folder} is no folder to serve")
+            raise LinkError(f"{folder} is no folder; name one to serve")
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
-            raise LinkError(f"{host}:{port}: {error.strerror}") from error
+            raise LinkError(f"cannot listen on {host}:{port} ({error.strerror}); choose another port") from error
 
     @property
     def address(self) -> str:

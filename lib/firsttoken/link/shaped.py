@@ -165,7 +165,7 @@ def validate(config: LinkConfig, path: Path) -> float:
     try:
         size = os.fstat(handle).st_size
         if not size:
-            raise LinkError(f"{path}: empty, nothing to measure a link with")
+            raise LinkError(f"{path} is empty, so it measures no link; name another file")
         buffer = memoryview(bytearray(min(size, _CHUNK)))
         start = time.monotonic()
         for offset in range(0, size, _CHUNK):

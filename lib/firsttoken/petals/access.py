@@ -123,5 +123,5 @@ def _read(path: Path | None) -> bytes:
     except OSError as error:
         raise SwarmError(f"{path} cannot be read: {error.strerror}") from error
     if not said.strip() or len(said) > _LONGEST:
-        raise SwarmError(f"{path} is empty, or no file of a token, certificate or key")
+        raise SwarmError(f"{path} is empty or too long for a token, certificate or key: name another file")
     return said

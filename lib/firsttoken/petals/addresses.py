@@ -59,11 +59,11 @@ def check_kind(address: str, near: bool, far: bool) -> None:
     ip = _ip(host)
     if is_loopback(host):
         if not near:
-            raise SwarmError(f"{address} is loopback, and the servers of this swarm are on other machines")
+            raise SwarmError(f"{address} is loopback, and this swarm has other machines: name another address")
     elif ip is not None and (ip.is_unspecified or ip.is_multicast or ip.is_link_local or ip.is_reserved):
         raise SwarmError(f"{address} is the address of no server: name the one that others reach it by")
     elif not far:
-        raise SwarmError(f"{address} is on another machine, and this swarm is of this one alone (no TLS)")
+        raise SwarmError(f"{address} is on another machine, and this swarm has no TLS: give --tls-ca and --token-file")
 
 
 async def check_name(address: str) -> None:

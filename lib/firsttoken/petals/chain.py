@@ -103,7 +103,7 @@ class Chain:
                     for behind, _ in self.sessions[place:]:
                         behind.known = dict.fromkeys(behind.known, 0)
                 if time.monotonic() - failing_s > most:
-                    raise SwarmError(f"{fault} (and who took over failed, too, for {most:g} s)") from fault
+                    raise SwarmError(f"{fault} (the servers that took over failed too, for {most:g} s)") from fault
                 self.heirs[-1] = await self._extend(session.layers, str(fault), failing_s + most, refused)
             except BaseException:  # whoever asked has gone, and the next step would read the answer to this one
                 self._let_go(session)

@@ -162,7 +162,7 @@ class Contacts:
         record.check_time(now)
         check_kind(record.address, self.near, self.far)
         if spot_of(record.address) == spot_of(self.own):
-            raise SwarmError(f"{record.address} is this server's own address: give --address that of yours")
+            raise SwarmError(f"{record.address} is this server's own address: name your own with --address")
         self.registry.check(record, now)
         if not (record.span or record.counted()):
             return  # who leaves, and was never known
@@ -190,7 +190,7 @@ class Contacts:
         except SwarmError as error:
             raise SwarmError(f"{address} does not answer when it is called back: {error}") from error
         if told.server != record.server or not self.registry.knows(record, time.time()):
-            raise SwarmError(f"who answers at {address} is not {record.server[:8]}: give --address that of this server")
+            raise SwarmError(f"another server than {record.server[:8]} answers at {address}: mend --address")
 
     def _proven(self, address: str, told: Exchanged, nonce: str) -> None:
         """Believe what who answers at ``address`` says of itself, if it is its address."""

@@ -32,7 +32,7 @@ def check_cover(spans: Iterable[range], layers: range) -> None:
         if at == layers.stop:
             return
     raise SwarmError(
-        f"layers {named(spans)} are not {named([layers])}, each once, in order: a part of a model computes nothing"
+        f"the servers have layers {named(spans)}, and the model needs {named([layers])}, each once and in order"
     )
 
 

@@ -27,7 +27,7 @@ def pack(hidden: Tensor, block: int = BLOCK) -> dict[str, Tensor]:
     if block < 1:
         raise SwarmError(f"a block of hidden states holds at least 1 value, not {block}")
     if not torch.isfinite(hidden).all():
-        raise SwarmError("hidden states hold NaN or infinity: the server before this one computed nonsense")
+        raise SwarmError("hidden states hold NaN or infinity: the server before this one is at fault")
     width = hidden.shape[-1]
     rows = _in_blocks(hidden.detach().float(), block)
     scales = rows.abs().amax(-1) / _LARGEST

@@ -33,7 +33,7 @@ def server_key(path: Path | None) -> Ed25519PrivateKey:
     except OSError as error:
         raise SwarmError(f"the key {path} cannot be read or written: {error.strerror}") from error
     except ValueError as error:
-        raise SwarmError(f"{path} holds no Ed25519 key of 32 bytes: name another file, it is made") from error
+        raise SwarmError(f"{path} holds no Ed25519 key of 32 bytes: name a new file, to make one") from error
 
 
 def public_hex(key: Ed25519PrivateKey) -> str:

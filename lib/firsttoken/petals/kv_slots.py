@@ -109,7 +109,7 @@ class KVSlots:
         for number, sequence in self._yielding(client, keep, sum(needs), len(new)):
             self.leave(self._homes[id(sequence)][0], [number])
         if (taken := self.pool.take(sum(needs))) is None:
-            raise SoonError("blocks are free when the steps have run that are under way")
+            raise SoonError("all blocks are in use by steps that run now: ask again soon")
         chunks, now = [], time.monotonic()
         for one, need in zip(stretches, needs, strict=True):
             if (sequence := mine.get(one.number)) is None:

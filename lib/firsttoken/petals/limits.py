@@ -33,7 +33,7 @@ class ServerLimits:
             if getattr(self, name) < 1:
                 raise SwarmError(f"a server's {name} must be at least 1, not {getattr(self, name)}")
         if self.waiting < 0:
-            raise SwarmError(f"{self.waiting} sessions cannot wait at a server")
+            raise SwarmError(f"a server's waiting must be 0 sessions or more, not {self.waiting}")
         for name in ("idle_s", "spare_s", "expiry_s", "rebalance_s", "drain_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise SwarmError(f"a server's {name} must be seconds above 0, not {getattr(self, name)}")

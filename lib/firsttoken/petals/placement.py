@@ -64,7 +64,7 @@ class Rebalancing:
     def __post_init__(self) -> None:
         if not (0 < self.quality <= 1 and 0 < self.enough <= 1):
             asked = f"{self.quality} and {self.enough}"
-            raise SwarmError(f"a quality and what is enough lie above 0 and up to 1: not {asked}")
+            raise SwarmError(f"quality and enough must be above 0 and at most 1, not {asked}")
 
     def move(self, name: str, servers: Collection[Reachable], depth: int) -> range | None:
         """The blocks that server ``name`` should hold instead, or None where it should stay.

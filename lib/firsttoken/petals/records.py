@@ -87,7 +87,7 @@ class Record:
             or self.target[0] > self.target[1]
             or not 0 < self.expires - self.issued <= LONGEST_S
         ):
-            raise SwarmError(f"the record of {self.name} is of no blocks, or for longer than {LONGEST_S:.0f} s")
+            raise SwarmError(f"the record of {self.name} has no blocks, or a life of more than {LONGEST_S:.0f} s")
         if self.expires <= now:
             raise SwarmError(
                 f"the record of {self.name} expired {now - self.expires:.1f} s ago: set the clocks if it still runs"

@@ -91,9 +91,9 @@ class RemoteModel:
         if coding not in CODINGS:
             raise SwarmError(f"no coding is called {coding!r}; known: {', '.join(CODINGS)}")
         if audits is not None and (dtype, CODINGS[coding]) != (torch.float32, torch.float32):
-            raise SwarmError("audits compare float32: what is rounded on the way or by a server is no lie")
+            raise SwarmError("audits compare answers in float32: set dtype and coding to float32, or audit nothing")
         if config.share_prefixes:
-            raise SwarmError("requests over a swarm share no prefixes: their keys and values are not here")
+            raise SwarmError("requests over a swarm cannot share prefixes: leave share_prefixes out")
         self.model = load_ends(folder, dtype)
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
         self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), timeouts or Timeouts(), bid=bid)

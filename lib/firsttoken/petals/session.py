@@ -160,7 +160,7 @@ class Sessions:
         if message.hidden is None:
             session.silent += 1
             if session.silent > _MOST_SILENT:
-                raise RequestError(f"{session.silent} messages came without a step")
+                raise RequestError(f"{session.silent} messages came without a step: send steps, or end the session")
             return True
         if message.first and message.first not in layers:
             raise RequestError(f"layer {message.first} is not among the session's [{layers.start}, {layers.stop})")

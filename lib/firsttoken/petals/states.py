@@ -25,4 +25,4 @@ def check_states(hidden: Tensor, what: str = "hidden states hold") -> None:
         return
     finite = max(-low, high) < float("inf")
     held = f"{max(-low, high):.1e}, beyond {LARGEST:,.0f}" if finite else "NaN or infinity"
-    raise SwarmError(f"{what} {held}: whoever computed them computed nonsense")
+    raise SwarmError(f"{what} {held}: the server that computed them is at fault")

@@ -169,7 +169,7 @@ class Swarm:
             await self.close()
             whys = "; ".join(f"{at}: {self.contacts.faults.get(at, 'it does not answer')}" for at in self.peers)
             raise SwarmError(
-                f"nobody of a swarm answers at {', '.join(self.peers)}: name HOST:PORT of one of its servers ({whys})"
+                f"no server of a swarm answers at {', '.join(self.peers)}: name HOST:PORT of one that runs ({whys})"
             )
 
     def servers(self) -> list[Record]:
@@ -217,7 +217,7 @@ class Swarm:
                 with suppress(SwarmError):
                     return self._best(layers, shunned | without)
             if looked and without and not self._covers(layers, without):
-                raise SwarmError(f"{why} (and nobody else that answers has blocks {layers.start} to {layers.stop - 1})")
+                raise SwarmError(f"{why} (no other server that answers has blocks {layers.start} to {layers.stop - 1})")
             if time.monotonic() > until:
                 break
             if looked:
@@ -230,7 +230,7 @@ class Swarm:
         except SwarmError as error:
             raise SwarmError(f"{error} (waited {find_s:g} s{'; ' + why if why else ''})") from None
         why = why or f"whoever has blocks {layers.start} to {layers.stop - 1} failed lately"
-        raise SwarmError(f"{why} (and who took over failed, too, for {find_s:g} s)")
+        raise SwarmError(f"{why} (the servers that took over failed too, for {find_s:g} s)")
 
     def faster(self, record: Record, layers: range) -> bool:
         """Whether others would bring a token through ``layers`` several times as fast as the server of ``record``,

@@ -75,6 +75,6 @@ def capacity(
         if high < start / SLOWEST:
             return 0.0, None
         if low > start * FASTEST:
-            raise ProfileError("all requests at once are within the objective; ask for more of them to find a capacity")
+            raise ProfileError("even all requests at once are within the objective; ask for more of them")
         rate = 2 * rate if high == math.inf else (low + high) / 2
     return low, best

@@ -55,7 +55,7 @@ def serve_staged(engines: Sequence[Engine], items: Sequence[Item]) -> list[Reque
     Raises RequestError unless all arrive at 0: an engine that waits would hold the stages for the others.
     """
     if any(item.arrival_s for item in items):
-        raise RequestError("a staged run takes requests that all arrive at 0 s")
+        raise RequestError("a pipeline is simulated for requests that all arrive at once; set arrival_s to 0")
     requests = [
         engines[number % len(engines)].submit(item.prompt, Sampling(item.output_tokens), 0.0)
         for number, item in enumerate(items)

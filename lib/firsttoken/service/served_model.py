@@ -184,9 +184,9 @@ def check_model(config: ServiceConfig) -> None:
     """Raises ModelError and StageError for a folder that cannot be served, or not with what ``config`` asks for."""
     staged, store = is_staged(config.folder), config.prefix_store
     if store is not None and not store.is_dir():
-        raise StageError(f"serve: there is no folder {store}; name one that a KVStore has written")
+        raise StageError(f"serve: there is no folder {store}; name one that a droidspeak KVStore has written")
     if store is not None and staged:
-        raise StageError("serve: stored prefixes are of a whole model, and this one comes in stages; leave them out")
+        raise StageError("serve: this model comes in stages, and --prefix-store is for whole ones; leave it out")
     if staged:
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:

@@ -82,11 +82,11 @@ class ServiceConfig:
             if (value := getattr(self, key)) is not None and value < 1:
                 raise StageError(f"serve: {key} must be 1 or more, not {getattr(self, key)}")
         if self.swarm and (self.replicas > 1 or self.preemption != "recompute" or self.gbit_per_s):
-            raise StageError("serve: over a swarm there is one replica, preemption recomputes, and no link is shaped")
+            raise StageError("serve: with --swarm leave --replicas, --preemption and --gbit-per-s out")
         if self.worker and (self.swarm or self.gbit_per_s):
-            raise StageError("serve: a worker hosts a whole model of this machine: no swarm, and no link is shaped")
+            raise StageError("serve: --worker hosts a whole model of this machine; leave --swarm and --gbit-per-s out")
         if (self.worker or self.swarm) and (self.prefix_store is not None or self.cluster is not None):
-            raise StageError("serve: stored prefixes and a cluster are for models that this process loads itself")
+            raise StageError("serve: --prefix-store and --cluster do not go with --worker or --swarm; leave those out")
         if self.max_waiting < 0:
             raise StageError(f"serve: max_waiting must be 0 or more, not {self.max_waiting}")
         for key in ("body_s", "stalled_s", "swarm_step_s"):

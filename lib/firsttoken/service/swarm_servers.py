@@ -32,7 +32,7 @@ def serve_all(options: argparse.Namespace) -> None:
     """
     check_installed()
     if options.port or options.address or options.key or options.host != "127.0.0.1":
-        raise SwarmError("--host, --port, --address and --key are of one server: leave them to --servers and --cluster")
+        raise SwarmError("--host, --port, --address and --key are of one server: leave them or --servers out")
     if options.cluster is not None:
         check_cluster(options.cluster)
     asked = argparse.Namespace(**{name: one for name, one in vars(options).items() if name != "command"})
@@ -83,7 +83,7 @@ class RaySwarmServer:
         import ray
 
         if model_sha256(options.model) != model:
-            raise SwarmError(f"{options.model} is another model here: copy the whole folder to all nodes")
+            raise SwarmError(f"{options.model} is another model on this node: copy the same folder to all nodes")
         torch.set_num_threads(options.threads or 1)
         config = config_of(options, _access(options), blocks, "127.0.0.1" if alone else ray.util.get_node_ip_address())
         self._running = await self._up.enter_async_context(serving(config, model))

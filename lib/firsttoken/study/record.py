@@ -230,7 +230,7 @@ def recorded_result(results: Iterable[Result], experiment: str, machine: str) ->
     results = list(results)
     found = pick(results, experiment, machine=machine) or pick(results, experiment, machine="any")
     if found is None:
-        raise FirstTokenError(f"no result of {experiment!r}")
+        raise FirstTokenError(f"no result of {experiment!r}; run `firsttoken measure {experiment}`")
     return found
 
 

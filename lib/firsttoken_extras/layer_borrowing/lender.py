@@ -34,7 +34,7 @@ def check_lenders(lenders: Sequence[Lender], depth: int) -> None:
         check_cover(spans, range(spans[0].start if spans else 0, depth))
     except SwarmError:
         raise SwarmError(
-            f"layers {named(spans)} are lent: name them in order to the end of [0, {depth}), each once"
+            f"lenders have layers {named(spans)}; name them in order up to the end of [0, {depth}), each layer once"
         ) from None
 
 

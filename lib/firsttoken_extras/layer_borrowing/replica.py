@@ -53,7 +53,7 @@ class BorrowedSegment:
         if not len(through):
             return hidden
         if through != self.layers:
-            raise RequestError(f"a step through [{through.start}, {through.stop}) of borrowed layers, which run as one")
+            raise RequestError(f"borrowed layers run as one, not [{through.start}, {through.stop}) of them")
         stretches = [Stretch(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
         return self._lease.run(first, stretches, step.hidden_cache, self._over)[None].to(hidden.device)
 
@@ -97,7 +97,7 @@ class BorrowingReplica:
         config: EngineConfig = CONFIG,
     ) -> None:
         if config.share_prefixes:
-            raise SwarmError("requests of a replica that borrows share no prefixes: their keys and values are not here")
+            raise SwarmError("a replica that borrows layers cannot share prefixes; leave share_prefixes out")
         self.lease = lease
         self.taken: list[tuple[float, int]] = []
         self.engine = Engine(executor, config)

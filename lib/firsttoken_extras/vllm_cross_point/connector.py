@@ -99,7 +99,7 @@ class CrossPointConnector(KVConnectorBase_V1):
         if caches[0].shape[0] != self._kv_cache_config.num_blocks:
             raise ProfileError(
                 f"cross-point scheduling: the attention kernel splits blocks of {self._block_tokens} tokens; "
-                "set --block-size to what it works in"
+                "set --block-size to the size that it works in"
             )
         self._pool = KVBlocksOnHost(caches, self._host_blocks, pin_memory=current_platform.is_pin_memory_available())
 

@@ -39,7 +39,7 @@ class CrossPointSettings:
     def host_blocks(self, block_bytes: int) -> int:
         """KV blocks that the host memory holds. Raises ProfileError when it is not even one."""
         if self.host_bytes < block_bytes:
-            raise ProfileError(f"{WHERE}: host_bytes is {self.host_bytes}, and one KV block has {block_bytes} bytes")
+            raise ProfileError(f"{WHERE}: host_bytes is {self.host_bytes}, a KV block {block_bytes}; raise it")
         return self.host_bytes // block_bytes
 
 

@@ -227,11 +227,11 @@ class RemoteExecutor:
 
     def fill(self, request: Request, layer: int, kv: object) -> NoReturn:
         """Raises CacheError: what is brought from elsewhere is computed instead."""
-        raise CacheError("a worker process takes no keys and values from elsewhere")
+        raise CacheError("a worker process cannot take stored keys and values; serve without a worker")
 
     def hidden_states_of(self, hidden: object, tokens: int) -> NoReturn:
         """Raises CacheError as ``fill``."""
-        raise CacheError("a worker process takes no hidden states from elsewhere")
+        raise CacheError("a worker process cannot take stored hidden states; serve without a worker")
 
     def close(self) -> None:
         """End the worker, and where it comes from."""
@@ -270,9 +270,9 @@ class RemoteExecutor:
         try:
             reply = reply_of(self.worker.receive(timeout_s))
         except WorkerError as error:
-            raise WorkerGone(f"the worker has answered nonsense: {error}") from error
+            raise WorkerGone(f"the worker gave an answer that cannot be read: {error}") from error
         if reply.serial != serial:
-            raise WorkerGone("the worker has answered another order")
+            raise WorkerGone("the worker answered another order than it was given")
         if reply.fault:
             kind = getattr(errors, reply.fault, None)
             if isinstance(kind, type) and issubclass(kind, FirstTokenError):

@@ -85,7 +85,7 @@ def works_of(content: Any, blocks: int) -> list[ChunkMessage]:
         for one in chunks:
             numbers = (*one[:5], *one.tokens, one.kept, *one.blocks)
             if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(one.blocks, default=0) >= blocks:
-                raise ValueError(f"request {one.number}: a number is none, below 0, or of no block")
+                raise ValueError(f"request {one.number}: a number is missing, below 0, or names no block")
         return [one if one.fresh is None else one._replace(fresh=NewRequest(*one.fresh)) for one in chunks]
     except (TypeError, ValueError) as error:
         raise WorkerError(f"a step cannot be read: {error}") from error

@@ -129,7 +129,7 @@ class Setting:
         receiver, sender = self.models.load(run.pair.receiver), self.models.load(run.pair.sender)
         receiver.check_sender(sender)
         if receiver.tokenizer is None:
-            raise ModelError(f"{run.pair} has no tokenizer, so it can be asked nothing; take models that come with one")
+            raise ModelError(f"{run.pair} has no tokenizer, so it cannot be asked; take models that come with one")
         return receiver, sender
 
     def items(self, run: Run, tokenizer: object) -> tuple[list[Encoded], list[Encoded]]:

@@ -165,7 +165,7 @@ class ServingConfig:
     def __post_init__(self) -> None:
         least = min(self.replicas, self.requests, self.output_tokens - 1, self.seeds, self.decode_repeats)
         if least < 1 or min(self.decode_batches) < 1:
-            raise ProfileError("serving: give at least 1 of each, and 2 output_tokens")
+            raise ProfileError("serving: every number must be at least 1, and output_tokens at least 2")
         if len(self.loads) < 2 or min(self.loads) <= 0 or list(self.loads) != sorted({*self.loads}):
             raise ProfileError("serving.loads needs two or more rates above 0, ascending")
         if self.gbit_per_s <= 0:

@@ -69,7 +69,7 @@ def eight_bits_tasks(profile: Profile) -> Outcome:
     config = profile.section("eight_bits_tasks", EightBitsTasksConfig)
     loaded = load_model(profile.model, device=profile.torch_device())
     if loaded.tokenizer is None:
-        raise StageError(f"model {profile.model} has no tokenizer, and the tasks are text")
+        raise StageError(f"model {profile.model} has no tokenizer, and the tasks are text: choose another")
     rows = config.right() + config.chosen(WHOLE, loaded.model, loaded.tokenizer)
     small = copy.deepcopy(loaded.model)
     to_8_bits(layers_of(small))

@@ -77,9 +77,9 @@ class ChainsConfig:
         if min(*self.contexts, *self.forwards, *counts) < 1:
             raise ProfileError("chains: every number must be at least 1")
         if self.block_hidden < HEAD or self.block_hidden % HEAD:
-            raise ProfileError(f"chains.block_hidden: a multiple of {HEAD}, not {self.block_hidden}")
+            raise ProfileError(f"chains.block_hidden must be a multiple of {HEAD}, not {self.block_hidden}")
         if 8 not in self.block_bits or not set(self.block_bits) <= {8, 16}:
-            raise ProfileError("chains.block_bits: 8, and 16 besides where there is memory for it")
+            raise ProfileError("chains.block_bits must be [8], or [8, 16] where there is memory for both")
 
     def needs(self) -> list[Need]:
         """The text and the context hold the longest prompt and a step."""

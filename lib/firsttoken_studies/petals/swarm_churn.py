@@ -48,7 +48,7 @@ class ChurnConfig:
 
     def __post_init__(self) -> None:
         if self.depth < 1 or min(self.period_s, self.expiry_s) <= 0 or min(self.gossip_s, self.settle_s) < 0:
-            raise ProfileError("churn: depth, period_s and expiry_s lie above 0, gossip_s and settle_s not below it")
+            raise ProfileError("churn: depth, period_s and expiry_s must be above 0, gossip_s and settle_s 0 or more")
         if self.load_s < 0 or self.load_s + self.settle_s >= self.period_s:
             raise ProfileError("churn: a server must settle and load within its period; raise period_s")
 

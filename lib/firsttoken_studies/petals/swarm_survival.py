@@ -62,7 +62,7 @@ class SurvivalConfig:
             raise ProfileError(f"survival.positions and together must lie within the {self.tokens} tokens")
         if len(self.together) > self.servers:
             raise ProfileError(
-                f"survival.together: {len(self.together)} faults for {self.servers} servers, one spare each"
+                f"survival.together: {len(self.together)} faults are too many for {self.servers} servers"
             )
 
     def needs(self) -> list[Need]:

@@ -178,7 +178,7 @@ class SwarmTuningConfig:
         if min(ones) < 1 or min(self.steps, self.tokens) < 2 or self.threads < 0:
             raise ProfileError("swarm_tuning: every number must be at least 1, steps and tokens at least 2")
         if self.tokens + self.prompt_tokens > MOST_TOKENS:
-            raise ProfileError(f"swarm_tuning.tokens and prompt_tokens: at most {MOST_TOKENS} together")
+            raise ProfileError(f"swarm_tuning.tokens and prompt_tokens must be at most {MOST_TOKENS} together")
 
     def needs(self) -> list[Need]:
         """The model has a block for each server, and the context; the text holds the rows."""

@@ -148,7 +148,7 @@ class ValidationConfig:
         if min(self.tokens, self.prompt_tokens, self.servers, self.trials, *self.batches) < 1:
             raise ProfileError("validation: every number must be at least 1")
         if any(not 0 < rate <= 1 for rate in self.rates):
-            raise ProfileError("validation.rates: shares of the answers, above 0 and at most 1")
+            raise ProfileError("validation.rates must be shares of the answers, above 0 and at most 1")
 
     def needs(self) -> list[Need]:
         """The model has two blocks for each server, and the context; the text has the prompts."""
@@ -255,7 +255,7 @@ class _Validation:
             chain = wait_for(self.model.swarm.route(self.model.chain.layers))
             if up.record.server in {record.server for _, record in chain}:
                 return
-        raise SwarmError(f"{up.record.name} is never the fastest")
+        raise SwarmError(f"{up.record.name} is never the fastest of its swarm, so no client asks it; run it again")
 
     def _deposit(self, up: Running, path: Path) -> None:
         """The server is credited with points, and sets them aside, as its own key says."""

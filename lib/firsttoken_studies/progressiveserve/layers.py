@@ -61,7 +61,7 @@ def layer_distance(profile: Profile) -> Outcome:
     check(config.needs(), ModelFacts(profile.model))
     loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
     if loaded.tokenizer is None:
-        raise StageError(f"model {profile.model} has no tokenizer, and calibration needs real text")
+        raise StageError(f"model {profile.model} has no tokenizer, and calibration needs text: choose another")
     depth = len(layers_of(loaded.model))
     check_size(depth, config.block)
     windows = token_windows(running_text("train"), loaded.tokenizer, config.tokens, config.passages)

@@ -58,7 +58,9 @@ class Bench:
         if trace is not None:
             fitting = tuple(item for item in trace.items if item.total_tokens <= hardware.tokens)
             if len(fitting) < 2:
-                raise CorpusError(f"{len(fitting)} requests of the trace fit into {hardware.tokens:,} tokens; two must")
+                raise CorpusError(
+                    f"{len(fitting)} requests of the trace fit into {hardware.tokens:,} tokens; take another"
+                )
             self.trace = replace(trace, items=fitting)
             self.pairs = np.array([(item.prompt_tokens, item.output_tokens) for item in fitting])
         else:

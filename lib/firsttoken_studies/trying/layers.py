@@ -58,7 +58,7 @@ def tried_layers(path: str, profile: Profile, draws: range) -> Tried:
     file, config = PolicyFile.read(Path(path), LAYERS), profile.section("distance", DistanceConfig)
     loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
     if loaded.tokenizer is None:
-        raise StageError(f"model {profile.model} has no tokenizer, and layers are tried on real text")
+        raise StageError(f"model {profile.model} has no tokenizer, and layers are tried on text: choose another")
     count = PASSAGES * len(draws)
     chosen_by, scored = (
         token_windows(running_text(split), loaded.tokenizer, config.tokens, count) for split in ("train", "test")

@@ -371,7 +371,7 @@ def test_work_that_does_not_fit_is_refused_and_changes_nothing(pair) -> None:
     right = torch.zeros(1, 8, 32)
     for layers, hidden, message in (
         (range(2, 7), right, r"layers \[2, 7\) are not among the model's \[0, 6\)"),
-        (range(2, 4), None, "layer 2 begins with hidden states, and there are none"),
+        (range(2, 4), None, "a step from layer 2 needs the hidden states"),
         (range(2, 4), right[:, :7], r"hidden states of \[1, 7, 32\] do not fit: the step has \[1, 8, 32\]"),
         (range(2, 4), right[..., :16], r"hidden states of \[1, 8, 16\] do not fit"),
     ):
@@ -396,5 +396,5 @@ def test_an_edge_of_shared_blocks_is_refused(pair) -> None:
 
 def test_a_learned_prompt_is_refused(deep) -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(ModelError, match="a prompt that PEFT has learned comes before every other"):
+    with pytest.raises(ModelError, match="this model has a prompt that PEFT learned; take it off"):
         LiveExecutor(peft.get_peft_model(copy.deepcopy(deep.model), config), 10)

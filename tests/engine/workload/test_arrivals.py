@@ -73,5 +73,5 @@ def test_cvs_that_are_none(cv):
 
 
 def test_a_cv_without_a_rate():
-    with pytest.raises(RequestError, match="no gaps for cv 2 to shape; give a rate_per_s"):
+    with pytest.raises(RequestError, match="no gaps for cv 2; give a rate_per_s"):
         Arrivals(cv=2)

@@ -183,7 +183,7 @@ def test_scaled_down_it_is_the_same_conversations_in_the_same_classes(tokenizer,
 def test_mixes_that_cannot_be_made(tokenizer, many):
     with pytest.raises(CorpusError, match="85 conversations have 16 to 100 tokens and 86 are asked for; ask for fewer"):
         mix(tokenizer, many, short=86)
-    with pytest.raises(RequestError, match="a mix of -1 short and 20 long requests; ask for at least one"):
+    with pytest.raises(RequestError, match="no mix has -1 short and 20 long requests; ask for at least one"):
         mix(tokenizer, many, short=-1)
     with pytest.raises(RequestError, match="a mix of 0 short and 0 long"):
         mix(tokenizer, many, short=0, long=0)

@@ -132,7 +132,7 @@ def test_another_architecture():
         ),
         (
             lambda a, b: [a, Stage("B", tuple(replace(p, layer=0) for p in b.parts))],
-            r"part layer 01 of stage B brings model\.layers\.1\.[\w.]*: not of its layer",
+            r"part layer 01 of stage B brings model\.layers\.1\.[\w.]* of another layer",
         ),
         (
             lambda a, b: [a, Stage("B", tuple(replace(p, action="refine") for p in b.parts))],

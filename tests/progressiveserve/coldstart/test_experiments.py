@@ -121,13 +121,13 @@ def test_a_variant_that_a_bucket_cannot_hold_back_is_refused_or_left_out(trained
     assert reachable(["runai", "whole"], TrialLink(1.0, KERNEL)) == ["runai", "whole"]
     sections = dict(trained.sections)
     sections["coldstart"] = dict(sections["coldstart"]) | {"sweep_variants": ["runai"]}
-    with pytest.raises(ProfileError, match="runai reads past a token bucket"):
+    with pytest.raises(ProfileError, match="runai opens its own files"):
         run_experiment("cold_start", dataclasses.replace(trained, sections=sections))
     sections["coldstart"] = dict(sections["coldstart"]) | {"sweep_variants": [], "variants": ["warp"]}
     with pytest.raises(ProfileError, match="no cold-start variant 'warp'"):
         run_experiment("cold_start", dataclasses.replace(trained, sections=sections))
     sections["coldstart"] = dict(sections["coldstart"]) | {"sweep_links": [0.01]}
-    with pytest.raises(ProfileError, match="name every rate once"):
+    with pytest.raises(ProfileError, match="name each rate once"):
         run_experiment("cold_start", dataclasses.replace(trained, sections=sections))
 
 

@@ -139,7 +139,7 @@ def test_a_lean_start_without_its_tokenizer(spec):
 
 def test_a_data_server_that_cannot_start(tmp_path):
     with (
-        pytest.raises(FirstTokenError, match=r"the data server did not start: .*gone is no folder to serve"),
+        pytest.raises(FirstTokenError, match=r"the data server did not start: .*gone is no folder; name one to serve"),
         data_server(tmp_path / "gone", 1.0),
     ):
         raise AssertionError("it served")

@@ -113,7 +113,7 @@ OUT = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
         (lambda tensors: tensors[Q].fill_(torch.nan), "not finite"),
         (
             lambda tensors: tensors.update({OUT: torch.full((32, 4), torch.finfo(torch.float32).max)}),
-            "not finite, or not when scaled",
+            "not finite, or overflow when scaled",
         ),
     ],
 )

@@ -25,7 +25,9 @@ class CopyCosts(Costs):
 
     def __post_init__(self) -> None:
         if self.copy_s < 0 or self.bytes_per_s <= 0:
-            raise ProfileError(f"copy costs: {self.copy_s} s a copy at {self.bytes_per_s} B/s; give 0 or more, above 0")
+            raise ProfileError(
+                f"copy costs: copy_s {self.copy_s} must be 0 or more, bytes_per_s {self.bytes_per_s} above 0"
+            )
 
     def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
         return self.costs.step_s(prefills, contexts)

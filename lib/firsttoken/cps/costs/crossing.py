@@ -55,7 +55,7 @@ def crossing(
     """
     lengths = np.asarray(tokens, dtype=float)
     if len(lengths) < 2 or (np.diff(lengths) <= 0).any():
-        raise CorpusError(f"a crossing needs two or more lengths in increasing order, not {list(tokens)}")
+        raise CorpusError(f"a crossing lies between two or more lengths in increasing order, not in {list(tokens)}")
     extra = np.asarray(swap_s, dtype=float) - np.asarray(recompute_s, dtype=float)
     swap = extra <= 0
     turns = np.flatnonzero(swap[1:] != swap[:-1])
@@ -74,7 +74,7 @@ def fit_crossing(tokens: Sequence[float], swap_s: Sequence[float], recompute_s: 
     """
     lengths = np.asarray(tokens, dtype=float)
     if len(set(lengths.tolist())) < 2:
-        raise CorpusError(f"a line needs two or more lengths, not {sorted(set(lengths.tolist()))}")
+        raise CorpusError(f"a line needs two or more lengths, not {sorted(set(lengths.tolist()))}; measure more")
     ends = [lengths.min(), lengths.max()]
     seen = [np.asarray(seconds, dtype=float) for seconds in (swap_s, recompute_s)]
     return crossing(ends, *(np.polyval(np.polyfit(lengths, seconds, 1, w=1 / seconds), ends) for seconds in seen))

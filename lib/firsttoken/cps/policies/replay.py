@@ -34,7 +34,7 @@ def replay(
     do not match.
     """
     if not len(lengths) == len(times_s) == len(noise):
-        raise RequestError(f"replay: {len(lengths)} lengths, {len(times_s)} times and {len(noise)} rows of noise")
+        raise RequestError(f"replay: {len(lengths)} lengths, {len(times_s)} times, {len(noise)} of noise; give as many")
     prefills = sorted(ordinary_prefills)
     rows, told = [], 0
     for tokens, at_s, factors in zip(lengths, times_s, noise, strict=True):

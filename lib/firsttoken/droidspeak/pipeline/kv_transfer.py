@@ -107,7 +107,7 @@ class Transfer:
         RequestError for a piece that is not under way.
         """
         if all(piece.name != name for piece in self.pieces):
-            raise RequestError(f"{name} is not part of this transfer")
+            raise RequestError(f"{name} is not part of this transfer; ask for one of its pieces")
         with self._changed:
             self._changed.wait_for(lambda: name in self._arrived or self._error is not None)
             if name not in self._arrived:

@@ -34,7 +34,7 @@ class Observation:
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or not 0 <= self.seconds < math.inf:
-            raise RequestError(f"observation: {self.tokens} tokens in {self.seconds} s; give 1 or more, 0 or more")
+            raise RequestError(f"observation: {self.tokens} tokens in {self.seconds} s; give 1 or more and 0 s or more")
 
 
 class PreemptionPolicy(ABC):

@@ -28,7 +28,7 @@ class HostPool(HostAllocator):
         except RuntimeError as error:
             kind = "pinned memory, which needs a CUDA device" if pinned else "memory"
             gib = blocks * shape.block_bytes / 2**30
-            raise RequestError(f"host pool: no {gib:.2f} GiB of {kind}; ask for fewer than {blocks} blocks") from error
+            raise RequestError(f"host pool: {gib:.2f} GiB of {kind} are not free; ask for fewer blocks") from error
         self.shape = shape
 
     def rows(self, span: Span) -> torch.Tensor:

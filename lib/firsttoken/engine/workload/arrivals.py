@@ -31,7 +31,7 @@ class Arrivals:
         if not 0 < self.cv < math.inf:
             raise RequestError(f"arrivals: cv must be above 0 and finite (1 for Poisson), not {self.cv}")
         if self.rate_per_s == math.inf and self.cv != 1:
-            raise RequestError(f"arrivals: all at once has no gaps for cv {self.cv} to shape; give a rate_per_s")
+            raise RequestError(f"arrivals: requests that come at once have no gaps for cv {self.cv}; give a rate_per_s")
 
     def times_s(self, count: int) -> np.ndarray:
         """The arrival times of ``count`` requests [count], ascending, the first at 0."""

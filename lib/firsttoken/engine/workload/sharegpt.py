@@ -64,7 +64,7 @@ def _classes(short: int, long: int, threshold: int, total: tuple[int, int], scal
     """(how many, least tokens, most tokens) of the short and of the long ones."""
     least, most = total
     if min(short, long) < 0 or short + long < 1:
-        raise RequestError(f"a mix of {short} short and {long} long requests; ask for at least one, and none below 0")
+        raise RequestError(f"no mix has {short} short and {long} long requests; ask for at least one")
     if not 2 <= least <= threshold < most:
         raise RequestError(
             f"a threshold of {threshold} tokens does not part totals of {least} to {most}; choose one between them"

@@ -88,11 +88,11 @@ class Arbitrator:
         evidence.check()
         commitment = evidence.charge.commitment
         if commitment.model != self.model:
-            raise SwarmError(f"this court has the model {self.model[:12]}, not {commitment.model[:12]}")
+            raise SwarmError(f"this keeper has the model {self.model[:12]}, not {commitment.model[:12]}")
         if commitment.server in self._convicted:
             return Ruling(True, 0.0, 0)
         if not self._registry.met(commitment.server, time.time()):
-            raise SwarmError(f"{commitment.server[:8]} is no server that is known here: it is not judged")
+            raise SwarmError(f"{commitment.server[:8]} is not a server that this keeper has met: ask another")
         compute = partial(recomputed, self.folder, range(*commitment.layers), evidence.inputs)
         there = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
         self.computed += 1

@@ -60,9 +60,9 @@ class Lora(nn.Module):
         super().__init__()
         widths = module_widths(config)
         if odd := [name for name in modules if name not in widths]:
-            raise SwarmError(f"LoRA lies beside {', '.join(widths)}, not {odd[0]}")
+            raise SwarmError(f"LoRA can be added to {', '.join(widths)}, not to {odd[0]}")
         if rank < 1 or not modules:
-            raise SwarmError("LoRA has a rank of 1 or more, and one module or more")
+            raise SwarmError("LoRA needs a rank of 1 or more, and one module or more")
         self.rank, self.alpha, self.modules_of_a_layer = rank, alpha, tuple(modules)
         draw = torch.Generator().manual_seed(seed)
         self.a, self.b = nn.ParameterDict(), nn.ParameterDict()

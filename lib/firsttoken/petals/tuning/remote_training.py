@@ -166,7 +166,7 @@ class TrainingChain:
         failing.why = f"{record.name}{' ' if why.startswith('refuses: ') else ': '}{why}"
         failing.since_s = failing.since_s or time.monotonic()
         if time.monotonic() - failing.since_s > (most := swarm.timeouts.find_s):
-            raise SwarmError(f"{failing.why} (and who took over failed, too, for {most:g} s)")
+            raise SwarmError(f"{failing.why} (the servers that took over failed too, for {most:g} s)")
         return None
 
 
@@ -180,9 +180,9 @@ def _parts(batch: Tensor) -> list[Tensor]:
 def _answer(said: Pass, asked: Pass) -> Pass:
     """``said``. Raises SwarmError where it is no answer: of another shape, or with gradients of other adapters."""
     if said.hidden.shape != asked.hidden.shape:
-        raise SwarmError(f"{list(said.hidden.shape)} came for {list(asked.hidden.shape)}")
+        raise SwarmError(f"an answer has the shape {list(said.hidden.shape)}, not {list(asked.hidden.shape)}")
     if _shapes(said) != (_shapes(asked) if asked.gradient is not None else {}):
-        raise SwarmError("gradients came of other adapters than were sent")
+        raise SwarmError("an answer has gradients of other adapters than were sent")
     return said
 
 

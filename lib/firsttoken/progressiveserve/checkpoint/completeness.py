@@ -37,7 +37,7 @@ def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[
         for name, tensor in part.coded.items():
             found = tensor.dtype, tensor.sha256
             if whose.setdefault(name, found) != found:
-                raise ModelError(f"{folder}: what {part.file} has of {name} is of another checkpoint's; {MEND}")
+                raise ModelError(f"{folder}: {part.file} holds {name} of another checkpoint; {MEND}")
 
 
 def check_header(part: PartFile, header: bytes) -> None:

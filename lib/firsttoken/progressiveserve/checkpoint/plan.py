@@ -103,7 +103,7 @@ class LoadPlan:
                     if tensor not in wanted:
                         raise StageError(f"stage {stage.name} brings {tensor}, which the model does not have")
                     if layer_of(tensor) != part.layer:
-                        raise StageError(f"part {part.name} of stage {stage.name} brings {tensor}: not of its layer")
+                        raise StageError(f"part {part.name} of stage {stage.name} brings {tensor} of another layer")
                     if part.action == "add" and tensor in brought:
                         raise StageError(
                             f"overlap: {_what(tensor)} is brought in stage {brought[tensor][0]} and again in stage "

@@ -74,7 +74,7 @@ def slices(config: LoraConfig, weights: bytes, device: str | torch.device = "cpu
                 raise Damaged(f"{path} of layer {layer} lacks one half of a pair")
             a, b = pair["A"], pair["B"] * config.scale
             if not (a.isfinite().all() and b.isfinite().all()):
-                raise Damaged(f"{path} of layer {layer} holds numbers that are not finite, or not when scaled")
+                raise Damaged(f"{path} of layer {layer} holds numbers that are not finite, or overflow when scaled")
             layers[layer][path] = a, b
     return layers
 

@@ -61,7 +61,7 @@ def check_whole(view: StageView, layers: Collection[int]) -> None:
     there = {i for i, layer in enumerate(view.base) if not isinstance(layer, PassLayer)}
     if odd := sorted(there ^ set(layers)):
         kind = "computes with" if odd[0] in there else "lacks"
-        raise ModelError(f"stage {view.stage} {kind} layer {odd[0]} against its manifest; stage it again")
+        raise ModelError(f"stage {view.stage} {kind} layer {odd[0]}, and its manifest says otherwise; stage it again")
     modules = {f"layer {i}": layer for i, layer in enumerate(view.layers)} | dict(view.ends)
     for where, module in modules.items():
         for name, parameter in module.named_parameters():

@@ -20,7 +20,7 @@ def divided(manifest: Manifest, count: int) -> list[range]:
     parts = parts_of(manifest, [1])
     groups = even_groups([part.bytes for part in parts], count)
     if not all(groups):
-        raise StageError(f"{count} processes cannot divide {len(parts) - 1} layers and the ends: take fewer processes")
+        raise StageError(f"{count} processes cannot share {len(parts) - 1} layers and the ends: take fewer")
     ends = [0, *(group.stop - 1 for group in groups)]  # the ends are the part before layer 0
     return [range(first, stop) for first, stop in pairwise(ends)]
 

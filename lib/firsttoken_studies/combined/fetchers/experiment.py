@@ -102,9 +102,9 @@ class FetchersConfig:
         if len({*self.servers}) < len(self.servers) or len({*self.gbit_per_s}) < len(self.gbit_per_s):
             raise ProfileError("fetchers: name every number of servers and every rate of gbit_per_s once")
         if min(self.servers, default=0) < 2 or min(self.gbit_per_s, default=0.0) <= 0:
-            raise ProfileError("fetchers: 2 servers or more in each start, and links that have a rate")
+            raise ProfileError("fetchers: give each start 2 servers or more, and gbit_per_s above 0")
         if self.rounds < 1 or self.tokens < 2 or self.readers < 1:
-            raise ProfileError("fetchers: at least 1 round, 2 tokens and 1 reader")
+            raise ProfileError("fetchers: give at least 1 round, 2 tokens and 1 reader")
 
 
 def parallel_start(profile: Profile) -> Outcome:

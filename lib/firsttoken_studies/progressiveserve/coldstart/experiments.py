@@ -61,7 +61,7 @@ class ColdStartConfig:
     def __post_init__(self) -> None:
         rates = (self.gbit_per_s, *([0.0] if self.disk_variants else []), *self.sweep_links)
         if len(set(rates)) < len(rates):
-            raise ProfileError("coldstart.gbit_per_s and sweep_links: name every rate once, and 0 by disk_variants")
+            raise ProfileError("coldstart.gbit_per_s and sweep_links: name each rate once; disk_variants are 0")
         if self.rounds < self.few_rounds:
             raise ProfileError(f"coldstart.rounds: {self.rounds} are fewer than the {self.few_rounds} few_rounds")
 
@@ -73,7 +73,7 @@ def cold_start(profile: Profile) -> Outcome:
     ours = (*config.sweep_variants, *config.parallel_variants, *config.server_variants)
     if peers := [name for name in ours if find_variant(name).peer]:
         raise ProfileError(
-            f"coldstart: {peers[0]} reads past a token bucket; sweep, parallel and server variants must be ours"
+            f"coldstart: {peers[0]} opens its own files, so no link of it is shaped; name loaders of this project"
         )
     checkpoint = served_checkpoint(profile)
     specs = trial_specs(profile, checkpoint, config.questions, config.readers)
@@ -120,7 +120,7 @@ class ShapesConfig:
 
     def __post_init__(self) -> None:
         if len(self.shapes) != len(self.blocks):
-            raise ProfileError(f"shapes.blocks: {len(self.shapes)} shapes need as many, not {len(self.blocks)}")
+            raise ProfileError(f"shapes.blocks: {len(self.shapes)} shapes need as many blocks, not {len(self.blocks)}")
 
     def needs(self, block: int) -> list[Need]:
         """Return what one shape needs: two layers stay, the last among them; the prompt fits with its first token."""
