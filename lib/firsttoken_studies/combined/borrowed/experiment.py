@@ -131,7 +131,7 @@ class BorrowedConfig:
         if self.main_gbit_per_s not in self.gbit_per_s or self.main_rtt_ms not in self.rtt_ms:
             raise ProfileError("borrowed.main_gbit_per_s and main_rtt_ms must be among gbit_per_s and rtt_ms")
         if not 1 <= self.rounds <= self.main_rounds or self.tokens < 2 or not self.alone_s > 0 or self.readers < 1:
-            raise ProfileError("borrowed: give 1 round, as many main_rounds, 2 tokens, 1 reader and alone_s, or more")
+            raise ProfileError("borrowed needs at least 1 round, as many main_rounds, 2 tokens, 1 reader and alone_s")
         if min(self.gbit_per_s) <= 0 or min(self.rtt_ms) < 0 or self.busy_rounds < 0:
             raise ProfileError("borrowed: gbit_per_s must be above 0, and rtt_ms and busy_rounds 0 or more")
 
