@@ -16,18 +16,18 @@ from firsttoken.study.errors import CacheError
 
 
 def layer_name(layer: int) -> str:
-    """The piece with keys, then values of a layer, [2, 1, kv_heads, tokens, head_dim]."""
+    """The name of the piece with keys, then values of a layer, [2, 1, kv_heads, tokens, head_dim]."""
     return f"layer.{layer}"
 
 
 def e_cache_name(layer: int) -> str:
-    """The piece with the E-cache at a layer, [1, tokens, hidden]."""
+    """The name of the piece with the E-cache at a layer, [1, tokens, hidden]."""
     return f"edge.{layer}"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One prefix as ``model`` computed it: its token ids as bytes, and the layers whose E-cache is there."""
+    """One prefix that ``model`` computed: its token ids as bytes, and the layers whose E-cache is there."""
 
     model: ModelIdentity
     tokens: bytes
@@ -35,23 +35,23 @@ class Entry:
 
     @property
     def length(self) -> int:
-        """Tokens of the prefix."""
+        """The number of tokens of the prefix."""
         return len(self.tokens) // 8
 
     @cached_property
     def key(self) -> str:
-        """32 hex digits for model and tokens."""
+        """The key of the entry, 32 hex digits for model and tokens."""
         return hashlib.sha256(self.model.key.encode() + self.tokens).hexdigest()[:32]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What each piece is called and its shape."""
+        """The name and the shape of each piece."""
         model, tokens = self.model, self.length
         layer, edge = (2, 1, model.kv_heads, tokens, model.head_dim), (1, tokens, model.hidden)
         return {layer_name(i): layer for i in range(model.layers)} | {e_cache_name(i): edge for i in self.edges}
 
     def pieces(self, cache: PrefixCache) -> Mapping[str, Tensor]:
-        """Copies of the tensors of ``cache``, on the CPU.
+        """Copy the tensors of ``cache`` to the CPU.
 
         Raises CacheError unless they are what the model makes of as many tokens in one row.
         """

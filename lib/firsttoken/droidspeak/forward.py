@@ -50,7 +50,7 @@ class Forward:
         return len(self._layers)
 
     def embed(self) -> Tensor:
-        """What enters layer 0, [batch, new, hidden]."""
+        """The hidden states that enter layer 0, [batch, new, hidden]."""
         return self.model.get_input_embeddings()(self.prefix.ids[:, -self.new :])
 
     def run(
@@ -93,14 +93,14 @@ def cache_of(kv: Iterable[LayerKV | None]) -> DynamicCache:
 
 
 def fill(cache: DynamicCache, index: int, kv: LayerKV) -> None:
-    """Make ``kv`` what layer ``index`` of ``cache`` holds, without a copy."""
+    """Put ``kv`` into layer ``index`` of ``cache``, without a copy."""
     layer = cache.layers[index]
     layer.lazy_initialization(kv.keys, kv.values)
     layer.keys, layer.values = kv
 
 
 def layer_kv(cache: DynamicCache, index: int) -> LayerKV:
-    """What layer ``index`` of ``cache`` holds."""
+    """The keys and values that layer ``index`` of ``cache`` holds."""
     return LayerKV(cache.layers[index].keys, cache.layers[index].values)
 
 

@@ -54,7 +54,7 @@ class GateRates:
 
 @dataclass(frozen=True)
 class RocPoint:
-    """What a gate at ``threshold`` sends back: the ``caught`` share of failed requests, the ``false_alarm`` of good."""
+    """A gate at ``threshold``: the share of failed requests ``caught``, and the ``false_alarm`` share of good ones."""
 
     threshold: float
     false_alarm: float
@@ -69,11 +69,11 @@ def calibrate(
     miss_budget: float | None = None,
     false_alarm_budget: float | None = None,
 ) -> Gate:
-    """The gate for ``signal`` that keeps to one budget (a share, 0 to 1) on these requests.
+    """Return the gate for ``signal`` that keeps to one budget (a share, 0 to 1) on these requests.
 
-    With ``miss_budget``, the one that falls back least; with ``false_alarm_budget``, the one that catches most. Its
-    threshold is one of ``signals``, or just below all of them (accepts none). Raises RequestError unless exactly one
-    budget is given, and as ``roc``.
+    With ``miss_budget`` it is the one that falls back least, with ``false_alarm_budget`` the one that catches most. Its
+    threshold is one of ``signals``, or just below all of them (then it accepts none). Raises RequestError unless
+    exactly one budget is given, and as ``roc``.
     """
     budgets = [budget for budget in (miss_budget, false_alarm_budget) if budget is not None]
     if len(budgets) != 1 or not 0 <= budgets[0] <= 1:

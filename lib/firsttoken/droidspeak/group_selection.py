@@ -18,7 +18,7 @@ from firsttoken.study.errors import RequestError
 
 @dataclass(frozen=True)
 class Scored:
-    """A group and its loss of quality against the receiver's own prefill, in any unit that the bound has too."""
+    """A group, and the quality that it loses against the receiver's own prefill, in the unit of the bound."""
 
     group: Group
     loss: float
@@ -26,7 +26,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Choice:
-    """The group to recompute, the TTFT expected of it, and its loss; all layers: a full prefill, no transfer."""
+    """The group to recompute, its expected TTFT and its loss. All layers are a full prefill, with no transfer."""
 
     group: Group
     ttft_s: float
@@ -136,7 +136,7 @@ class LinkEstimate:
         self._bytes = self._seconds = 0.0
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """A transfer of ``nbytes`` took ``seconds``, its latency left out. Raises RequestError unless both are > 0."""
+        """Note that ``nbytes`` took ``seconds`` without the latency. Raises RequestError unless both are above 0."""
         if nbytes <= 0 or not 0 < seconds < inf:
             raise RequestError(f"a transfer of {nbytes} bytes in {seconds} s cannot be; give more than 0")
         self._bytes = self._keep * self._bytes + nbytes

@@ -55,7 +55,7 @@ class ModelIdentity:
 
     @cached_property
     def key(self) -> str:
-        """16 hex digits."""
+        """The identity as 16 hex digits."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:

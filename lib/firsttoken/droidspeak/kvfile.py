@@ -79,7 +79,7 @@ class Draft:
 
 
 def draft(path: Path, entry: Entry, pieces: Mapping[str, Tensor]) -> Draft:
-    """The file at ``path`` that would hold ``pieces``. Raises CacheError for a dtype that is not kept."""
+    """Lay out a file at ``path`` that holds ``pieces``. Raises CacheError for a dtype that is not kept."""
     if entry.model.dtype not in _DTYPES:
         raise CacheError(f"a KV cache in {entry.model.dtype} is not kept on disk; only in {', '.join(_DTYPES)}")
     data = {_TOKENS: memoryview(entry.tokens)} | {name: bytes_of(piece) for name, piece in pieces.items()}
@@ -105,7 +105,7 @@ def draft(path: Path, entry: Entry, pieces: Mapping[str, Tensor]) -> Draft:
 
 
 def read_header(path: Path) -> KVFile:
-    """What the file at ``path`` holds; of its data only the tokens are read. Raises CacheError when it is torn."""
+    """Read what the file at ``path`` holds, and of its data the tokens alone. Raises CacheError when it is torn."""
     with blaming(path, CacheError, "remove it"):
         header = safetensors_header.read_header(path)
         if header.metadata.pop("format", None) != _FORMAT:
@@ -124,7 +124,7 @@ def read_header(path: Path) -> KVFile:
 
 
 def read_piece(handle: int, span: StoredPiece) -> Tensor:
-    """One piece, and no byte beside it. Raises CacheError when its bytes are not those that were written."""
+    """Read one piece and no byte beside it. Raises CacheError when its bytes are not those that were written."""
     with torch.inference_mode(False):  # it may be kept, and read outside that mode
         piece = torch.empty(span.shape, dtype=span.dtype)
     into = bytes_of(piece)

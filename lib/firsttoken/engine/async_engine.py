@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 class TokenSink(Protocol):
-    """Receives a stream's tokens: each in its turn, then None, or the error that ended the stream."""
+    """Receives the tokens of a stream one after the other, and then None, or the error that ended the stream."""
 
     def put(self, item: TokenEvent | Exception | None) -> None:
-        """Called from the engine's thread."""
+        """Take one item. The engine's thread calls this."""
 
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A generated token, the stage that computed it (0: the model has none), and when (``time.monotonic`` seconds);
-    how likely it was, where that was asked for."""
+    """A generated token, the stage that computed it (0 if the model has no stages), when it came (``time.monotonic``
+    seconds), and its likelihood if that was asked for."""
 
     token_id: int
     stage: int
@@ -98,7 +98,7 @@ class Stream:
         self._inbox.put(event)
 
     def end(self, error: Exception | None = None) -> None:
-        """No more tokens."""
+        """Tell the client that no more tokens come."""
         if self._ended is not None:
             self._ended(self)
         self._inbox.put(error)
@@ -106,7 +106,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """How many requests run, wait (also for keys and values that are elsewhere), and how many KV blocks they have."""
+    """How many requests run and wait (also for stored keys and values), and how many KV blocks they have."""
 
     running: int = 0
     waiting: int = 0
@@ -115,8 +115,8 @@ class EngineStats:
 
 
 def step_failure(error: Exception) -> FirstTokenError:
-    """What those whose step met ``error`` are told: itself where it was foreseen, else an EngineError. So is a
-    RequestError: whoever asked wrongly was told when he asked. The traceback goes to the log: nobody else sees it."""
+    """What clients of a step that raised ``error`` are told: the error if it was foreseen, else an EngineError, also
+    for a RequestError, which belongs to ``submit``. The traceback goes to the log."""
     if isinstance(error, FirstTokenError) and not isinstance(error, RequestError):
         return error
     logging.getLogger(__name__).error("a step failed", exc_info=error)
@@ -124,11 +124,11 @@ def step_failure(error: Exception) -> FirstTokenError:
 
 
 class AsyncEngine:
-    """Steps ``engine`` as long as requests are open. At most ``most`` are; use it as a context manager.
+    """Steps ``engine`` in a thread of its own while requests are open, at most ``most`` at once. A context manager.
 
-    Only its thread touches the engine. What others want is done between two steps, so a submission waits for one.
-    ``failed`` makes of what a step raises what the clients that were open are told; it may wait. ``sources``, once
-    it is set, says what is stored of how a prompt begins; only the engine's thread asks it.
+    Only that thread touches the engine. What others ask for is done between two steps, so a submission waits for one.
+    ``failed`` turns what a step raises into what open clients are told; it may wait. ``sources``, once set, says what
+    is stored of how a prompt begins; only the engine's thread asks it.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class AsyncEngine:
         return stream
 
     def add(self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool) -> None:
-        """Begin the request of ``stream``, which ``moves`` or does not, before the next step, and do not wait for it:
-        an error is the stream's end."""
+        """Begin the request of ``stream`` before the next step without waiting for it; an error becomes the stream's
+        end. With ``moves`` it moves to better versions of the model."""
 
         def accept() -> None:
             try:
@@ -175,7 +175,7 @@ class AsyncEngine:
             self._streams.pop(request.number).end(error)
 
     def between(self, what: Callable[[], Any]) -> Any:
-        """What ``what`` returns or raises when the engine's thread has called it, between two steps."""
+        """Let the engine's thread call ``what`` between two steps, and return or raise what that returns or raises."""
         answer = self.soon(what)
         while True:
             try:
@@ -192,7 +192,7 @@ class AsyncEngine:
         return answer
 
     def stats(self) -> EngineStats:
-        """What the engine holds, read between or within steps: each number is right, they may be of two moments."""
+        """Return what the engine holds. Each number is right, but they may be of two moments."""
         held, pool = self._engine.scheduler, self._engine.pool
         running, away = len(held.running), len(held.swapped) + len(held.restoring)
         return EngineStats(running, len(held.waiting) + away, pool.count - pool.free, pool.count)

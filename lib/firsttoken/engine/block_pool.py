@@ -34,17 +34,17 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody has."""
+        """The number of blocks without an owner."""
         return len(self._blank) + len(self._kept)
 
     def owners(self, block: int) -> int:
-        """How many have ``block``."""
+        """The number of owners of ``block``."""
         return self._owners[block]
 
     def take(self, wanted: int, *, admission: bool = False, shared: Sequence[int] = ()) -> list[int] | None:
-        """``shared`` blocks, that hold what is wanted already, and ``wanted`` more that nobody has.
+        """Take the ``shared`` blocks, which hold what is wanted already, and ``wanted`` blocks without an owner.
 
-        None when there are not as many; for an ``admission`` the watermark stays free.
+        Return None when there are not so many. For an ``admission`` the watermark stays free.
         """
         idle = [block for block in shared if not self._owners[block]]
         if wanted + len(idle) > self.free - (self.watermark if admission else 0):
@@ -73,22 +73,22 @@ class BlockPool:
                     self._blank.append(block)
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let ``block``, which somebody has and nobody will write to, be found by ``key``; of two the first is."""
+        """Let ``block``, which has an owner and is complete, be found by ``key``; of two blocks the first is."""
         if key not in self._found:
             self._found[key], self._keys[block] = block, key
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the first ``keys``, up to one that no block has."""
+        """Return the blocks of the first ``keys``, up to the first key that no block has."""
         return [self._found[key] for key in takewhile(self._found.__contains__, keys)]
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """``blocks``, which somebody has, hold nothing that may be found."""
+        """Let ``blocks``, which have owners, not be found any more."""
         for block in blocks:
             if (key := self._keys.pop(block, None)) is not None:
                 del self._found[key]
 
     def forget(self) -> None:
-        """No block holds what it held: none can be found until it is published again."""
+        """Let no block be found until it is published again, because all have lost what they held."""
         self._blank += self._kept
         self._kept.clear()
         self._keys.clear()
@@ -131,12 +131,12 @@ class PrefixSharing:
 
     @property
     def hit_rate(self) -> float:
-        """The share of tokens that needed not be computed, of all that admitted requests came with."""
+        """The share of the tokens of admitted requests that came from shared blocks and were not computed."""
         return self.found_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
     def find(self, request: Request) -> list[int]:
-        """Blocks that hold what ``request`` begins with; none for a prompt whose chances are asked for, as computing
-        it is how they come."""
+        """Return blocks that hold what ``request`` begins with. A prompt whose likelihoods are asked for gets none, as
+        these come from computing it."""
         start = self._salt(request).encode()
         if not request.keys or request.keys[0] != start:
             request.keys = [start]
@@ -145,19 +145,19 @@ class PrefixSharing:
         return self._pool.find(self._keys(request, (len(request.tokens) - 1) // self._block_tokens))
 
     def admitted(self, request: Request, blocks: int) -> None:
-        """``request`` has been given so many found ``blocks``."""
+        """Note that ``request`` was given so many of the found ``blocks``."""
         request.published = blocks
         request.advance(blocks * self._block_tokens)
         self.asked_tokens += len(request.tokens)
         self.found_tokens += request.cached
 
     def returned(self, request: Request) -> None:
-        """``request`` is back from the host, in other blocks, which nobody knows yet."""
+        """Note that ``request`` is back from the host, in other blocks, which nothing is known of yet."""
         if request.published < _NEVER:
             request.published = 0
 
     def part(self, request: Request) -> None:
-        """What ``request`` computes from now on stands on keys and values of another view: nobody may share it."""
+        """Share no more of ``request``: what it computes from now on follows keys and values of another version."""
         request.published = _NEVER
 
     def publish(self, chunk: ScheduledChunk) -> None:
@@ -172,7 +172,7 @@ class PrefixSharing:
         request.published = full
 
     def withdraw(self, chunk: ScheduledChunk) -> list[int]:
-        """``chunk`` was not done; the blocks that do not hold what it was to write."""
+        """Let blocks that ``chunk``, which was not computed, should have filled not be found any more."""
         request, full = chunk.request, chunk.start // self._block_tokens
         if request.published < _NEVER:
             request.published = min(request.published, full)

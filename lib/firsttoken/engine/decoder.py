@@ -70,7 +70,7 @@ class LocalSegment:
         return hidden
 
     def drop(self, request: int) -> None:
-        """Its keys and values are in the pool, and go with its blocks."""
+        """Do nothing: the keys and values of the request are in the pool, and go with its blocks."""
 
     def fuse(self) -> Iterator[None]:
         """Put fewer and larger operations in the place of each layer, one at a time while requests run.
@@ -111,7 +111,7 @@ class Decoder:
         return self.segments[-1].layers.stop
 
     def logits(self, step: StepPlan) -> Tensor:
-        """Run ``step``, and what is joined to it; the logits [rows, vocabulary] of the rows that it names as ``last``.
+        """Run ``step`` and what is joined to it; return logits [rows, vocabulary] of the rows named as ``last``.
 
         Raises RequestError where what is joined does not fit, as ``run`` does.
         """

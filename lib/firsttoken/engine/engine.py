@@ -59,11 +59,11 @@ def check_admission(request: Request, source: KVSource | None, executor: Executo
 
 
 def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
-    """Take the coming steps of ``engine`` up to the one in which a request ends, or that begins after the next arrival.
+    """Take the coming steps of a simulated ``engine`` at once; return whether any was taken.
 
-    To be called after a step, or an earlier call, that decoded all who ran; whether it took any. It takes none where
-    steps may differ: on a device, under a scheduler that is not ``steady``, while anybody waits or is away, and where
-    blocks are shared.
+    The last one is that in which a request ends, or that begins after the next arrival. Call it after a step, or an
+    earlier call, that decoded all running requests. It takes none where steps may differ: on a device, under a
+    scheduler that is not ``steady``, while requests wait or are swapped out, and where blocks are shared.
     """
     scheduler, executor = engine.scheduler, engine.executor
     away = scheduler.waiting or scheduler.swapped or scheduler.restoring
@@ -184,8 +184,8 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request early, wherever it stands; its blocks are free at once. A device that turns out to be lost in
-        this is lost to all, as in a step."""
+        """End a request early, in any state, and free its blocks at once. A device that is found to be lost in this is
+        lost for all requests, as in a step."""
         if self._open.pop(request.number, None) is None:
             return
         self._coming = [entry for entry in self._coming if entry[1] is not request]
@@ -215,12 +215,12 @@ class Engine:
         return lost
 
     def step(self) -> list[tuple[Request, int]]:
-        """Process one batch; the (request, token) pairs it produced. Waits when nothing can run yet, for a prefix from
-        elsewhere only until it is worth to look again.
+        """Process one batch and return the (request, token) pairs that it made. It waits when nothing can run yet; for
+        a stored prefix only until it is worth looking again.
 
-        Where the device is lost its requests begin again; who did so too often ends with a ``failure``, and so does
-        whose logits are no finite numbers. Passes on what else the executor raises. Nothing of that step counts then:
-        where prefixes are not shared, the next one takes the same works again unless they are cancelled.
+        When the device is lost its requests begin again. A request that did so too often ends with a ``failure``, and
+        so does one whose logits are not finite. Other errors of the executor are passed on, and nothing of that step
+        counts then: without shared prefixes the next step takes the same work again.
         """
         try:
             return self._step()
@@ -273,7 +273,7 @@ class Engine:
         return failed
 
     def serve(self, items: Iterable[tuple[Sequence[int], Sampling, float]]) -> list[Request]:
-        """Run (prompt, sampling, seconds from now) to the end; the requests in the order given. Raises as ``run``."""
+        """Run (prompt, sampling, seconds from now) to the end; return the requests in order. Raises as ``run``."""
         start = self.executor.now()
         requests = [self.submit(prompt, sampling, start + after_s) for prompt, sampling, after_s in items]
         self.run()
@@ -331,6 +331,6 @@ class Engine:
         self._failed.append(request)
 
     def end(self, request: Request) -> None:
-        """The open ``request`` has its last token."""
+        """End the open ``request``, which has its last token."""
         del self._open[request.number]
         self.scheduler.end(request)

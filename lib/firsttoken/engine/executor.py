@@ -38,13 +38,13 @@ class SwapIn(Protocol):
         """Whether they have arrived."""
 
     def wait(self) -> SwapTime:
-        """Wait until they have, and say how long they took."""
+        """Wait until they have arrived, and return the seconds that this took."""
 
 
 class DeviceLost(Exception):
-    """All that an executor held of the requests is gone. What it is asked from now on works, or raises this again.
+    """All that an executor held of the requests is gone. Later calls work again, or raise this again.
 
-    Whoever had something there is begun again, up to ``retries`` times without a new token in between.
+    Requests that had something there begin again, up to ``retries`` times without a new token in between.
     """
 
     def __init__(self, reason: str, retries: int) -> None:
@@ -52,7 +52,7 @@ class DeviceLost(Exception):
         self._retries = retries
 
     def ends(self, request: Request) -> bool:
-        """Count it; whether that was once too often for ``request``, whose failure it then is."""
+        """Count this loss for ``request``, and return whether it was one too many, which ends the request with it."""
         request.losses += 1
         if request.losses <= self._retries:
             return False
@@ -77,13 +77,13 @@ class Executor(Protocol):
         """What decides keys and values beside the tokens, and may change while no request is open: the adapter."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """The executor's clock, in seconds since some moment."""
 
     def wait_until(self, moment_s: float) -> None:
         """Let the time pass, as nothing can run before ``moment_s``."""
 
     def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
-        """Process the tokens of ``chunks``; the next token after each (of no meaning where the chunk is partial)."""
+        """Process the tokens of ``chunks``; return the next token after each (meaningless after a partial one)."""
 
     def swap_out(self, request: Request) -> SwapTime | None:
         """Copy the request's blocks to host memory and set ``request.host``; None when there is no room for them."""
@@ -101,7 +101,7 @@ class Executor(Protocol):
         """The first ``tokens`` of ``hidden`` [1, tokens or more, hidden], where they are computed with."""
 
     def forget(self, request: Request) -> None:
-        """The request is over: drop what is kept of it beside blocks and copies."""
+        """Drop what is kept of the request beside blocks and copies, as it is over."""
 
     def close(self) -> None:
         """Give back what the executor holds."""

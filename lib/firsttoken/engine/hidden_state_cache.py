@@ -64,13 +64,13 @@ class HiddenStateCache:
         return kept.rows[None, : kept.end]
 
     def adopt(self, request: int, other: HiddenStateCache) -> None:
-        """Go on with what ``other`` has kept of the request at the layers that are kept here too."""
+        """Take over what ``other`` has kept of the request, at the layers that are kept here too."""
         kept = {layer: rows for layer, rows in other._kept.get(request, {}).items() if layer in self.layers}
         if kept:
             self._kept[request] = kept
 
     def drop(self, request: int) -> None:
-        """The request is over."""
+        """Drop what is kept of the request, as it is over."""
         self._kept.pop(request, None)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # a model of ours needs none of it
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token's keys and values are, and how many tokens make a block."""
+    """The shape of one token's keys and values, and the number of tokens in a block."""
 
     layers: int
     kv_heads: int
@@ -39,7 +39,7 @@ class KVShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """All layers, keys and values."""
+        """Bytes of a token's keys and values in all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
@@ -52,7 +52,7 @@ class KVShape:
         return self.block_bytes // (2 * self.layers)
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold ``tokens`` tokens."""
+        """The number of blocks that hold ``tokens`` tokens."""
         return -(-tokens // self.block_tokens)
 
     def copies(self, tokens: int) -> int:

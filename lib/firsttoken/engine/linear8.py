@@ -143,7 +143,7 @@ class Linear8(nn.Module):
 
 
 def coded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``weight`` [out, in] as int8 codes and a float32 scale a row [out]. ModelError where it is not finite."""
+    """Return int8 codes and float32 scales [out] of ``weight`` [out, in]. Raises ModelError if not finite."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     rows = max(1, _AT_ONCE // weight.shape[1])
     pieces = zip(weight.split(rows), codes.split(rows), strict=True)
@@ -151,7 +151,7 @@ def coded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_8_bits(modules: Iterable[nn.Module], threshold: float = THRESHOLD) -> int:
-    """Put a :class:`Linear8` in the place of every linear layer within ``modules``; how many there were.
+    """Put a :class:`Linear8` in the place of every linear layer within ``modules``; return how many there were.
 
     Raises ModelError where there are none, as in fused layers.
     """

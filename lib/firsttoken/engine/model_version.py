@@ -13,9 +13,9 @@ from firsttoken.engine.request import LayerRecompute, Request
 
 
 class ModelVersion:
-    """A ``decoder``, what its requests keep in ``hidden_cache``, and which ``stage`` of a model it is (0: it has none).
+    """A ``decoder``, what its requests keep in ``hidden_cache``, and its ``stage`` of a model (0: it has none).
 
-    ``key`` tells it from every other view: keys and values are shared only under one.
+    ``key`` tells it from every other version: keys and values are shared only under one key.
     """
 
     _keys: ClassVar[count] = count()
@@ -33,11 +33,11 @@ class ModelVersion:
             self.hidden_cache.drop(request.number)
 
     def redo(self, request: Request, layers: range) -> LayerRecompute:
-        """All that ``request`` has cached through ``layers`` again, from the hidden states that are kept of it here.
+        """What ``request`` has to compute again through ``layers``, from the hidden states that are kept of it here.
 
-        Everything again of one that is still about an earlier change, and of one whose first tokens never entered the
-        first of ``layers``: their keys and values were brought, or an earlier change began above. Raises RequestError
-        where nothing is kept there of anybody.
+        That is everything for a request that has not finished an earlier change, or whose first tokens never entered
+        the first of ``layers`` because they were brought or an earlier change began above. Raises RequestError where no
+        hidden states are kept there.
         """
         if request.redo is not None:
             return LayerRecompute(range(self.decoder.depth), request.redo.end)

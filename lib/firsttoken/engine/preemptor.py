@@ -53,11 +53,11 @@ class Preemptor:
 
     @property
     def recovering(self) -> bool:
-        """Whether anybody was preempted and has not all back."""
+        """Whether a preempted request has not got back all that it lost."""
         return bool(self._open)
 
     def evict(self, victim: Request) -> Action:
-        """Save or forget what ``victim`` has cached, and say which; afterwards its blocks may be given away."""
+        """Save or forget what ``victim`` has cached, and return which; then its blocks may be given away."""
         now = self.executor.now()
         action, reason = self._decide(victim, now)
         moved = self.executor.swap_out(victim) if action is Action.SWAP else None
@@ -74,13 +74,13 @@ class Preemptor:
         return action
 
     def move(self, request: Request) -> None:
-        """What ``request`` has cached is about to be computed again by another view; a copy in the host is given up."""
+        """Note that another version computes again what ``request`` has cached, and give up its copy on the host."""
         self._give_up(request)
         self._interrupt(request)
         self._open[request.number] = Recovery(request.number, Action.RECOMPUTE, MOVED, 0, self.executor.now())
 
     def lose(self, request: Request) -> None:
-        """What it had cached, on the device or in the host, is gone; nothing is learned of a way back that was open."""
+        """Note that what the request had cached on device or host is gone; a recovery that was open teaches nothing."""
         request.transfer = request.host = None
         self._prefills.pop(request.number, None)
         interrupted = self._open.pop(request.number, None)

@@ -81,7 +81,7 @@ class Kind(StrEnum):
 
 
 class TokenSpan(NamedTuple):
-    """One line of the books: tokens [start, end) of a request."""
+    """Tokens [start, end) of a request, and what a step does for them."""
 
     request: int
     kind: Kind
@@ -144,7 +144,7 @@ class ScheduledChunk(NamedTuple):
 
 
 def split_decodes(chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], tuple[int, ...]]:
-    """Works that do more than decode, and the cached tokens of each that decodes."""
+    """Split the chunks of a step: those that do more than decode, and the cached tokens of each that decodes."""
     others, contexts = [], []
     for chunk in chunks:
         if chunk.request.prompt_tokens <= chunk.start == chunk.computed:  # as ``decodes``, without a call: this is hot
@@ -155,7 +155,7 @@ def split_decodes(chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk
 
 
 def shapes(chunks: Sequence[ScheduledChunk]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """What the cost of a step hangs on: (cached, new) tokens of what it prefills, and cached tokens of each decode."""
+    """What the cost of a step depends on: (cached, new) tokens of each prefill, and cached tokens of each decode."""
     others, contexts = split_decodes(chunks)
     return tuple((chunk.start, chunk.tokens) for chunk in others), contexts
 
@@ -279,7 +279,7 @@ class Request:
         return ScheduledChunk(self, self.cached, end, self.computed, self.redo)
 
     def advance(self, end: int) -> None:
-        """A step has left the keys and values of its first ``end`` tokens in the pool."""
+        """Note that the keys and values of its first ``end`` tokens are in the pool after a step."""
         self.cached = end
         self.computed = max(self.computed, end)
         if self.redo is not None and end >= self.redo.end:
@@ -310,7 +310,7 @@ class Request:
         return self._generator
 
     def append(self, token: int, now_s: float) -> bool:
-        """Take the next token; whether it is the last."""
+        """Take the next token, and return whether it is the last."""
         self.tokens.append(token)
         self.times_s.append(now_s)
         self.losses = 0

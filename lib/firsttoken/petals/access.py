@@ -42,7 +42,7 @@ class Access:
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """What a client says with every call."""
+        """The headers that a client sends with every call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def admits(self, headers: dict[str, str]) -> bool:
@@ -51,8 +51,8 @@ class Access:
         return not self.token or hmac.compare_digest(said.encode(), f"Bearer {self.token}".encode())
 
     def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
-        """Bind ``server``; the port. Raises SwarmError for an address beyond this machine without TLS and a token, and
-        one that cannot be had."""
+        """Bind ``server`` and return its port. Raises SwarmError for an address beyond this machine without TLS and a
+        token, and for one that cannot be had."""
         import grpc
 
         secure = bool(self.certificate and self.key)

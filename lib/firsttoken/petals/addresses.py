@@ -35,7 +35,7 @@ def spot_of(address: str) -> str:
 
 
 def network_of(address: str) -> str:
-    """The host of ``address`` and those beside it, /24 of IPv4 and /48 of IPv6, which one person may well hold."""
+    """The host of ``address`` with its neighbours (/24 of IPv4, /48 of IPv6), all of which one person may hold."""
     host = spot_of(address).rpartition(":")[0]
     ip = _ip(host)
     if ip is None:
@@ -44,7 +44,7 @@ def network_of(address: str) -> str:
 
 
 def source_of(peer: str) -> str:
-    """Whom gRPC's ``peer`` (ipv4:HOST:PORT) is counted as: a machine, or on loopback one of its connections."""
+    """The source that gRPC's ``peer`` (ipv4:HOST:PORT) counts as: a machine, or on loopback one of its connections."""
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
     host = host.strip("[]")
     return f"{host}:{port}" if is_loopback(host) else network_of(f"{host}:{port}")

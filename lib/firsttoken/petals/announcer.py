@@ -55,12 +55,12 @@ class Announcer:
         return self._record
 
     def say(self, **said: Any) -> Record:
-        """The record with these fields: whoever exchanges with this server from now on hears it."""
+        """Change these fields of the record; members that exchange with this server from now on hear it."""
         self._renew(replace(self._record, **said))
         return self._record
 
     def answer(self, told: Exchanged, refused: str) -> bytes:
-        """What this member says to one that has ``told`` it something, and whose record it ``refused`` for that."""
+        """What this member answers to one that has ``told`` it something, and why its record was ``refused``."""
         own = self._record
         page, after = page_of(self._registry.live(time.time()), own, told.after)
         proof = proof_of(self._key, own.server, told.nonce) if told.nonce else None
@@ -99,7 +99,7 @@ class Announcer:
                 await self.announced.wait()
 
     async def announce(self) -> bool:
-        """One round; False when everybody who was asked is silent, or refuses the record. Raises as ``run``."""
+        """Announce once; return False when all members that were asked are silent or refuse. Raises as ``run``."""
         self._renew(self._record)
         asked = self._whom()
         answers = dict(zip(asked, await asyncio.gather(*map(self._meet, asked)), strict=True))

@@ -57,8 +57,8 @@ class Batcher:
     async def run(
         self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Tensor, client: Client = HERE
     ) -> Tensor:
-        """``hidden`` [tokens, hidden] after ``layers``; raises what computing raises, SwarmError where the server
-        ends before."""
+        """Return ``hidden`` [tokens, hidden] after ``layers``. Raises what computing raises, and SwarmError where the
+        server ends before."""
         if self._ended:
             raise SwarmError(_ENDS)
         self.slots.lease(chunks)
@@ -93,7 +93,7 @@ class Batcher:
                     one.answer.set_exception(SwarmError(_ENDS))
 
     async def aside(self, what: Callable[[], Answer]) -> Answer:
-        """What ``what`` returns or raises, on the thread that computes: behind its batch, and before the next."""
+        """Run ``what`` on the thread that computes, between two batches; return or raise what that does."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, what)
 
     def close(self) -> None:

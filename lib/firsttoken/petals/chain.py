@@ -47,10 +47,10 @@ class Chain:
         return self._hidden_cache.nbytes
 
     async def run(self, stretches: Sequence[Stretch], hidden: Tensor) -> Tensor:
-        """``hidden`` [tokens, hidden] of ``stretches``, end to end, after the layers.
+        """Return ``hidden`` [tokens, hidden] of ``stretches``, end to end, after the layers.
 
-        Raises SwarmError when blocks stay unserved, all who serve them fail or refuse the step, or what enters is no
-        model's hidden states, which no server is to be blamed for.
+        Raises SwarmError when blocks stay unserved, when all servers that have them fail or refuse the step, and for
+        hidden states that no model has, for which no server is blamed.
         """
         check_states(hidden)
         async with self._turn:
@@ -66,7 +66,7 @@ class Chain:
         return out
 
     def unserved(self) -> list[int]:
-        """The layers that nobody serves who can be asked now. A server of the chain counts as long as it answers."""
+        """The layers that no server has which can be asked now. A server of the chain counts as long as it answers."""
         known, lately_s = self.swarm.servers(), time.monotonic() - self.swarm.timeouts.refresh_s
         answering = {one.server for one in known}
         serving = [one.span for one in known if self.swarm.state(one)[0] == "serves"]
@@ -76,7 +76,7 @@ class Chain:
         return [layer for gap in gaps(serving, self.layers) for layer in gap]
 
     async def forget(self, numbers: Sequence[int]) -> None:
-        """These sequences are over."""
+        """Forget these sequences, which are over."""
         for number in numbers:
             self._hidden_cache.drop(number)
         for session, _ in list(self.sessions):

@@ -50,7 +50,7 @@ class Contacts:
         self._calling = asyncio.Semaphore(_AT_ONCE)
 
     def is_at(self, address: str) -> None:
-        """This member is a server itself, at ``address``: what others name is of the same kind."""
+        """Note that this member is a server at ``address``, so that others must have addresses of the same kind."""
         self.own = address
         self.near = is_loopback(address.rpartition(":")[0].strip("[]"))
         self.far = self.access.secure and not self.near
@@ -91,7 +91,7 @@ class Contacts:
         return first, seconds
 
     def due(self, asked: set[str]) -> list[str]:
-        """Addresses that others have named since, to be asked now beside those ``asked``: of each teller in turn."""
+        """The addresses to ask now beside those ``asked``: what others have named since, of each in turn."""
         lists, due = list(self._hints.values()), []
         self._hints.clear()
         for place in range(max(map(len, lists), default=0)):
@@ -113,7 +113,7 @@ class Contacts:
         return self._asked.get(spot, (0, 0.0))[1] <= time.monotonic()
 
     def tried(self, address: str) -> None:
-        """This address is asked now: if it does not prove itself, it is left alone for a while."""
+        """Note that this address is asked now; if it does not prove itself, it is left alone for a while."""
         spot, now = spot_of(address), time.monotonic()
         times, _ = self._asked.pop(spot, (0, 0.0))
         self._asked[spot] = times + 1, now + min(_AGAIN_S * _AGAIN ** min(times, 8), _LONGEST_S)
@@ -121,9 +121,9 @@ class Contacts:
             del self._asked[next(iter(self._asked))]
 
     async def hear_of(self, record: Record, source: str) -> str:
-        """Somebody at ``source`` says of itself that it is the server of ``record``: why it is not believed, "" if so.
+        """Hear from ``source`` that it is the server of ``record``; return why it is not believed, "" if it is.
 
-        Who is new is called back. Raises TwinError as the registry.
+        A new server is called back. Raises TwinError as the registry.
         """
         now = time.time()
         try:

@@ -91,8 +91,8 @@ class _Level:
 
 
 class Turns:
-    """Says which client is next: start-time fair queueing (Goyal et al., SIGCOMM 1996) between hosts, and between the
-    clients of each. A client that had less computed while it waited comes first; unused shares are not saved up."""
+    """Chooses the next client by start-time fair queueing (Goyal et al., SIGCOMM 1996), between hosts and between the
+    clients of each. The client that had least computed while it waited comes first; unused shares are not saved up."""
 
     def __init__(self) -> None:
         self._hosts = _Level()

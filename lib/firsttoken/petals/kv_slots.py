@@ -82,7 +82,7 @@ class KVSlots:
     async def placed(
         self, mine: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
     ) -> list[ScheduledChunk]:
-        """Do what ``place`` does, once the steps whose blocks it needs have run; calls that need blocks queue up."""
+        """Do what ``place`` does, once the steps that use the blocks it needs have run; such calls queue up."""
         if not sum(self._needs(mine, stretches, first)):
             return self.place(mine, stretches, first, client)
         async with self._turn:
@@ -122,7 +122,7 @@ class KVSlots:
         return chunks
 
     def lease(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """A step is under way: the blocks of its works are its own, too, until ``release``.
+        """Own the blocks of a step that is under way, until ``release``.
 
         Raises RuntimeError, and takes nothing, where another step that is under way writes to one of them.
         """
@@ -135,7 +135,7 @@ class KVSlots:
             self._leased.update(chunk.request.blocks)
 
     def release(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """A step has run, or will not: blocks whose sequences have gone meanwhile are free now."""
+        """Give up the blocks of a step that has run, or will not; those whose sequences are gone are free now."""
         self._written.difference_update(self._writes(chunks))
         for chunk in chunks:
             self.pool.give(chunk.request.blocks)
@@ -143,14 +143,14 @@ class KVSlots:
         self._released.set()
 
     def computed(self, mine: Sequences, stretches: Sequence[Stretch]) -> None:
-        """A step has left the keys and values of ``stretches`` in the pool."""
+        """Note that a step has left the keys and values of ``stretches`` in the pool."""
         for one in stretches:
             if one.number in mine:
                 mine[one.number].cached, mine[one.number].used = one.end, time.monotonic()
 
     def leave(self, mine: Sequences, numbers: Iterable[int]) -> None:
-        """These sequences of a session are over; their blocks are free, those of a step under way when it has run.
-        Numbers that it does not have are passed by."""
+        """End these sequences of a session. Their blocks are free, or free once the step that uses them has run.
+        Numbers that it does not have are ignored."""
         for number in numbers:
             if (sequence := mine.pop(number, None)) is not None:
                 del self._homes[id(sequence)]

@@ -66,5 +66,5 @@ class Nearby:
         return ups
 
     def end(self, address: str) -> None:
-        """The server at ``address`` is gone."""
+        """End the server at ``address``."""
         wait_for(self._ends.pop(address).aclose())

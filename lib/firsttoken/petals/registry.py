@@ -40,9 +40,9 @@ class Registry:
         self._floors: dict[str, float] = {}  # the latest issue that was seen of each, as long as a replay could live
 
     def take(self, record: Record, now: float) -> bool:
-        """Believe ``record``, which its server has said at its address; whether it is news.
+        """Believe ``record``, which its server has said at its address; return whether it is news.
 
-        Whoever was known at that address is not there any more. Raises SwarmError as ``check``.
+        A server that was known at that address is forgotten. Raises SwarmError as ``check``.
         """
         self._forget(now)
         if self._records.get(record.server) == record:

@@ -55,7 +55,7 @@ class Hop:
 
 
 def chain_s(chain: Sequence[Hop], tokens: int = 1) -> float:
-    """Seconds of ``tokens`` at once through ``chain``, one server after the other."""
+    """Seconds that ``tokens`` at once take through ``chain``, one server after the other."""
     return sum(hop.server.ping_s + tokens * hop.row_s for hop in chain)
 
 
@@ -111,7 +111,7 @@ def parallel_chains(servers: Collection[Reachable], layers: range) -> list[list[
 
 
 def split_rows(rows: int, chains: Sequence[Sequence[Hop]]) -> list[int]:
-    """How many of ``rows`` equal ones each chain takes so that the last is back soonest.
+    """Return how many of ``rows`` equal rows each chain takes so that the last is back soonest.
 
     Each row goes where it is done first: no other share ends earlier. Raises SwarmError for no chain or rows below 0.
     """

@@ -91,7 +91,7 @@ class Rebalancer:
             await asyncio.sleep(self._limits.rebalance_s)
 
     async def look(self) -> bool:
-        """Move if the swarm gains enough by it; whether it did. Raises as ``run``."""
+        """Move if the swarm gains enough by it, and return whether it moved. Raises as ``run``."""
         target = self._wanted()
         while target is not None:
             self._announcer.say(target=(target.start, target.stop), wishes=time.time())

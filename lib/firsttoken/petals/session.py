@@ -81,7 +81,7 @@ class Sessions:
 
     @property
     def open(self) -> int:
-        """How many there are."""
+        """The number of open sessions."""
         return self.queue.taken
 
     async def serve(self, context: grpc.aio.ServicerContext, headers: dict[str, str]) -> None:
@@ -210,7 +210,7 @@ class Sessions:
             self._awaited.discard(limit)
 
     def opened(self, headers: dict[str, str]) -> tuple[range, str]:
-        """Blocks and coding that a call asks for. Raises SwarmError and RequestError for what is not here."""
+        """The blocks and coding that a call asks for. Raises SwarmError and RequestError for what is not here."""
         version, model, blocks, coding = (headers.get(name, "") for name in HEADERS)
         held = self.batcher.backend.blocks
         if self.moving:

@@ -17,11 +17,11 @@ class Shares:
         self._left: dict[str, tuple[float, float]] = {}  # by source: shares, and when
 
     def left(self, source: str) -> bool:
-        """Whether ``source`` has one."""
+        """Whether ``source`` has a share left."""
         return self._now(source) >= 1
 
     def take(self, source: str) -> None:
-        """One of the shares of ``source`` is gone. Raises BusyError where it has none."""
+        """Take one of the shares of ``source``. Raises BusyError where it has none."""
         left = self._now(source)
         if left < 1:
             raise BusyError(
@@ -31,7 +31,7 @@ class Shares:
         self._set(source, left - 1)
 
     def give_back(self, source: str) -> None:
-        """It was well spent."""
+        """Give the share of ``source`` back, as it was well spent."""
         self._set(source, min(self._now(source) + 1, self.most))
 
     def _now(self, source: str) -> float:

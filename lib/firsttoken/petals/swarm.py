@@ -54,7 +54,7 @@ class Conduct:
         self._known: dict[str, _Behaviour] = {}
 
     def failed(self, server: str) -> None:
-        """It could not go on, refused what was asked, answered nonsense, or was much too late."""
+        """Note that the server could not go on, refused, gave an impossible answer, or was much too late."""
         known, now = self._known.setdefault(server, _Behaviour()), time.monotonic()
         if now - known.failed_s > 2 * self._ban_s(known):
             known.failures = 0
@@ -62,25 +62,25 @@ class Conduct:
         known.late_s.clear()
 
     def back(self, server: str) -> None:
-        """It was silent, and answers again: what it failed at before may be over."""
+        """Note that the server was silent and answers again, so that its earlier fault may be over."""
         if (known := self._known.get(server)) is not None:
             known.back_s = time.monotonic()
 
     def lost(self, server: str) -> bool:
-        """It has lost a session, as an idle one is; whether it does so too often to be without fault."""
+        """Note that the server has lost a session, and return whether it does so too often to be without fault."""
         known, now = self._known.setdefault(server, _Behaviour()), time.monotonic()
         often = len(known.lost_s) == _LOST and now - known.lost_s[0] < self._timeouts.ban_s
         known.lost_s.append(now)
         return often
 
     def took(self, server: str, seconds: float, announced_s: float) -> None:
-        """A step took it ``seconds`` where its ping and throughput had announced ``announced_s``."""
+        """Note that a step took ``seconds`` where the server's ping and throughput had announced ``announced_s``."""
         late_s = seconds - announced_s
         late = late_s > max(self._timeouts.late_s, (TIMES - 1) * announced_s)
         self._known.setdefault(server, _Behaviour()).late_s.append(late_s if late else 0.0)
 
     def late_s(self, server: str) -> float:
-        """Seconds that a step takes it beyond what it announced, 0 for one that is not late again and again."""
+        """Seconds that a step takes beyond what the server announced; 0 for one that is not late again and again."""
         known = self._known.get(server)
         if known is None or sum(one > 0 for one in known.late_s) < _LATE_STEPS:
             return 0.0
@@ -177,8 +177,8 @@ class Swarm:
         return [one for one in self._records() if one.address in self._pings and one.server not in self.convicted]
 
     def state(self, record: Record) -> tuple[str, float | None]:
-        """How it stands with a server, and how far away it is in seconds, None for one that does not answer. It
-        "serves" or else it is of "another version", "convicted", "shunned" as it failed lately, or "silent"."""
+        """The state of a server, and its distance in seconds (None if it does not answer). The state is "serves",
+        "another version", "convicted", "shunned" (it failed lately) or "silent"."""
         ping_s = self._pings.get(record.address)
         wrong = {
             "another version": record.model != self.model,

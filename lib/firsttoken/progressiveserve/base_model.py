@@ -33,7 +33,7 @@ from firsttoken.study.profile import Profile
 
 @dataclass(frozen=True)
 class ServedConfig:
-    """Which block waits, and where the adapters lie.
+    """The block of layers that comes later, and the folder of the adapters.
 
     ``block_start`` and ``block_size`` name the removed layers, 0-based. ``adapters`` is a folder under
     ``data/adapters`` or a path; ``task_adapter`` is the one merged at load, "" for none (the report's case).
@@ -45,7 +45,7 @@ class ServedConfig:
     task_adapter: str = ""
 
     def needs(self) -> list[Need]:
-        """The block lies in the model; that a layer stays is the plan's to say."""
+        """Require that the block lies in the model; the plan checks that a layer stays."""
         end = self.block_start + self.block_size
         return [Need("served.block_start + block_size", end, LAYERS, "move the block down, or make it smaller")]
 

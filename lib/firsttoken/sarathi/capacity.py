@@ -36,7 +36,7 @@ class ClientTimes:
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> ClientTimes:
-        """The figures of requests that are over; of answers of one token there is no time between tokens."""
+        """Compute the times from requests that are over; an answer of one token has no time between tokens."""
         gaps = np.concatenate([[0.0], *(np.diff(request.times_s) for request in requests)])
         return cls(
             tbt_p99_s=float(np.percentile(gaps[1:], 99)) if len(gaps) > 1 else 0.0,

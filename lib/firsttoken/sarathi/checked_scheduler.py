@@ -16,7 +16,7 @@ EMPTY = 1000  # steps without work in a row; a preemption that makes room takes 
 
 
 def watched(kind: type[Scheduler], file: Path, decisions: Decisions) -> type[Scheduler]:
-    """``kind`` of ``file``, that raises ProfileError for a step that it may not take, and where nothing ever ends.
+    """Return ``kind`` of ``file`` so that it raises ProfileError for a step against the rules, and when nothing ends.
 
     ``decisions`` know when one is being taken.
     """

@@ -34,17 +34,17 @@ class Hardware:
 
     @property
     def tokens(self) -> int:
-        """What the KV blocks hold."""
+        """The number of tokens that the KV blocks hold."""
         return 16 * self.blocks
 
     def read(self) -> Costs:
-        """The costs. Raises AssetError for files that are not there, CorpusError for those that cannot be read."""
+        """Read the costs. Raises AssetError for files that are not there, CorpusError for those that cannot be read."""
         return BatchCosts() if self.costs == PUBLISHED else ProfiledCosts.read(downloaded(self.costs), self.layers)
 
     def iteration_s(self, costs: Costs) -> float:
-        """Seconds of the decode iteration."""
+        """The seconds of the decode iteration by which the objectives are set."""
         return costs.step_s([], [self.context] * self.decodes)
 
     def provenance(self, costs: Costs) -> dict[str, str]:
-        """What a result says of the costs that it was simulated on."""
+        """The text of a result about the costs that it was simulated on."""
         return {"kind": "simulated on profiled costs", "costs": self.costs, "sha256": getattr(costs, "sha256", "")}

@@ -24,7 +24,7 @@ class PipelineStages:
         self._free_s = [0.0] * count
 
     def send(self, at_s: float, seconds: float) -> float:
-        """A batch of ``seconds`` on one device is ready at ``at_s``; when it leaves the last stage."""
+        """Send a batch of ``seconds`` on each device at ``at_s``; return when it leaves the last stage."""
         for stage in range(self.count):
             at_s = max(at_s, self._free_s[stage]) + seconds / self.count
             self._free_s[stage] = at_s
@@ -38,7 +38,7 @@ class PipelineStages:
 
 
 class StagedExecutor(SimulatedExecutor):
-    """One of the batches that are in the stages at a time: its tokens come when it leaves the last one."""
+    """Runs one batch at a time in the stages of a pipeline: its tokens come when it leaves the last one."""
 
     def __init__(self, costs: Costs, blocks: int, stages: PipelineStages) -> None:
         super().__init__(costs, blocks)

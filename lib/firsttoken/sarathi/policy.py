@@ -33,7 +33,7 @@ class Policy:
 
     @classmethod
     def named(cls, text: str) -> Policy:
-        """Raises ProfileError for a budget that is no number, and for a file that holds no scheduler."""
+        """Read the policy of ``text``. Raises ProfileError for a budget that is no number, or a file without a scheduler."""
         place = place_of(text)
         name, budget = place["scheduler"], place.get("budget_tokens")
         if name.endswith(".py"):
@@ -44,7 +44,7 @@ class Policy:
         return cls(text, name, budget)
 
     def config(self, objective: Objective, requests: int) -> EngineConfig:
-        """The engine's, for ``objective``, with up to ``requests`` at once; watermark as in vLLM.
+        """The engine's configuration for ``objective`` and at most ``requests`` at once; vLLM's watermark.
 
         Raises ProfileError for an unknown scheduler, and for a budget that it cannot keep.
         """
@@ -53,8 +53,8 @@ class Policy:
 
     @contextmanager
     def judged(self) -> Iterator[None]:
-        """Around all that runs it: raises ProfileError, one line that names the file, for what a file of one's own does
-        wrong, and where it never ends."""
+        """A context around a run of the policy. It raises ProfileError, one line that names the file, when a file of
+        one's own breaks a rule or never ends."""
         if self.file is None:
             yield
             return

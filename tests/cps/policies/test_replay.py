@@ -64,5 +64,5 @@ def test_noise_is_relative_seeded_and_unbiased() -> None:
 
 
 def test_lists_must_match() -> None:
-    with pytest.raises(RequestError, match="2 lengths, 1 times, 2 rows"):
+    with pytest.raises(RequestError, match="2 lengths, 1 times, 2 of noise"):
         replay(make_policy("swap"), [1, 2], [0.0], lambda now_s: COSTS, np.ones((2, 2)))

@@ -7,27 +7,27 @@ from collections.abc import Sequence
 
 
 class Costs(ABC):
-    """Seconds of what an engine does. A prefill is (tokens already cached, new tokens)."""
+    """The seconds that an engine's work takes. A prefill is (tokens already cached, new tokens)."""
 
     @abstractmethod
     def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-        """One step: ``prefills``, and one token for each decoding request; ``contexts`` are their cached tokens.
+        """Seconds of a step: ``prefills``, and a token for each decoding request, with ``contexts`` cached tokens.
 
         A step without either costs nothing.
         """
 
     @abstractmethod
     def swap_out_s(self, tokens: int) -> float:
-        """Moving the keys and values of ``tokens`` tokens from the device to the host."""
+        """Seconds to move the keys and values of ``tokens`` tokens from the device to the host."""
 
     @abstractmethod
     def swap_in_s(self, tokens: int) -> float:
         """The seconds that it takes to bring them back, preparation (the paper's "prep") included."""
 
     def recompute_s(self, tokens: int) -> float:
-        """The prefill of ``tokens`` tokens in a step of its own."""
+        """Seconds of the prefill of ``tokens`` tokens in a step of its own."""
         return self.step_s([(0, tokens)], [])
 
     def swap_s(self, tokens: int) -> float:
-        """One recovery by swap: out and in."""
+        """Seconds of one recovery by swap, out and in."""
         return self.swap_out_s(tokens) + self.swap_in_s(tokens)

@@ -35,8 +35,8 @@ class SwapSample:
 
 @dataclass(frozen=True)
 class FittedCosts(Costs):
-    """Seconds of: a step, a prefill token, an attention pair of a prefill, a decoding request, a token of its context,
-    a token of the padding that pays for the longest context; and fixed and per token for each way of a swap."""
+    """Prices in seconds: of a step, a prefill token, an attention pair of a prefill, a decoding request, a token of its
+    context and a token of padding up to the longest context; and a fixed one and one a token for each way of a swap."""
 
     step: float
     prefill_token: float
@@ -72,7 +72,7 @@ class FittedCosts(Costs):
 
 
 def fit_costs(steps: Sequence[StepSample], swaps: Sequence[SwapSample]) -> FittedCosts:
-    """Prices that no part of which is negative, with the least squared relative error.
+    """Fit prices that are 0 or more with the least squared relative error.
 
     Raises CorpusError for fewer than 6 steps or 2 swaps, or seconds that are not above 0.
     """

@@ -68,7 +68,7 @@ class Arbitrator:
 
     @asynccontextmanager
     async def case(self) -> AsyncIterator[None]:
-        """The time in which one accusation is heard. Raises BusyError where ``_MOST`` are being heard."""
+        """A context in which one accusation is heard. Raises BusyError where ``_MOST`` are being heard."""
         if self._open >= _MOST:
             raise BusyError(f"{self._open} accusations are being heard here, and no more at once")
         self._open += 1

@@ -125,10 +125,10 @@ class Ledger:
             raise SwarmError(f"{owner[:8]} was convicted, and has no account here any more")
 
     def credit(self, receipt: Receipt) -> Account:
-        """Credit a server with what is new of ``receipt``; its account.
+        """Credit a server with what is new of ``receipt``; return its account.
 
-        Raises SwarmError for one that is forged, or no newer than the one that is known, as a replayed one is, and
-        for a client that is the server itself.
+        Raises SwarmError for one that is forged, or no newer than the one that is known, as a replayed one is, and for
+        a client that is the server itself.
         """
         check_slip(receipt)
         if receipt.client == receipt.server:
@@ -172,7 +172,7 @@ class Ledger:
             account.points += points
 
     def told(self, data: bytes) -> Account:
-        """Do what a message says, a receipt or an order for a deposit; the account that it concerns.
+        """Do what a message says (a receipt, or an order for a deposit); return the account that it concerns.
 
         Raises SwarmError as ``credit`` and ``carry_out``, and for what is neither.
         """

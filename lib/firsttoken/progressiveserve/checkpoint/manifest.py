@@ -239,8 +239,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def formats_named(content: Any) -> Any:
-    """A manifest, or a part of one, of before parts named their format: then there was one, "planes", and each part had
-    its three fields, which were empty where it was not in planes."""
+    """Return an older manifest, or a part of one, in today's form. There was one format then, "planes", in three fields
+    of a part that were empty where it was not in planes."""
     if isinstance(content, list):
         return [formats_named(one) for one in content]
     if not isinstance(content, dict):

@@ -31,10 +31,10 @@ class PlannedCoding(Protocol):
         ``before`` is None where it has not come, or has come as it is."""
 
     def lacking(self) -> str:
-        """What a tensor lacks that is brought last by this; "" if nothing."""
+        """What is still missing of a tensor that this brings last; "" if nothing."""
 
     def most_bytes(self, source: TensorSource, part: Part) -> int:
-        """Bytes of the file's tensors at most. Raises StageError for tensors that the format does not know."""
+        """The most bytes of the file's tensors. Raises StageError for tensors that the format does not know."""
 
     def encoded(self, source: TensorSource, part: Part) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The file's tensors by name, and what the manifest says of them (``PartFile.content``). Raises StageError."""
@@ -57,7 +57,7 @@ class Part:
     coding: PlannedCoding | None = None
 
     def coding_of(self, tensor: str) -> PlannedCoding | None:
-        """How it brings ``tensor``: None where that travels as it is."""
+        """The coding in which the part brings ``tensor``; None where it travels as it is."""
         return None if self.coding is None or tensor in self.coding.whole else self.coding
 
 

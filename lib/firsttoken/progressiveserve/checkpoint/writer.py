@@ -120,7 +120,7 @@ def resume(partial: Path, identity: str) -> dict[str, PartFile]:
 
 
 def log_line(part: PartFile) -> str:
-    """What the log says of a finished shard."""
+    """The line of the log about a finished shard."""
     return json.dumps(asdict(part)) + "\n"
 
 
