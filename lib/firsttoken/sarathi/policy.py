@@ -33,7 +33,7 @@ class Policy:
 
     @classmethod
     def named(cls, text: str) -> Policy:
-        """Read the policy of ``text``. Raises ProfileError for a budget that is no number, or a file without a scheduler."""
+        """Read the policy of ``text``. Raises ProfileError for a budget that is no number, or a file without one."""
         place = place_of(text)
         name, budget = place["scheduler"], place.get("budget_tokens")
         if name.endswith(".py"):
