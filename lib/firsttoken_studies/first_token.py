@@ -123,7 +123,7 @@ class Work:
 
     @classmethod
     def of(cls, model: PreTrainedModel, machine: Result) -> Work:
-        """Return that of ``model`` on ``machine`` (a result of the experiment "machine"); a copy reads what it writes."""
+        """Return that of ``model`` on ``machine`` (a result of the experiment "machine"); a copy reads and writes."""
         best = {row["what"]: 0.0 for row in machine.rows}
         for row in machine.rows:
             best[row["what"]] = max(best[row["what"]], row["value"])
