@@ -105,7 +105,7 @@ def test_a_server_that_is_silent_or_was_shunned_is_named(here, client):
 
 def test_a_wrong_registry_is_known_at_once_to_every_command(here, client, folder, capsys):
     wrong, begun = nobody(), time.monotonic()
-    said_so = f"no server of a swarm answers at {wrong}: name HOST:PORT of one of its servers"
+    said_so = f"no server of a swarm answers at {wrong}: name HOST:PORT of one that runs"
     with pytest.raises(SwarmError, match=rf"{said_so} \({wrong}: nobody listens there\)"):
         client(wrong)
     with pytest.raises(SwarmError, match=said_so):

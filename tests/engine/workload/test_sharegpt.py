@@ -185,7 +185,7 @@ def test_mixes_that_cannot_be_made(tokenizer, many):
         mix(tokenizer, many, short=86)
     with pytest.raises(RequestError, match="no mix has -1 short and 20 long requests; ask for at least one"):
         mix(tokenizer, many, short=-1)
-    with pytest.raises(RequestError, match="a mix of 0 short and 0 long"):
+    with pytest.raises(RequestError, match="no mix has 0 short and 0 long"):
         mix(tokenizer, many, short=0, long=0)
     for threshold in (15, 200):
         with pytest.raises(RequestError, match=f"a threshold of {threshold} tokens does not part totals of 16 to 200"):
