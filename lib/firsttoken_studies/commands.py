@@ -184,8 +184,7 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     """Add the options of these commands; ``command`` makes the parser of one, from its name and what it does."""
     added = command("run", "Run the notebooks in order, and end with the table of claims.")
     option_values.add_profile(added)
-    only = "the numbers of the notebooks to run, such as --only 11 40 (default: all)"
-    added.add_argument("--only", nargs="+", metavar="NN", help=only)
+    added.add_argument("--only", nargs="+", metavar="NN", help="the notebooks to run, such as 11 40 (default: all)")
     added.add_argument("--again", action="store_true", help="also run notebooks of which nothing has changed since")
     added.add_argument("--publish", action="store_true", help="copy what was run into notebooks/, to commit it")
     added.add_argument("--list", action="store_true", help="list the notebooks with their numbers, and stop")
@@ -220,8 +219,7 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added.add_argument("--rows", type=Path, metavar="CSV", help=rows)
 
     added = command("try", "Run a policy of your own beside the built-in ones on one workload, and print a table.")
-    kind = "what the policy decides; CONTRIBUTING.md, 'Add a policy', has an example of each"
-    added.add_argument("kind", choices=KINDS, help=kind)
+    added.add_argument("kind", choices=KINDS, help="what it decides; examples are in CONTRIBUTING.md, 'Add a policy'")
     mine = (
         "your Python file, with one subclass of Scheduler, PreemptionPolicy, Transition or Rebalancing, or with one"
         " function (victim, layers); a token budget may follow the file of a scheduler, as in 'mine.py 1024'"
@@ -243,18 +241,17 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added.add_argument("--last", type=int, default=10, metavar="N", help="how many lines to print (default: 10)")
     again = "compute the summary of every recorded result again from its rows (needs --because)"
     added.add_argument("--summarise", action="store_true", help=again)
-    changed = "note that claims in data/claims.yaml were changed (needs --because)"
-    added.add_argument("--claims", action="store_true", help=changed)
+    added.add_argument("--claims", action="store_true", help="note that claims were changed (needs --because)")
     gone = "remove the result of this experiment on one machine (needs --machine and --because)"
     added.add_argument("--remove", metavar="EXPERIMENT", help=gone)
     added.add_argument("--machine", metavar="NAME", help="with --remove, the machine, such as amd-epyc-avx2-2c")
-    faulty = "with --remove, say that the result did not measure what it was said to measure"
-    added.add_argument("--faulty", action="store_true", help=faulty)
+    added.add_argument(
+        "--faulty", action="store_true", help="with --remove, say that the result measured the wrong thing"
+    )
     added.add_argument("--because", default="", metavar="TEXT", help="the reason for the change, which the log keeps")
 
     added = command("site", "Write the notebooks, the claims and an index as static pages that need no network.")
     added.add_argument("folder", type=Path, metavar="OUT", help="the folder to write, empty or not there yet")
 
     added = command("doctor", "Print what this machine is, which packages and assets it has, and its free disk.")
-    missing = "list the experiments that have no result on this machine yet, and stop"
-    added.add_argument("--missing", action="store_true", help=missing)
+    added.add_argument("--missing", action="store_true", help="list the experiments without a result here, and stop")

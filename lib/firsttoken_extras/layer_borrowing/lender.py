@@ -27,15 +27,13 @@ class Lender(NamedTuple):
 
 
 def check_lenders(lenders: Sequence[Lender], depth: int) -> None:
-    """Raise SwarmError unless ``lenders`` have, in this order, all layers from the first one's first to the last of
-    ``depth``, each once."""
+    """Raise SwarmError unless ``lenders``, in order, have each layer from their first one to ``depth`` - 1 once."""
     spans = [one.layers for one in lenders]
     try:
         check_cover(spans, range(spans[0].start if spans else 0, depth))
     except SwarmError:
-        raise SwarmError(
-            f"lenders have layers {named(spans)}; name them in order up to the end of [0, {depth}), each layer once"
-        ) from None
+        told = f"lenders have layers {named(spans)}; name them in order up to the end of [0, {depth}), each layer once"
+        raise SwarmError(told) from None
 
 
 class LentSpan:
