@@ -153,7 +153,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
             patch.setattr(place, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
         patch.setattr(bench, "capacity", lambda serve, objective, *, start: (start, serve(start)))
         patch.setattr(live_peer, "turn", asked_peer)
-        patch.setattr(simulator_error, "brought", lambda name: folder)
+        patch.setattr(simulator_error, "downloaded", lambda name: folder)
         served = {"input_toks": 9, "output_toks": 3, "queued_ts": 5.0, "first_token_ts": 5.5, "last_token_ts": 6.5}
         (folder / "vllm_requests.jsonl").write_text(json.dumps(served), encoding="utf-8")
         for name, recipe in list(RECIPES.items()):
