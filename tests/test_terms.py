@@ -1,28 +1,38 @@
 """No term of the field stands on a page before it is explained or linked.
 
-The rule, for the README and for every notebook, in the order in which the markdown is read. Headings, equations and code
-are left out. A *passage* is a paragraph, an item of a list, or a row of a table. Where a term of ``TERMS`` first stands,
+The rule, for the README and for every notebook, in the order in which the markdown is read. Headings, equations and
+code are left out. A *passage* is a paragraph, an item of a list, or a row of a table. Where a term of ``TERMS`` first
+stands,
 
-1. its passage explains it: it holds one of the phrases that ``TERMS`` has for it ("time to the first token" for TTFT), or
-   it sets the term in italics or bold and goes on with ``is``, ``are``, ``means``, ``holds`` or a comma; or
-2. the term is the text of a link, or a part of it, to the table of words (``[TTFT](01_the_first_token.ipynb#Words)``) or
-   to another notebook.
+1. its passage explains it: it holds one of the phrases that ``TERMS`` has for it ("time to the first token" for TTFT),
+   or it sets the term in italics or bold and goes on with ``is``, ``are``, ``means``, ``holds`` or a comma; or
+2. the term is the text of a link, or a part of it, to the table of words (``[TTFT](01_the_first_token.ipynb#Words)``)
+   or to another notebook.
 
 A notebook explains at least two of its terms itself. In the README one link to the table, before the first term, is
 enough. Who explains a term in other words adds the phrase to ``TERMS``; who uses a new term adds it, and a row to the
 table "Words" of notebook 01.
 
-Every notebook but 00, 01 and 90 ends its first cell with a line that names the library's file of its mechanism.
+Every notebook but 00, 01 and 90 ends its first cell with one line that leads to the library's file of its mechanism and
+to the notebooks before and after it (one line in the cell, too):
+
+    **In the library:** [`lib/F.py`](../lib/F.py). **Before this:** [notebook NN](NN_X.ipynb). **Next:**
+    [notebook MM](MM_Y.ipynb).
+
+Several links of a kind are set apart by commas and "and". The notebook imports the file's module, or imports the
+package and uses the module's name or a name that it defines; one without a cell `mechanism` runs or shows an experiment
+that imports it.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from the_library import behind, module_of
+from the_library import LIB, behind, module_of, named, sources
 
 from firsttoken.study import paths
 from firsttoken.study.notebooks import notebook_paths, read_notebook
@@ -72,7 +82,7 @@ TERMS = (
     Term("LIFO", r"LIFO", r"last in, first out|last to come|came last"),
     Term("memory-bound", r"memory-bound", r"the memory is the limit"),
     Term("objective, SLO", r"objectives?|SLOs?", r"limits? on|bounds"),
-    Term("P50, P99", r"P(?:50|95|99)", r"of 100|stay below|percentile"),
+    Term("P50, P95, P99", r"P(?:50|95|99)", r"of 100|stay below|percentile"),
     Term("Pareto frontier", r"Pareto|frontiers?", r"no other (?:one|group)|fewest layers for"),
     Term("partial prefill", r"partial prefill", r"only (?:some|the|a group)[^.]*layers|computes some"),
     Term("PassLayer", r"PassLayers?", r"stands in (?:its|the) place|hands (?:the residual stream|on)"),
@@ -81,7 +91,9 @@ TERMS = (
     Term("prefill", r"prefill\w*", r"(?:reads?|runs?|over|through|of) (?:a|the|its) (?:whole )?prompt|prompt at once"),
     Term("quantised, 8 bits", r"quantis\w+|dequantis\w+|8 bits", r"whole numbers?"),
     Term("receiver", r"receivers?", r"can answer over|model that answers over|answer over the cache"),
-    Term("recompute", r"recomput\w*", r"(?:processes|computes?|computing|prefills?) [^.]*(?:tokens|them|it) again", CPS),
+    Term(
+        "recompute", r"recomput\w*", r"(?:processes|computes?|computing|prefills?) [^.]*(?:tokens|them|it) again", CPS
+    ),
     Term("replayed", r"replay(?:s|ed)?", r"cost model in place|without a model|on (?:the )?published costs", CPS),
     Term("residual stream", r"residual stream", r"handed from layer to layer"),
     Term("roofline", r"rooflines?", r"for each byte"),
@@ -188,3 +200,99 @@ def bare(name: str, said: list[str]) -> list[str]:
 @pytest.mark.parametrize(("name", "said"), pages().items(), ids=pages())
 def test_no_term_stands_before_it_is_explained_or_linked(name: str, said: list[str]) -> None:
     assert bare(name, said) == []
+
+
+def page(*said: str) -> list[str]:
+    """A notebook that explains two terms and goes on."""
+    return ["The *TTFT* is the time to the first token, and *F1* is the overlap of words.", *said]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "The KV cache holds the keys and values of all tokens.",
+        "The *watermark* is off; a *victim* is whoever comes last.",
+        "The [E-cache](01_the_first_token.ipynb#Words) and the [bubbles](41_serving_capacity.ipynb) grow.",
+        "# Swap\n\nThe `E-cache` of $swap$, ![preempted](victim.png)",
+        "Two cores decode them; an adapted re-chunker.",
+    ],
+)
+def test_a_term_that_is_explained_or_linked_passes(said: str) -> None:
+    assert bare("22_x.ipynb", page(*passages(said))) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "names"),
+    [
+        ("The E-cache grows.", ["E-cache"]),
+        ("The `PassLayer` is heard of.", ["PassLayer"]),
+        ("| a | the victims |\n| b | whose KV cache is lost |", ["KV cache", "victim"]),
+        ("Its KV cache is lost.\n\nThe KV cache holds the keys and values of all tokens.", ["KV cache"]),
+        ("See the [words](01_the_first_token.ipynb#Words) of the watermark.", ["watermark"]),
+        ("The [watermark](https://example.org) is off.", ["watermark"]),
+    ],
+)
+def test_a_term_that_stands_bare_is_named(said: str, names: list[str]) -> None:
+    assert [one.partition(":")[0] for one in bare("22_x.ipynb", page(*passages(said)))] == names
+
+
+def test_a_notebook_explains_two_terms_itself() -> None:
+    links = passages("[TTFT](01_the_first_token.ipynb#Words), [F1](01_the_first_token.ipynb#Words)")
+    assert bare("22_x.ipynb", links) == ["0 terms are explained on the page itself"]
+
+
+def test_the_readme_leads_to_the_words_before_the_first_term() -> None:
+    link = "[Notebook 01](notebooks/01_the_first_token.ipynb#Words) explains the words."
+    assert bare("README.md", [link, "TTFT"]) == bare("README.md", [f"{link} TTFT"]) == []
+    assert len(bare("README.md", ["TTFT", link])) == len(bare("README.md", [f"TTFT. {link}"])) == 1
+
+
+def test_the_table_of_words_explains_each_term_in_a_sentence() -> None:
+    (cell,) = (cell for cell in markdown_of(WORDS) if "\n## Words\n" in cell)
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", cell.partition("\n## Words\n")[2], re.MULTILINE)
+    (head, *words), sentences = zip(*rows, strict=True)
+    assert head == "word" and words == sorted(words, key=str.lower)
+    assert {term.name for term in TERMS} == set(words)
+    assert [one for one in sentences[1:] if not re.fullmatch(r"[A-Z]\w*(?:-\w+)* .{20,}\.", one)] == []
+
+
+def is_used(module: str, path: Path) -> bool:
+    """Whether the code of a notebook, or of an experiment where it has no cell `mechanism`, uses a module."""
+    cells = [cell for cell in read_notebook(path)["cells"] if cell["cell_type"] == "code"]
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    if not any("mechanism" in cell["metadata"].get("tags", ()) for cell in cells):
+        shown = re.findall(r"(?:run_experiment|load_result)\(\s*\"(\w+)\"", code)
+        return any(module in behind(EXPERIMENTS[name].module) for name in shown)
+    there = {one if one in sources() else one.rpartition(".")[0] for one in named(code)}
+    package, _, name = module.rpartition(".")
+    defined = {
+        one.name for one in ast.parse(sources()[module]).body if isinstance(one, (ast.ClassDef, ast.FunctionDef))
+    }
+    return module in there or (package in there and bool((defined | {name}) & set(re.findall(r"\w+", code))))
+
+
+_LINE = re.compile(r"\*\*In the library:\*\* (.+)\. \*\*Before this:\*\* (.+)\. \*\*Next:\*\* (.+)\.")
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in NOTEBOOKS if path.name[:2] not in {"00", "01", "90"}], ids=lambda path: path.stem
+)
+def test_a_notebook_names_its_file_and_its_neighbours(path: Path) -> None:
+    line = _LINE.fullmatch(markdown_of(path)[0].rpartition("\n\n")[2])
+    assert line is not None, "its first cell does not end with the line"
+    files, before, after = (_LINK.findall(part) for part in line.groups())
+    assert files and before and len(after) == 1
+    for text, target in files:
+        file = (path.parent / target).resolve()
+        assert text == f"`{target.removeprefix('../')}`" and file.is_file() and file.is_relative_to(LIB)
+        assert is_used(module_of(file), path), f"{path.name} does not use {text}"
+    for text, target in before + after:
+        assert text == f"notebook {target[:2]}" and path.parent / target in NOTEBOOKS
+
+
+def test_a_file_that_a_notebook_does_not_use_is_noticed() -> None:
+    (of_cps,) = (path for path in NOTEBOOKS if path.name.startswith("22_"))
+    (without_mechanism,) = (path for path in NOTEBOOKS if path.name.startswith("34_"))
+    assert is_used("firsttoken.cps.policies.cross_point", of_cps)
+    assert not is_used("firsttoken.cps.policies.online", of_cps)
+    assert not is_used("firsttoken.petals.routing", without_mechanism)
