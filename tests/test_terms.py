@@ -5,7 +5,8 @@ code are left out. A *passage* is a paragraph, an item of a list, or a row of a 
 stands,
 
 1. its passage explains it: it holds one of the phrases that ``TERMS`` has for it ("time to the first token" for TTFT),
-   or it sets the term in italics or bold and goes on with ``is``, ``are``, ``means``, ``holds`` or a comma; or
+   or it sets the term in italics or bold and goes on with ``is``, ``are``, ``means``, ``holds``, or ``a``, ``the`` or
+   ``which`` after a comma; or
 2. the term is the text of a link, or a part of it, to the table of words (``[TTFT](01_the_first_token.ipynb#Words)``)
    or to another notebook.
 
@@ -61,7 +62,7 @@ TERMS = (
     Term("block of layers on a server", r"blocks?", r"block\W* is (?:one|a) layer|neighbouring layers", PETALS),
     Term("bootstrap interval", r"bootstrap", r"drawn again"),
     Term("bubble", r"bubbles?", r"leave the other device idle|device (?:is idle|waits)"),
-    Term("chunk", r"chunk(?:s|ed)?", r"parts? of (?:a|the) prompt|cuts? (?:prompts )?into"),
+    Term("chunk", r"chunk(?:s|ed)?", r"(?:parts?|pieces) of (?:a|the) prompt|cut into chunks"),
     Term("cold start", r"cold starts?", r"nothing of the (?:weights|model) is in memory|meets? cold files"),
     Term("compute-bound", r"compute-bound", r"arithmetic (?:is|limits)|rate of arithmetic|above it the arithmetic"),
     Term("contiguous group", r"contiguous group", r"without (?:a )?gaps?|neighbouring layers|consecutive layers"),
@@ -108,7 +109,7 @@ TERMS = (
     Term("throughput", r"throughput", r"(?:tokens|requests)[^.]* a second"),
     Term("token accuracy", r"token accuracy", r"share of the (?:expected )?answer's tokens|tokens[^.]* given the ones"),
     Term("token budget", r"budgets?", r"tokens (?:of|in|that) (?:a|one) step|tokens a step|most tokens", SARATHI),
-    Term("token bucket", r"token buckets?", r"(?:bytes|reads) [^.]*(?:rate|back)"),
+    Term("token bucket", r"token buckets?", r"lets bytes pass|holds [^.]*reads back"),
     Term("TPOT", r"TPOT", r"time (?:per|for each) (?:output|further) token|mean time between"),
     Term("TTFT", r"TTFT", r"time (?:until|to) (?:the|a|its) first token|arrival to (?:the|its) first token"),
     Term("victim", r"victims?", r"gives up its|is preempted|last to come"),
@@ -157,7 +158,7 @@ def first_of(term: Term, said: list[str]) -> tuple[str, re.Match[str]] | None:
 
 def is_explained(term: Term, passage: str) -> bool:
     """Whether the passage holds a phrase of the term, or sets it apart and goes on to say what it is."""
-    set_apart = rf"(\*{{1,2}})[^*]*\b(?:{term.seen})\b[^*]*\1(?:,| is| are| means| holds)\s"
+    set_apart = rf"(\*{{1,2}})[^*]*\b(?:{term.seen})\b[^*]*\1(?:, (?:an?|the|which)| is| are| means| holds)\s"
     text = _LINK.sub(r"\1", passage).replace("\n", " ")
     return re.search(f"{term.explained}|{set_apart}", text, re.IGNORECASE) is not None
 
