@@ -1,4 +1,4 @@
-"""firsttoken: five attacks on the time to the first token, on one model, one machine and one command."""
+"""firsttoken: five reports on serving large language models, run on an ordinary machine with one command."""
 
 import sys
 

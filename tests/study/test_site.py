@@ -44,6 +44,15 @@ def test_no_link_is_broken_and_none_leads_to_a_network(folder):
         assert not re.search(r"@import|url\(http|<script[^>]+https?:", text), page.name
 
 
+def test_a_link_into_a_page_leads_to_a_place_of_it(folder):
+    led = set()
+    for page in folder.glob("*.html"):
+        for target, place in re.findall(r'href="([^"#:]+\.html)#([^"]+)"', page.read_text(encoding="utf-8")):
+            assert f'id="{place}"' in (folder / target).read_text(encoding="utf-8"), f"{page.name}: {target}#{place}"
+            led.add((target, place))
+    assert ("01_the_first_token.html", "Words") in led
+
+
 def test_every_picture_has_words(folder):
     for page in folder.glob("*.html"):
         pictures = re.findall(r"<img[^>]*>", page.read_text(encoding="utf-8"))
@@ -62,10 +71,9 @@ def test_claims_carry_what_their_filters_ask(folder):
 
 
 def test_a_link_out_of_the_site_is_words_alone():
-    html = '<a href="11_x.ipynb">eleven</a> <a href="../lib/firsttoken/a.py">code</a> <a href="#words">up</a>'
-    assert (
-        with_links(html, {"11_x.ipynb": "11_x.html"}) == '<a href="11_x.html">eleven</a> code <a href="#words">up</a>'
-    )
+    html = '<a href="11_x.ipynb#y">eleven</a> <a href="../lib/firsttoken/a.py">code</a> <a href="#words">up</a>'
+    made = with_links(html, {"11_x.ipynb": "11_x.html"})
+    assert made == '<a href="11_x.html#y">eleven</a> code <a href="#words">up</a>'
 
 
 def test_words_lose_their_marks():

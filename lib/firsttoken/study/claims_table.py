@@ -41,7 +41,7 @@ def table_for(
     if own:
         columns["yours says"] = [judgement.says for judgement in mine]
     columns["the record says" if own else "verdict"] = [judgement.says for judgement in recorded]
-    yours = f" Yours: `{own.machine}`, profile {own.profile}, whose samples are smaller." if own else ""
+    yours = f" Yours: `{own.machine}`, profile {own.profile}, with fewer observations." if own else ""
     return f"{table(columns)}\n\nRecorded: `{machine}`, the largest profile that was run there.{yours}"
 
 

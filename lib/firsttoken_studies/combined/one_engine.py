@@ -333,7 +333,7 @@ _PANELS = (  # scene, unit, what is drawn by the rows' names, and the goal: so m
     (LINK, "ms", {"plain_tbt_s": "only decodes", "tbt_s": "while it comes"}, 1.25, "plain_tbt_s"),
 )
 _MORE = {"moving_s": "half of them move, median", "gap_s": "half of them move, longest"}
-_TITLES = ("Gaps between tokens of those who stay", "First token of a stored prefix", "P99 between tokens of who runs")
+_TITLES = ("Gaps between tokens of those who stay", "First token of a stored prefix", "P99 of running requests' gaps")
 
 
 def goals(recorded: Result, now: Result) -> Figure:

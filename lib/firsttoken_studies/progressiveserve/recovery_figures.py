@@ -192,7 +192,7 @@ _TIMELINE = (
     ("tokens handed out", "tokens", {}, 0, ""),
     ("growth of memory at its peak / bytes of the model", "peak_memory_x", {"than": "model"}, 2, NOT_HERE),
     ("requests with a token too few or too many", "short_requests", {}, 0, ""),
-    ("stall at a transition beyond a turn and the move, ms", "excess_stall_ms", {}, 1, ""),
+    ("extra stall at a change of stage, beyond one step and the prefill of the move, ms", "excess_stall_ms", {}, 1, ""),
 )
 
 

@@ -78,7 +78,7 @@ def course(recorded: Result | None, now: Result) -> Figure:
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter("")
-    fig.suptitle("Twice the mean rate: whole prompts stall who runs, chunks make who comes wait")
+    fig.suptitle("Twice the mean rate: whole prompts stall running requests, chunks let new ones wait")
     names = fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     name_results(fig, drawn, legend=names)
     return fig

@@ -6,12 +6,15 @@ import json
 import re
 from copy import deepcopy
 from dataclasses import dataclass
+from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from firsttoken.study.notebooks import notebook_title, read_notebook
 
 _DISPLAY, _INLINE = re.compile(r"\$\$(.+?)\$\$", re.DOTALL), re.compile(r"(?<![\\$\w])\$([^$\n]+?)\$(?![\w$])")
+_HEADING = re.compile(r"<(h[1-6])>(.*?)</\1>", re.DOTALL)
 _LINK = re.compile(r'<a href="([^"#:]+)(#[^"]*)?"[^>]*>(.*?)</a>', re.DOTALL)
 _CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 _TIME = re.compile(r"\*\*Time\.\*\* ([^.(\n]+(?:\.\d+[^.(\n]*)*)")
@@ -72,7 +75,13 @@ def body(path: Path) -> str:
     exporter = HTMLExporter(template_name="basic", config=Config({"HTMLExporter": {"sanitize_html": False}}))
     exporter.exclude_input_prompt = exporter.exclude_output_prompt = exporter.exclude_anchor_links = True
     made, _ = exporter.from_notebook_node(nbformat.reads(json.dumps(content), as_version=4))
-    return made
+    return _HEADING.sub(_with_name, made)
+
+
+def _with_name(heading: re.Match[str]) -> str:
+    """A heading that links lead to by its words, as JupyterLab names it: "#One-control:-the-link"."""
+    level, words = heading.groups()
+    return f'<{level} id="{quote(unescape(re.sub("<[^>]*>", "", words)).replace(" ", "-"))}">{words}</{level}>'
 
 
 def _with_equations(text: str) -> str:
@@ -94,9 +103,9 @@ def with_links(html: str, pages: dict[str, str]) -> str:
     """``html`` whose relative links lead to other ``pages`` (by the name of their source), or are words without one."""
 
     def led(found: re.Match[str]) -> str:
-        target, _, words = found.groups()
+        target, place, words = found.groups()
         page = pages.get(Path(target).name)
-        return f'<a href="{page}">{words}</a>' if page else words
+        return f'<a href="{page}{place or ""}">{words}</a>' if page else words
 
     return _LINK.sub(led, html)
 

@@ -1,4 +1,4 @@
-"""Trials in random order, each a fresh process that meets cold files (ProgressiveServe 3.4.4; errata I3, I4, I14)."""
+"""Trials in random order, each a fresh process that meets cold files (ProgressiveServe 3.4.3; errata I3, I4, I14)."""
 
 from __future__ import annotations
 
