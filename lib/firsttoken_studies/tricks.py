@@ -59,16 +59,18 @@ def swap_s(kv_kib_per_token: float, layers: float, tokens: float, host_gb_per_s:
 
 
 def progressiveserve(s: Situation) -> Times:
-    """A start: the first token after all weights, or after those that are not deferred."""
-    whole = load_s(s.weights_gb, s.link_gbit_per_s) + prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s)
+    """A start: the first token after all weights, or after those that are not deferred. A layer may be computed while
+    the next ones come, so that the longer of loading and prefill is the bound."""
+    whole = max(load_s(s.weights_gb, s.link_gbit_per_s), prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s))
     return Times(whole, whole * (1 - s.deferred_share))
 
 
 def petals(s: Situation) -> Times:
-    """A start: the first token after all weights, or at once from servers that hold the layers."""
+    """A start: the first token after all weights, or at once from servers that hold the layers. The bound of a start
+    without them is ProgressiveServe's of all layers."""
     computed = prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s)
     hop = s.round_trip_ms / 1e3 + s.hidden_kib_per_token * 1024 * s.prompt_tokens * 8 / (s.link_gbit_per_s * 1e9)
-    return Times(load_s(s.weights_gb, s.link_gbit_per_s) + computed, computed + s.servers * hop)
+    return Times(max(load_s(s.weights_gb, s.link_gbit_per_s), computed), computed + s.servers * hop)
 
 
 def droidspeak(s: Situation) -> Times:

@@ -77,3 +77,34 @@ def test_the_page_reckons_as_the_library_does(site: Path) -> None:
         slider = page.browser.find_element("css selector", "input[name=link_gbit_per_s]")
         slider.send_keys(Keys.ARROW_RIGHT * 20)
         assert page.browser.find_element("css selector", "#bars .with span").text != before
+
+
+SECTIONS = """
+return Object.fromEntries([...document.querySelectorAll('#bars section')].map(section => [section.dataset.idea, {
+    grey: section.classList.contains('extrapolated'),
+    outside: section.querySelector('.outside').hidden ? '' : section.querySelector('.outside').textContent,
+    dots: [...section.querySelectorAll('.track i')].filter(dot => !dot.hidden).map(dot => dot.className),
+    told: section.querySelector('.run').textContent,
+}]))
+"""
+
+
+def test_recorded_runs_are_dots_and_the_rest_is_extrapolated(site: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    with visiting(f"file://{site}/tricks.html") as page:
+        first = page.browser.execute_script(SECTIONS)
+        assert all(shown["grey"] and "extrapolated: " in shown["outside"] for shown in first.values())
+        assert not any("here" in shown["dots"] for shown in first.values())
+        for idea in first:
+            page.browser.find_element("css selector", f"section[data-idea='{idea}'] button").click()
+            shown = page.browser.execute_script(SECTIONS)[idea]
+            assert not shown["grey"] and not shown["outside"] and shown["dots"] == ["here", "here"], idea
+            assert shown["told"].startswith("Recorded here: ")
+        slider = page.browser.find_element("css selector", "input[name=tflop_per_s]")
+        slider.send_keys(Keys.ARROW_RIGHT * 10)  # Sarathi-Serve's is the last that was set
+        moved = page.browser.execute_script(SECTIONS)["Sarathi-Serve"]
+        assert moved["grey"] and moved["outside"].endswith("measured: compute") and "here" not in moved["dots"]
+        assert moved["told"].startswith("Recorded with other settings: ")
+        page.check_widths("site-tricks-recorded")
+        assert page.errors() == []

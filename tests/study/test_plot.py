@@ -31,6 +31,7 @@ DRAWN_TOGETHER = (
     ("E-cache", "full reuse", "in vain", "recompute", "mark"),  # 32
     ("droidspeak", "recompute", "floor", "target", "other", "single"),  # 31, 35
     ("paper", "measured", "single", "mark"),  # 52
+    ("measured", "recompute"),  # 06
     ("S1", "S3", "measured", "single"),  # 56
     ("sarathi", "prefill first", "hybrid batches", "chunks alone", "mark", "paper", "floor", "target"),  # 40, 41
     ("droidspeak", "paper", "target"),  # 33

@@ -70,6 +70,13 @@ def test_claims_carry_what_their_filters_ask(folder):
     assert len(rows) > 150 and {whose for _, whose, _ in rows} == {"report", "project"}
 
 
+def test_the_page_of_the_ideas_says_where_each_was_measured(folder):
+    text = (folder / "tricks.html").read_text(encoding="utf-8")
+    assert text.count("as it was recorded") == text.count("<section data-idea=") == 5
+    assert "prompt: " in text and '"13": "13_cold_start.html"' in text
+    assert (folder / "runs.js").read_text(encoding="utf-8").count('"at"') > 20
+
+
 def test_a_link_out_of_the_site_is_words_alone():
     html = '<a href="11_x.ipynb#y">eleven</a> <a href="../lib/firsttoken/a.py">code</a> <a href="#words">up</a>'
     made = with_links(html, {"11_x.ipynb": "11_x.html"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 from dataclasses import replace
 from types import ModuleType
@@ -15,10 +17,16 @@ from firsttoken.droidspeak.pipeline.schedule import ReuseRequest
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.engine.costs.published import decomposed
 from firsttoken.engine.kv import KVShape
-from firsttoken_studies import tricks
+from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.record import recorded_result
+from firsttoken_studies import ledger, tricks
 from firsttoken_studies.site.formulas import exported
-from firsttoken_studies.site.tricks_page import SLIDERS, formulas
+from firsttoken_studies.site.recorded_runs import asked_by, ranges, recorded_runs, script
+from firsttoken_studies.site.tricks_page import SLIDERS, formulas, told_ranges
 from firsttoken_studies.tricks import Situation
+
+RESULTS = ledger.recorded()
+RUNS = recorded_runs(RESULTS, ledger.machine())
 
 
 def test_a_swap_costs_what_the_library_says():
@@ -61,6 +69,63 @@ def test_what_each_idea_does_at_its_ends():
     slow = replace(s, link_gbit_per_s=0.01)
     assert tricks.droidspeak(slow).with_it > tricks.droidspeak(slow).without  # it does not pay, and the page says so
     assert tricks.petals(replace(s, servers=1)).with_it < tricks.petals(replace(s, servers=30)).with_it
+
+
+def test_a_start_whose_prefill_takes_longer_than_its_loading_is_bounded_by_the_prefill():
+    """Layers are computed while the next ones come: the recorded starts are faster than loading and prefill in turn."""
+    slow = Situation(tflop_per_s=0.5)
+    computed = tricks.prefill_s(slow.weights_gb, slow.prompt_tokens, slow.tflop_per_s)
+    assert computed > tricks.load_s(slow.weights_gb, slow.link_gbit_per_s)
+    assert tricks.progressiveserve(slow).without == tricks.petals(slow).without == computed
+
+
+def test_no_recorded_run_is_faster_than_its_formula():
+    """But for the noise of a link: a bound that the record breaks is none."""
+    assert {run.idea for run in RUNS} == set(tricks.IDEAS)
+    for run in RUNS:
+        bound = tricks.IDEAS[run.idea][0](Situation(**run.at))
+        assert run.without_s >= 0.99 * bound.without and run.with_s >= 0.99 * bound.with_it, run
+
+
+def test_a_run_says_where_each_slider_stood_that_its_formula_asks():
+    ends = {slider.name: (slider.least, slider.most) for slider in SLIDERS}
+    for run in RUNS:
+        assert sorted(run.at) == sorted(asked_by(run.idea))
+        assert {name for name, value in run.at.items() if not ends[name][0] <= value <= ends[name][1]} == set(), run
+    assert asked_by("Sarathi-Serve") == ["weights_gb", "prompt_tokens", "tflop_per_s", "chunk_tokens"]
+
+
+def test_what_was_measured_is_read_from_the_record():
+    links = recorded_result(RESULTS, "pipelined_loading", ledger.machine()).parameters["loading"]["gbit_per_s"]
+    assert ranges(RUNS, "DroidSpeak")["link_gbit_per_s"] == (min(links), max(links))
+    tokens = recorded_result(RESULTS, "recovery_latency", ledger.machine()).parameters["recovery"]["tokens"]
+    assert ranges(RUNS, "CPS")["prompt_tokens"] == (min(tokens), max(tokens))
+    assert told_ranges(RUNS)["CPS"]["prompt"] == f"{min(tokens)} to {max(tokens)} tokens"
+    assert told_ranges(RUNS)["PETALS"]["servers in the chain"] == "1"
+
+
+def test_a_run_has_the_times_of_the_record():
+    stalls = recorded_result(RESULTS, "generation_stalls", ledger.machine()).summary
+    (run,) = (run for run in RUNS if run.idea == "Sarathi-Serve")
+    assert run.without_s == stalls.value("worst_gap_ms", source="live", scheduler="prefill_first") / 1e3
+    starts = recorded_result(RESULTS, "borrowed_start", ledger.machine()).summary
+    for run in (run for run in RUNS if run.idea == "PETALS"):
+        where = {"gbit_per_s": run.at["link_gbit_per_s"], "rtt_ms": run.at["round_trip_ms"]}
+        assert run.with_s == pytest.approx(starts.value("ttft_p50_s", variant="borrowed", **where))
+
+
+def test_cold_starts_of_another_prompt_are_not_taken_for_those_of_a_known_one():
+    other = copy.deepcopy(RESULTS)
+    recorded_result(other, "cold_start", ledger.machine()).parameters["coldstart"]["questions"] = "squad"
+    with pytest.raises(FirstTokenError, match="record both again"):
+        recorded_runs(other, ledger.machine())
+
+
+def test_the_page_has_every_run():
+    told = dict(line.removeprefix("const ").rstrip(";").split(" = ", 1) for line in script(RUNS).splitlines()[1:])
+    runs = json.loads(told["RUNS"])
+    assert sum(map(len, runs.values())) == len(RUNS)
+    assert runs["CPS"][0]["without"] == next(run.without_s for run in RUNS if run.idea == "CPS")
 
 
 def test_every_slider_is_a_field_and_begins_at_its_default():

@@ -19,7 +19,7 @@ from firsttoken.study.report_index import load_index
 from firsttoken.study.storage import storing
 from firsttoken.study.verdicts import judge_record
 from firsttoken_studies import ledger
-from firsttoken_studies.site import tricks_page
+from firsttoken_studies.site import recorded_runs, tricks_page
 from firsttoken_studies.site.notebook_page import NotebookPage, body, described, thumbnail, with_links
 from firsttoken_studies.tricks import IDEAS
 
@@ -30,7 +30,7 @@ GROUPS = {  # in the order in which they are best read
     "CPS: a lost cache is copied back or computed again": ("21", "22", "23"),
     "ProgressiveServe: an answer before the last layer is loaded": ("11", "12", "13", "14", "15", "16", "17"),
     "DroidSpeak: the cache of another model": ("30", "31", "32", "33", "34", "35", "36"),
-    "PETALS: layers on other machines": ("50", "51", "52", "53", "54"),
+    "PETALS: layers on other machines": ("06", "50", "51", "52", "53", "54"),
     "Together": ("56", "60"),
     "Can the engine and the simulator be trusted?": ("20", "42", "45"),
     "All claims": ("90",),
@@ -77,9 +77,14 @@ def _write(folder: Path) -> None:
     content = {"title": "Where each figure, table and algorithm of the reports is", "entries": entries}
     _page(folder / "reports.html", "reports.html.j2", content, notebooks)
     write_text(folder / "formulas.js", tricks_page.formulas())
+    runs = recorded_runs.recorded_runs(recorded, ledger.machine())
+    write_text(folder / "runs.js", recorded_runs.script(runs))
     ideas = {report: says for report, (_, says) in IDEAS.items()}
     content = {"title": "Which idea pays where", "sliders": tricks_page.SLIDERS, "ideas": ideas}
     content["recorded"] = tricks_page.recorded(recorded_entries(recorded, ledger.machine()))
+    content["ranges"] = tricks_page.told_ranges(runs)
+    content["pages"] = {page.number: page.name for page in notebooks}
+    content["close"] = {"factor": recorded_runs.CLOSE, "share": recorded_runs.CLOSE_SHARE}
     _page(folder / "tricks.html", "tricks.html.j2", content, notebooks)
     judged = judge_record(ledger.claims(), recorded, ledger.machine(), ledger.log())
     rows = [{"judged": one, "told": told(one.claim), "ground": one.claim.stands_on} for one in judged]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log10
 from typing import Any
@@ -12,6 +12,7 @@ from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
 from firsttoken_studies import tricks
 from firsttoken_studies.site.formulas import exported
+from firsttoken_studies.site.recorded_runs import RecordedRun, ranges
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,20 @@ def recorded(of: Callable[..., Entry]) -> list[dict[str, Any]]:
         _row("CPS, 2,048 tokens, the paper's Table 2", "21", f"{row.recompute_ms / row.swap_ms:.2f}", None),
         _row("Sarathi-Serve", "40", f"{gaps[0] / gaps[1]:.2f}", None),
     ]
+
+
+def told_ranges(runs: Sequence[RecordedRun]) -> dict[str, dict[str, str]]:
+    """By idea and title of a slider, from where to where the formula was measured, in words."""
+    by_name = {slider.name: slider for slider in SLIDERS}
+    return {
+        idea: {by_name[name].title: _from_to(by_name[name], *ends) for name, ends in ranges(runs, idea).items()}
+        for idea in tricks.IDEAS
+    }
+
+
+def _from_to(slider: Slider, least: float, most: float) -> str:
+    ends = dict.fromkeys(f"{end:.0f}" if slider.whole else f"{end:.3g}" for end in (least, most))
+    return f"{' to '.join(ends)} {slider.unit}".strip()
 
 
 def _row(idea: str, notebook: str, measured: str, bound: float | None) -> dict[str, Any]:

@@ -136,6 +136,8 @@ def _all_or_nothing_is_taken_over() -> None:
 
 
 MUTATIONS: list[Mutation] = [
+    Mutation("06", "a chain that does not replace", _no_successor, "session that keeps what it sent", quick=True),
+    Mutation("06", "a successor is sent zeros", _nothing_was_kept, "session that keeps what it sent"),
     Mutation("51", "one scale for a batch", _one_scale_for_all, "the 8-bit wire"),
     Mutation("51", "an 8-bit wire that answers nothing", _nothing_comes_back, "the 8-bit wire", quick=True),
     Mutation("51", "outliers in the integers", _outliers_in_the_integers, "LLM.int8's product"),

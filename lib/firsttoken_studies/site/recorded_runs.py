@@ -1,0 +1,249 @@
+"""The recorded runs that the page of the ideas draws as dots: where its sliders stood, and the seconds that it took.
+
+A slider that a run did not set has the best rate that the same recording shows, as the floors of notebook 01 have: the
+fastest read over the link, the fastest prefill of the whole model, the cheapest copy. What a run takes longer than its
+bar is then what the system adds to the arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from firsttoken.assets.shapes import shape_config
+from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.record import Result, Rows, recorded_result, rows_where
+from firsttoken_studies import tricks
+
+CLOSE = 1.1  # a slider stands where a run was up to this factor,
+CLOSE_SHARE = 0.02  # and one whose scale is not logarithmic up to this difference
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """``idea`` measured ``at`` the places of the sliders that its formula asks: medians of ``n`` runs, in seconds."""
+
+    idea: str
+    notebook: str
+    machine: str
+    at: Mapping[str, float]
+    without_s: float
+    with_s: float
+    n: int
+
+
+def asked_by(idea: str) -> list[str]:
+    """The sliders that the formula of ``idea`` asks, in the order of ``tricks.Situation``."""
+    names = set()
+
+    class Asked:
+        def __getattr__(self, name: str) -> float:
+            names.add(name)
+            return getattr(tricks.Situation(), name)
+
+    formula, _ = tricks.IDEAS[idea]
+    formula(Asked())
+    return [name for name in tricks.Situation.__dataclass_fields__ if name in names]
+
+
+def ranges(runs: Sequence[RecordedRun], idea: str) -> dict[str, tuple[float, float]]:
+    """From where to where each slider of ``idea`` was measured."""
+    mine = [run.at for run in runs if run.idea == idea]
+    return {name: (min(at[name] for at in mine), max(at[name] for at in mine)) for name in asked_by(idea)}
+
+
+def recorded_runs(results: Sequence[Result], machine: str) -> list[RecordedRun]:
+    """The runs of all ideas, from what was recorded on ``machine``, or on another where it has none.
+
+    Raises FirstTokenError where an experiment of them is not recorded.
+    """
+
+    def of(experiment: str, slug: str = machine) -> Result:
+        return recorded_result(results, experiment, slug)
+
+    stalls, borrowed, starts = of("generation_stalls"), of("borrowed_start"), of("cold_start")
+    return [
+        *_starts(starts, _prompt_of(borrowed, starts)),
+        *_shapes(of("cold_start_shapes")),
+        *_borrowed(borrowed, of("generation_stalls", borrowed.slug)),
+        *_reuse(of("pipelined_loading"), _weights_gb(starts)),
+        *_swaps(of("recovery_latency"), _weights_gb(starts)),
+        _stalls(stalls, _weights_gb(borrowed)),
+    ]
+
+
+def script(runs: Sequence[RecordedRun]) -> str:
+    """The runs and their ranges as JavaScript."""
+    told = {
+        "CLOSE": CLOSE,
+        "CLOSE_SHARE": CLOSE_SHARE,
+        "RUNS": {idea: [_told(run) for run in runs if run.idea == idea] for idea in tricks.IDEAS},
+        "RANGES": {idea: ranges(runs, idea) for idea in tricks.IDEAS},
+    }
+    lines = [f"const {name} = {json.dumps(value)};" for name, value in told.items()]
+    return "// Made by `firsttoken site` from data/results; do not edit.\n" + "\n".join(lines) + "\n"
+
+
+def _told(run: RecordedRun) -> dict[str, Any]:
+    return {
+        "at": dict(run.at),
+        "without": run.without_s,
+        "with": run.with_s,
+        "n": run.n,
+        "machine": run.machine,
+        "notebook": run.notebook,
+    }
+
+
+def _prompt_of(borrowed: Result, starts: Result) -> int:
+    """Tokens of the prompt of the cold starts, which note none; it is that of the borrowing ones, which do."""
+    asked = {borrowed.parameters["borrowed"]["questions"], starts.parameters["coldstart"]["questions"]}
+    tokens = {row["prompt_tokens"] for row in borrowed.rows if row.get("what") == "start"}
+    if len(asked) > 1 or len(tokens) > 1:
+        raise FirstTokenError("cold_start and borrowed_start had other prompts: record both again from one revision")
+    return tokens.pop()
+
+
+def _weights_gb(result: Result) -> float:
+    """The bytes of a whole start's weights, in 16 bits."""
+    return max(row["bytes"] for row in result.rows if row.get("variant", "").startswith("whole")) / 1e9
+
+
+def _tflop_per_s(weights_gb: float, tokens: float, seconds: float) -> float:
+    """The rate at which a prefill of ``tokens`` takes ``seconds``."""
+    return tricks.prefill_s(weights_gb, tokens, 1.0) / seconds
+
+
+def _starts(result: Result, prompt_tokens: int) -> list[RecordedRun]:
+    """ProgressiveServe's over the links of the cold starts that a loader was limited to."""
+    links = dict.fromkeys(row["link"] for row in result.rows if row["variant"] == "progressive" and row["gbit_per_s"])
+    return [_start(result, rows_where(result.rows, link=link), prompt_tokens) for link in links]
+
+
+def _shapes(result: Result) -> list[RecordedRun]:
+    """ProgressiveServe's of other shapes with random weights."""
+    tokens = result.parameters["shapes"]["prompt_tokens"]
+    places = dict.fromkeys((row["shape"], row["link"]) for row in result.rows)
+    return [_start(result, rows_where(result.rows, shape=shape, link=link), tokens) for shape, link in places]
+
+
+def _start(result: Result, rows: Rows, prompt_tokens: int) -> RecordedRun:
+    whole, progressive = rows_where(rows, variant="whole_streamed"), rows_where(rows, variant="progressive")
+    read_s = min(row["load_s"] for row in rows if row["variant"] in ("read", "whole_streamed"))
+    weights = whole[0]["bytes"]
+    at = {
+        "weights_gb": weights / 1e9,
+        "prompt_tokens": prompt_tokens,
+        "link_gbit_per_s": weights * 8 / 1e9 / read_s,
+        "tflop_per_s": _tflop_per_s(weights / 1e9, prompt_tokens, min(row["prefill_warm_s"] for row in whole)),
+        "deferred_share": 1 - progressive[0]["bytes"] / weights,
+    }
+    seconds = [median(row["ttft_request_s"] for row in of) for of in (whole, progressive)]
+    return RecordedRun("ProgressiveServe", "13", result.slug, at, *seconds, min(len(whole), len(progressive)))
+
+
+def _borrowed(result: Result, stalls: Result) -> list[RecordedRun]:
+    """PETALS's: a start that borrows all layers from one neighbour, over each link and round trip."""
+    starts, config = rows_where(result.rows, what="start"), shape_config(result.parameters["model"])
+    weights_gb = _weights_gb(result)
+    places = dict.fromkeys((row["gbit_per_s"], row["rtt_ms"]) for row in rows_where(starts, variant="borrowed"))
+    found = []
+    for gbit_per_s, rtt_ms in places:
+        whole = rows_where(starts, variant="whole", gbit_per_s=gbit_per_s)
+        mine = rows_where(starts, variant="borrowed", gbit_per_s=gbit_per_s, rtt_ms=rtt_ms)
+        at = {
+            "weights_gb": weights_gb,
+            "hidden_kib_per_token": config.hidden_size * 4 / 1024,  # they travel in float32
+            "prompt_tokens": mine[0]["prompt_tokens"],
+            "link_gbit_per_s": gbit_per_s,
+            "tflop_per_s": _stalled_rate(stalls, weights_gb),
+            "servers": 1,
+            "round_trip_ms": rtt_ms,
+        }
+        seconds = [median(row["ttft_request_s"] for row in of) for of in (whole, mine)]
+        found.append(RecordedRun("PETALS", "56", result.slug, at, *seconds, min(len(whole), len(mine))))
+    return found
+
+
+def _reuse(result: Result, weights_gb: float) -> list[RecordedRun]:
+    """DroidSpeak's: another model's cache over each link, loaded while a group of layers is computed."""
+    layers, tokens = shape_config(result.parameters["model"]).num_hidden_layers, result.rows[0]["tokens"]
+    first, last = map(int, result.rows[0]["group"].split("-"))
+    share = (last - first + 1) / layers
+    computed_s = min(
+        *(row["ttft_s"] for row in rows_where(result.rows, schedule="recompute")),
+        *(row["compute_s"] / share for row in rows_where(result.rows, schedule="pipelined")),
+    )
+    found = []
+    for gbit_per_s in dict.fromkeys(row["gbit_per_s"] for row in result.rows):
+        here = rows_where(result.rows, gbit_per_s=gbit_per_s)
+        whole, mine = (rows_where(here, schedule=name) for name in ("recompute", "pipelined"))
+        at = {
+            "weights_gb": weights_gb,
+            "kv_kib_per_token": mine[0]["kv_token_bytes"] * layers / 1024,
+            "hidden_kib_per_token": mine[0]["edge_token_bytes"] / 1024,
+            "prompt_tokens": tokens,
+            "link_gbit_per_s": gbit_per_s,
+            "tflop_per_s": _tflop_per_s(weights_gb, tokens, computed_s),
+            "group_share": share,
+        }
+        seconds = [median(row["ttft_s"] for row in of) for of in (whole, mine)]
+        found.append(RecordedRun("DroidSpeak", "32", result.slug, at, *seconds, min(len(whole), len(mine))))
+    return found
+
+
+def _swaps(result: Result, weights_gb: float) -> list[RecordedRun]:
+    """CPS's: a request of each length, copied out and in again block by block, or computed again."""
+    layers = shape_config(result.parameters["model"]).num_hidden_layers
+    swaps = rows_where(result.rows, what="swap", path="per_block")
+    rate = max(row["bytes"] / row["ms"] for row in rows_where(result.rows, what="memcpy")) / 1e6  # GB/s
+    copied, again, us_per_copy = {}, {}, {}
+    for tokens in sorted({row["tokens"] for row in swaps}):
+        mine = rows_where(swaps, tokens=tokens)
+        copied[tokens] = median(row["out_ms"] + row["in_ms"] for row in mine) / 1e3
+        again[tokens] = median(row["ms"] for row in rows_where(result.rows, what="recompute", tokens=tokens)) / 1e3
+        moved_s = 2 * mine[0]["bytes"] / (rate * 1e9)
+        us_per_copy[tokens] = (copied[tokens] - moved_s) / (2 * mine[0]["copies"]) * 1e6
+    at = {
+        "weights_gb": weights_gb,
+        "layers": layers,
+        "kv_kib_per_token": swaps[0]["bytes"] / swaps[0]["tokens"] / 1024,
+        "tflop_per_s": max(_tflop_per_s(weights_gb, tokens, seconds) for tokens, seconds in again.items()),
+        "host_gb_per_s": rate,
+        "us_per_copy": min(us_per_copy.values()),
+    }
+    return [
+        RecordedRun(
+            "CPS", "21", result.slug, at | {"prompt_tokens": tokens}, seconds, min(seconds, again[tokens]), _n(swaps)
+        )
+        for tokens, seconds in copied.items()
+    ]
+
+
+def _n(swaps: Rows) -> int:
+    return len({row["repeat"] for row in swaps})
+
+
+def _stalls(result: Result, weights_gb: float) -> RecordedRun:
+    """Sarathi-Serve's: the longest gap of the running requests while a prompt comes, live."""
+    settings = result.parameters["stalls"]
+    chunk = next(int(name.split()[1]) for name in settings["schedulers"] if name.startswith("sarathi "))
+    gap = result.summary.of
+    before = gap("worst_gap_ms", source="live", scheduler="prefill_first")
+    mine = gap("worst_gap_ms", source="live", scheduler="sarathi", budget_tokens=chunk)
+    at = {
+        "weights_gb": weights_gb,
+        "prompt_tokens": settings["prompt"],
+        "tflop_per_s": _stalled_rate(result, weights_gb),
+        "chunk_tokens": chunk,
+    }
+    return RecordedRun("Sarathi-Serve", "40", result.slug, at, before["value"] / 1e3, mine["value"] / 1e3, mine["n"])
+
+
+def _stalled_rate(stalls: Result, weights_gb: float) -> float:
+    """The rate of the prefill that the prompt of notebook 40 has when nothing is computed beside it."""
+    seconds = stalls.summary.of("ttft_s", source="live", scheduler="prefill_first")["low"]
+    return _tflop_per_s(weights_gb, stalls.parameters["stalls"]["prompt"], seconds)
