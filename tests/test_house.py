@@ -59,6 +59,7 @@ MECHANISMS = {
         "56",
     ]
 }
+OPENERS = {"02", "03", "04", "05", "06"}  # one report in ten minutes
 RESULT = SimpleNamespace(duration_s=0.0, rows=[], path="x", summary=[])
 STAGED = SimpleNamespace(stages=())
 
@@ -261,6 +262,17 @@ class TestNotebook:
         """The algorithm, a scene in which it acts, a line to change, and a check that fails where it does not work."""
         there = {tag for cell in code_cells(path) for tag in tags(cell)}
         assert path.name[:2] not in MECHANISMS or there >= {"imports", "mechanism", "scene", "change", "check"}
+
+    def test_an_opener_has_its_cells(self, path):
+        """The algorithm, a scene, a check, where each item of the report is, and answers that are asserted."""
+        if path.name[:2] in OPENERS:
+            tagged = {tag: "".join(cell["source"]) for cell in code_cells(path) for tag in tags(cell)}
+            assert tagged.keys() >= {"imports", "mechanism", "scene", "check", "answers"}
+            assert "assert " in tagged["answers"]
+            assert any("opener_rows(" in "".join(cell["source"]) for cell in code_cells(path))
+            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+            prose = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+            assert prose.count("<details><summary>Answer</summary>") == prose.count("</details>") == 3
 
     def test_a_figure_shows_the_readers_run(self, path):
         """A cell that draws a recorded result draws one of an experiment that this notebook runs over it."""

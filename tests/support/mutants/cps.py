@@ -86,6 +86,8 @@ def never_forgets() -> None:
 
 
 MUTATIONS: list[Mutation] = [
+    Mutation("03", "the cross-point inverted", inverted, "cross-point policy"),
+    Mutation("03", "a policy that says nothing", says_nothing, "cross-point policy"),
     Mutation("22", "the cross-point inverted", inverted, "cross-point policy", quick=True),
     Mutation("22", "a policy that says nothing", says_nothing, "cross-point policy"),
     Mutation("22", "a policy that raises", raises, "cross-point policy"),

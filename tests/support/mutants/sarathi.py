@@ -88,6 +88,9 @@ def learns_nothing() -> None:
 
 SCHEDULER, SEARCH = "Sarathi-Serve's scheduler", "the capacity search"
 MUTATIONS: list[Mutation] = [
+    Mutation("02", "prefill first", prefill_first, SCHEDULER),
+    Mutation("02", "no token budget", no_budget, SCHEDULER),
+    Mutation("02", "prompts are never cut", whole_chunks, SCHEDULER),
     Mutation("40", "prefill first", prefill_first, SCHEDULER, quick=True),
     Mutation("40", "no token budget", no_budget, SCHEDULER),
     Mutation("40", "chunks and decodes in turns", chunks_and_decodes_in_turns, SCHEDULER),
