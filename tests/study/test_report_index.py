@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from firsttoken.study import paths
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.notebooks import notebook_paths
-from firsttoken.study.report_index import index_tables, load_index
+from firsttoken.study.report_index import index_tables, load_index, opener_rows
 
 ENTRIES = load_index(paths.INDEX)
 
@@ -33,6 +35,29 @@ def test_a_table_leads_to_notebooks_and_says_why_not():
     assert "](../notebooks/13_cold_start.ipynb)" in tables["ProgressiveServe"]
     absent = next(entry for entry in ENTRIES if entry.not_here)
     assert absent.not_here in tables[absent.report]
+
+
+def test_the_rows_of_an_opener_lead_from_the_notebooks_to_a_notebook_code_or_the_reason():
+    reports = dict.fromkeys(entry.report for entry in ENTRIES)
+    rows = {entry.id: row for report in reports for entry, row in zip(_of(report), opener_rows(report), strict=True)}
+    assert rows["S1"] == {
+        "place": "Algorithm 3; report, Stall-Free Scheduling",
+        "what": "stall-free batching: all decodes first, then chunks of prompts up to a token budget",
+        "where": "[40](40_generation_stalls.ipynb)",
+    }
+    assert rows["S5"]["where"] == "[code](../lib/firsttoken/engine/engine.py)"
+    assert rows["D19"]["where"].startswith("not here: No pair of models with a mixture of experts")
+    linked = {link for row in rows.values() for link in re.findall(r"\]\(([^)]*)\)", row["where"])}
+    assert {link for link in linked if not (paths.NOTEBOOKS / link).exists()} == set()
+
+
+def _of(report):
+    return [entry for entry in ENTRIES if entry.report == report]
+
+
+def test_an_opener_of_a_report_that_is_not_there_says_which_are():
+    with pytest.raises(ClaimsError, match=r"no report 'Sarathi' in index\.yaml; there are: ProgressiveServe, CPS"):
+        opener_rows("Sarathi")
 
 
 ENTRY = "- {id: X, report: R, place: '', what: w, notebooks: [], figures: [], code: '', not_here: '', differs: ''}\n"

@@ -73,6 +73,27 @@ def _table(entries: Sequence[IndexEntry], titles: dict[str, str]) -> str:
     )
 
 
+def opener_rows(report: str) -> list[dict[str, str]]:
+    """For each item of a ``report`` its ``place`` there, ``what`` it is, and ``where`` it is here.
+
+    ``where`` is of markdown: links that lead from the folder ``notebooks``, or why there is nothing to lead to. Raises
+    ClaimsError for a report that the index does not have.
+    """
+    entries = load_index(paths.INDEX)
+    mine = [entry for entry in entries if entry.report == report]
+    if not mine:
+        known = ", ".join(dict.fromkeys(entry.report for entry in entries))
+        raise ClaimsError(f"no report {report!r} in {paths.INDEX.name}; there are: {known}")
+    titles = {path.name[:2]: path.name for path in notebook_paths()}
+    return [{"place": entry.place, "what": entry.what, "where": _where(entry, titles)} for entry in mine]
+
+
+def _where(entry: IndexEntry, titles: dict[str, str]) -> str:
+    if entry.notebooks:
+        return ", ".join(f"[{number}]({titles[number]})" for number in entry.notebooks)
+    return f"[code](../{entry.code})" if entry.code else f"not here: {entry.not_here}"
+
+
 def _here(entry: IndexEntry, titles: dict[str, str]) -> str:
     links = [f"[{number}](../{paths.NOTEBOOKS.name}/{titles[number]})" for number in entry.notebooks]
     links += [f"[figure](../{paths.FIGURES.name}/{name}.png)" for name in entry.figures]
