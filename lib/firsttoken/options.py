@@ -203,8 +203,8 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     for extension in EXTENSIONS:
         extension.add_options(command)
 
-    added = command("fetch", "Bring the pinned model and texts into the cache.")
-    added.add_argument("names", nargs="*", metavar="ASSET", help="which assets (default: all)")
+    added = command("fetch", "Bring the pinned model and texts, or what a page of the site runs on, into the cache.")
+    added.add_argument("names", nargs="*", metavar="ASSET", help="which assets (default: all that studies need)")
     added.add_argument(
         "--from",
         dest="from_dir",
