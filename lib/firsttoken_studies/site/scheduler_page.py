@@ -41,27 +41,27 @@ class Quarter(Sarathi):
         return max(len(decodes) + 1, self.config.token_budget // 4)
 '''
 
-_IMPORTED = f"""
+_IMPORTED = """
 import sys
 
 class Refusing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] not in {{*sys.stdlib_module_names, "firsttoken", "firsttoken_studies"}}:
-            raise ModuleNotFoundError(f"{{name}} is not in the browser")
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, "firsttoken", "firsttoken_studies"}:
+            raise ModuleNotFoundError(f"{name} is not in the browser")
 
 before = set(sys.modules)
 sys.meta_path.insert(0, Refusing())
-import {SCENE}
+__import__(sys.argv[1])
 print(*(sys.modules[name].__file__ for name in set(sys.modules) - before if name.startswith("firsttoken")), sep="\\n")
 """
 
 
-def modules() -> list[Path]:
-    """The files that importing the scene runs, below ``LIB``; nothing else is imported but the standard library.
+def modules(entry: str = SCENE) -> list[Path]:
+    """The files below ``LIB`` that importing the module ``entry`` runs; the standard library is all that they need.
 
     Raises CalledProcessError where one of them imports what a browser lacks.
     """
-    run = subprocess.run([sys.executable, "-c", _IMPORTED], cwd=LIB, check=True, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", _IMPORTED, entry], cwd=LIB, check=True, capture_output=True, text=True)
     return sorted(Path(line).relative_to(LIB) for line in run.stdout.splitlines())
 
 
