@@ -16,7 +16,7 @@ from pathlib import Path
 import firsttoken
 from firsttoken.assets.lock import Asset, load_lock
 from firsttoken.sarathi.capacity import STRICT
-from firsttoken.sarathi.hardware import Hardware
+from firsttoken.sarathi.hardware import PUBLISHED, Hardware
 from firsttoken.study.errors import AssetError
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
@@ -79,14 +79,14 @@ def scene() -> tuple[SchedulerScene, str]:
 
     Raises AssetError and CorpusError where the lengths of its requests are not there.
     """
-    profile = load_profile("quick")
+    profile = load_profile("quick", **{"hardware.costs": PUBLISHED})
     config, hardware = profile.section("capacity", CapacityConfig), profile.section("hardware", Hardware)
     bench = Bench(config, hardware)
     items = [(one.arrival_s, one.prompt_tokens, one.output_tokens) for one in bench.requests(profile.seed, RATE)]
     setting = (
         f"{len(items)} requests with the lengths of ShareGPT's conversations come at {RATE:g} a second, at random "
-        f"moments that are the same for all, to a simulated GPU: the batch times of {hardware.costs} that "
-        "Sarathi-Serve's authors published"
+        "moments that are the same for all schedulers. The GPU is simulated: a step takes what Sarathi-Serve's authors "
+        "published for Yi-34B on two A100"
     )
     return SchedulerScene(tuple(items), hardware.blocks, config.batch, bench.objective(STRICT).tbt_s), setting
 

@@ -68,7 +68,7 @@ function show({ policy, row }) {
   const cells = rows.find((one) => one.dataset.policy === policy).querySelectorAll("td + td");
   const values = row.error ? [] : Object.values(row);
   cells.forEach((cell, at) => {
-    cell.textContent = values.length ? Number(values[at].toPrecision(4)) : "";
+    cell.textContent = values.length ? (values[at] < 100 ? values[at].toPrecision(3) : values[at].toFixed(0)) : "";
     cell.dataset.value = values[at] ?? "";
   });
 }
@@ -83,6 +83,11 @@ function ended(words, { failed = false, kept = false } = {}) {
   [run.disabled, stop.disabled] = [false, true];
 }
 
+function unstarted({ message }) {
+  const mend = location.protocol === "file:" ? "; try it from a server: python -m http.server -d FOLDER" : "";
+  ended(`Python cannot start here: ${message}${mend}`, { failed: true });
+}
+
 run.addEventListener("click", async () => {
   [run.disabled, stop.disabled] = [true, false];
   const text = policy.value;
@@ -95,8 +100,9 @@ run.addEventListener("click", async () => {
     worker = made;
   } catch (error) {
     files = null;
-    return mine === turn && ended(`It cannot start: ${error.message}`, { failed: true });
+    return mine === turn && unstarted(error);
   }
+  worker.onerror = unstarted;
   const waiting = rows.filter((row) => row.dataset.policy === "mine.py" || !row.lastElementChild.dataset.value);
   const next = () => {
     const one = waiting.shift()?.dataset.policy;
