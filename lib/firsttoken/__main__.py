@@ -37,7 +37,7 @@ def fetch(options: argparse.Namespace) -> int:
     from firsttoken.assets.fetch import fetch, load_lock
     from firsttoken.assets.manual_downloads import bring
 
-    lock = {asset.name: asset for asset in load_lock()}
+    lock = {asset.name: asset for asset in load_lock(npm=True)}
     if odd := next((name for name in options.names if name not in lock), ""):
         raise AssetError(f"no asset is called {odd!r}; {unknown(odd, lock)}")
     if options.list:

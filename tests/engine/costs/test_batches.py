@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from firsttoken.engine.costs.interpolation import line_through
 from firsttoken.engine.costs.sarathi_artifact import DECODE_MS_PER_TOKEN, PREFILL_MS_PER_TOKEN, BatchCosts
 from firsttoken.study.errors import ProfileError
 
@@ -35,3 +39,12 @@ def test_a_prompt_in_pieces_costs_no_less_than_whole() -> None:
 def test_no_swap_was_published() -> None:
     with pytest.raises(ProfileError, match="holds no price of a swap; preempt by recompute"):
         COSTS.swap_s(10)
+
+
+@given(st.dictionaries(st.integers(0, 60), st.floats(0, 1e3), min_size=1), st.integers(0, 80))
+def test_lines_between_points_are_numpys(points: dict[int, float], most: int) -> None:
+    points = dict(sorted(points.items()))
+    inside = min(most, max(points)) + 1
+    line = line_through(points, most)
+    assert len(line) == most + 1
+    assert line[:inside] == pytest.approx(np.interp(range(inside), list(points), list(points.values())), abs=1e-12)

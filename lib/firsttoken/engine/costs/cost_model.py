@@ -31,3 +31,10 @@ class Costs(ABC):
     def swap_s(self, tokens: int) -> float:
         """Seconds of one recovery by swap, out and in."""
         return self.swap_out_s(tokens) + self.swap_in_s(tokens)
+
+
+def step_parts(prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> list[float]:
+    """What a step consists of [6], in the order in which ``FittedCosts`` has its prices."""
+    new = sum(new for _, new in prefills)
+    pairs = sum(new * (cached + new / 2) for cached, new in prefills)
+    return [1.0, new, pairs, len(contexts), sum(contexts), len(contexts) * max(contexts, default=0)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.costs.cost_model import Costs, step_parts
 from firsttoken.engine.costs.nnls import non_negative
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.profile import build_config
@@ -84,13 +84,6 @@ def fit_costs(steps: Sequence[StepSample], swaps: Sequence[SwapSample]) -> Fitte
         *relative_fit(tokens, [sample.out_s for sample in swaps]),
         *relative_fit(tokens, [sample.in_s for sample in swaps]),
     )
-
-
-def step_parts(prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> list[float]:
-    """What a step consists of [6], in the order of the prices."""
-    new = sum(new for _, new in prefills)
-    pairs = sum(new * (cached + new / 2) for cached, new in prefills)
-    return [1.0, new, pairs, len(contexts), sum(contexts), len(contexts) * max(contexts, default=0)]
 
 
 def relative_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:

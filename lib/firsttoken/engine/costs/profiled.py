@@ -214,11 +214,9 @@ class ProfiledCosts(Costs):
         dense = _by_layer(tables / "dense.csv", "tokens")
         heads = _by_layer(tables / "per_sequence.csv", "sequences")
         axes, grid = attention_grid(tables / "attention.csv")
-        per_pass = sum(line_through(dense[name], MOST_TOKENS) for name in sorted(ONCE & dense.keys()))
-        per_layer = sum(
-            line_through(points, MOST_TOKENS) * (1 + (name in TWICE)) for name, points in _layers(dense).items()
-        )
-        head = sum(line_through(points, 1024) for points in heads.values())
+        per_pass = sum(_line(dense[name], MOST_TOKENS) for name in sorted(ONCE & dense.keys()))
+        per_layer = sum(_line(points, MOST_TOKENS) * (1 + (name in TWICE)) for name, points in _layers(dense).items())
+        head = sum(_line(points, 1024) for points in heads.values())
         names = ("attention.csv", "dense.csv", "per_sequence.csv")
         kept = hashlib.sha256(b"".join((tables / name).read_bytes() for name in names))
         fitted = meta.skew_fit is not None and meta.skew_fit.enabled
@@ -337,6 +335,10 @@ def _located(folder: Path) -> tuple[Path, Path]:
                     "an older profiler (v0) wrote it, which measured prompts and decodes apart, never together"
                 )
     return folder, tables
+
+
+def _line(points: Mapping[int, float], most: int) -> np.ndarray:
+    return np.array(line_through(points, most))
 
 
 def _layers(dense: Mapping[str, Any]) -> dict[str, Any]:

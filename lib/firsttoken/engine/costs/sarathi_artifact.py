@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.interpolation import follow, line_through
 from firsttoken.study.errors import ProfileError
@@ -39,7 +37,7 @@ class BatchCosts(Costs):
         decodes = {count: count * each for count, each in DECODE_MS_PER_TOKEN.items()}
         self._prefill, decode = line_through(prefills, 1 << 15), line_through(decodes, 1 << 10)
         self._prefill[0] = decode[0] = 0.0  # nothing takes no time
-        self._decode = np.maximum(decode - self._prefill[: len(decode)], 0.0)
+        self._decode = [max(whole - prompt, 0.0) for whole, prompt in zip(decode, self._prefill, strict=False)]
 
     def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
         tokens = sum(new for _, new in prefills) + len(contexts)

@@ -10,8 +10,8 @@ from firsttoken.engine.preemption.preemption_policy import Action, Observation, 
 from firsttoken.engine.preemption.recompute import Recompute
 from firsttoken.engine.preemption.swap import Swap
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.policy_file import PolicyKind
-from firsttoken.study.profile import unknown
 
 __all__ = ["POLICIES", "PREEMPTION", "Action", "Observation", "PreemptionPolicy", "policy_of"]
 

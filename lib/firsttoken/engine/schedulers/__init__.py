@@ -10,7 +10,7 @@ from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.schedulers.shortest_first import ShortestFirst
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.profile import unknown
+from firsttoken.study.parsing.schema import unknown
 
 _KINDS = (RequestLevel, IterationLevel, PrefillFirst, Sarathi, ChunkedOnly, HybridOnly)
 _RIVALS = (PrefillCap, Deadline, AdaptiveBudget, ShortestFirst)

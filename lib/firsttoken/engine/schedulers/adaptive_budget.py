@@ -6,14 +6,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar
 
 from firsttoken import old_names
-from firsttoken.engine.costs.fitted import relative_fit, step_parts
+from firsttoken.engine.costs.cost_model import step_parts
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # How long a step will take, learnt from the steps that were: what an adaptive scheduler chooses its chunk by.
 
@@ -46,7 +47,7 @@ class StepTimeModel:
             self._largest = max(self._largest, parts[1])
             self._since += 1
             if prefills and self._prices is not None:  # at once: until the next fit there may be 16 such steps
-                self._margin = max(self._margin, seconds / max(float(np.dot(parts, self._prices)), 1e-9))
+                self._margin = max(self._margin, seconds / max(float(self._prices.dot(parts)), 1e-9))
         if self._since >= (REFIT if self._prices is not None else 1) and len(self._steps[True]) >= LEAST:
             self._fit()
 
@@ -54,7 +55,7 @@ class StepTimeModel:
         """Seconds of a step that decodes over ``contexts`` and does nothing else; no bound before enough was seen."""
         if self._prices is None:
             return math.inf
-        return float(np.dot(step_parts([], contexts), self._prices)) * self._margin
+        return float(self._prices.dot(step_parts([], contexts))) * self._margin
 
     def most_tokens(self, contexts: Sequence[int], cached: int, seconds: float, most: int) -> int | None:
         """Tokens of a prompt with ``cached`` tokens behind it, up to ``most``, with which a step that also decodes over
@@ -68,11 +69,15 @@ class StepTimeModel:
             parts[1:3] = step_parts([(cached, middle)], [])[
                 1:3
             ]  # the decodes, of which there are many, stay as they are
-            took = float(np.dot(parts, self._prices)) * self._margin
+            took = float(self._prices.dot(parts)) * self._margin
             low, high = (middle, high) if took <= seconds else (low, middle - 1)
         return low
 
     def _fit(self) -> None:
+        import numpy as np  # here: a browser runs schedulers without it
+
+        from firsttoken.engine.costs.fitted import relative_fit
+
         parts, took = (np.array(column) for column in zip(*self._steps[False], *self._steps[True], strict=True))
         self._prices = relative_fit(parts, took)
         mixed = slice(len(self._steps[False]), None)
