@@ -292,6 +292,20 @@ _ALL = (
         LONG,
     ),
     Experiment(
+        "operator_error",
+        "Measured operators against servers",
+        "46",
+        "firsttoken_studies.sarathi.operator_error:operator_error",
+        "operator_summary",
+    ),
+    Experiment(
+        "card_capacity",
+        "Capacity on GPUs that are not here",
+        "46",
+        "firsttoken_studies.sarathi.card_capacity:card_capacity",
+        "card_summary",
+    ),
+    Experiment(
         "swarm_survival",
         "Servers killed, stopped and cut off",
         "50",
