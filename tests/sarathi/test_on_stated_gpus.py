@@ -1,4 +1,4 @@
-"""Servers foretold and capacities searched on measured operators: a closed loop, lengths, cases, and what is refused."""
+"""Servers foretold and capacities searched on measured operators: a closed loop, lengths, cases, what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operator tables and the sum of them: what is measured is met exactly, what lies between is between, what is not covered
+"""Operator tables and their sum: what is measured is met exactly, what lies between is between, and what is not covered
 is refused in one line."""
 
 from __future__ import annotations
