@@ -11,7 +11,7 @@ from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.lengths import STATED, lengths
 from firsttoken.study.errors import ProfileError
-from firsttoken_studies.sarathi.card_capacity import CardCapacityConfig, Case, card_summary
+from firsttoken_studies.sarathi.card_capacity import CardCapacityConfig, CardCase, card_summary
 from firsttoken_studies.sarathi.operator_error import OperatorErrorConfig, ServerRun, operator_summary, simulated
 
 
@@ -85,7 +85,7 @@ def test_lengths_have_the_stated_quantiles(source):
 @pytest.mark.parametrize("text", ["mistral-7b a100-sxm 100", "mistral-7b one a100-sxm 100", ""])
 def test_a_case_is_four_words(text):
     with pytest.raises(ProfileError, match=r"is no case; write MODEL GPUS CARD MS"):
-        Case.named(text)
+        CardCase.named(text)
 
 
 def test_a_case_that_is_named_twice_is_refused():

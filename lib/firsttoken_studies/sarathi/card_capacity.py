@@ -54,14 +54,14 @@ class CardCapacityConfig:
 
 
 @dataclass(frozen=True)
-class Case:
+class CardCase:
     """One case: its hardware, and the bound on the time between tokens in ms."""
 
     hardware: Hardware
     tbt_ms: int
 
     @classmethod
-    def named(cls, text: str) -> Case:
+    def named(cls, text: str) -> CardCase:
         """Raises ProfileError for a text that is no case, and what the hardware raises."""
         try:
             model, gpus, card, tbt_ms = text.split()
@@ -79,7 +79,7 @@ def card_capacity(profile: Profile) -> Outcome:
     config = profile.section("card_capacity", CardCapacityConfig)
     found: Rows = []
     runs = [
-        (Case.named(text), seed, scheduler)
+        (CardCase.named(text), seed, scheduler)
         for text in config.cases
         for seed in range(profile.seed, profile.seed + config.seeds)
         for scheduler in config.schedulers

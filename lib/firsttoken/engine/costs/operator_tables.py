@@ -40,7 +40,7 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class _Gpu:
+class _StatedGpu:
     mem_bw: float
     mem_bw_empirical_scaling_factor: float
     mem_empirical_constant_latency: float
@@ -48,14 +48,14 @@ class _Gpu:
 
 
 @dataclass(frozen=True)
-class _Node:
+class _StatedNode:
     pcie_bw: float
 
 
 @dataclass(frozen=True)
-class _Card:
-    gpu: _Gpu
-    node: _Node
+class _StatedCard:
+    gpu: _StatedGpu
+    node: _StatedNode
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class _Products:
 def _read(card: str) -> OperatorTables:
     path = asset_path(f"{card}.yaml")
     with blaming(path, CorpusError, _MEND):
-        stated = shaped(_Card, read_yaml(path), others=True)
+        stated = shaped(_StatedCard, read_yaml(path), others=True)
     tables = {kind: read_table(asset_path(f"{card}-{kind}.parquet"), names) for kind, names in _COLUMNS.items()}
     gpu = stated.gpu
     rate = gpu.mem_bw * gpu.mem_bw_empirical_scaling_factor
