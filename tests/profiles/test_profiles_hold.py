@@ -32,6 +32,8 @@ ASKS_NOTHING = {
     "pipeline_bubbles",
     "changing_load",
     "simulator_error",
+    "operator_error",
+    "card_capacity",
     "swarm_churn",
 }  # of a model or of data
 CASES = [

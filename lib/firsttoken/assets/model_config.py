@@ -44,6 +44,8 @@ class ModelConfig:
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
+    num_experts: Any = None
+    num_local_experts: Any = None
     quantization_config: Any = None
     transformers_weights: Any = None
 
@@ -60,6 +62,11 @@ class ModelConfig:
     def architecture(self) -> str:
         """The class in transformers."""
         return self.architectures[0]
+
+    @property
+    def experts(self) -> Any:
+        """How many experts a layer has; nothing where its MLP is dense."""
+        return self.num_experts or self.num_local_experts
 
     @property
     def is_known(self) -> bool:

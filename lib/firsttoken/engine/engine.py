@@ -154,6 +154,11 @@ class Engine:
         """Whether a request is open."""
         return bool(self._open)
 
+    @property
+    def open_requests(self) -> int:
+        """The number of requests that were submitted and have not ended."""
+        return len(self._open)
+
     def submit(
         self,
         prompt: Sequence[int],
@@ -256,15 +261,23 @@ class Engine:
                     self.end(request)
         return produced
 
+    def advance(self) -> None:
+        """Take one step, and in a simulation those after it that are alike, up to one in which a request ends."""
+        self.step()
+        self._fast_forward()
+
     def run(self) -> None:
         """Step until no request is open; a simulation takes steps that are alike at once. Raises the ``failure`` of the
         first request that ended with one, once the others have ended."""
         while self.busy:
             self.step()
-            while self._all_decoded and fast_forward(self, self._coming[0][0][0] if self._coming else math.inf):
+            while self._fast_forward():
                 pass
         if failed := self.failed():
             raise failed[0].failure
+
+    def _fast_forward(self) -> bool:
+        return self._all_decoded and fast_forward(self, self._coming[0][0][0] if self._coming else math.inf)
 
     def failed(self) -> list[Request]:
         """The requests that ended with a ``failure`` since this was last asked."""

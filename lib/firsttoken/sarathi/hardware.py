@@ -1,11 +1,14 @@
-"""Which GPU a simulation runs on: the published batch times that are always there, or a profile that was brought."""
+"""Which GPU a simulation runs on: the operators of a card that were measured, published batch times, or a profile."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from firsttoken.assets.dense_shape import dense_shape
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.costs.operator_costs import OperatorCosts
+from firsttoken.engine.costs.operator_tables import CARDS, OperatorTables
 from firsttoken.engine.costs.profiled import ProfiledCosts
 from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.study.errors import ProfileError
@@ -15,20 +18,35 @@ PUBLISHED = "yi-34b-a100"
 
 @dataclass(frozen=True)
 class Hardware:
-    """``costs`` is ``PUBLISHED``, pinned files that were brought (env/brought.yaml), or a folder of one's own.
+    """``costs`` is one of the ``CARDS`` whose operators were measured, ``PUBLISHED``, pinned files that were brought
+    (env/brought.yaml), or a folder of one's own.
 
-    ``layers`` are those of the model on it, ``blocks`` its KV blocks of 16 tokens. A decode iteration, by which the
+    On one of the ``CARDS`` a ``model`` (a name or the path of a config.json) is split over ``gpus`` of them; its layers
+    and the KV blocks that fit beside its weights follow, where they are not given. Else ``layers`` are those of the
+    model, and ``blocks`` its KV blocks of 16 tokens. A decode iteration, by which the
     paper sets its objectives (Table 3: five times as strict, 25 times as relaxed), is of ``decodes`` requests at
     ``context`` tokens.
     """
 
     costs: str
-    layers: int
-    blocks: int
     decodes: int
     context: int
+    layers: int = 0
+    blocks: int = 0
+    model: str = ""
+    gpus: int = 1
+    weights: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        if (self.costs in CARDS) != bool(self.model):
+            raise ProfileError(
+                f"hardware: a model is given with one of {', '.join(CARDS)}, and with nothing else; costs is "
+                f"{self.costs!r}, model {self.model!r}"
+            )
+        if self.model:
+            operators = self._operators()
+            object.__setattr__(self, "layers", operators.shape.layers)
+            object.__setattr__(self, "blocks", self.blocks or operators.blocks)
         if min(self.layers, self.blocks, self.decodes, self.context) < 1:
             raise ProfileError("hardware: layers, blocks, decodes and context must be at least 1")
 
@@ -39,7 +57,13 @@ class Hardware:
 
     def read(self) -> Costs:
         """Read the costs. Raises AssetError for files that are not there, CorpusError for those that cannot be read."""
+        if self.model:
+            return self._operators()
         return BatchCosts() if self.costs == PUBLISHED else ProfiledCosts.read(downloaded(self.costs), self.layers)
+
+    def _operators(self) -> OperatorCosts:
+        tables = OperatorTables.read(self.costs)
+        return OperatorCosts.of(tables, dense_shape(self.model), self.gpus, weights=self.weights)
 
     def iteration_s(self, costs: Costs) -> float:
         """The seconds of the decode iteration by which the objectives are set."""
@@ -47,4 +71,7 @@ class Hardware:
 
     def provenance(self, costs: Costs) -> dict[str, str]:
         """The text of a result about the costs that it was simulated on."""
+        if self.model:
+            what = f"{self.model} on {self.gpus} {self.costs}"
+            return {"kind": "simulated on measured operators", "costs": what, "sha256": ""}
         return {"kind": "simulated on profiled costs", "costs": self.costs, "sha256": getattr(costs, "sha256", "")}

@@ -1,8 +1,12 @@
-"""How long prompts and answers are, and when they come: drawn from a sample of lengths (the paper's own where it was
-brought, else the pinned conversations) with Poisson arrivals, or replayed from a trace of a real service."""
+"""How long prompts and answers are, and when they come.
+
+Lengths are drawn from a sample (the paper's own where it was brought, a fit to what it states of it, or the pinned
+conversations) with Poisson arrivals, or replayed from a trace of a real service.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +22,48 @@ from firsttoken.study.errors import CorpusError
 PINNED = "sharegpt"
 
 
+@dataclass(frozen=True)
+class StatedLengths:
+    """Median and 90th percentile of prompt and answer in tokens as a paper has them, and the most of both together."""
+
+    prompt: tuple[int, int]
+    answer: tuple[int, int]
+    most: int
+
+    def drawn(self, count: int = 8192) -> np.ndarray:
+        """(prompt, answer) tokens [count, 2] of lognormal distributions with these two quantiles, none above ``most``
+        together: those that are longer are drawn again. Always the same."""
+        draw, found = np.random.default_rng(0), np.empty((0, 2), int)
+        while len(found) < count:
+            each = [np.exp(draw.normal(*_normal(quantiles), count)) for quantiles in (self.prompt, self.answer)]
+            pairs = np.maximum(np.rint(np.column_stack(each)), 1).astype(int)
+            found = np.concatenate([found, pairs[pairs.sum(1) <= self.most]])
+        return found[:count]
+
+
+STATED = {  # Sarathi-Serve, Table 2
+    "openchat-sharegpt4-fit": StatedLengths((1730, 5696), (415, 834), 8192),
+    "arxiv-summarization-fit": StatedLengths((7059, 12985), (208, 371), 16384),
+}
+_P90 = 1.2815515594
+
+
+def _normal(quantiles: tuple[int, int]) -> tuple[float, float]:
+    """Mean and deviation of the logarithm that has this median and this 90th percentile."""
+    median, p90 = quantiles
+    return float(np.log(median)), float(np.log(p90 / median) / _P90)
+
+
 def lengths(source: str) -> np.ndarray:
-    """(prompt, answer) tokens [n, 2] of ``source``: ``PINNED``, the name of a file that was brought, or a path.
+    """(prompt, answer) tokens [n, 2] of ``source``: ``PINNED``, one of ``STATED``, a file that was brought, or a path.
 
     Raises AssetError for what is not there, CorpusError for a file without num_prefill_tokens and num_decode_tokens.
     """
     if source == PINNED:
         pool = conversations(None)
         return np.column_stack([pool.prompt_tokens, pool.output_tokens])
+    if source in STATED:
+        return STATED[source].drawn()
     path = downloaded(source)
     table = next(iter(sorted(path.glob("*.csv"))), path) if path.is_dir() else path
     return np.array([_pair(table, line, row) for line, row in rows(table, ("num_prefill_tokens", "num_decode_tokens"))])

@@ -26,7 +26,7 @@ Entry = dict[str, Any]
 Made = tuple[str, Statistic, str] | tuple[str, Statistic, str, float]  # a column, its statistic, unit and scale
 
 WHERE = {
-    "across": "one number for several entries that differ elsewhere: mean, sum, worst, least, most",
+    "across": "one number for several entries that differ elsewhere: mean, median, p90, sum, worst, least, most",
     "than": "what the measure is a ratio or a difference to",
     "source": "how it was come by: live, measured, simulated, replayed, foreseen, published, table, arithmetic",
     "gbit_per_s": "rate of the link",

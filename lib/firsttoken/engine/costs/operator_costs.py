@@ -1,0 +1,180 @@
+"""A step on a GPU that nobody has here: the sum of its operators, as measured on that card one by one.
+
+Matrix products, attention and all-reduces come from measured tables. Norms, rotary angles, activations and the writing
+of keys and values were not measured: each is charged the bytes that it moves at the rate that the tables' authors state
+for such kernels, and the least time that one takes. Nothing is fitted to a run of a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from firsttoken.assets.dense_shape import DenseShape
+from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.costs.interpolation import follow
+from firsttoken.engine.costs.operator_tables import CONTEXT, GENERATION, Curve, OperatorTables
+from firsttoken.study.errors import ProfileError
+
+MOST_TOKENS = 1 << 14  # tokens of a batch that are reckoned once; beyond them the last slope goes on
+MOST_REQUESTS = 1 << 11
+_BYTES = {"bfloat16": 2, "fp8": 1}
+_ROOM = 0.9  # of the card's memory that an engine takes (vLLM's gpu_memory_utilization)
+_OTHER_BYTES = 3758096384  # that are neither weights nor keys and values, as the tables' authors state it for each card
+
+
+@dataclass(frozen=True)
+class OperatorCosts(Costs):
+    """The seconds of a step of ``shape`` split over ``gpus`` cards (tensor parallel), one operator after the other.
+
+    The attention of a chunk behind a prefix is that of a whole prompt up to the chunk's end, less that of one up to its
+    beginning, since the tables' prompts begin with an empty cache. Decodes count as so many at their mean context. The
+    host's time between two steps is in no table: ``host_s`` a step is charged, 0 where it is hidden behind the GPU.
+
+    ``beyond`` names what lies outside the measured tables and goes on by a rule: products in proportion to their
+    width, attention of a prompt with the square of its length, that of a decode in proportion to its context.
+    """
+
+    shape: DenseShape
+    gpus: int
+    blocks: int
+    beyond: tuple[str, ...]
+    host_s: float
+    swap_bytes_s: float
+    kv_bytes: int
+    once: np.ndarray  # [tokens]: seconds of everything but attention and head, all layers
+    heads: np.ndarray  # [requests]: seconds of the head
+    context: Curve  # seconds of one layer's attention of one prompt, by its tokens
+    generation: tuple[tuple[int, Curve], ...]  # by batch, ascending: seconds of one layer's, by tokens in the cache
+
+    @classmethod
+    def of(
+        cls,
+        tables: OperatorTables,
+        shape: DenseShape,
+        gpus: int = 1,
+        *,
+        weights: str = "bfloat16",
+        kv: str = "bfloat16",
+        host_s: float = 0.0,
+        block_tokens: int = 16,
+    ) -> OperatorCosts:
+        """The costs of ``shape`` on ``gpus`` of the card of ``tables``, weights and cache stored as named.
+
+        Raises ProfileError for heads that cannot be split over so many GPUs, a number of GPUs, a type or heads that no
+        table has, and a model that does not fit.
+        """
+        if shape.heads % gpus or shape.mlp % gpus:
+            raise ProfileError(f"{shape.heads} heads and an MLP of {shape.mlp} cannot be split over {gpus} GPUs")
+        if kv not in _BYTES or weights not in _BYTES:
+            raise ProfileError(f"no operators of {weights} weights over a {kv} cache; known: {', '.join(_BYTES)}")
+        heads, kv_heads = shape.heads // gpus, max(shape.kv_heads // gpus, 1)
+        attention, mlp = heads * shape.head_dim, shape.mlp // gpus
+        widths = (
+            ((heads + 2 * kv_heads) * shape.head_dim, shape.hidden),
+            (shape.hidden, attention),
+            (2 * mlp, shape.hidden),
+            (shape.hidden, mlp),
+        )
+        tokens = np.arange(1, MOST_TOKENS + 1, dtype=float)
+        products = [tables.product(weights, n, k) for n, k in widths]
+        layer = sum(_at(tokens, curve) for curve, _ in products)
+        if gpus > 1:
+            layer = layer + 2 * _at(tokens * shape.hidden * 2, tables.all_reduce(gpus))
+        layer = layer + _small_kernels_s(tables, shape, gpus, tokens, quantised=weights != "bfloat16")
+        head, wide = tables.product("bfloat16", -(-shape.vocabulary // gpus), shape.hidden)
+        beyond = [f"products of {n} x {k}" for (n, k), (_, out) in zip(widths, products, strict=True) if out]
+        if wide:
+            beyond.append(f"the head's product of {shape.vocabulary // gpus} x {shape.hidden}")
+        room = _ROOM * tables.memory_bytes - shape.weights * _BYTES[weights] / gpus - _OTHER_BYTES
+        token = shape.kv_bytes(_BYTES[kv]) * kv_heads / shape.kv_heads
+        if (blocks := int(room / token / block_tokens)) < 1:
+            raise ProfileError(
+                f"weights of {shape.weights * _BYTES[weights] / gpus / 1e9:.1f} GB on each of {gpus} {tables.card} "
+                "leave no room for keys and values; take more GPUs, or fp8"
+            )
+        prompts = tables.attention(CONTEXT, heads, kv_heads, shape.head_dim, kv)
+        decodes = tables.attention(GENERATION, heads, kv_heads, shape.head_dim, kv)
+        return cls(
+            shape,
+            gpus,
+            blocks,
+            tuple(beyond),
+            host_s,
+            tables.pcie_bytes_s,
+            shape.kv_bytes(_BYTES[kv]),
+            np.concatenate([[0.0], shape.layers * layer]),
+            np.concatenate([[0.0], _at(np.arange(1, MOST_REQUESTS + 1, dtype=float), head)]),
+            prompts[1],
+            tuple((batch, decodes[batch]) for batch in sorted(decodes)),
+        )
+
+    def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        tokens = sum(new for _, new in prefills) + len(contexts)
+        if not tokens:
+            return 0.0
+        attention = sum(self._chunk_s(cached, new) for cached, new in prefills)
+        if contexts:
+            attention += self._decodes_s(len(contexts), sum(contexts) / len(contexts))
+        heads = follow(self.heads, len(prefills) + len(contexts))
+        return self.host_s + follow(self.once, tokens) + heads + self.shape.layers * attention
+
+    def swap_out_s(self, tokens: int) -> float:
+        """Charge the bytes of keys and values at the card's PCIe rate, every GPU its own share."""
+        return tokens * self.kv_bytes / self.gpus / self.swap_bytes_s
+
+    swap_in_s = swap_out_s
+
+    def _chunk_s(self, cached: int, new: int) -> float:
+        """Seconds of one layer's attention of ``new`` tokens behind ``cached``, at least those of the least kernel."""
+        sizes, seconds = self.context
+        whole = _prompt_s(sizes, seconds, cached + new)
+        return max(whole - _prompt_s(sizes, seconds, cached), float(seconds[0])) if cached else whole
+
+    def _decodes_s(self, count: int, context: float) -> float:
+        """Seconds of one layer's attention of ``count`` decodes at ``context`` tokens: lines between the batches and
+        the contexts that were measured, both going on in proportion."""
+        batches = self.generation
+        right = next((i for i, (batch, _) in enumerate(batches) if batch >= count), len(batches) - 1)
+        above, curve = batches[right]
+        high = _cache_s(curve, context) * max(1.0, count / above)
+        if right == 0 or above <= count:
+            return high
+        below, curve = batches[right - 1]
+        share = (count - below) / (above - below)
+        return (1 - share) * _cache_s(curve, context) + share * high
+
+
+def _at(sizes: np.ndarray, curve: Curve) -> np.ndarray:
+    """Seconds at ``sizes``: a power between two points, in proportion beyond the last, as the first below it."""
+    at, seconds = curve
+    found = np.exp(np.interp(np.log(sizes), np.log(at), np.log(seconds)))
+    return np.asarray(found * np.maximum(1.0, sizes / at[-1]))
+
+
+def _prompt_s(sizes: np.ndarray, seconds: np.ndarray, tokens: float) -> float:
+    return float(np.interp(tokens, sizes, seconds) * max(1.0, tokens / sizes[-1]) ** 2)
+
+
+def _cache_s(curve: Curve, context: float) -> float:
+    sizes, seconds = curve
+    return float(np.interp(context, sizes, seconds) * max(1.0, context / sizes[-1]))
+
+
+def _small_kernels_s(
+    tables: OperatorTables, shape: DenseShape, gpus: int, tokens: np.ndarray, *, quantised: bool
+) -> np.ndarray:
+    """Seconds of a layer's kernels that are in no table, by tokens of the batch.
+
+    Two norms with their residual sums, rotary angles, the writing of keys and values, the gated activation; norms of
+    the heads where the model has them. Quantising is part of the norms and of the activation, as vLLM fuses it, but for
+    the attention's output, which takes a kernel of its own.
+    """
+    hidden, mlp = 2 * shape.hidden, 2 * shape.mlp // gpus
+    kv = 2 * max(shape.kv_heads // gpus, 1) * shape.head_dim * 2
+    queries = 2 * shape.heads // gpus * shape.head_dim
+    moved = [4 * hidden, 4 * hidden, 2 * (queries + kv), 2 * kv, 3 * mlp]
+    moved += [2 * (queries + kv)] * shape.head_norms + [1.5 * queries] * quantised
+    return np.asarray(sum(moved) * tokens / tables.memory_bytes_s + len(moved) * tables.kernel_s)

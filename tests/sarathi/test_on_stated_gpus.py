@@ -1,0 +1,111 @@
+"""Servers foretold and capacities searched on measured operators: a closed loop, lengths, cases, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.sarathi.hardware import Hardware
+from firsttoken.sarathi.lengths import STATED, lengths
+from firsttoken.study.errors import ProfileError
+from firsttoken_studies.sarathi.card_capacity import CardCapacityConfig, CardCase, card_summary
+from firsttoken_studies.sarathi.operator_error import OperatorErrorConfig, ServerRun, operator_summary, simulated
+
+
+@dataclass
+class Constant(Costs):
+    """Every step takes a second and each prompt token 10 ms."""
+
+    blocks: int = 10_000
+
+    def step_s(self, prefills, contexts):
+        return 1.0 + 0.01 * sum(new for _, new in prefills)
+
+    swap_out_s = swap_in_s = None
+
+
+def run_of(clients: int, prompt: int = 100, output: int = 5, model: str = "qwen3-32b") -> ServerRun:
+    return ServerRun("h100-sxm", model, "bfloat16", 2, prompt, output, clients, 1.0, 1.0)
+
+
+def test_one_client_waits_for_its_own_prefill_alone():
+    ttft, tpot = simulated(run_of(1), Constant(), OperatorErrorConfig(1, 4, 8192), seed=0)
+    assert (ttft, tpot) == (pytest.approx(2000), pytest.approx(1000))
+
+
+def test_clients_that_begin_at_once_share_a_step():
+    ttft, tpot = simulated(run_of(4), Constant(), OperatorErrorConfig(1, 1, 8192), seed=0)
+    assert (ttft, tpot) == (pytest.approx(5000), pytest.approx(1000))
+
+
+def test_a_budget_cuts_their_prompts():
+    ttft, _ = simulated(run_of(2, prompt=1024), Constant(), OperatorErrorConfig(1, 1, 1024), seed=0)
+    first, second, last = 11.24, 1 + 10.23, 1.01  # a token of the budget decodes the first, and one is left over
+    assert ttft == pytest.approx(1e3 * (first + (first + second + last)) / 2)
+
+
+def test_every_client_sends_its_requests():
+    sent = []
+
+    class Counted(Constant):
+        def step_s(self, prefills, contexts):
+            sent.append(sum(new for _, new in prefills))
+            return super().step_s(prefills, contexts)
+
+    simulated(run_of(3), Counted(), OperatorErrorConfig(1, 5, 8192), seed=0)
+    assert sum(sent) == 3 * 5 * 100
+
+
+def test_the_summary_has_each_error_by_model_and_card():
+    rows = []
+    for model, off in (("a", 1.1), ("a", 0.9), ("b", 2.0)):
+        for source, factor in (("vllm", 1.0), ("simulated", off)):
+            times = {name: 10.0 * factor for name in ("ttft_ms", "tpot_ms", "latency_ms")}
+            rows.append({"model": model, "card": "c", "source": source} | times)
+    summary = operator_summary(rows, {})
+    at = {"source": "simulated", "than": "vllm", "across": "median"}
+    assert summary.of("tpot_off_pct", **at)["value"] == pytest.approx(10)
+    assert summary.of("tpot_off_pct", **at, model="b")["value"] == pytest.approx(100)
+    assert summary.of("tpot_off_pct", **at, machine="c")["n"] == 3
+
+
+@pytest.mark.parametrize("source", STATED)
+def test_lengths_have_the_stated_quantiles(source):
+    stated, found = STATED[source], lengths(source)
+    assert found.sum(1).max() <= stated.most and found.min() >= 1
+    assert (found == lengths(source)).all()
+    for column, (median, p90) in enumerate((stated.prompt, stated.answer)):  # the longest are left out: a little less
+        assert np.percentile(found[:, column], 50) == pytest.approx(median, rel=0.12)
+        assert np.percentile(found[:, column], 90) == pytest.approx(p90, rel=0.20)
+
+
+@pytest.mark.parametrize("text", ["mistral-7b a100-sxm 100", "mistral-7b one a100-sxm 100", ""])
+def test_a_case_is_four_words(text):
+    with pytest.raises(ProfileError, match=r"is no case; write MODEL GPUS CARD MS"):
+        CardCase.named(text)
+
+
+def test_a_case_that_is_named_twice_is_refused():
+    with pytest.raises(ProfileError, match=r"the case 'm 1 c 1' is there twice; name each once"):
+        CardCapacityConfig(("m 1 c 1", "m 1 c 1"), ("sarathi 512",), "sharegpt", 1, 1, 1)
+
+
+@pytest.mark.parametrize("given", [{"costs": "a100-sxm"}, {"costs": "yi-34b-a100", "model": "yi-34b", "blocks": 1}])
+def test_a_model_is_given_with_a_card_and_only_there(given):
+    with pytest.raises(ProfileError, match=r"hardware: a model is given with one of a100-sxm"):
+        Hardware(**{"decodes": 1, "context": 1, "layers": 1} | given)
+
+
+def test_capacities_are_over_the_same_draws():
+    rows = [
+        {"case": "x", "seed": seed, "scheduler": name, "requests_per_s": rate * (1 + seed)}
+        for seed in range(5)
+        for name, rate in (("prefill_first", 1.0), ("sarathi 512", 3.0))
+    ]
+    entry = card_summary(rows, {}).of(
+        "capacity_x", scheduler="sarathi", budget_tokens=512, case="x", than="prefill_first"
+    )
+    assert entry["value"] == entry["low"] == entry["high"] == pytest.approx(3.0)
