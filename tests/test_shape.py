@@ -16,7 +16,7 @@ from firsttoken_studies.registry import EXPERIMENTS
 
 BUDGETS = {  # of each room at most: lines, modules that stand on each other, percent of its lines that import
     "firsttoken": (775, 4, 9),
-    "firsttoken.assets": (2985, 7, 11),
+    "firsttoken.assets": (3035, 7, 11),  # npm brings what a browser runs
     "firsttoken.cps": (640, 3, 10),
     "firsttoken.droidspeak": (3045, 8, 8.5),
     "firsttoken.engine": (7050, 16, 8.5),
@@ -39,7 +39,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken_studies.engine": (750, 1, 11),
     "firsttoken_studies.petals": (3480, 4, 10),
     "firsttoken_studies.progressiveserve": (4345, 5, 11.5),
-    "firsttoken_studies.site": (460, 4, 15),
+    "firsttoken_studies.site": (580, 4, 15),  # a page on which a scheduler is written
     "firsttoken_studies.sarathi": (2315, 4, 12),
     "firsttoken_studies.trying": (480, 2, 17),
 }
@@ -59,7 +59,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.worker.remote_executor": "an engine runs over it without a service",
     "firsttoken_extras.worker.worker_model": "a test serves it without the process",
 }
-NEIGHBOURING_STUDIES = 23  # a study whose numbers another file draws
+NEIGHBOURING_STUDIES = 24  # a study whose numbers another file draws
 BEHIND_A_NOTEBOOK = 20_635  # lines of the library that the studies of one notebook import
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin
 _NO_SUBJECT = re.compile(

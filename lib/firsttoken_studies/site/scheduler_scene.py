@@ -47,7 +47,7 @@ class SchedulerScene:
 
 
 def _p99(values: list[float]) -> float:
-    """As numpy has it: on the line between the two values beside it."""
+    """The 99th percentile as numpy has it, on the line between the two values beside it."""
     return quantiles(values, n=100, method="inclusive")[-1]
 
 
