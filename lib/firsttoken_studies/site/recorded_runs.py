@@ -23,7 +23,7 @@ CLOSE_SHARE = 0.02  # and one whose scale is not logarithmic up to this differen
 
 
 @dataclass(frozen=True)
-class RecordedRun:
+class IdeaRun:
     """``idea`` measured ``at`` the places of the sliders that its formula asks: medians of ``n`` runs, in seconds."""
 
     idea: str
@@ -49,13 +49,13 @@ def asked_by(idea: str) -> list[str]:
     return [name for name in tricks.Situation.__dataclass_fields__ if name in names]
 
 
-def ranges(runs: Sequence[RecordedRun], idea: str) -> dict[str, tuple[float, float]]:
+def ranges(runs: Sequence[IdeaRun], idea: str) -> dict[str, tuple[float, float]]:
     """From where to where each slider of ``idea`` was measured."""
     mine = [run.at for run in runs if run.idea == idea]
     return {name: (min(at[name] for at in mine), max(at[name] for at in mine)) for name in asked_by(idea)}
 
 
-def recorded_runs(results: Sequence[Result], machine: str) -> list[RecordedRun]:
+def recorded_runs(results: Sequence[Result], machine: str) -> list[IdeaRun]:
     """The runs of all ideas, from what was recorded on ``machine``, or on another where it has none.
 
     Raises FirstTokenError where an experiment of them is not recorded.
@@ -75,7 +75,7 @@ def recorded_runs(results: Sequence[Result], machine: str) -> list[RecordedRun]:
     ]
 
 
-def script(runs: Sequence[RecordedRun]) -> str:
+def script(runs: Sequence[IdeaRun]) -> str:
     """The runs and their ranges as JavaScript."""
     told = {
         "CLOSE": CLOSE,
@@ -87,7 +87,7 @@ def script(runs: Sequence[RecordedRun]) -> str:
     return "// Made by `firsttoken site` from data/results; do not edit.\n" + "\n".join(lines) + "\n"
 
 
-def _told(run: RecordedRun) -> dict[str, Any]:
+def _told(run: IdeaRun) -> dict[str, Any]:
     return {
         "at": dict(run.at),
         "without": run.without_s,
@@ -117,20 +117,20 @@ def _tflop_per_s(weights_gb: float, tokens: float, seconds: float) -> float:
     return tricks.prefill_s(weights_gb, tokens, 1.0) / seconds
 
 
-def _starts(result: Result, prompt_tokens: int) -> list[RecordedRun]:
+def _starts(result: Result, prompt_tokens: int) -> list[IdeaRun]:
     """ProgressiveServe's over the links of the cold starts that a loader was limited to."""
     links = dict.fromkeys(row["link"] for row in result.rows if row["variant"] == "progressive" and row["gbit_per_s"])
     return [_start(result, rows_where(result.rows, link=link), prompt_tokens) for link in links]
 
 
-def _shapes(result: Result) -> list[RecordedRun]:
+def _shapes(result: Result) -> list[IdeaRun]:
     """ProgressiveServe's of other shapes with random weights."""
     tokens = result.parameters["shapes"]["prompt_tokens"]
     places = dict.fromkeys((row["shape"], row["link"]) for row in result.rows)
     return [_start(result, rows_where(result.rows, shape=shape, link=link), tokens) for shape, link in places]
 
 
-def _start(result: Result, rows: Rows, prompt_tokens: int) -> RecordedRun:
+def _start(result: Result, rows: Rows, prompt_tokens: int) -> IdeaRun:
     whole, progressive = rows_where(rows, variant="whole_streamed"), rows_where(rows, variant="progressive")
     read_s = min(row["load_s"] for row in rows if row["variant"] in ("read", "whole_streamed"))
     weights = whole[0]["bytes"]
@@ -142,10 +142,10 @@ def _start(result: Result, rows: Rows, prompt_tokens: int) -> RecordedRun:
         "deferred_share": 1 - progressive[0]["bytes"] / weights,
     }
     seconds = [median(row["ttft_request_s"] for row in of) for of in (whole, progressive)]
-    return RecordedRun("ProgressiveServe", "13", result.slug, at, *seconds, min(len(whole), len(progressive)))
+    return IdeaRun("ProgressiveServe", "13", result.slug, at, *seconds, min(len(whole), len(progressive)))
 
 
-def _borrowed(result: Result, stalls: Result) -> list[RecordedRun]:
+def _borrowed(result: Result, stalls: Result) -> list[IdeaRun]:
     """PETALS's: a start that borrows all layers from one neighbour, over each link and round trip."""
     starts, config = rows_where(result.rows, what="start"), shape_config(result.parameters["model"])
     weights_gb = _weights_gb(result)
@@ -164,11 +164,11 @@ def _borrowed(result: Result, stalls: Result) -> list[RecordedRun]:
             "round_trip_ms": rtt_ms,
         }
         seconds = [median(row["ttft_request_s"] for row in of) for of in (whole, mine)]
-        found.append(RecordedRun("PETALS", "56", result.slug, at, *seconds, min(len(whole), len(mine))))
+        found.append(IdeaRun("PETALS", "56", result.slug, at, *seconds, min(len(whole), len(mine))))
     return found
 
 
-def _reuse(result: Result, weights_gb: float) -> list[RecordedRun]:
+def _reuse(result: Result, weights_gb: float) -> list[IdeaRun]:
     """DroidSpeak's: another model's cache over each link, loaded while a group of layers is computed."""
     layers, tokens = shape_config(result.parameters["model"]).num_hidden_layers, result.rows[0]["tokens"]
     first, last = map(int, result.rows[0]["group"].split("-"))
@@ -191,11 +191,11 @@ def _reuse(result: Result, weights_gb: float) -> list[RecordedRun]:
             "group_share": share,
         }
         seconds = [median(row["ttft_s"] for row in of) for of in (whole, mine)]
-        found.append(RecordedRun("DroidSpeak", "32", result.slug, at, *seconds, min(len(whole), len(mine))))
+        found.append(IdeaRun("DroidSpeak", "32", result.slug, at, *seconds, min(len(whole), len(mine))))
     return found
 
 
-def _swaps(result: Result, weights_gb: float) -> list[RecordedRun]:
+def _swaps(result: Result, weights_gb: float) -> list[IdeaRun]:
     """CPS's: a request of each length, copied out and in again block by block, or computed again."""
     layers = shape_config(result.parameters["model"]).num_hidden_layers
     swaps = rows_where(result.rows, what="swap", path="per_block")
@@ -216,7 +216,7 @@ def _swaps(result: Result, weights_gb: float) -> list[RecordedRun]:
         "us_per_copy": min(us_per_copy.values()),
     }
     return [
-        RecordedRun(
+        IdeaRun(
             "CPS", "21", result.slug, at | {"prompt_tokens": tokens}, seconds, min(seconds, again[tokens]), _n(swaps)
         )
         for tokens, seconds in copied.items()
@@ -227,7 +227,7 @@ def _n(swaps: Rows) -> int:
     return len({row["repeat"] for row in swaps})
 
 
-def _stalls(result: Result, weights_gb: float) -> RecordedRun:
+def _stalls(result: Result, weights_gb: float) -> IdeaRun:
     """Sarathi-Serve's: the longest gap of the running requests while a prompt comes, live."""
     settings = result.parameters["stalls"]
     chunk = next(int(name.split()[1]) for name in settings["schedulers"] if name.startswith("sarathi "))
@@ -240,7 +240,7 @@ def _stalls(result: Result, weights_gb: float) -> RecordedRun:
         "tflop_per_s": _stalled_rate(result, weights_gb),
         "chunk_tokens": chunk,
     }
-    return RecordedRun("Sarathi-Serve", "40", result.slug, at, before["value"] / 1e3, mine["value"] / 1e3, mine["n"])
+    return IdeaRun("Sarathi-Serve", "40", result.slug, at, before["value"] / 1e3, mine["value"] / 1e3, mine["n"])
 
 
 def _stalled_rate(stalls: Result, weights_gb: float) -> float:

@@ -12,7 +12,7 @@ from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
 from firsttoken_studies import tricks
 from firsttoken_studies.site.formulas import exported
-from firsttoken_studies.site.recorded_runs import RecordedRun, ranges
+from firsttoken_studies.site.recorded_runs import IdeaRun, ranges
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def recorded(of: Callable[..., Entry]) -> list[dict[str, Any]]:
     ]
 
 
-def told_ranges(runs: Sequence[RecordedRun]) -> dict[str, dict[str, str]]:
+def told_ranges(runs: Sequence[IdeaRun]) -> dict[str, dict[str, str]]:
     """By idea and title of a slider, from where to where the formula was measured, in words."""
     by_name = {slider.name: slider for slider in SLIDERS}
     return {
