@@ -39,13 +39,13 @@ def asked_by(idea: str) -> list[str]:
     """The sliders that the formula of ``idea`` asks, in the order of ``tricks.Situation``."""
     names = set()
 
-    class Asked:
+    class TracedSituation:
         def __getattr__(self, name: str) -> float:
             names.add(name)
             return getattr(tricks.Situation(), name)
 
     formula, _ = tricks.IDEAS[idea]
-    formula(Asked())
+    formula(TracedSituation())
     return [name for name in tricks.Situation.__dataclass_fields__ if name in names]
 
 
