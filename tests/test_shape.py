@@ -39,7 +39,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken_studies.engine": (750, 1, 11),
     "firsttoken_studies.petals": (3480, 4, 10),
     "firsttoken_studies.progressiveserve": (4345, 5, 11.5),
-    "firsttoken_studies.site": (460, 4, 15),
+    "firsttoken_studies.site": (660, 4, 15),  # the recorded runs that the page of the ideas draws
     "firsttoken_studies.sarathi": (2315, 4, 12),
     "firsttoken_studies.trying": (480, 2, 17),
 }

@@ -50,7 +50,7 @@ def asked_by(idea: str) -> list[str]:
 
 
 def ranges(runs: Sequence[IdeaRun], idea: str) -> dict[str, tuple[float, float]]:
-    """From where to where each slider of ``idea`` was measured."""
+    """Return from where to where each slider of ``idea`` was measured."""
     mine = [run.at for run in runs if run.idea == idea]
     return {name: (min(at[name] for at in mine), max(at[name] for at in mine)) for name in asked_by(idea)}
 
