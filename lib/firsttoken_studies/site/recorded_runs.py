@@ -39,18 +39,18 @@ def asked_by(idea: str) -> list[str]:
     """The sliders that the formula of ``idea`` asks, in the order of ``tricks.Situation``."""
     names = set()
 
-    class Asked:
+    class TracedSituation:
         def __getattr__(self, name: str) -> float:
             names.add(name)
             return getattr(tricks.Situation(), name)
 
     formula, _ = tricks.IDEAS[idea]
-    formula(Asked())
+    formula(TracedSituation())
     return [name for name in tricks.Situation.__dataclass_fields__ if name in names]
 
 
 def ranges(runs: Sequence[IdeaRun], idea: str) -> dict[str, tuple[float, float]]:
-    """From where to where each slider of ``idea`` was measured."""
+    """Return from where to where each slider of ``idea`` was measured."""
     mine = [run.at for run in runs if run.idea == idea]
     return {name: (min(at[name] for at in mine), max(at[name] for at in mine)) for name in asked_by(idea)}
 

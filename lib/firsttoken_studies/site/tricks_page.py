@@ -106,7 +106,7 @@ def recorded(of: Callable[..., Entry]) -> list[dict[str, Any]]:
 
 
 def told_ranges(runs: Sequence[IdeaRun]) -> dict[str, dict[str, str]]:
-    """By idea and title of a slider, from where to where the formula was measured, in words."""
+    """Return in words, by idea and title of a slider, from where to where the formula was measured."""
     by_name = {slider.name: slider for slider in SLIDERS}
     return {
         idea: {by_name[name].title: _from_to(by_name[name], *ends) for name, ends in ranges(runs, idea).items()}
