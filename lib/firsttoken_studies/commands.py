@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from firsttoken import option_values
 from firsttoken.study import history, paths
@@ -76,7 +77,7 @@ def capacity(options: argparse.Namespace) -> int:
     from firsttoken_studies.sarathi import leaderboard
     from firsttoken_studies.sarathi.contest import CapacityBenchmark
 
-    profile = load_profile(options.profile, **dict(options.set))
+    profile = load_profile(options.profile, **(_card(options) | dict(options.set)))
     trace = None
     if options.arrivals is not None:
         from firsttoken.engine.workload.traces import load_trace
@@ -91,6 +92,19 @@ def capacity(options: argparse.Namespace) -> int:
     if options.trace or options.rows:
         contest.write_run(rates[0], options.trace, options.rows)
     return OK
+
+
+def _card(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a profile for the card and the model that the options name; none where they name none."""
+    if not options.hardware:
+        if options.model or options.gpus != 1:
+            raise ProfileError("--model and --gpus say what runs on a card: add --hardware NAME, or leave them out")
+        return {}
+    card = {"costs": options.hardware, "model": options.model or "llama-3.1-8b", "gpus": options.gpus}
+    at = {"layers": 0, "blocks": 0, "decodes": 32, "context": 1024}
+    return {f"hardware.{key}": value for key, value in (card | at).items()} | {
+        "capacity.lengths": "openchat-sharegpt4-fit"
+    }
 
 
 def claims(options: argparse.Namespace) -> int:
@@ -213,6 +227,15 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added.add_argument("--arrivals", type=Path, metavar="FILE", help=replayed)
     unit = "the unit of the times in that trace, seconds or milliseconds; only needed where the program asks for it"
     added.add_argument("--arrivals-unit", choices=("s", "ms"), help=unit)
+    cards = (
+        "simulate this card from its measured operators: a100-sxm, h100-sxm, h200-sxm, l40s, b200-sxm, rtx-pro-6000"
+        " (default: the costs of the profile)"
+    )
+    added.add_argument("--hardware", metavar="NAME", help=cards)
+    model = "the model on it: a name such as yi-34b, or the path of a config.json (default: llama-3.1-8b)"
+    added.add_argument("--model", metavar="MODEL", help=model)
+    gpus = "over how many of these cards the model is split, in tensor parallel (default: 1)"
+    added.add_argument("--gpus", type=option_values.whole(1, 8), default=1, metavar="N", help=gpus)
     trace = "write the run at the capacity that was found to this file, for the viewer of ui.perfetto.dev"
     added.add_argument("--trace", type=Path, metavar="JSON", help=trace)
     rows = "write the same run to this file as a table, with a row for each step and for each request"

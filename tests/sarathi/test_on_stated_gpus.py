@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.costs.operator_tables import CARDS
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.lengths import STATED, lengths
 from firsttoken.study.errors import ProfileError
+from firsttoken_studies.commands import _card, add_options
 from firsttoken_studies.sarathi.card_capacity import CardCapacityConfig, CardCase, card_summary
 from firsttoken_studies.sarathi.operator_error import OperatorErrorConfig, ServerRun, operator_summary, simulated
 
@@ -109,3 +112,34 @@ def test_capacities_are_over_the_same_draws():
         "capacity_x", scheduler="sarathi", budget_tokens=512, case="x", than="prefill_first"
     )
     assert entry["value"] == entry["low"] == entry["high"] == pytest.approx(3.0)
+
+
+def command(*arguments: str) -> argparse.Namespace:
+    parsers: dict[str, argparse.ArgumentParser] = {}
+
+    def made(name: str, _: str) -> argparse.ArgumentParser:
+        return parsers.setdefault(name, argparse.ArgumentParser())
+
+    add_options(made)
+    return parsers["capacity"].parse_args(["--scheduler", "sarathi 512", *arguments])
+
+
+def test_the_options_of_a_card_are_settings_of_its_hardware():
+    given = command("--hardware", "h100-sxm", "--model", "yi-34b", "--gpus", "2")
+    settings = _card(given)
+    assert settings["hardware.costs"] == "h100-sxm" and settings["hardware.gpus"] == 2
+    assert settings["hardware.model"] == "yi-34b" and settings["capacity.lengths"] in STATED
+    assert _card(command()) == {}
+
+
+@pytest.mark.parametrize("alone", [("--model", "yi-34b"), ("--gpus", "2")])
+def test_a_model_without_a_card_is_refused(alone):
+    with pytest.raises(ProfileError, match=r"--model and --gpus say what runs on a card: add --hardware NAME"):
+        _card(command(*alone))
+
+
+def test_the_help_names_every_card(capsys):
+    with pytest.raises(SystemExit):
+        command("--help")
+    said = "".join(capsys.readouterr().out.split())
+    assert all(card in said for card in CARDS)

@@ -55,6 +55,11 @@ class Hardware:
         """The number of tokens that the KV blocks hold."""
         return 16 * self.blocks
 
+    @property
+    def told(self) -> str:
+        """The hardware in words: whose costs they are, or which model on how many of which card."""
+        return f"{self.model} on {self.gpus} {self.costs} (measured operators)" if self.model else self.costs
+
     def read(self) -> Costs:
         """Read the costs. Raises AssetError for files that are not there, CorpusError for those that cannot be read."""
         if self.model:

@@ -85,7 +85,7 @@ class CapacityBenchmark:
         lines = [
             f"P99 between two tokens at most {1e3 * objective.tbt_s:.0f} ms, "
             f"median delay to the first step at most {objective.delay_s:g} s;",
-            f"{requests:,} requests a draw {lengths}, simulated on {self.bench.hardware.costs}",
+            f"{requests:,} requests a draw {lengths}, simulated on {self.bench.hardware.told}",
             "",
             _line(self.policy.told, mine, "this run"),
         ]
@@ -101,9 +101,11 @@ class CapacityBenchmark:
     def _same(self, parameters: Mapping[str, Any]) -> bool:
         """Whether a result with these parameters is of this workload and hardware."""
         mine, theirs = asdict(self.bench.config), parameters["capacity"]
-        return parameters["hardware"] == asdict(self.bench.hardware) and all(
-            mine[name] == theirs[name] for name in WORKLOAD
+        hardware = asdict(self.bench.hardware)
+        same_hardware = not hardware["model"] and all(
+            hardware[name] == value for name, value in parameters["hardware"].items()
         )
+        return same_hardware and all(mine[name] == theirs[name] for name in WORKLOAD)
 
 
 def _line(name: str, entry: Mapping[str, Any], source: str) -> str:
