@@ -74,9 +74,9 @@ def _write(folder: Path) -> None:
     capacity = with_links(_html(paths.CAPACITY_PAGE.read_text(encoding="utf-8")), links)
     _page(folder / "capacity.html", "notebook.html.j2", {"title": "Serving capacity", "body": capacity}, notebooks)
     entries = load_index(paths.INDEX)
-    for name in sorted({name for entry in entries for name in entry.figures}):
-        _copied(paths.FIGURES / f"{name}.png", folder)
-    content = {"title": "Where each figure, table and algorithm of the reports is", "entries": entries}
+    named = sorted({name for entry in entries for name in entry.figures})
+    drawn = {name for name in named if _copied(paths.FIGURES / f"{name}.png", folder)}
+    content = {"title": "Where each figure, table and algorithm of the reports is", "entries": entries, "drawn": drawn}
     _page(folder / "reports.html", "reports.html.j2", content, notebooks)
     write_text(folder / "formulas.js", tricks_page.formulas())
     runs = recorded_runs.recorded_runs(recorded, ledger.machine())
