@@ -77,24 +77,28 @@ def timeline(phases: Mapping[str, float]) -> Figure:
     fig, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
     start, middle = 0.0, {}
     for name, seconds in phases.items():
+        told = "resume, if\npreempted" if name == "resume" else name
         ax.barh(0, seconds, left=start, height=0.5, color=LOOKS["other"].colour, edgecolor="black")
         middle[name] = start + seconds / 2
-        ax.annotate(f"{name}\n{seconds:.2f} s", (middle[name], 0.3), ha="center", va="bottom", fontsize=9)
+        ax.annotate(f"{told}\n{seconds:.2f} s", (middle[name], 0.3), ha="center", va="bottom", fontsize=9)
         start += seconds
     for row, (report, (phase, does, look)) in enumerate(IDEAS.items(), 1):
-        ax.plot([middle[phase]] * 2, [-0.25, -0.45 * row - 0.2], color=LOOKS[look].colour, linewidth=1.2)
-        ax.plot(middle[phase], -0.25, "^", color=LOOKS[look].colour, markersize=9)
-        side = middle[phase] > 0.5 * start
+        alike = [
+            other for other, (where, *_) in IDEAS.items() if where == phase
+        ]  # acting in the same phase: side by side
+        at_s = middle[phase] + phases[phase] * ((alike.index(report) + 0.5) / len(alike) - 0.5)
+        ax.plot([at_s] * 2, [-0.25, -0.45 * row - 0.2], color=LOOKS[look].colour, linewidth=1.2)
+        ax.plot(at_s, -0.25, "^", color=LOOKS[look].colour, markersize=9)
+        side = at_s > 0.5 * start
         at = (-6 if side else 6, 0)
         ax.annotate(
             f"{report}: {does}",
-            (middle[phase], -0.45 * row - 0.2),
+            (at_s, -0.45 * row - 0.2),
             at,
             textcoords="offset points",
             ha="right" if side else "left",
             va="center",
             fontsize=9.5,
-            color=LOOKS[look].colour,
         )
     first = sum(seconds for name, seconds in phases.items() if name in ("process", "imports", "load", "prefill"))
     ax.axvline(first, color=LOOKS["mark"].colour, linestyle="--", linewidth=1.2)
@@ -107,17 +111,19 @@ def timeline(phases: Mapping[str, float]) -> Figure:
     ax.set_yticks([])
     ax.grid(visible=False)
     longest = max(("process", "imports", "load", "prefill"), key=lambda name: phases[name])
-    fig.suptitle(f"The first token comes after {first:.1f} s, most of them '{longest}'")
+    fig.suptitle(f"The first token comes after {first:.1f} s, of which {phases[longest]:.1f} s are '{longest}'")
     return fig
 
 
 @dataclass(frozen=True)
 class Work:
     """What a model asks of a machine: ``layer_weights`` that every token is multiplied with, ``weight_bytes`` that
-    every pass reads, and the best rates that the machine showed, in operations and bytes a second."""
+    every pass reads, and ``token_bytes`` of keys and values that a decode reads for each token before it. The rates are
+    the best that the machine showed, in operations and bytes a second."""
 
     layer_weights: int
     weight_bytes: int
+    token_bytes: int
     operations_per_s: float
     bytes_per_s: float
 
@@ -127,10 +133,12 @@ class Work:
         best = {row["what"]: 0.0 for row in machine.rows}
         for row in machine.rows:
             best[row["what"]] = max(best[row["what"]], row["value"])
-        weights = list(model.parameters())
+        weights, config = list(model.parameters()), model.config
+        width = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
         return cls(
             sum(weight.numel() for weight in layers_of(model).parameters()),
             sum(weight.numel() * weight.element_size() for weight in weights),
+            2 * config.num_hidden_layers * width * weights[0].element_size(),
             1e9 * max(rate for what, rate in best.items() if what.startswith("matmul")),
             2e9 * best["memcpy"],
         )
@@ -139,10 +147,9 @@ class Work:
         """No prefill of so many tokens is faster: two operations for each weight of the layers and token."""
         return 2 * self.layer_weights * tokens / self.operations_per_s
 
-    @property
-    def decode_floor_s(self) -> float:
-        """No decode is faster: every weight is read once."""
-        return self.weight_bytes / self.bytes_per_s
+    def decode_floor_s(self, tokens: int) -> float:
+        """No decode behind so many tokens is faster: every weight is read once, and their keys and values."""
+        return (self.weight_bytes + self.token_bytes * tokens) / self.bytes_per_s
 
 
 def by_length_figure(measured: Lengths, work: Work) -> Figure:
@@ -151,8 +158,8 @@ def by_length_figure(measured: Lengths, work: Work) -> Figure:
 
     lengths, look = list(measured.prefill), LOOKS["measured"]
     fig, axes = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
-    floors = [[work.prefill_floor_s(n) for n in lengths], [work.decode_floor_s] * len(lengths)]
-    titles = ("prefill: the work grows with the prompt", "decode: all weights are read for each token")
+    floors = [[work.prefill_floor_s(n) for n in lengths], [work.decode_floor_s(n) for n in lengths]]
+    titles = ("prefill grows with the prompt", "a decode step hardly does")
     for ax, times, floor, title in zip(axes, (measured.prefill, measured.decode), floors, titles, strict=True):
         ax.plot(lengths, list(times.values()), look.marker, color=look.colour, linestyle="-", label="measured, median")
         ax.plot(lengths, floor, color=LOOKS["floor"].colour, linestyle="--", label="floor of this machine")

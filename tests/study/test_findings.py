@@ -35,10 +35,10 @@ def test_nothing_is_wider_than_the_picture():
 
 
 def test_the_floors_of_notebook_01():
-    work = Work(layer_weights=100, weight_bytes=400, operations_per_s=1000.0, bytes_per_s=200.0)
-    assert (work.prefill_floor_s(10), work.decode_floor_s) == (2.0, 2.0)
+    work = Work(layer_weights=100, weight_bytes=400, token_bytes=20, operations_per_s=1000.0, bytes_per_s=200.0)
+    assert (work.prefill_floor_s(10), work.decode_floor_s(0), work.decode_floor_s(10)) == (2.0, 2.0, 3.0)
     measured = Lengths({10: 3.0, 20: 5.0}, {10: 2.5, 20: 2.6})
     assert "below 5 operations a byte, and a decode has 0.5" in roofline(measured, work)._suptitle.get_text()
     assert len(by_length_figure(measured, work).axes) == 2
     phases = {"process": 0.1, "imports": 3.0, "load": 1.0, "prefill": 0.5, "decode": 2.0, "resume": 9.0}
-    assert timeline(phases)._suptitle.get_text() == "The first token comes after 4.6 s, most of them 'imports'"
+    assert timeline(phases)._suptitle.get_text() == "The first token comes after 4.6 s, of which 3.0 s are 'imports'"

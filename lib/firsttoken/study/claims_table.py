@@ -94,9 +94,17 @@ def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str, log
             verdicts = [one.verdict for one in mine if one.claim.stands_on == ground and one.verdict.judged]
             rows[_HEADS[ground]].append(" / ".join(str(verdicts.count(one)) for one in _SAID) if verdicts else "")
         rows["not judged"].append(str(sum(not one.verdict.judged for one in mine) or ""))
-    met = sum(one.verdict == Verdict.REPRODUCED and one.claim.stands_on == "live" for one in judged)
-    said = f"**{met} of {len(judged)} statements of the reports were met by a live run** on processors with two cores."
-    return f"{said}\n\n{table(rows)}\n\nEach cell: {' / '.join(_SAID)}."
+    met = [
+        sum(one.verdict == Verdict.REPRODUCED and one.claim.stands_on == ground for one in judged) for ground in GROUNDS
+    ]
+    trend, failed = (sum(one.verdict == verdict for one in judged) for verdict in (Verdict.TREND, Verdict.FAILED))
+    open_ = sum(not one.verdict.judged for one in judged)
+    said = (
+        f"Of {len(judged)} statements of the reports **{met[0]} were reproduced by a live run** on processors with two "
+        f"cores, {met[1]} by simulation or replay, {met[2]} by arithmetic. {trend} show the direction alone, {failed} "
+        f"were not reproduced, {open_} could not be judged. Each cell: {' / '.join(_SAID)}."
+    )
+    return f"{said}\n\n{table(rows)}"
 
 
 def goals(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log = EMPTY) -> str:
@@ -104,14 +112,14 @@ def goals(claims: Sequence[Claim], results: Sequence[Result], machine: str, log:
     tests hold as well."""
     judged = judge_record([claim for claim in claims if claim.whose == "project"], results, machine, log)
     rows = {"goals of this project": list[str](), **{str(one): list[str]() for one in (*_SAID, Verdict.TOO_FEW)}}
-    rows["recordings, a goal"] = []
+    rows["times recorded"] = []
     for name, invariant in (("improvement targets", False), ("invariants, which tests hold too", True)):
         mine = [one for one in judged if one.claim.invariant == invariant]
         rows["goals of this project"].append(name)
         for verdict in (*_SAID, Verdict.TOO_FEW):
             rows[str(verdict)].append(str(sum(one.verdict == verdict for one in mine)))
         tried = [len(log.answers(one.claim)) for one in mine]
-        rows["recordings, a goal"].append(f"{min(tried)} to {max(tried)}" if tried else "")
+        rows["times recorded"].append(f"{min(tried)} to {max(tried)}" if tried else "")
     return table(rows)
 
 
