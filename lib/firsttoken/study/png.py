@@ -1,10 +1,10 @@
-"""PNG files of at most 128 colours: a third of the bytes, for a slightly other hue of pale bands."""
+"""PNG files of at most 64 colours: a third of the bytes, for a slightly other hue of pale bands."""
 
 from __future__ import annotations
 
 import io
 
-COLOURS = 128
+COLOURS = 64
 
 
 def few_colours(png: bytes) -> bytes:
