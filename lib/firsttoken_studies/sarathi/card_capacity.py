@@ -15,7 +15,7 @@ from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -119,6 +119,7 @@ def card_summary(found: Rows, parameters: Mapping[str, Any]) -> Summary:
 def capacities_by_card(recorded: Result | None, now: Result) -> Figure:
     """Requests a second by case and scheduler, with the interval over draws; the paper's factor where it has one."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     drawn = over(recorded, now)
     cases = list(dict.fromkeys(case for one in drawn for case in _values(one.result.rows, "case")))
@@ -140,12 +141,18 @@ def capacities_by_card(recorded: Result | None, now: Result) -> Figure:
                 alpha=0.5,
             )
     for name in dict.fromkeys(name for one in drawn for name in _names(one.result.rows)):
-        look = NAMES[name.partition(" ")[0]][0]
-        ax.plot([], [], linestyle="none", marker="o", color=COLOURS[look], label=told(name))
+        look = LOOKS[NAMES[name.partition(" ")[0]][0]]
+        ax.plot([], [], linestyle="none", marker=look.marker, color=look.colour, label=told(name))
     ax.plot([], [], color=COLOURS["paper"], lw=6, alpha=0.5, label="the paper's factor over prefill first")
     ax.set_yticks(range(len(cases)), cases)
-    ax.invert_yaxis()
-    ax.set(xscale="log", xlabel="requests a second with the P99 between tokens within the bound (simulated)")
+    ax.set(
+        xscale="log",
+        ylim=(len(cases) - 0.4, -0.6),
+        xlabel="requests a second with the P99 between tokens within the bound (simulated)",
+    )
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter("")
     fig.suptitle(_message(base))
     names = fig.legend(loc="outside lower center", ncols=3, fontsize="small")
     name_results(fig, drawn, "capacity_requests_per_s", legend=names)
