@@ -90,7 +90,7 @@ def test_a_span_of_another_place_or_size_is_refused() -> None:
 
 
 def test_memory_that_is_not_there_is_one_clear_line() -> None:
-    with pytest.raises(RequestError, match="GiB of memory; ask for fewer than 1000000000000 blocks"):
+    with pytest.raises(RequestError, match="GiB of memory are not free; ask for fewer blocks"):
         HostPool(SHAPE, 10**12, pinned=False)
 
 
