@@ -145,7 +145,7 @@ def test_codes_that_do_not_fit_are_refused(broken, change, said: str) -> None:
 def test_what_cannot_be_written(folder, resting, tmp_path, monkeypatch, capsys) -> None:
     for source, target, said in (
         (folder, resting, "is there already"),
-        (resting, tmp_path / "again", "rests in 8 bits, which"),
+        (resting, tmp_path / "again", "is in 8 bits, which"),
         (tmp_path, tmp_path / "none", "has no config.json"),
     ):
         assert main(["swarm", "int8", "--model", str(source), "--out", str(target)]) != 0
@@ -164,7 +164,7 @@ def test_who_computes_in_16_bits_does_not_take_it(resting, folder, tmp_path, cap
     assert main(["swarm", "int8", "--model", str(folder), "--out", str(tmp_path / "small")]) == 0
     assert "blocks in 8 bits" in capsys.readouterr().out
     for small in (resting, tmp_path / "small"):
-        with pytest.raises(ModelError, match="rests in 8 bits, which only `firsttoken swarm` serves"):
+        with pytest.raises(ModelError, match="is in 8 bits, which only `firsttoken swarm` serves"):
             load_model(str(small), with_tokenizer=False)
     assert main(["serve", str(resting)]) != 0
-    assert "rests in 8 bits" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert "is in 8 bits" in capsys.readouterr().err.strip().splitlines()[-1]

@@ -40,7 +40,7 @@ def test_one_stage_and_one_batch_is_the_engine_alone() -> None:
 
 
 def test_who_comes_later_is_refused() -> None:
-    with pytest.raises(RequestError, match="that all arrive at 0 s"):
+    with pytest.raises(RequestError, match="that all arrive at once"):
         serve_staged([], [Item(1.0, 1, 1, (0,))])
 
 

@@ -34,5 +34,5 @@ def test_what_a_worker_cannot_host_is_refused(tiny: Path) -> None:
         running(ServiceConfig(tiny, port=free_port(), worker=True)),
     ):
         pass
-    with pytest.raises(StageError, match="no swarm"):
+    with pytest.raises(StageError, match="a whole model of this machine"):
         ServiceConfig(tiny, worker=True, gbit_per_s=1.0)
