@@ -215,5 +215,5 @@ def test_lora_that_fits_no_module_is_refused(train, door, tiny):
     lora.a["0/self_attn/q_proj"] = torch.nn.Parameter(torch.ones(2, 31))
     with pytest.raises(RequestError, match=r"refuses: LoRA of self_attn.q_proj in layer 0 does not fit its module"):
         model.hidden(torch.tensor([[1, 2]]))
-    with pytest.raises(SwarmError, match=r"LoRA lies beside self_attn.q_proj, .* not norm"):
+    with pytest.raises(SwarmError, match=r"LoRA can be added to self_attn.q_proj, .* not to norm"):
         Lora(tiny.config, modules=["norm"])
