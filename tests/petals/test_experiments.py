@@ -102,7 +102,11 @@ def test_a_block_of_bloom_takes_a_token_and_forgets_it() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
-    [("block_hidden", 100, "multiple of 128"), ("block_bits", [16], "block_bits must be \\[8\\]"), ("repeats", 0, "at least 1")],
+    [
+        ("block_hidden", 100, "multiple of 128"),
+        ("block_bits", [16], "block_bits must be \\[8\\]"),
+        ("repeats", 0, "at least 1"),
+    ],
 )
 def test_chains_that_are_none_are_refused(key: str, value: object, message: str) -> None:
     with pytest.raises(ProfileError, match=message):

@@ -38,6 +38,7 @@ from tiny_profiles import FEWER, SHORTER, shorter, tiny_profile
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets import corpora, models, needs, shapes
+from firsttoken.engine.costs.operator_tables import CARDS, OperatorTables
 from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.workload import sharegpt
@@ -61,7 +62,14 @@ from firsttoken_studies.progressiveserve import frontier
 from firsttoken_studies.progressiveserve.coldstart import bitplane_starts, checkpoints, harness, layer_sweep
 from firsttoken_studies.progressiveserve.coldstart import experiments as coldstart
 from firsttoken_studies.registry import EXPERIMENTS
-from firsttoken_studies.sarathi import bench, changing_load, live_peer, pipeline_bubbles, simulator_error
+from firsttoken_studies.sarathi import (
+    bench,
+    changing_load,
+    live_peer,
+    operator_error,
+    pipeline_bubbles,
+    simulator_error,
+)
 
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
 
@@ -119,6 +127,10 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
             made.model(spec)
         for compiled in (kernels, merger):  # once a process: not where there seems to be no compiler, or an empty cache
             compiled()
+        servers = operator_error.server_runs()[::100]
+        for card in CARDS:  # now, and kept: nothing is fetched into the cache below
+            OperatorTables.read(card)
+        patch.setattr(operator_error, "server_runs", lambda: servers)
         patch.setattr(paths, "CACHE", folder / "cache")
         patch.setattr(subprocess, "run", in_this_process)
         resampled = stats._resampled  # 2,000 draws of each of some hundred measures would be most of the time

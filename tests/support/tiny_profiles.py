@@ -31,6 +31,10 @@ LAYERS |= {
 }
 SMALL = {
     "capacity": {"requests": 6},
+    "card_capacity": {
+        "cases": ["mistral-7b 1 a100-sxm 100", "yi-34b 2 a100-sxm 200"],
+        "requests": 6,
+    },
     "pipeline": {"requests": 6},
     "serving": {"requests": 6},
     "changing_load": {"rate": 1.0, "phase_s": 2.0},
