@@ -70,7 +70,19 @@ def adaptive_group(profile: Profile) -> Outcome:
                             | {"round": step, "tokens": config.tokens, "ttft_s": round(marks.first_token_s, 6)}
                             | {"expected_s": round(costs.ttft_s(group, _now(config.tokens, estimate)), 6)}
                         )
-    return Outcome(rows, provenance={"models": setting.models.provenance, "costs": vars(costs)})
+    return Outcome(rows, provenance={"models": setting.models.provenance, "costs": _recorded(costs)})
+
+
+_RECORDED = {"e_cache_token_bytes": "edge_token_bytes"}  # a name of today, and that under which results hold it
+
+
+def _recorded(costs: GroupCosts) -> dict[str, Any]:
+    return {_RECORDED.get(name, name): value for name, value in vars(costs).items()}
+
+
+def _read(recorded: Mapping[str, Any]) -> GroupCosts:
+    today = {old: new for new, old in _RECORDED.items()}
+    return GroupCosts(**{today.get(name, name): value for name, value in recorded.items()})
 
 
 def measured_costs(wire: WiredPair, group: Group) -> GroupCosts:
@@ -131,7 +143,7 @@ class Plan:
         """Costs of ``adaptive`` (adaptive_group), groups of the first run of ``profile`` (layer_profile)."""
         rows = next(iter(by_run(profile).values()))
         scored = tuple(Scored(p.group, p.relative_loss) for p in profiled_groups(rows) if p.relative_loss <= BOUND)
-        return cls(GroupCosts(**adaptive.provenance["costs"]), scored, adaptive.rows[0]["tokens"])
+        return cls(_read(adaptive.provenance["costs"]), scored, adaptive.rows[0]["tokens"])
 
     def choice(self, bytes_per_s: float, latency_s: float = 0.0, load: float = 1.0) -> tuple[Group, float]:
         """The group, and the TTFT expected of it over full prefill's under the same load."""

@@ -8,6 +8,8 @@ import pytest
 
 from firsttoken.droidspeak.group_selection import GroupCosts, Scored
 from firsttoken.droidspeak.prefill import Group
+from firsttoken.study.record import load_result
+from firsttoken_studies.droidspeak import adaptive_group
 from firsttoken_studies.droidspeak.adaptive_group import Plan, scaled_rows
 
 COSTS = GroupCosts(
@@ -38,3 +40,10 @@ def test_the_table_has_a_line_for_every_link_of_the_papers() -> None:
     alone, away = ([row[name] for row in rows] for name in ("TTFT / full prefill's", "the same 2 ms away"))
     assert all(near <= far for near, far in zip(alone, away, strict=True))
     assert rows[-1]["group"] == "3-5 (3 of 10)"
+
+
+def test_costs_that_were_recorded_before_a_name_changed_are_read_and_written_as_they_are() -> None:
+    recorded = load_result("adaptive_group", "full", machine="any")
+    costs = adaptive_group._read(recorded.provenance["costs"])
+    assert costs.e_cache_token_bytes == recorded.provenance["costs"]["edge_token_bytes"]
+    assert adaptive_group._recorded(costs) == recorded.provenance["costs"]
