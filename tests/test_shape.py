@@ -35,7 +35,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken_studies": (1880, 4, 9.5),
     "firsttoken_studies.combined": (1890, 3, 13.5),
     "firsttoken_studies.cps": (1615, 4, 10),
-    "firsttoken_studies.droidspeak": (4375, 7, 10),
+    "firsttoken_studies.droidspeak": (4390, 7, 10),
     "firsttoken_studies.engine": (750, 1, 11),
     "firsttoken_studies.petals": (3480, 4, 10),
     "firsttoken_studies.progressiveserve": (4345, 5, 11.5),

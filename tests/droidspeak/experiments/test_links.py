@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
 
 from firsttoken.droidspeak.group_selection import GroupCosts, Scored
 from firsttoken.droidspeak.prefill import Group
-from firsttoken.study.record import load_result
+from firsttoken.study import paths
 from firsttoken_studies.droidspeak import adaptive_group
 from firsttoken_studies.droidspeak.adaptive_group import Plan, scaled_rows
 
@@ -43,7 +44,8 @@ def test_the_table_has_a_line_for_every_link_of_the_papers() -> None:
 
 
 def test_costs_that_were_recorded_before_a_name_changed_are_read_and_written_as_they_are() -> None:
-    recorded = load_result("adaptive_group", "full", machine="any")
-    costs = adaptive_group._read(recorded.provenance["costs"])
-    assert costs.e_cache_token_bytes == recorded.provenance["costs"]["edge_token_bytes"]
-    assert adaptive_group._recorded(costs) == recorded.provenance["costs"]
+    (result,) = (paths.DATA / "results").glob("*/full/adaptive_group.json")
+    recorded = json.loads(result.read_text(encoding="utf-8"))["provenance"]["costs"]
+    costs = adaptive_group._read(recorded)
+    assert costs.e_cache_token_bytes == recorded["edge_token_bytes"]
+    assert adaptive_group._recorded(costs) == recorded
