@@ -8,7 +8,7 @@ from firsttoken.assets.dense_shape import dense_shape
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import CARDS, OperatorTables
+from firsttoken.engine.costs.operator_tables import CARDS, OperatorTables, tables_from
 from firsttoken.engine.costs.profiled import ProfiledCosts
 from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.study.errors import ProfileError
@@ -58,7 +58,7 @@ class Hardware:
     @property
     def told(self) -> str:
         """The hardware in words: whose costs they are, or which model on how many of which card."""
-        return f"{self.model} on {self.gpus} {self.costs} (measured operators)" if self.model else self.costs
+        return f"{self.model} on {self.gpus} {self.costs} by measured operators" if self.model else self.costs
 
     def read(self) -> Costs:
         """Read the costs. Raises AssetError for files that are not there, CorpusError for those that cannot be read."""
@@ -77,6 +77,10 @@ class Hardware:
     def provenance(self, costs: Costs) -> dict[str, str]:
         """The text of a result about the costs that it was simulated on."""
         if self.model:
-            what = f"{self.model} on {self.gpus} {self.costs}"
-            return {"kind": "simulated on measured operators", "costs": what, "sha256": ""}
+            beyond = "; ".join(getattr(costs, "beyond", ()))
+            return {
+                "kind": "simulated on measured operators",
+                "costs": f"{self.told} of {tables_from()}",
+                "beyond": beyond,
+            }
         return {"kind": "simulated on profiled costs", "costs": self.costs, "sha256": getattr(costs, "sha256", "")}

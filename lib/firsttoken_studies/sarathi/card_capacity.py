@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from firsttoken.engine.costs.operator_tables import tables_from
 from firsttoken.sarathi.capacity import Objective
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
@@ -89,9 +90,14 @@ def card_capacity(profile: Profile) -> Outcome:
         bench = Bench(_as_bench(config), hardware)
         searched = bench.search(Policy.named(scheduler), Objective(case.tbt_ms / 1e3), seed)
         where = {"case": str(case), "model": hardware.model, "gpus": hardware.gpus, "card": hardware.costs}
-        where |= {"blocks": hardware.blocks, "iteration_s": bench.iteration_s, "tbt_s": case.tbt_ms / 1e3}
+        where |= {
+            "blocks": hardware.blocks,
+            "beyond": hardware.provenance(bench.costs)["beyond"],
+            "iteration_s": bench.iteration_s,
+            "tbt_s": case.tbt_ms / 1e3,
+        }
         found.append(where | {"seed": seed, "scheduler": scheduler} | searched)
-    return Outcome(found, provenance={"kind": "simulated on measured operators", "costs": "aiconfigurator-core 0.12.0"})
+    return Outcome(found, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
 
 
 def _as_bench(config: CardCapacityConfig) -> CapacityConfig:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from firsttoken.assets.dense_shape import SHAPES
 from firsttoken.assets.lock import asset_path
 from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import OperatorTables
+from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
 from firsttoken.engine.costs.tables import number, rows
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import EngineConfig
@@ -41,8 +41,10 @@ _MODELS = {
     "nvidia/Llama-3.1-8B-Instruct-FP8": "llama-3.1-8b",
 }
 _WEIGHTS = {"": "bfloat16", "fp8": "fp8"}
-_LEAST_SHARE = {"llama-3.1-70b": 0.8}  # of the stated lengths: InferenceMAX draws its requests from 80 to 100 % of them
-_FP8_CACHE = ("llama-3.1-70b",)  # InferenceMAX keeps keys and values in 8 bits
+# InferenceMAX, which these runs are taken to be from, draws lengths from 80 to 100 % of what is stated, and keeps keys
+# and values in 8 bits on the B200 (the commands are in its README).
+_LEAST_SHARE = {"llama-3.1-70b": 0.8}
+_FP8_CACHE = {("llama-3.1-70b", "b200-sxm")}
 _LOOKS = ("sarathi", "prefill first", "measured", "other", "short first", "hybrid batches")  # a look a model and card
 _PLACES = {"model": "model", "machine": "card"}  # of the summary, and the column of the rows
 METRICS = {"ttft": "ttft_ms", "tpot": "tpot_ms", "latency": "latency_ms"}
@@ -111,7 +113,7 @@ def operator_error(profile: Profile) -> Outcome:
             SHAPES[run.model],
             run.gpus,
             weights=run.weights,
-            kv="fp8" if run.model in _FP8_CACHE else "bfloat16",
+            kv="fp8" if (run.model, run.card) in _FP8_CACHE else "bfloat16",
         )
         where = {
             "card": run.card,
@@ -121,12 +123,13 @@ def operator_error(profile: Profile) -> Outcome:
             "prompt_tokens": run.prompt_tokens,
             "output_tokens": run.output_tokens,
             "clients": run.clients,
+            "beyond": "; ".join(costs.beyond),
         }
         ttft, tpot = simulated(run, costs, config, profile.seed)
         for source, times in (("vllm", (run.ttft_ms, run.tpot_ms)), ("simulated", (ttft, tpot))):
             latency = times[0] + times[1] * (run.output_tokens - 1)
             found.append(where | {"source": source, "ttft_ms": times[0], "tpot_ms": times[1], "latency_ms": latency})
-    return Outcome(found, provenance={"kind": "simulated on measured operators", "costs": "aiconfigurator-core 0.12.0"})
+    return Outcome(found, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
 
 
 def simulated(run: ServerRun, costs: OperatorCosts, config: OperatorErrorConfig, seed: int) -> tuple[float, float]:

@@ -31,17 +31,17 @@ class OperatorCosts(Costs):
 
     The attention of a chunk behind a prefix is that of a whole prompt up to the chunk's end, less that of one up to its
     beginning, since the tables' prompts begin with an empty cache. Decodes count as so many at their mean context. The
-    host's time between two steps is in no table: ``host_s`` a step is charged, 0 where it is hidden behind the GPU.
+    host's time between two steps is in no table, and none is charged.
 
-    ``beyond`` names what lies outside the measured tables and goes on by a rule: products in proportion to their
-    width, attention of a prompt with the square of its length, that of a decode in proportion to its context.
+    ``beyond`` names the products that are wider than any in the table, which grow in proportion to their width. Beyond
+    the longest prompt of the table attention grows with the square of the length, and beyond the longest context or the
+    largest batch that of decodes in proportion.
     """
 
     shape: DenseShape
     gpus: int
     blocks: int
     beyond: tuple[str, ...]
-    host_s: float
     swap_bytes_s: float
     kv_bytes: int
     once: np.ndarray  # [tokens]: seconds of everything but attention and head, all layers
@@ -58,7 +58,6 @@ class OperatorCosts(Costs):
         *,
         weights: str = "bfloat16",
         kv: str = "bfloat16",
-        host_s: float = 0.0,
         block_tokens: int = 16,
     ) -> OperatorCosts:
         """The costs of ``shape`` on ``gpus`` of the card of ``tables``, weights and cache stored as named.
@@ -102,7 +101,6 @@ class OperatorCosts(Costs):
             gpus,
             blocks,
             tuple(beyond),
-            host_s,
             tables.pcie_bytes_s,
             shape.kv_bytes(_BYTES[kv]),
             np.concatenate([[0.0], shape.layers * layer]),
@@ -119,7 +117,7 @@ class OperatorCosts(Costs):
         if contexts:
             attention += self._decodes_s(len(contexts), sum(contexts) / len(contexts))
         heads = follow(self.heads, len(prefills) + len(contexts))
-        return self.host_s + follow(self.once, tokens) + heads + self.shape.layers * attention
+        return follow(self.once, tokens) + heads + self.shape.layers * attention
 
     def swap_out_s(self, tokens: int) -> float:
         """Charge the bytes of keys and values at the card's PCIe rate, every GPU its own share."""

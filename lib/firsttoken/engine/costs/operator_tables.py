@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.assets.lock import asset_path
+from firsttoken.assets.lock import asset_path, load_lock
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.parsing.parse_errors import Damaged, blaming
 from firsttoken.study.parsing.schema import shaped
@@ -37,6 +37,11 @@ _MEND = "delete it and run `firsttoken fetch`"
 _HALF_BYTES = 2  # NCCL's message sizes are counted in elements
 Curve = tuple[np.ndarray, np.ndarray]
 """Sizes, ascending, and seconds at them."""
+
+
+def tables_from() -> str:
+    """The package and version that the tables are from, as they are pinned."""
+    return next(asset.pin for asset in load_lock() if asset.name == "gpu-operators")
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class OperatorTables:
             return first
         (low, left), (high, right) = found
         return {
-            batch: (low[batch][0][: len(both)], left * low[batch][1][: len(both)] + right * high[batch][1][: len(both)])
+            batch: (both, left * np.interp(both, *low[batch]) + right * np.interp(both, *high[batch]))
             for batch in low.keys() & high.keys()
             if len(both := np.intersect1d(low[batch][0], high[batch][0]))
         }
