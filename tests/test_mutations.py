@@ -5,30 +5,33 @@ The quick mutations are part of the unit tests; ``tests/run.sh --mutations`` tri
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
+from collections.abc import Iterator
 
 import pytest
-from mutants.running import Mutation, error_of
+from mutants.running import Mutation, error_of, mutations
 
-REPORTS = ("sarathi", "cps", "progressiveserve", "droidspeak", "petals")
-ALL = "FIRSTTOKEN_MUTATIONS"
+from firsttoken.study import kernel_forkserver
+
+CHOSEN = [one for one in mutations() if one.quick or os.environ.get("FIRSTTOKEN_MUTATIONS")]
 
 
-def mutations() -> list[Mutation]:
-    found = [one for report in REPORTS for one in importlib.import_module(f"mutants.{report}").MUTATIONS]
-    return found if os.environ.get(ALL) else [one for one in found if one.quick]
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> Iterator[None]:
+    """Torch and the plotting libraries are imported once, by a process of which those with the cells are copies."""
+    with kernel_forkserver.warmed():
+        yield
 
 
 @pytest.mark.assets
-@pytest.mark.parametrize("mutation", mutations(), ids=lambda one: f"{one.notebook} {one.name}")
+@pytest.mark.parametrize("mutation", CHOSEN, ids=lambda one: f"{one.notebook} {one.name}")
 def test_a_wrong_mechanism_turns_its_notebook_red(mutation: Mutation) -> None:
-    said = error_of(mutation.notebook, mutation.patch)
+    said = error_of(mutation.notebook, mutation.name)
     assert said.startswith("MechanismError: ") and re.search(mutation.says, said), said
 
 
 @pytest.mark.assets
-@pytest.mark.parametrize("notebook", sorted({one.notebook for one in mutations()}))
+@pytest.mark.parametrize("notebook", sorted({one.notebook for one in CHOSEN}))
 def test_the_notebooks_are_green_as_they_are(notebook: str) -> None:
     assert error_of(notebook) == ""

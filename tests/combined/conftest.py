@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from borrowing import SHORT, SMALL, TIMEOUTS
-from swarms import DEPTH, Asked, Here, asking, copied, varied
+from swarms import DEPTH, Asked, Here, asking, servers_imported, varied
 from transformers import PreTrainedModel
 
 from firsttoken.engine.engine_config import EngineConfig
@@ -82,7 +82,6 @@ def replica(lent: PreTrainedModel, neighbour: Here) -> Iterator[Callable[..., Bo
 
 
 @pytest.fixture(scope="session", autouse=True)
-def parent(lent: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Made when a model has been, for its imports."""
-    with copied(tmp_path_factory.mktemp("warm") / "socket"):
+def imported() -> Iterator[None]:
+    with servers_imported():
         yield

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarms import Asked, Here, asking, copied, varied
+from swarms import Asked, Here, asking, servers_imported, varied
 from transformers import PreTrainedModel
 
 from firsttoken.petals.remote_model import RemoteModel
@@ -56,7 +56,6 @@ def client(folder: Path) -> Iterator[Callable[..., RemoteModel]]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def parent(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Made when a model has been, for its imports."""
-    with copied(tmp_path_factory.mktemp("warm") / "socket"):
+def imported() -> Iterator[None]:
+    with servers_imported():
         yield

@@ -154,7 +154,7 @@ def test_other_machines_need_tls_and_a_token(here, client, asked, tmp_path):
         Access().channel("192.0.2.1:5", 32)
 
 
-def test_the_command_serves_and_says_what_is_wrong(here, folder, parent, capsys, tmp_path, monkeypatch):
+def test_the_command_serves_and_says_what_is_wrong(here, folder, imported, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("firsttoken.engine.kv.free_memory_bytes", lambda: 3 << 30)
     serve = ["swarm", "serve", "--model", str(folder), "--blocks"]
     for words, said in (
@@ -198,7 +198,7 @@ def test_the_command_serves_and_says_what_is_wrong(here, folder, parent, capsys,
 
 
 @pytest.mark.parametrize("end", [None, "</s>"])
-def test_an_answer_of_a_folder_as_it_is_published(here, folder, parent, capsys, tmp_path, end):
+def test_an_answer_of_a_folder_as_it_is_published(here, folder, imported, capsys, tmp_path, end):
     """A tokenizer.json is all that is needed: neither the name of an end, nor that of a class of transformers."""
     up = here.serve((0, 6))[0]
     copy = tmp_path / "copy"

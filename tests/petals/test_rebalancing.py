@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -191,12 +194,13 @@ def test_an_answer_goes_on_while_servers_move(here, leaving, client, asked):
 
 
 @pytest.mark.parametrize("rule", ["paper", "fewest-moves"])
-def test_processes_cover_for_one_that_is_killed(folder, parent, client, asked, rule):
+def test_processes_cover_for_one_that_is_killed(folder, imported, client, asked, rule):
     """Real ones, by the command: they find out by the expiry of its record, at their next look."""
     serve = ["swarm", "serve", "--model", str(folder), "--count", "3", "--dtype", "float32"]
     serve += ["--rebalance-s", "0.2", "--expiry-s", "1", "--rebalance-by", rule]
     with ExitStack() as ended:
         ups: list[subprocess.Popen] = []
+        said: list[str] = []
         doors: list[str] = []
         for spans in (("auto", "auto"), ("3:6",)):  # the first two do not know of each other
             known = [word for door in doors for word in ("--registry", door)]
@@ -204,13 +208,23 @@ def test_processes_cover_for_one_that_is_killed(folder, parent, client, asked, r
                 command = kernel_forkserver.command("firsttoken", [*serve, "--blocks", blocks, *known])
                 ups.append(ended.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
                 ended.callback(ups[-1].terminate)
-            doors += [up.stdout.readline().split(" at ")[1].split()[0] for up in ups[len(doors) :]]
+            said += [up.stdout.readline() for up in ups[len(doors) :]]
+            doors = [line.split(" at ")[1].split()[0] for line in said]
+        pids = [int(re.search(r"by process (\d+)", line)[1]) for line in said]
         model, one = client(*doors, timeouts={"step_s": 2.0, "find_s": 60.0}), asked(12, 9)
+
+        async def known(door: str) -> int:
+            swarm = model.swarm
+            return len((await swarm.contacts.ask(swarm.channel(door), door, 10.0))[0].records)
+
+        for door in doors[:2]:  # each has heard of the other by the third, without which it never will
+            while wait_for(known(door)) < 3:
+                time.sleep(0.05)
         request = model.engine.submit(one.prompt, Sampling(9))
         while not request.finished:
             if len(request.output) == 4:
                 (last,) = [record for _, record in model.chain.sessions if record.blocks == (3, 6)]
-                ups[doors.index(last.address)].kill()
+                os.kill(pids[doors.index(last.address)], signal.SIGKILL)
             model.engine.step()
         assert check_greedy(request.output, one.plain) == 9
         held, until = set(), time.time() + 20

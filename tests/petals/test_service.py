@@ -32,7 +32,7 @@ def plain(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def fleet(plain, parent) -> Iterator[Fleet]:
+def fleet(plain, imported) -> Iterator[Fleet]:
     fleet = Fleet(plain, SPANS)
     yield fleet
     fleet.close()
@@ -115,7 +115,7 @@ def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys):
         pass
 
 
-def test_a_service_over_servers_of_8_bits(plain, parent, tmp_path):
+def test_a_service_over_servers_of_8_bits(plain, imported, tmp_path):
     """Its folder has the blocks in 8 bits as well, and it loads none of them."""
     write_8_bits(plain, tmp_path / "small")
     here = Here(tmp_path / "small")

@@ -21,13 +21,13 @@ TIMEOUTS = {"step_s": 0.4, "token_s": 0.001, "refresh_s": 0.2, "answer_s": 0.4, 
 
 
 @pytest.fixture(scope="module")
-def fleet(folder, parent) -> Iterator[Fleet]:
+def fleet(folder, imported) -> Iterator[Fleet]:
     fleet = Fleet(folder, SPANS)
     yield fleet
     fleet.close()
 
 
-def test_a_fleet_that_does_not_start_leaves_no_process(folder, parent, monkeypatch):
+def test_a_fleet_that_does_not_start_leaves_no_process(folder, imported, monkeypatch):
     started, start = [], Fleet.start
     monkeypatch.setattr(Fleet, "start", lambda self, blocks: started.append(start(self, blocks)) or started[-1])
     with pytest.raises(SwarmError, match=r"blocks 4:9 did not start: .* not a:b"):

@@ -33,7 +33,7 @@ from made_up import (
     questions,
     timed,
 )
-from swarms import copied
+from swarms import servers_imported
 from tiny_profiles import FEWER, SHORTER, shorter, tiny_profile
 from transformers import AutoModelForCausalLM
 
@@ -116,8 +116,7 @@ class World:
 def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("world")
     made = World(folder, truth)
-    AutoModelForCausalLM.from_config(shapes.shape_config("tiny"))  # for its imports
-    with copied(folder / "warm"), pytest.MonkeyPatch.context() as patch:
+    with servers_imported(), pytest.MonkeyPatch.context() as patch:
         narrow = {
             name: (kind, (-(-depth // FEWER), 32, 64, 4, 2, 257, context // SHORTER, *rest))
             for name, (kind, (depth, _, _, _, _, _, context, *rest)) in shapes._SHAPES.items()

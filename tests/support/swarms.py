@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,9 +16,7 @@ import torch
 from plain_tokens import TOLERANCE, Plain, generated
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import firsttoken.options  # noqa: F401  (servers are copies of this process, and need it)
 from firsttoken.assets.shapes import shape_config
-from firsttoken.petals.actions import run  # noqa: F401  (as above)
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
@@ -30,6 +24,7 @@ from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
 from firsttoken.study import kernel_forkserver
+from firsttoken_studies.petals import spans
 from firsttoken_studies.petals.fleet import ProxiedServer, ServerProcess
 
 DEPTH = 6
@@ -93,32 +88,14 @@ class Here:
 
 
 @contextmanager
-def copied(address: Path) -> Iterator[None]:
-    """A copy of this process, whose copies the servers are: none of them spends seconds on imports.
+def servers_imported() -> Iterator[None]:
+    """Servers are copies of one process that has imported what they need.
 
-    Made before gRPC has begun, which does not survive being copied.
+    It is a process of its own, not a copy of this one: another thread of this one may hold a lock at that moment, for
+    which the copy would wait for ever.
     """
-    if not kernel_forkserver.possible() or kernel_forkserver.SOCKET in os.environ:
-        yield  # each server imports everything itself, or there is such a copy
-        return
-    copy = os.fork()
-    if not copy:
-        try:
-            os.setsid()
-            silent = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
-                os.dup2(silent, stream)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not what pytest has put there
-            kernel_forkserver.serve(str(address), ())
-        finally:
-            os._exit(0)
-    while not address.exists():
-        time.sleep(0.01)
-    os.environ[kernel_forkserver.SOCKET] = str(address)
-    yield
-    del os.environ[kernel_forkserver.SOCKET]
-    os.kill(copy, signal.SIGTERM)
-    os.waitpid(copy, 0)
+    with kernel_forkserver.warmed((*spans.IMPORTS, "firsttoken.petals.actions")):
+        yield
 
 
 def part(model: RemoteModel) -> None:
@@ -157,7 +134,7 @@ def lend(folder: Path, spans: Sequence[str]) -> None:
     """Server processes for whoever started this one, told by a line of JSON: [address, blocks, process id] of each.
     They end with its standard input. A span a:b@HOST:PORT is of one that says it is there; one of a:b~ is behind a link
     that lets no more pieces pass than the last line of standard input says."""
-    with tempfile.TemporaryDirectory() as at, copied(Path(at) / "socket"), ExitStack() as stack:
+    with servers_imported(), ExitStack() as stack:
         ups: list[ServerProcess] = []
         valves: list[Valve] = []
         for blocks, _, address in (span.partition("@") for span in spans):

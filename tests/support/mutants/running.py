@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import multiprocessing
-import os
-import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from firsttoken.study import paths
+from firsttoken.study import kernel_forkserver
 from firsttoken.study.notebooks import notebook_paths
+from mutants import REPORTS
 
 TAGS = {"parameters", "imports", "mechanism", "scene", "control", "check"}
 """Cells that run in seconds; those with none of these tags run experiments, or draw what they measured."""
+_LIMIT_S = 600
 
 
 @dataclass(frozen=True)
 class Mutation:
     """What is done to the library before the cells of ``notebook`` (its number) run, and what its check must say then.
 
-    ``patch`` replaces something of the library in this process. ``says`` is a regular expression that the error of the
-    notebook matches; it names the mechanism. ``quick`` mutations are part of the unit tests.
+    ``patch`` replaces something of the library, in the process that runs the cells. ``says`` is a regular expression
+    that the error of the notebook matches; it names the mechanism. ``quick`` mutations are part of the unit tests.
     """
 
     notebook: str
@@ -39,33 +41,23 @@ def cells_of(notebook: str) -> list[str]:
     return ["".join(cell["source"]) for cell in wanted]
 
 
-def error_of(notebook: str, patch: Callable[[], None] | None = None) -> str:
-    """The error, as "Class: message", that these cells end with in a process of their own; "" for none."""
-    fork = multiprocessing.get_context("fork")
-    ours, theirs = fork.Pipe(duplex=False)
-    process = fork.Process(target=_run, args=(notebook, patch, theirs))
-    process.start()
-    theirs.close()
-    try:
-        return ours.recv()
-    except EOFError:
-        return f"the process ended with {process.exitcode}"
-    finally:
-        process.join(10)
-        process.kill()
+def mutations() -> list[Mutation]:
+    """All of them, report by report."""
+    return [one for report in REPORTS for one in importlib.import_module(f"mutants.{report}").MUTATIONS]
 
 
-def _run(notebook: str, patch: Callable[[], None] | None, said: multiprocessing.connection.Connection) -> None:
-    import matplotlib
+def error_of(notebook: str, name: str = "") -> str:
+    """The error, as "Class: message", that these cells end with in a process of their own; "" for none.
 
-    matplotlib.use("Agg")
-    os.chdir(paths.NOTEBOOKS)
-    space: dict[str, object] = {"__name__": "__main__"}
-    try:
-        if patch is not None:
-            patch()
-        for code in cells_of(notebook):
-            exec(compile(re.sub(r"(?m)^%.*$", "", code), f"notebook {notebook}", "exec"), space)
-        said.send("")
-    except BaseException as error:
-        said.send(f"{type(error).__name__}: {error}")
+    The process is no copy of this one, whose other threads may hold locks: one such copy waited until CI ended.
+    """
+    ran = subprocess.run(
+        kernel_forkserver.command("mutants", [notebook, *([name] if name else [])]),
+        cwd=Path(__file__).parents[1],
+        env=kernel_forkserver.surroundings(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+    )
+    return json.loads(ran.stdout.splitlines()[-1]) if ran.stdout else f"status {ran.returncode}: {ran.stderr[-2000:]}"
