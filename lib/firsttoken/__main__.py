@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -14,7 +16,7 @@ from firsttoken.study.profile import check_used, load_profile
 from firsttoken.study.system.openmp_spin import wait_briefly
 from firsttoken.terminal import ended_as_interrupted, show_what_it_can, size_text
 
-OK, USAGE, INTERRUPTED = 0, 2, 130
+OK, USAGE, INTERRUPTED, READER_GONE = 0, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nfirsttoken: interrupted; nothing half-written was left", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # `firsttoken doctor | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
+        return READER_GONE
 
 
 def fetch(options: argparse.Namespace) -> int:

@@ -254,6 +254,20 @@ _ALL = (
         "card_summary",
     ),
     _study(
+        "objective_sweep",
+        "Capacity by the bound between tokens",
+        "46",
+        "sarathi.paper_cards:objective_sweep",
+        "sweep_summary",
+    ),
+    _study(
+        "fixed_load",
+        "The two halves of stall-free batching at one load",
+        "46",
+        "sarathi.paper_cards:fixed_load",
+        "load_summary",
+    ),
+    _study(
         "swarm_survival",
         "Servers killed, stopped and cut off",
         "50",

@@ -34,6 +34,8 @@ ASKS_NOTHING = {
     "simulator_error",
     "operator_error",
     "card_capacity",
+    "objective_sweep",
+    "fixed_load",
     "swarm_churn",
 }  # of a model or of data
 CASES = [

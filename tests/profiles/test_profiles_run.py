@@ -67,6 +67,7 @@ from firsttoken_studies.sarathi import (
     changing_load,
     live_peer,
     operator_error,
+    paper_cards,
     pipeline_bubbles,
     simulator_error,
 )
@@ -162,7 +163,8 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(Hardware, "read", lambda hardware: BatchCosts())
         for place in (bench, changing_load, pipeline_bubbles):
             patch.setattr(place, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
-        patch.setattr(bench, "capacity", lambda serve, objective, *, start: (start, serve(start)))
+        for searching in (bench, paper_cards):
+            patch.setattr(searching, "capacity", lambda serve, objective, *, start: (start, serve(start)))
         patch.setattr(live_peer, "turn", asked_peer)
         patch.setattr(simulator_error, "downloaded", lambda name: folder)
         served = {"input_toks": 9, "output_toks": 3, "queued_ts": 5.0, "first_token_ts": 5.5, "last_token_ts": 6.5}

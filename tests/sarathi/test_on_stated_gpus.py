@@ -13,9 +13,11 @@ from firsttoken.engine.costs.operator_tables import CARDS
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.lengths import STATED, lengths
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.profile import load_profile
 from firsttoken_studies.commands import _card, add_options
 from firsttoken_studies.sarathi.card_capacity import CardCapacityConfig, CardCase, card_summary
 from firsttoken_studies.sarathi.operator_error import OperatorErrorConfig, ServerRun, operator_summary, simulated
+from firsttoken_studies.sarathi.paper_cards import FixedLoadConfig, objective_sweep, sweep_summary
 
 
 @dataclass
@@ -143,3 +145,38 @@ def test_the_help_names_every_card(capsys):
         command("--help")
     said = "".join(capsys.readouterr().out.split())
     assert all(card in said for card in CARDS)
+
+
+def swept(batch, scheduler, bound, rates):
+    where = {"case": "x", "scheduler": scheduler, "batch": batch, "bound_ms": bound}
+    return [where | {"seed": seed, "requests_per_s": rate} for seed, rate in enumerate(rates)]
+
+
+def test_sarathi_stands_over_the_best_batch_of_each_bound():
+    rows = swept(32, "prefill_first", 100, [1.0] * 5) + swept(128, "prefill_first", 100, [0.5] * 5)
+    rows += swept(32, "prefill_first", 500, [1.0] * 5) + swept(128, "prefill_first", 500, [2.0] * 5)
+    rows += swept(128, "sarathi 512", 100, [3.0] * 5) + swept(128, "sarathi 512", 500, [3.0] * 5)
+    summary = sweep_summary(rows, {})
+    where = {"scheduler": "sarathi", "budget_tokens": 512, "case": "x"}
+    where["than"] = "the best batch of prefill first"
+    assert summary.value("capacity_x", **where, objective="100 ms") == pytest.approx(3.0)
+    assert summary.value("capacity_x", **where, objective="500 ms") == pytest.approx(1.5)
+
+
+def test_a_baseline_that_serves_nothing_has_no_factor():
+    rows = swept(32, "prefill_first", 75, [0.0] * 5) + swept(128, "sarathi 512", 75, [1.0] * 5)
+    assert not sweep_summary(rows, {}).all("capacity_x")
+
+
+@pytest.mark.parametrize(
+    "load", ["sharegpt", "sharegpt fast", "sharegpt 0", "sharegpt -1", "sharegpt nan", "sharegpt inf"]
+)
+def test_a_load_is_lengths_and_a_rate(load):
+    with pytest.raises(ProfileError, match=r"is no load; write LENGTHS RATE"):
+        FixedLoadConfig((), (load,), (), 1, 1, 1)
+
+
+def test_a_set_up_is_three_words():
+    profile = load_profile("quick", **{"objective_sweep.cases": ["yi-34b a100-sxm"]})
+    with pytest.raises(ProfileError, match=r"'yi-34b a100-sxm' is no set-up; write MODEL GPUS CARD"):
+        objective_sweep(profile)

@@ -81,6 +81,14 @@ def test_ctrl_c_leaves_nothing_half_written(root: Path, write_notebook) -> None:
     wait_for(lambda: not alive(int(started.read_text())), 120)
 
 
+def test_a_reader_that_has_read_enough_ends_a_command_quietly() -> None:
+    """`firsttoken doctor | head -1`."""
+    command = [sys.executable, "-u", "-m", "firsttoken", "doctor"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.wait(120), process.stderr.read()) == (128 + signal.SIGPIPE, b"")
+
+
 def alive(process: int) -> bool:
     try:
         os.kill(process, 0)

@@ -35,6 +35,17 @@ SMALL = {
         "cases": ["mistral-7b 1 a100-sxm 100", "yi-34b 2 a100-sxm 200"],
         "requests": 6,
     },
+    "objective_sweep": {
+        "cases": ["mistral-7b 1 a100-sxm", "yi-34b 2 a100-sxm"],
+        "bounds_ms": [100, 1000],
+        "budgets": [512, 2048],
+        "requests": 6,
+    },
+    "fixed_load": {
+        "cases": ["yi-34b 2 a100-sxm"],
+        "loads": ["openchat-sharegpt4-fit 1", "arxiv-summarization-fit 1"],
+        "requests": 6,
+    },
     "pipeline": {"requests": 6},
     "serving": {"requests": 6},
     "changing_load": {"rate": 1.0, "phase_s": 2.0},

@@ -1,0 +1,357 @@
+"""Sarathi-Serve's Figures 12 and 1b and its Table 4 for the paper's own models and cards, by measured operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.engine.costs.operator_tables import tables_from
+from firsttoken.sarathi.capacity import ClientTimes, Objective, capacity
+from firsttoken.sarathi.hardware import Hardware
+from firsttoken.sarathi.policy import Policy
+from firsttoken.sarathi.policy_text import place_of
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.overlay import name_results, over
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Summary
+from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
+from firsttoken_studies.sarathi.card_capacity import CONTEXT, DECODES
+from firsttoken_studies.sarathi.figures import NAMES, told
+from firsttoken_studies.sarathi.leaderboard import BASE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BEST_BATCH = "the best batch of prefill first"
+PAPER_SWEEP = {("mistral-7b on 1 a100-sxm", 100): 3.5, ("yi-34b on 2 a100-sxm", 1000): 1.65}  # Figure 12
+PAPER_LOADS = {  # Table 4, in seconds: the median TTFT and the P99 time between tokens
+    "yi-34b on 2 a100-sxm, openchat-sharegpt4-fit, 1 requests/s": {
+        "hybrid_only": (0.53, 0.68),
+        "chunked_only 1024": (1.04, 0.17),
+        "sarathi 1024": (0.76, 0.14),
+    },
+    "yi-34b on 2 a100-sxm, arxiv-summarization-fit, 0.5 requests/s": {
+        "hybrid_only": (None, 1.38),
+        "chunked_only 1024": (5.38, None),
+        "sarathi 1024": (3.9, 0.17),
+    },
+}
+_FIRST_RATE = 1.0  # requests/s at which each search begins
+
+
+def _hardware(text: str) -> Hardware:
+    """The hardware of "MODEL GPUS CARD". Raises ProfileError for another text, and what the hardware raises."""
+    words = text.split()
+    if len(words) != 3 or not words[1].isdigit():
+        raise ProfileError(f"{text!r} is no set-up; write MODEL GPUS CARD, for example yi-34b 2 a100-sxm")
+    model, gpus, card = words
+    return Hardware(card, DECODES, CONTEXT, model=model, gpus=int(gpus))
+
+
+def _named(hardware: Hardware) -> str:
+    return f"{hardware.model} on {hardware.gpus} {hardware.costs}"
+
+
+def _bench(hardware: Hardware, lengths: str, requests: int, batch: int) -> Bench:
+    return Bench(CapacityConfig(lengths, requests, 1, batch, _FIRST_RATE, (), (), (), 1.0), hardware)
+
+
+@dataclass(frozen=True)
+class ObjectiveSweepConfig:
+    """``cases`` of "MODEL GPUS CARD" serve ``requests`` of ``lengths``, drawn ``seeds`` times, under each of
+    ``bounds_ms`` on the P99 of the time between tokens: prefill first with each of ``batches`` as the most requests at
+    once, Sarathi with each of ``budgets`` and the largest of them."""
+
+    cases: tuple[str, ...]
+    bounds_ms: tuple[int, ...]
+    batches: tuple[int, ...]
+    budgets: tuple[int, ...]
+    lengths: str
+    requests: int
+    seeds: int
+
+    def __post_init__(self) -> None:
+        if min(self.requests, self.seeds, *self.bounds_ms, *self.batches, *self.budgets) < 1:
+            raise ProfileError("objective_sweep: all numbers must be at least 1")
+
+
+def objective_sweep(profile: Profile) -> Outcome:
+    """Rows {case, seed, scheduler, batch, bound_ms, requests_per_s, ...}: Figure 12."""
+    config = profile.section("objective_sweep", ObjectiveSweepConfig)
+    lines = [(BASE, batch) for batch in config.batches]
+    lines += [(f"sarathi {budget}", max(config.batches)) for budget in config.budgets]
+    cases = [_hardware(text) for text in config.cases]
+    runs = [
+        (case, scheduler, batch, seed)
+        for case in cases
+        for scheduler, batch in lines
+        for seed in range(profile.seed, profile.seed + config.seeds)
+    ]
+    rows: Rows = []
+    for hardware, scheduler, batch, seed in tqdm(runs, desc="objective_sweep", disable=None):
+        bench, policy = _bench(hardware, config.lengths, config.requests, batch), Policy.named(scheduler)
+        served: dict[float, ClientTimes] = {}  # by rate: neither scheduler asks which bound it is judged by
+
+        def serve(rate: float, bench=bench, policy=policy, seed=seed, served=served) -> ClientTimes:
+            if rate not in served:
+                served[rate], _ = bench.serve(policy, Objective(1.0), seed, rate)
+            return served[rate]
+
+        for bound in config.bounds_ms:
+            rate, _ = capacity(serve, Objective(bound / 1e3), start=_FIRST_RATE)
+            row = {"case": _named(hardware), "seed": seed, "scheduler": scheduler, "batch": batch, "bound_ms": bound}
+            rows.append(row | {"requests_per_s": rate})
+    return Outcome(rows, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
+
+
+def sweep_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Capacity by line and bound, and Sarathi's over the best batch of prefill first on the same draws."""
+    summary = Summary()
+    for case in _values(rows, "case"):
+        for bound in _values(rows, "bound_ms"):
+            here = [row for row in rows if (row["case"], row["bound_ms"]) == (case, bound)]
+            where = {"case": case, "objective": f"{bound} ms"}
+            by: dict[tuple[str, int], list[float]] = {}
+            for row in here:
+                by.setdefault((row["scheduler"], row["batch"]), []).append(row["requests_per_s"])
+            for (name, batch), rates in by.items():
+                entry = bootstrap(rates).summary("requests/s")
+                summary.add("capacity_requests_per_s", entry, **place_of(name), **where, requests=batch)
+            best = max((rates for (name, _), rates in by.items() if name == BASE), key=np.mean)
+            for (name, _), rates in by.items():
+                if name != BASE and min(best) > 0:
+                    pairs = np.column_stack([rates, best])
+                    ratio = bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0))))
+                    summary.add("capacity_x", ratio.summary("x"), **place_of(name), **where, than=BEST_BATCH)
+    return summary
+
+
+@dataclass(frozen=True)
+class FixedLoadConfig:
+    """``cases`` of "MODEL GPUS CARD" serve each of ``loads``, "LENGTHS RATE" in requests a second, with each of
+    ``schedulers``: ``requests`` of them, at most ``batch`` at once, drawn ``seeds`` times."""
+
+    cases: tuple[str, ...]
+    loads: tuple[str, ...]
+    schedulers: tuple[str, ...]
+    requests: int
+    seeds: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        if min(self.requests, self.seeds, self.batch) < 1:
+            raise ProfileError("fixed_load: requests, seeds and batch must be at least 1")
+        for load in self.loads:
+            _load(load)
+
+
+def _load(text: str) -> tuple[str, float]:
+    """The lengths and the rate of "LENGTHS RATE". Raises ProfileError for another text."""
+    try:
+        lengths, rate = text.split()
+        if 0 < (per_s := float(rate)) < math.inf:
+            return lengths, per_s
+    except ValueError:
+        pass
+    raise ProfileError(f"fixed_load: {text!r} is no load; write LENGTHS RATE, for example sharegpt 0.5")
+
+
+def fixed_load(profile: Profile) -> Outcome:
+    """Rows {case, lengths, rate, seed, scheduler, ttft_p50_s, tbt_p99_s, ...}: Figure 1b and Table 4."""
+    config = profile.section("fixed_load", FixedLoadConfig)
+    cases = [_hardware(text) for text in config.cases]
+    runs = [
+        (case, load, scheduler, seed)
+        for case in cases
+        for load in config.loads
+        for scheduler in config.schedulers
+        for seed in range(profile.seed, profile.seed + config.seeds)
+    ]
+    rows: Rows = []
+    for hardware, load, scheduler, seed in tqdm(runs, desc="fixed_load", disable=None):
+        lengths, rate = _load(load)
+        bench = _bench(hardware, lengths, config.requests, config.batch)
+        served, _ = bench.serve(Policy.named(scheduler), Objective(1.0), seed, rate)
+        where = {"case": f"{_named(hardware)}, {lengths}, {rate:g} requests/s", "lengths": lengths, "rate": rate}
+        rows.append(where | {"seed": seed, "scheduler": scheduler} | served.as_dict())
+    return Outcome(rows, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
+
+
+def load_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """The median TTFT and the P99 time between tokens by load and scheduler, over the draws."""
+    summary = Summary()
+    for case in _values(rows, "case"):
+        for name in _values(rows, "scheduler"):
+            here = [row for row in rows if (row["case"], row["scheduler"]) == (case, name)]
+            for column in ("ttft_p50_s", "tbt_p99_s"):
+                entry = bootstrap([row[column] for row in here]).summary("s")
+                summary.add(column, entry, **place_of(name), case=case)
+    return summary
+
+
+def capacity_by_bound(recorded: Result | None, now: Result) -> Figure:
+    """Capacity over the bound on the P99 between tokens, a line a scheduler and batch; the paper's factor as a bar."""
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    cases = list(dict.fromkeys(case for one in drawn for case in _values(one.result.rows, "case")))
+    fig, axes = plt.subplots(1, len(cases), figsize=(9, 4.6), squeeze=False)
+    for ax, case in zip(axes[0], cases, strict=True):
+        for one in drawn:
+            here = [row for row in one.result.rows if row["case"] == case]
+            bounds = sorted(_values(here, "bound_ms"))
+            for name, batch in dict.fromkeys((row["scheduler"], row["batch"]) for row in here):
+                found = one.result.summary
+                where = [place_of(name) | {"case": case, "objective": f"{bound} ms"} for bound in bounds]
+                entries = [found.get("capacity_requests_per_s", **place, requests=batch) for place in where]
+                look = NAMES[name.partition(" ")[0]][0]
+                dashes = _DASHES[_lines(here, name).index((name, batch)) % len(_DASHES)]
+                one.line(ax, bounds, entries, look, linestyle=dashes)
+        _paper_factor(ax, case, (recorded or now).summary)
+        ax.set(xscale="log", yscale="log", title=case, xlabel="bound on the P99 between tokens, ms")
+        ax.set_xticks(bounds, bounds)
+        ax.xaxis.set_minor_formatter("")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("{x:g}")
+        ax.tick_params(axis="y", which="minor", labelsize=7)
+    axes[0][0].set_ylabel("capacity, requests/s (simulated)")
+    shown = dict.fromkeys((row["scheduler"], row["batch"]) for one in drawn for row in one.result.rows)
+    rows = [row for one in drawn for row in one.result.rows]
+    for name, batch in shown:
+        look = LOOKS[NAMES[name.partition(" ")[0]][0]]
+        dashes = _DASHES[_lines(rows, name).index((name, batch)) % len(_DASHES)]
+        label = f"{told(name)}, at most {batch} at once" if name == BASE else told(name)
+        axes[0][0].plot([], [], color=look.colour, marker=look.marker or None, linestyle=dashes, label=label)
+    axes[0][0].plot([], [], color=COLOURS["paper"], lw=6, alpha=0.5, label="the paper's factor over the best batch")
+    fig.suptitle(_sweep_message((recorded or now).summary))
+    names = fig.legend(loc="outside lower center", ncols=3, fontsize="small")
+    name_results(fig, drawn, "capacity_requests_per_s", legend=names)
+    return fig
+
+
+def _sweep_message(summary: Summary) -> str:
+    """Sarathi's factor at the tightest and at the loosest bound of the first case, for its best budget at each."""
+    entries = summary.all("capacity_x", than=BEST_BATCH)
+    by_bound: dict[str, float] = {}
+    for entry in entries:
+        if entry["where"]["case"] == entries[0]["where"]["case"]:
+            bound = entry["where"]["objective"]
+            by_bound[bound] = max(by_bound.get(bound, 0.0), entry["value"])
+    if len(by_bound) < 2:
+        return "Capacity by the bound on the time between tokens"
+    (tight, most), *_, (loose, least) = by_bound.items()
+    return f"Chunks serve {most:.1f} times the best batch of whole prompts at {tight}, {least:.1f} times at {loose}"
+
+
+_DASHES = ("-", "--", ":")
+
+
+def _lines(rows: Rows, name: str) -> list[tuple[str, int]]:
+    """The (scheduler, batch) of the same kind of scheduler as ``name``, in order: each has dashes of its own."""
+    kind = name.partition(" ")[0]
+    found = dict.fromkeys((row["scheduler"], row["batch"]) for row in rows)
+    return [line for line in found if line[0].partition(" ")[0] == kind]
+
+
+def _paper_factor(ax: Any, case: str, summary: Summary) -> None:
+    for (named, bound), factor in PAPER_SWEEP.items():
+        entries = summary.all("capacity_requests_per_s", scheduler=BASE, case=case, objective=f"{bound} ms")
+        best = max((entry["value"] for entry in entries), default=0.0)
+        if named == case and best > 0:
+            ax.plot([bound / 1.08, bound * 1.08], [factor * best] * 2, color=COLOURS["paper"], lw=6, alpha=0.5)
+
+
+def sweep_rows(result: Result) -> Rows:
+    """A line a case and bound: the capacity of each scheduler and batch, and each Sarathi's over the best batch."""
+    lines: Rows = []
+    for case in _values(result.rows, "case"):
+        for bound in _values(result.rows, "bound_ms"):
+            where = {"case": case, "objective": f"{bound} ms"}
+            line: dict[str, Any] = {"case": f"{case}, {bound} ms"}
+            for name, batch in dict.fromkeys((row["scheduler"], row["batch"]) for row in result.rows):
+                entry = result.summary.get("capacity_requests_per_s", **place_of(name), **where, requests=batch)
+                line[f"{told(name)}, {batch} at once"] = interval(entry, 2)
+                ratio = result.summary.get("capacity_x", **place_of(name), **where, than=BEST_BATCH)
+                if name != BASE:
+                    line[f"{told(name)} over the best batch"] = interval(ratio, 2)
+            lines.append(line)
+    return lines
+
+
+def times_by_load(recorded: Result | None, now: Result) -> Figure:
+    """The median TTFT and the P99 time between tokens by load and scheduler, with the paper's values."""
+    import matplotlib.pyplot as plt
+
+    drawn = over(recorded, now)
+    cases = list(dict.fromkeys(case for one in drawn for case in _values(one.result.rows, "case")))
+    names = list(dict.fromkeys(name for one in drawn for name in _values(one.result.rows, "scheduler")))
+    fig, axes = plt.subplots(1, 2, figsize=(9, 0.62 * len(cases) + 2.4), sharey=True)
+    panels = {"ttft_p50_s": "median time to first token, s", "tbt_p99_s": "P99 time between tokens, s"}
+    for column, (ax, (measure, label)) in enumerate(zip(axes, panels.items(), strict=True)):
+        for place, case in enumerate(cases):
+            for line, name in enumerate(names):
+                at = place + 0.17 * (line - (len(names) - 1) / 2)
+                for one in drawn:
+                    entry = one.result.summary.get(measure, **place_of(name), case=case)
+                    one.point(ax, at + one.shift / 4, entry, NAMES[name.partition(" ")[0]][0], along="x")
+                paper = PAPER_LOADS.get(case, {}).get(name, (None, None))[column]
+                if paper is not None:
+                    ax.plot(paper, at, "|", ms=15, mew=4, color=COLOURS["paper"], alpha=0.6, zorder=1)
+        ax.set(xscale="log", xlabel=f"{label} (simulated)")
+        ax.xaxis.set_major_formatter("{x:g}")
+    axes[0].set_yticks(range(len(cases)), [_short(case) for case in cases])
+    axes[0].set_ylim(len(cases) - 0.4, -0.6)
+    for name in names:
+        look = LOOKS[NAMES[name.partition(" ")[0]][0]]
+        axes[0].plot([], [], linestyle="none", marker=look.marker, color=look.colour, label=told(name))
+    axes[0].plot([], [], "|", ms=12, mew=4, color=COLOURS["paper"], alpha=0.6, label="paper (Table 4)")
+    fig.suptitle(_load_message((recorded or now).summary, cases))
+    below = fig.legend(loc="outside lower center", ncols=3, fontsize="small")
+    name_results(fig, drawn, "tbt_p99_s", legend=below)
+    return fig
+
+
+def _load_message(summary: Summary, cases: Sequence[str]) -> str:
+    """How much longer the tail of whole prompts beside decodes is than that of chunks, by load."""
+    found = []
+    for case in cases:
+        chunks = summary.all("tbt_p99_s", scheduler="sarathi", case=case)
+        whole = summary.get("tbt_p99_s", scheduler="hybrid_only", case=case)
+        found += [whole["value"] / entry["value"] for entry in chunks if whole]
+    if not found:
+        return "Time to first token and between tokens at one load"
+    return f"With whole prompts the longest waits between tokens are {min(found):.1f} to {max(found):.1f} times as long"
+
+
+def _short(case: str) -> str:
+    _, lengths, rate = case.split(", ")
+    return f"{lengths.partition('-')[0]}\n{rate}"
+
+
+def load_rows(result: Result) -> Rows:
+    """A line a load and scheduler: both times, and the paper's."""
+    lines: Rows = []
+    for case in _values(result.rows, "case"):
+        for name in _values(result.rows, "scheduler"):
+            paper: Sequence[float | None] = PAPER_LOADS.get(case, {}).get(name, (None, None))
+            line: dict[str, Any] = {"load": f"{case}: {told(name)}"}
+            for measure, label, theirs in zip(
+                ("ttft_p50_s", "tbt_p99_s"), ("median TTFT, s", "P99 TBT, s"), paper, strict=True
+            ):
+                line[label] = interval(result.summary.get(measure, **place_of(name), case=case), 2)
+                line[f"paper: {label}"] = "" if theirs is None else f"{theirs:g}"
+            lines.append(line)
+    return lines
+
+
+def _values(rows: Rows, key: str) -> list[Any]:
+    return list(dict.fromkeys(row[key] for row in rows))
