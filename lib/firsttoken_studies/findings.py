@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAPER, MEASURED, BOUND, BESIDE = "paper", "measured", "floor", "other"
-_NAMES = {PAPER: "the report", MEASURED: "here, and how the line says", BESIDE: "here, for comparison"}
+_NAMES = {PAPER: "the report", MEASURED: "this project; the label says how", BESIDE: "this project, for comparison"}
 KEPT_PCT = 95  # of the F1: DroidSpeak recomputes the smallest group that keeps so much
 _WRAPPED = 34  # characters of a title's line
 Found, Said = Callable[..., Entry], Mapping[str, Any]
@@ -68,13 +68,13 @@ def _progressiveserve(of: Found, said: Said) -> Panel:
     return Panel(
         "ProgressiveServe",
         f"The first token comes {here['value']:.0f} % earlier, as {spared:.0f} % of the bytes may wait",
-        "time to the first token that is saved, %",
+        "saving in time to the first token, %",
         (
             Bar("Llama-2-7B, from the request", said["progressive.ttft"], PAPER),
             Bar("measured, from the request", here),
             Bar("measured, process start included", process),
         ),
-        (Bar("bytes that wait", spared, BOUND),),
+        (Bar("bytes that wait here", spared, BOUND),),
     )
 
 
@@ -85,8 +85,8 @@ def _cps(of: Found, said: Said) -> Panel:
     here, free = below("cross_point"), below("cross_point", "coalesced")
     return Panel(
         "CPS",
-        f"The tail falls by {here['value']:.0f} %, and by {free['value']:.0f} % where copies cost next to nothing: "
-        "the gain lies in the queue",
+        f"The tail falls by {here['value']:.0f} %, with almost free copies by {free['value']:.0f} %: the gain lies in "
+        "the queue",
         "P99 time per token below always swap, %",
         (
             Bar("measured on an A6000", said["cps.p99-below-swap"], PAPER),
@@ -94,6 +94,7 @@ def _cps(of: Found, said: Said) -> Panel:
             Bar("replayed, copies almost free", free),
             Bar("always swap, resumed out of order", below("swap_overtaking"), BESIDE),
         ),
+        (Bar("always swap: no gain", 0.0, BOUND),),
     )
 
 
@@ -114,7 +115,7 @@ def _sarathi(of: Found, said: Said) -> Panel:
             Bar("chunks alone, simulated", chunks, BESIDE),
             Bar("hybrid batches alone, simulated", times("hybrid_only"), BESIDE),
         ),
-        (Bar("prefill first", 1.0, BOUND),),
+        (Bar("prefill first: no gain", 1.0, BOUND),),
     )
 
 
@@ -151,10 +152,10 @@ def _petals(of: Found, said: Said) -> Panel:
         "tokens a second over those of offloading",
         (
             Bar("BLOOM-176B on A100s, 100 Mbit/s", said["petals.latency-256"], PAPER),
-            Bar("foreseen from the paper's fast link", foreseen),
-            Bar("foreseen from a block measured here", here),
+            Bar("calculated from its fast link", foreseen),
+            Bar("calculated from a layer timed here", here),
         ),
-        (Bar("offloading", 1.0, BOUND),),
+        (Bar("offloading: no gain", 1.0, BOUND),),
     )
 
 

@@ -111,7 +111,9 @@ def timeline(phases: Mapping[str, float]) -> Figure:
     ax.set_yticks([])
     ax.grid(visible=False)
     longest = max(("process", "imports", "load", "prefill"), key=lambda name: phases[name])
-    fig.suptitle(f"The first token comes after {first:.1f} s, of which {phases[longest]:.1f} s are '{longest}'")
+    fig.suptitle(
+        f"The parts add up to {first:.1f} s until the first token, {phases[longest]:.1f} s of them '{longest}'"
+    )
     return fig
 
 

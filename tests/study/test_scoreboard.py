@@ -7,6 +7,11 @@ from independent_scoreboard import ROOT, SAID, scoreboard
 GROUNDS = ("live", "simulated", "arithmetic")
 
 
+def told(cell: str) -> str:
+    """A cell of the README, which leaves out the count of those that depend on the machine where all of them are 0."""
+    return cell if cell.count("/") == len(SAID) - 1 else f"{cell} / 0"
+
+
 def test_the_readme_counts_as_an_independent_script_does() -> None:
     expected, table = scoreboard(), (ROOT / "README.md").read_text(encoding="utf-8").split("| report |", 1)[1]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n\n")[0].splitlines()[2:]]
@@ -15,5 +20,5 @@ def test_the_readme_counts_as_an_independent_script_does() -> None:
     for report, cells in shown.items():
         for ground in GROUNDS:
             nothing = not cells[ground] and not any(map(int, expected[report].get(ground, "0").split(" / ")))
-            assert nothing or cells[ground] == expected[report][ground], (report, ground)
+            assert nothing or told(cells[ground]) == expected[report][ground], (report, ground)
     assert SAID == ("reproduced", "trend only", "not reproduced", "machine-dependent")

@@ -83,16 +83,19 @@ _HEADS = {"live": "measured live", "simulated": "simulated or replayed", "arithm
 
 
 def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log = EMPTY) -> str:
-    """The claims of the reports, by what a value stands on: how many are reproduced, a trend only, not reproduced, and
-    dependent on the machine. Goals of this project are none of them (:func:`goals`)."""
+    """The claims of the reports, by what a value stands on: how many are reproduced, a trend only, not reproduced, and,
+    where there are any, dependent on the machine. Goals of this project are none of them (:func:`goals`)."""
     judged = judge_record([claim for claim in claims if claim.whose == "report"], results, machine, log)
+    said_somewhere = [one for one in _SAID if one != Verdict.DIFFERS or any(each.verdict == one for each in judged)]
     rows = {"report": list[str](), **{head: list[str]() for head in _HEADS.values()}, "not judged": list[str]()}
     for report in [*dict.fromkeys(one.claim.report for one in judged), None]:
         mine = [one for one in judged if report in (None, one.claim.report)]
         rows["report"].append(report or "*all*")
         for ground in GROUNDS:
             verdicts = [one.verdict for one in mine if one.claim.stands_on == ground and one.verdict.judged]
-            rows[_HEADS[ground]].append(" / ".join(str(verdicts.count(one)) for one in _SAID) if verdicts else "")
+            rows[_HEADS[ground]].append(
+                " / ".join(str(verdicts.count(one)) for one in said_somewhere) if verdicts else ""
+            )
         rows["not judged"].append(str(sum(not one.verdict.judged for one in mine) or ""))
     met = [
         sum(one.verdict == Verdict.REPRODUCED and one.claim.stands_on == ground for one in judged) for ground in GROUNDS
@@ -101,8 +104,9 @@ def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str, log
     open_ = sum(not one.verdict.judged for one in judged)
     said = (
         f"Of {len(judged)} statements of the reports **{met[0]} were reproduced by a live run** on processors with two "
-        f"cores, {met[1]} by simulation or replay, {met[2]} by arithmetic. {trend} show the direction alone, {failed} "
-        f"were not reproduced, {open_} could not be judged. Each cell: {' / '.join(_SAID)}."
+        f"cores, {met[1]} by simulation or replay, {met[2]} by arithmetic. {trend} have the report's direction and a "
+        f"size within a factor of two, {failed} were not reproduced, {open_} could not be judged. "
+        f"Each cell: {' / '.join(said_somewhere)}."
     )
     return f"{said}\n\n{table(rows)}"
 
