@@ -268,6 +268,13 @@ _ALL = (
         "load_summary",
     ),
     _study(
+        "reports_on_cards",
+        "The other reports on GPUs that are not here",
+        "47",
+        "combined.reports_on_cards:reports_on_cards",
+        "on_cards_summary",
+    ),
+    _study(
         "swarm_survival",
         "Servers killed, stopped and cut off",
         "50",

@@ -36,6 +36,7 @@ ASKS_NOTHING = {
     "card_capacity",
     "objective_sweep",
     "fixed_load",
+    "reports_on_cards",
     "swarm_churn",
 }  # of a model or of data
 CASES = [

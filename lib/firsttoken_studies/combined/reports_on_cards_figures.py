@@ -1,0 +1,115 @@
+"""The figures and tables of notebook 47. Nothing in them is random, so that a reader's run is the record's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.record import Result, Rows
+from firsttoken_studies.combined.reports_on_cards import EACH_BLOCK, ONE_COPY
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_NAMES = {EACH_BLOCK: "a copy for each block, layer, K and V", ONE_COPY: "one copy each way"}
+
+
+def crossing_rows(now: Result) -> Rows:
+    """A line a card and model: which way is the cheaper one, by kind of copies."""
+    pairs = dict.fromkeys((row["card"], row["model"]) for row in now.rows if row["report"] == "CPS")
+    lines: Rows = []
+    for card, model in pairs:
+        line: dict[str, Any] = {"GPU and model": f"{card}, {model}"}
+        for way, name in _NAMES.items():
+            found = now.summary.get("cheaper_way", machine=card, model=model, variant=way)
+            line[name] = found["value"] if found else "not covered by the tables"
+        lines.append(line)
+    return lines
+
+
+def recovery_times(now: Result, cards: Sequence[str]) -> Figure:
+    """Swap and recompute over the length of a request, a column a card, a row a model."""
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(row["model"] for row in now.rows if row["report"] == "CPS"))
+    size = (2.7 * len(cards) + 0.9, 2.1 * len(models) + 1.2)
+    fig, axes = plt.subplots(len(models), len(cards), figsize=size, sharex=True, sharey="row", squeeze=False)
+    for line, model in zip(axes, models, strict=True):
+        for ax, card in zip(line, cards, strict=True):
+            mine = [row for row in now.rows if (row["card"], row["model"]) == (card, model) and "way" in row]
+            for way, name in (("recompute_s", "recompute"), (EACH_BLOCK, "swap"), (ONE_COPY, "coalesced")):
+                rows = [row for row in mine if row["way"] == (EACH_BLOCK if way == "recompute_s" else way)]
+                key = "recompute_s" if way == "recompute_s" else "swap_s"
+                look = LOOKS[name]
+                times = [1e3 * row[key] for row in rows]
+                ax.plot([row["tokens"] for row in rows], times, color=look.colour, marker=look.marker, ms=4)
+            if not mine:
+                ax.text(0.5, 0.5, "not covered\nby the tables", ha="center", transform=ax.transAxes, fontsize="small")
+            ax.set(xscale="log", yscale="log", title=f"{card}\n{model}")
+            ax.title.set_fontsize("small")
+            ax.xaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_major_formatter("{x:g}")
+        line[0].set_ylabel("milliseconds")
+    for ax in axes[-1]:
+        ax.set_xlabel("tokens of the request")
+    labels = {"recompute": "recompute", "swap": f"swap, {_NAMES[EACH_BLOCK]}", "coalesced": f"swap, {_NAMES[ONE_COPY]}"}
+    for name, label in labels.items():
+        axes[0][0].plot([], [], color=LOOKS[name].colour, marker=LOOKS[name].marker, ms=4, label=label)
+    fig.legend(loc="outside lower center", ncols=3, fontsize="small")
+    fig.suptitle(_recovery_message(now))
+    return fig
+
+
+def _recovery_message(now: Result) -> str:
+    """How often a recomputation ever pays, by kind of copies."""
+    said = []
+    for way, name in ((ONE_COPY, "in one copy"), (EACH_BLOCK, "block by block")):
+        found = [entry["value"] for entry in now.summary.all("cheaper_way", variant=way)]
+        pays = sum(value != "swap always" for value in found)
+        said.append(f"{pays} of {len(found)} {name}")
+    return f"Pairs of GPU and model on which computing again ever pays: {said[0]}, {said[1]}"
+
+
+def speedups(now: Result) -> Figure:
+    """How much earlier the first token comes over the rate of the link, a panel a model and card."""
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in now.rows if row["report"] == "DroidSpeak"]
+    cases = list(dict.fromkeys((row["model"], row["gpus"], row["card"]) for row in rows))
+    fig, axes = plt.subplots(1, len(cases), figsize=(3.1 * len(cases) + 0.8, 3.8), sharey=True, squeeze=False)
+    shades = plt.get_cmap("viridis")
+    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
+    for ax, (model, gpus, card) in zip(axes[0], cases, strict=True):
+        ax.axhspan(1.7, 3.1, color=COLOURS["paper"], alpha=0.25, lw=0)
+        ax.axhline(1, color=COLOURS["floor"], lw=1, ls=":")
+        for place, tokens in enumerate(lengths):
+            mine = [row for row in rows if (row["model"], row["card"], row["tokens"]) == (model, card, tokens)]
+            gained = [row["own_s"] / max(row["group_s"], row["loading_s"]) for row in mine]
+            colour = shades(0.85 * place / max(1, len(lengths) - 1))
+            ax.plot([row["link"] for row in mine], gained, marker="o", ms=4, color=colour, label=f"{tokens:,} tokens")
+        ax.set(xscale="log", xlabel="rate of the link, Gbit/s", title=f"{model} on {gpus} {card}")
+        ax.title.set_fontsize("small")
+        ax.xaxis.set_major_formatter("{x:g}")
+    axes[0][0].set_ylabel("own prefill / first token with the group")
+    axes[0][0].fill_between([], [], color=COLOURS["paper"], alpha=0.25, label="the paper: 1.7 to 3.1 times")
+    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    fig.suptitle("The faster the GPU, the faster the link that another model's cache must come over")
+    return fig
+
+
+def chain_rows(now: Result) -> Rows:
+    """A line a card and network: steps a second by measured operators, and the paper's."""
+    from firsttoken_studies.petals.chain_costs import PUBLISHED_STEPS_PER_S
+
+    return [
+        {
+            "servers and network": f"three {row['card']}, {row['network']}",
+            "steps/s by operators": f"{1 / row['step_s']:.2f}",
+            "the paper, A100": f"{PUBLISHED_STEPS_PER_S[row['network']]:g}",
+            "computing, ms a step": f"{1e3 * row['computing_s']:.0f}",
+            "the paper's servers, ms": f"{1e3 * row['published_computing_s']:.0f}",
+        }
+        for row in now.rows
+        if row["report"] == "PETALS"
+    ]
