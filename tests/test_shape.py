@@ -32,8 +32,8 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken_extras.layer_borrowing": (495, 3, 12),
     "firsttoken_extras.vllm_cross_point": (345, 3, 12.5),
     "firsttoken_extras.worker": (865, 3, 13),
-    "firsttoken_studies": (1895, 4, 9.5),
-    "firsttoken_studies.combined": (1890, 3, 13.5),
+    "firsttoken_studies": (1905, 4, 9.5),
+    "firsttoken_studies.combined": (2190, 3, 13.5),  # the other reports on GPUs
     "firsttoken_studies.cps": (1615, 4, 10),
     "firsttoken_studies.droidspeak": (4390, 7, 10),
     "firsttoken_studies.engine": (750, 1, 11),
@@ -59,7 +59,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.worker.remote_executor": "an engine runs over it without a service",
     "firsttoken_extras.worker.worker_model": "a test serves it without the process",
 }
-NEIGHBOURING_STUDIES = 25  # a study whose numbers another file draws
+NEIGHBOURING_STUDIES = 26  # a study whose numbers another file draws
 BEHIND_A_NOTEBOOK = 20_635  # lines of the library that the studies of one notebook import
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin
 _NO_SUBJECT = re.compile(
