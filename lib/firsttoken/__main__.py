@@ -40,20 +40,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def fetch(options: argparse.Namespace) -> int:
     """Bring the pinned assets into the cache."""
     from firsttoken.assets.fetch import fetch, load_lock
-    from firsttoken.assets.manual_downloads import bring
+    from firsttoken.assets.manual_downloads import bring, download, names
 
     lock = {asset.name: asset for asset in load_lock(npm=True)}
-    if odd := next((name for name in options.names if name not in lock), ""):
-        raise AssetError(f"no asset is called {odd!r}; {unknown(odd, lock)}")
+    asked = [name for name in options.names if name not in lock]
+    if odd := next((name for name in asked if name not in names()), ""):
+        raise AssetError(f"no asset is called {odd!r}; {unknown(odd, [*lock, *names()])}")
+    options.names = [name for name in options.names if name in lock]
     if options.list:
         for asset in [lock[name] for name in options.names or lock]:
             lacks = len(asset.missing())
             state = f"missing {lacks} of {len(asset.members)} files" if lacks else "present"
             print(f"{asset.name}: {asset.pin}, {asset.bytes / 1e6:.0f} MB to download, {asset.licence}; {state}")
+        print(f"by name alone, from the addresses in env/brought.yaml: {', '.join(names())}")
         return OK
     for name in bring(options.from_dir) if options.from_dir else ():
         print(f"{name}: brought")
-    fetch(options.names or None, from_dir=options.from_dir)
+    download(asked)
+    if options.names or not asked:
+        fetch(options.names or None, from_dir=options.from_dir)
     return OK
 
 

@@ -230,6 +230,14 @@ _ALL = (
         "error_summary",
         LONG,
     ),
+    _study(
+        "second_card",
+        "The simulator against a second GPU",
+        "42",
+        "sarathi.second_card:second_card",
+        "second_card_summary",
+        LONG,
+    ),
     _study("batch_cost", "What a batch costs", "43", "sarathi.batch_cost:batch_cost", "batch_summary"),
     _study(
         "changing_load",

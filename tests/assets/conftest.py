@@ -76,6 +76,7 @@ def lock_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def write(*entries: dict) -> None:
         (tmp_path / "env").mkdir(exist_ok=True)
         (tmp_path / "env" / "assets.yaml").write_text(yaml.safe_dump(list(entries)))
+        (tmp_path / "env" / "brought.yaml").write_text("[]")
         monkeypatch.setattr(paths, "ENV", tmp_path / "env")
 
     return write

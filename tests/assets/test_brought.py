@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
 
-from firsttoken.assets.manual_downloads import bring, downloaded
+from firsttoken.__main__ import main
+from firsttoken.assets.manual_downloads import bring, download, downloaded
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 
@@ -27,6 +31,7 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "brought.yaml").write_text(yaml.safe_dump([entry]))
+    (tmp_path / "env" / "assets.yaml").write_text("[]")
 
 
 @pytest.fixture
@@ -50,7 +55,9 @@ def test_they_are_copied_and_found(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("lock")
 def test_what_is_missing_or_altered_is_told(folder: Path) -> None:
-    with pytest.raises(AssetError, match=r"pair is not in the cache: .*example.org.*fetch --from DIR"):
+    with pytest.raises(
+        AssetError, match=r"pair is not in the cache: run `firsttoken fetch pair`, or .*example.org.*fetch --from DIR"
+    ):
         downloaded("pair")
     with pytest.raises(AssetError, match=r"there is no pear, and no such files are pinned; known: pair"):
         downloaded("pear")
@@ -65,5 +72,93 @@ def test_what_is_missing_or_altered_is_told(folder: Path) -> None:
     (folder / "pair" / "b.csv").write_bytes(CONTENT["b.csv"])
     bring(folder)
     (downloaded("pair") / "a.csv").write_bytes(b"9,9\n")
-    with pytest.raises(AssetError, match=r"a.csv was altered; bring it again"):
+    with pytest.raises(AssetError, match=r"a.csv was altered; run `firsttoken fetch pair`, or bring it again"):
         downloaded("pair")
+
+
+class Site(ThreadingHTTPServer):
+    """Serves the files of ``CONTENT``, or what a test puts in their place; parts of them where it is asked to."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.files, self.ends_after, self.ranges, self.asked = dict(CONTENT), 1 << 20, True, list[str]()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Site
+
+    def do_GET(self) -> None:
+        content, part = self.server.files.get(self.path[1:]), self.headers.get("Range", "")
+        self.server.asked.append(f"{self.path[1:]} {part}".strip())
+        if content is None:
+            self.send_error(404)
+            return
+        start = int(part.removeprefix("bytes=").removesuffix("-")) if part and self.server.ranges else 0
+        self.send_response(206 if start else 200)
+        self.end_headers()
+        self.wfile.write(content[start : self.server.ends_after])
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def site(lock: None) -> Iterator[Site]:
+    """The pinned pair, with addresses at which it is served."""
+    served = Site()
+    path = paths.ENV / "brought.yaml"
+    (entry,) = yaml.safe_load(path.read_text())
+    for file in entry["files"]:
+        file["url"] = served.url(file["name"])
+    path.write_text(yaml.safe_dump([entry]))
+    yield served
+    served.shutdown()
+    served.server_close()
+
+
+def test_they_are_downloaded_by_name_and_not_twice(site: Site) -> None:
+    download(["pair"])
+    assert {path.name: path.read_bytes() for path in downloaded("pair").iterdir()} == CONTENT
+    download(["pair"])
+    assert site.asked == ["a.csv", "b.csv"]
+
+
+@pytest.mark.parametrize("ranges", [True, False], ids=["parts are sent", "only whole files are sent"])
+def test_a_download_that_was_cut_off_goes_on(site: Site, ranges: bool) -> None:
+    site.ends_after, site.ranges = 2, ranges
+    with pytest.raises(AssetError, match=r"it ended after 2 of 4 bytes; run the command again to go on"):
+        download(["pair"])
+    assert not (paths.CACHE / "assets" / "pair" / "a.csv").exists()
+    site.ends_after = 1 << 20
+    download(["pair"])
+    assert downloaded("pair").joinpath("a.csv").read_bytes() == CONTENT["a.csv"]
+    assert site.asked == ["a.csv", "a.csv bytes=2-", "b.csv"]
+
+
+@pytest.mark.parametrize("content", [b"9,9\n", b"1,2\n and more"], ids=["altered", "too long"])
+def test_another_file_at_the_address_is_refused(site: Site, content: bytes) -> None:
+    site.files["a.csv"] = content
+    with pytest.raises(AssetError, match=r"a.csv is not the pinned file of pair; bring it by hand with .*--from DIR"):
+        download(["pair"])
+    assert not list((paths.CACHE / "assets" / "pair").iterdir())
+
+
+def test_an_address_that_does_not_answer_is_told(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    del site.files["b.csv"]
+    assert main(["fetch", "pair"]) == 2
+    said = capsys.readouterr().err
+    assert "b.csv: cannot be downloaded (Not Found); try again, or bring it by hand" in said and said.count("\n") == 1
+    with pytest.raises(AssetError, match=r"no such files are pinned: 'pear'; known: pair"):
+        download(["pear"])
+
+
+def test_an_address_is_pinned_for_every_file_that_is_used() -> None:
+    for entry in yaml.safe_load((paths.ENV / "brought.yaml").read_text(encoding="utf-8")):
+        for file in entry["files"]:
+            assert file.get("url", "").startswith("https://") != ("npm" in entry and "member" in file), file["name"]

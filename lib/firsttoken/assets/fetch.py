@@ -56,13 +56,18 @@ def fetch(names: Iterable[str] | None = None, from_dir: str | Path | None = None
             todo.append(asset)
         _say(progress, _plan_line(asset, missing, from_dir))
     for asset in todo:
-        try:
-            with alone(paths.CACHE / f".{asset.name}.lock", f"fetches {asset.name}"):
-                if missing := asset.missing():  # else somebody else has brought it meanwhile
-                    _fetch_one(asset, missing, from_dir, progress)
-        except OSError as error:
-            raise _storage_error(error, asset) from error
+        fetch_asset(asset, from_dir, progress)
         _say(progress, f"fetched {asset.name}")
+
+
+def fetch_asset(asset: Asset, from_dir: str | Path | None = None, progress: bool = True) -> None:
+    """Bring what the cache lacks of one asset. Raises as ``fetch``."""
+    try:
+        with alone(paths.CACHE / f".{asset.name}.lock", f"fetches {asset.name}"):
+            if missing := asset.missing():  # else somebody else has brought it meanwhile
+                _fetch_one(asset, missing, from_dir, progress)
+    except OSError as error:
+        raise _storage_error(error, asset) from error
 
 
 def _fetch_one(asset: Asset, missing: list[Member], from_dir: str | Path | None, progress: bool) -> None:

