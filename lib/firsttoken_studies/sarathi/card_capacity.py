@@ -166,10 +166,10 @@ def capacities_by_card(recorded: Result | None, now: Result) -> Figure:
 
 
 def _message(summary: Summary) -> str:
-    ratios = [entry["value"] for entry in summary.all("capacity_x", than=BASE)]
+    ratios = [entry["value"] for entry in summary.all("capacity_x", scheduler="sarathi", than=BASE)]
     if not ratios:
         return "Capacity by card and scheduler"
-    return f"On every card chunks serve {min(ratios):.1f} to {max(ratios):.1f} times the load of prefill first"
+    return f"By card and model chunks serve {min(ratios):.1f} to {max(ratios):.1f} times the load of prefill first"
 
 
 def capacity_rows(result: Result) -> Rows:

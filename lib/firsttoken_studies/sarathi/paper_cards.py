@@ -29,6 +29,7 @@ from firsttoken_studies.sarathi.figures import NAMES, told
 from firsttoken_studies.sarathi.leaderboard import BASE
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 BEST_BATCH = "the best batch of prefill first"
@@ -204,7 +205,9 @@ def capacity_by_bound(recorded: Result | None, now: Result) -> Figure:
 
     drawn = over(recorded, now)
     cases = list(dict.fromkeys(case for one in drawn for case in _values(one.result.rows, "case")))
-    fig, axes = plt.subplots(1, len(cases), figsize=(9, 4.6), squeeze=False)
+    rows = [row for one in drawn for row in one.result.rows]
+    ticks = sorted({bound for one in drawn for bound in _values(one.result.rows, "bound_ms")})
+    fig, axes = plt.subplots(1, len(cases), figsize=(9, 4.9), squeeze=False)
     for ax, case in zip(axes[0], cases, strict=True):
         for one in drawn:
             here = [row for row in one.result.rows if row["case"] == case]
@@ -214,28 +217,33 @@ def capacity_by_bound(recorded: Result | None, now: Result) -> Figure:
                 where = [place_of(name) | {"case": case, "objective": f"{bound} ms"} for bound in bounds]
                 entries = [found.get("capacity_requests_per_s", **place, requests=batch) for place in where]
                 look = NAMES[name.partition(" ")[0]][0]
-                dashes = _DASHES[_lines(here, name).index((name, batch)) % len(_DASHES)]
+                dashes = _DASHES[_lines(rows, name).index((name, batch)) % len(_DASHES)]
                 one.line(ax, bounds, entries, look, linestyle=dashes)
         _paper_factor(ax, case, (recorded or now).summary)
         ax.set(xscale="log", yscale="log", title=case, xlabel="bound on the P99 between tokens, ms")
-        ax.set_xticks(bounds, bounds)
+        _plain_ticks(ax.yaxis)
+        ax.set_xticks(ticks, ticks, fontsize="small")
         ax.xaxis.set_minor_formatter("")
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("{x:g}")
-        ax.tick_params(axis="y", which="minor", labelsize=7)
     axes[0][0].set_ylabel("capacity, requests/s (simulated)")
-    shown = dict.fromkeys((row["scheduler"], row["batch"]) for one in drawn for row in one.result.rows)
-    rows = [row for one in drawn for row in one.result.rows]
-    for name, batch in shown:
+    for name, batch in dict.fromkeys((row["scheduler"], row["batch"]) for row in rows):
         look = LOOKS[NAMES[name.partition(" ")[0]][0]]
         dashes = _DASHES[_lines(rows, name).index((name, batch)) % len(_DASHES)]
-        label = f"{told(name)}, at most {batch} at once" if name == BASE else told(name)
+        label = f"prefill first, at most {batch} at once" if name == BASE else told(name)
         axes[0][0].plot([], [], color=look.colour, marker=look.marker or None, linestyle=dashes, label=label)
-    axes[0][0].plot([], [], color=COLOURS["paper"], lw=6, alpha=0.5, label="the paper's factor over the best batch")
+    axes[0][0].plot([], [], color=COLOURS["paper"], lw=6, alpha=0.5, label="the paper's factor")
     fig.suptitle(_sweep_message((recorded or now).summary))
     names = fig.legend(loc="outside lower center", ncols=3, fontsize="small")
     name_results(fig, drawn, "capacity_requests_per_s", legend=names)
     return fig
+
+
+def _plain_ticks(axis: Axis) -> None:
+    """Numbers at 1, 2 and 5 times each power of ten."""
+    from matplotlib.ticker import LogLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
 
 
 def _sweep_message(summary: Summary) -> str:
@@ -249,7 +257,8 @@ def _sweep_message(summary: Summary) -> str:
     if len(by_bound) < 2:
         return "Capacity by the bound on the time between tokens"
     (tight, most), *_, (loose, least) = by_bound.items()
-    return f"Chunks serve {most:.1f} times the best batch of whole prompts at {tight}, {least:.1f} times at {loose}"
+    model = entries[0]["where"]["case"].partition(" ")[0]
+    return f"{model}: chunks serve {most:.1f} times the best batch of whole prompts at {tight}, {least:.1f} at {loose}"
 
 
 _DASHES = ("-", "--", ":")
@@ -307,7 +316,7 @@ def times_by_load(recorded: Result | None, now: Result) -> Figure:
                 if paper is not None:
                     ax.plot(paper, at, "|", ms=15, mew=4, color=COLOURS["paper"], alpha=0.6, zorder=1)
         ax.set(xscale="log", xlabel=f"{label} (simulated)")
-        ax.xaxis.set_major_formatter("{x:g}")
+        _plain_ticks(ax.xaxis)
     axes[0].set_yticks(range(len(cases)), [_short(case) for case in cases])
     axes[0].set_ylim(len(cases) - 0.4, -0.6)
     for name in names:
