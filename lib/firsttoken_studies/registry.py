@@ -137,6 +137,20 @@ _ALL = (
         "cps.policy_comparison:crosspoint_live",
         "live_summary",
     ),
+    _study(
+        "victims",
+        "Who is preempted, beside how",
+        "24",
+        "cps.victims:victims",
+        "victims_summary",
+    ),
+    _study(
+        "victims_live",
+        "Who is preempted, live",
+        "24",
+        "cps.victims:victims_live",
+        "live_victims_summary",
+    ),
     _study("online_crosspoint", "A learnt threshold", "23", "cps.learnt_threshold:online_crosspoint", "online_summary"),
     _study("layer_profile", "Which layers to recompute", "30", "droidspeak.profiling:layer_profile", "profile_summary"),
     _study(

@@ -41,4 +41,5 @@ def test_the_floors_of_notebook_01():
     assert "below 5 operations a byte, and a decode has 0.5" in roofline(measured, work)._suptitle.get_text()
     assert len(by_length_figure(measured, work).axes) == 2
     phases = {"process": 0.1, "imports": 3.0, "load": 1.0, "prefill": 0.5, "decode": 2.0, "resume": 9.0}
-    assert timeline(phases)._suptitle.get_text() == "The first token comes after 4.6 s, of which 3.0 s are 'imports'"
+    said = timeline(phases)._suptitle.get_text()
+    assert said == "The parts add up to 4.6 s until the first token, 3.0 s of them 'imports'"

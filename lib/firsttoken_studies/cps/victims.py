@@ -1,0 +1,302 @@
+"""Who is preempted, beside how: every rule for the victim with every way back, under two schedulers and three loads.
+
+CPS preempts the request that came last (its section 2.2) and chooses how it comes back. Which request gives way is a
+choice of its own, which no report compares.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
+from firsttoken.cps.policies import make_policy
+from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.costs.published import PublishedCosts
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.executor import Executor
+from firsttoken.engine.fused import fuse
+from firsttoken.engine.latency_metrics import client_metrics, recovery_metrics, serve_items
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.preemption import PreemptionPolicy
+from firsttoken.engine.request import Request
+from firsttoken.engine.scheduler_state import VICTIMS, Victim
+from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.trace import Trace
+from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
+from firsttoken.engine.workload.workload_items import Item, with_ids
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.overlay import name_results, over
+from firsttoken.study.plot import LOOKS
+from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Summary
+from firsttoken_studies.cps.policy_comparison import BLOCK_TOKENS, HOST_BLOCKS, POOL, ReplayedConfig, calibrated, drawn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LIFO, FREED, RANDOM = "last_arrived", "most_freed_for_its_cost", "random"
+RULES = (*VICTIMS, FREED, RANDOM)
+RECOVERIES = ("swap", "recompute", "cross_point")
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "prefill_first": {"scheduler": "prefill_first", "prefill_tokens": 2560, "token_budget": 1 << 20},
+    "sarathi 512": {"scheduler": "sarathi", "token_budget": 512, "requests": 256},
+}
+TOLD = {
+    LIFO: "the last that came (LIFO)",
+    "first_arrived": "the first that came",
+    "longest": "the one with most tokens",
+    "shortest": "the one with fewest tokens",
+    FREED: "most blocks freed for its cost",
+    RANDOM: "drawn at random",
+}
+
+
+@dataclass(frozen=True)
+class VictimsConfig:
+    """``seeds`` draws of ``short`` + ``long`` conversations, all at once into each of ``pools`` KV blocks of 16 tokens:
+    the fewer blocks, the more requests give way. Each of ``victims`` with each of ``recoveries`` under each of
+    ``schedulers``."""
+
+    seeds: int
+    short: int
+    long: int
+    pools: tuple[int, ...]
+    victims: tuple[str, ...]
+    recoveries: tuple[str, ...]
+    schedulers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.seeds, self.short, self.long, *self.pools) < 1:
+            raise ProfileError("victims: seeds, short, long and pools must be at least 1")
+        for names, known, what in (
+            (self.victims, RULES, "victim"),
+            (self.recoveries, RECOVERIES, "recovery"),
+            (self.schedulers, SCHEDULERS, "scheduler"),
+        ):
+            if odd := next((name for name in names if name not in known), ""):
+                raise ProfileError(f"victims: no {what} {odd!r}; {unknown(odd, known)}")
+
+
+def victim_of(name: str, costs: Costs, seed: int) -> str | Victim:
+    """The rule of that name: the engine's own, or one that needs ``costs`` or a ``seed``."""
+    if name == RANDOM:
+        chance = random.Random(seed)
+        return lambda running: chance.choice(running)
+    if name == FREED:
+
+        def freed_for_its_cost(request: Request) -> tuple[float, int]:
+            swap_s = costs.swap_out_s(request.cached) + costs.swap_in_s(request.cached)
+            cheapest_s = min(swap_s, costs.step_s([(0, request.cached)], []))
+            return len(request.blocks) / cheapest_s, request.order
+
+        return lambda running: max(running, key=freed_for_its_cost)
+    return name
+
+
+def victims(profile: Profile) -> Outcome:
+    """Rows {blocks, scheduler, recovery, victim, seed, metrics, longest_gap_s}, on the costs of CPS's Table 2."""
+    config = profile.section("victims", VictimsConfig)
+    set_up = ReplayedConfig(config.seeds, config.short, config.long, max(config.pools), (), ())
+    loads = [drawn(set_up, profile.seed + number) for number in range(config.seeds)]
+    costs = PublishedCosts(decode_s=calibrated(loads[: min(3, len(loads))], max(config.pools)))
+    cases = [
+        {
+            "blocks": blocks,
+            "scheduler": scheduler,
+            "recovery": recovery,
+            "victim": victim,
+            "seed": profile.seed + number,
+        }
+        for number in range(config.seeds)
+        for blocks in config.pools
+        for scheduler in config.schedulers
+        for recovery in config.recoveries
+        for victim in config.victims
+    ]
+    rows = [
+        case | run_with(loads[case["seed"] - profile.seed], costs, case)
+        for case in tqdm(cases, desc="victims", disable=None)
+    ]
+    source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
+    return Outcome(rows, provenance={"source": source, "kind": "replayed"})
+
+
+def run_with(items: Sequence[Item], costs: Costs, case: Mapping[str, Any]) -> dict[str, Any]:
+    """What clients saw of one case, and the longest time that a request waited for its next token."""
+    executor = SimulatedExecutor(costs, case["blocks"], host_blocks=HOST_BLOCKS)
+    victim = victim_of(case["victim"], costs, case["seed"])
+    settings = EngineConfig(victim=victim, watermark=0.0, **SCHEDULERS[case["scheduler"]])
+    return seen(executor, settings, make_policy(case["recovery"]), items)
+
+
+def seen(executor: Executor, settings: EngineConfig, policy: PreemptionPolicy, items: Sequence[Item]) -> dict[str, Any]:
+    """The metrics of one run, and the longest time between two tokens of any request."""
+    trace = Trace()
+    requests = serve_items(Engine(executor, settings, policy=policy, trace=trace), items)
+    gaps = [float(np.diff(request.times_s).max()) for request in requests if len(request.times_s) > 1]
+    return client_metrics(requests) | recovery_metrics(trace) | {"longest_gap_s": max(gaps)}
+
+
+@dataclass(frozen=True)
+class LiveVictimsConfig:
+    """``short`` + ``long`` conversations of ShareGPT, their lengths times ``scale``, for each of ``seeds`` draws, on
+    this machine: each of ``victims`` with each of ``recoveries`` in random order, over the swap path ``swap``. They
+    share ``blocks`` of 16 tokens. CrossPoint swaps up to 1,024 x ``scale`` tokens."""
+
+    seeds: int
+    short: int
+    long: int
+    scale: float
+    blocks: int
+    victims: tuple[str, ...]
+    recoveries: tuple[str, ...]
+    swap: str
+
+    def __post_init__(self) -> None:
+        if min(self.seeds, self.short, self.long, self.blocks) < 1:
+            raise ProfileError("live_victims: seeds, short, long and blocks must be at least 1")
+        if odd := next((name for name in self.victims if name not in VICTIMS), ""):
+            raise ProfileError(f"live_victims: no victim {odd!r}; {unknown(odd, VICTIMS)}")
+
+    def needs(self) -> list[Need]:
+        """Context and pool hold the longest conversation."""
+        longest = math.ceil(LONGEST * self.scale)
+        return [
+            Need("live_victims.scale", longest, CONTEXT),
+            Need("live_victims.scale", longest, POOL, "lower it, or raise live_victims.blocks"),
+        ]
+
+
+def victims_live(profile: Profile) -> Outcome:
+    """Rows {seed, victim, recovery, metrics, longest_gap_s} of the profile's model, prefill first."""
+    config = profile.section("live_victims", LiveVictimsConfig)
+    check(config.needs(), ModelFacts(profile.model, {POOL: config.blocks * BLOCK_TOKENS}))
+    loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
+    fuse(loaded.model)
+    vocabulary = loaded.model.config.vocab_size
+    seeds = range(profile.seed, profile.seed + config.seeds)
+    loads = {
+        seed: with_ids(
+            threshold_mix(loaded.tokenizer, config.short, config.long, scale=config.scale, seed=seed), vocabulary, seed
+        )
+        for seed in seeds
+    }
+    cases = list(product(seeds, config.victims, config.recoveries))
+    random.Random(profile.seed).shuffle(cases)
+    rows: Rows = []
+    live = LiveExecutor(loaded.model, config.blocks, host_blocks=4 * config.blocks, swap=config.swap)
+    with closing(live) as executor:
+        for seed, victim, recovery in tqdm(cases, desc="live victims", disable=None):
+            policy = make_policy(recovery, **({"threshold": 1024 * config.scale} if recovery == "cross_point" else {}))
+            settings = EngineConfig(victim=victim, watermark=0.0)
+            found = seen(executor, settings, policy, loads[seed])
+            rows.append({"seed": seed, "victim": victim, "recovery": recovery} | found)
+    return Outcome(rows, provenance=loaded.provenance.as_dict())
+
+
+def live_victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """The same as :func:`victims_summary` of the live runs."""
+    at = {"blocks": parameters["live_victims"]["blocks"], "scheduler": "prefill_first"}
+    return victims_summary([at | row for row in rows], parameters)
+
+
+def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """The mean P99 TPOT and the longest wait of each case, and how far its P99 TPOT lies below that of the last that
+    came with the same recovery, and below that of LIFO with cross-point, on the same draws."""
+    summary = Summary()
+    cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault((row["blocks"], row["scheduler"], row["recovery"], row["victim"]), []).append(row)
+    for (blocks, scheduler, recovery, victim), mine in cases.items():
+        where = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery, "variant": victim}
+        summary.add("tpot_p99_ms", bootstrap([row["p99_tpot_ms"] for row in mine]).summary("ms"), **where)
+        summary.add("longest_gap_s", bootstrap([row["longest_gap_s"] for row in mine]).summary("s"), **where)
+        summary.add("preemptions", bootstrap([row["preemptions"] for row in mine]).summary(""), **where)
+        for than, other in ((f"{LIFO} {recovery}", recovery), (f"{LIFO} cross_point", "cross_point")):
+            base = cases.get((blocks, scheduler, other, LIFO))
+            if base is None or base is mine or summary.get("tpot_p99_below_pct", **where, than=than):
+                continue
+            pairs = np.column_stack([[row["p99_tpot_ms"] for row in one] for one in (mine, base)])
+            below = bootstrap(pairs, lambda sample: float(1 - np.divide(*sample.mean(0))))
+            summary.add("tpot_p99_below_pct", below.summary("%", 100), **where, than=than)
+    return summary
+
+
+def victim_rows(result: Result) -> Rows:
+    """A line a load, scheduler and rule: P99 TPOT by recovery, and the longest wait with swap."""
+    lines: Rows = []
+    for case, scheduler, victim in dict.fromkeys(_places(result.rows)):
+        line: dict[str, Any] = {"load": f"{case}, {scheduler}: {TOLD[victim]}"}
+        where = {"case": case, "scheduler": scheduler, "variant": victim}
+        for recovery in dict.fromkeys(row["recovery"] for row in result.rows):
+            line[f"P99 TPOT, {recovery}, ms"] = interval(result.summary.get("tpot_p99_ms", **where, policy=recovery), 0)
+        line["longest wait, swap, s"] = interval(result.summary.get("longest_gap_s", **where, policy="swap"), 1)
+        lines.append(line)
+    return lines
+
+
+def _places(rows: Rows) -> list[tuple[str, str, str]]:
+    return [(f"{row['blocks']} blocks", row["scheduler"], row["victim"]) for row in rows]
+
+
+def by_victim(recorded: Result | None, now: Result) -> Figure:
+    """P99 TPOT by rule, a panel a scheduler and load, a mark a recovery."""
+    import matplotlib.pyplot as plt
+
+    drawn_over = over(recorded, now)
+    every = [row for one in drawn_over for row in one.result.rows]
+    schedulers = list(dict.fromkeys(row["scheduler"] for row in every))
+    pools = sorted({row["blocks"] for row in every}, reverse=True)
+    rules = list(dict.fromkeys(row["victim"] for row in every))
+    size = (9, 0.3 * len(rules) * len(pools) + 2.4)
+    fig, axes = plt.subplots(len(pools), len(schedulers), figsize=size, sharex="col", sharey=True, squeeze=False)
+    for line, blocks in zip(axes, pools, strict=True):
+        for ax, scheduler in zip(line, schedulers, strict=True):
+            for one in drawn_over:
+                for place, victim in enumerate(rules):
+                    for offset, recovery in zip((-0.22, 0.0, 0.22), RECOVERIES, strict=True):
+                        where = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery}
+                        entry = one.result.summary.get("tpot_p99_ms", **where, variant=victim)
+                        one.point(ax, place + offset + one.shift / 3, entry, recovery.replace("_", "-"), along="x")
+            ax.set_title(f"{scheduler}, {blocks} blocks", fontsize="small")
+            ax.set_yticks(range(len(rules)), [TOLD[victim] for victim in rules], fontsize="small")
+            ax.set_ylim(len(rules) - 0.4, -0.6)
+    for ax in axes[-1]:
+        ax.set_xlabel("P99 of the time per further token, ms")
+    for recovery in RECOVERIES:
+        look = LOOKS[recovery.replace("_", "-")]
+        axes[0][0].plot([], [], linestyle="none", marker=look.marker, color=look.colour, label=recovery)
+    fig.suptitle(_message((recorded or now).summary))
+    names = fig.legend(loc="outside lower center", ncols=3, fontsize="small")
+    name_results(fig, drawn_over, "tpot_p99_ms", legend=names)
+    return fig
+
+
+def _message(summary: Summary) -> str:
+    """How far the best rule with plain swap lies below LIFO with cross-point, over the loads of the first scheduler."""
+    than = f"{LIFO} cross_point"
+    entries = summary.all("tpot_p99_below_pct", policy="swap", than=than)
+    first = [entry for entry in entries if entry["where"]["scheduler"] == entries[0]["where"]["scheduler"]]
+    best: dict[str, float] = {}
+    for entry in first:
+        rule = entry["where"]["variant"]
+        best[rule] = min(best.get(rule, np.inf), entry["value"])
+    if not best:
+        return "The tail by who gives way and how it comes back"
+    rule = max(best, key=lambda name: best[name])
+    most = max(entry["value"] for entry in first if entry["where"]["variant"] == rule)
+    return f"Swap alone, of {TOLD[rule]}, has its tail {best[rule]:.0f} to {most:.0f} % below LIFO with cross-point"
