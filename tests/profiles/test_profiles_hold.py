@@ -37,6 +37,8 @@ ASKS_NOTHING = {
     "objective_sweep",
     "fixed_load",
     "reports_on_cards",
+    "victims",
+    "second_card",
     "swarm_churn",
 }  # of a model or of data
 CASES = [

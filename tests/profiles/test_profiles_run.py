@@ -69,6 +69,7 @@ from firsttoken_studies.sarathi import (
     operator_error,
     paper_cards,
     pipeline_bubbles,
+    second_card,
     simulator_error,
 )
 
@@ -166,7 +167,8 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for searching in (bench, paper_cards):
             patch.setattr(searching, "capacity", lambda serve, objective, *, start: (start, serve(start)))
         patch.setattr(live_peer, "turn", asked_peer)
-        patch.setattr(simulator_error, "downloaded", lambda name: folder)
+        for compared in (simulator_error, second_card):
+            patch.setattr(compared, "downloaded", lambda name: folder)
         served = {"input_toks": 9, "output_toks": 3, "queued_ts": 5.0, "first_token_ts": 5.5, "last_token_ts": 6.5}
         (folder / "vllm_requests.jsonl").write_text(json.dumps(served), encoding="utf-8")
         for name, recipe in list(RECIPES.items()):

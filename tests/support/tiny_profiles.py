@@ -46,6 +46,13 @@ SMALL = {
         "loads": ["openchat-sharegpt4-fit 1", "arxiv-summarization-fit 1"],
         "requests": 6,
     },
+    "on_cards": {"prompts": [2048, 8192, 40000]},
+    "victims": {"short": 4, "long": 4, "pools": [512], "schedulers": ["prefill_first", "sarathi 512"]},
+    "live_victims": {
+        "victims": ["last_arrived", "first_arrived"],
+        "recoveries": ["swap", "cross_point"],
+        "scale": 0.046875,
+    },
     "pipeline": {"requests": 6},
     "serving": {"requests": 6},
     "changing_load": {"rate": 1.0, "phase_s": 2.0},
