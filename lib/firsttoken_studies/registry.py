@@ -149,7 +149,7 @@ _ALL = (
         "Who is preempted, live",
         "24",
         "cps.victims:victims_live",
-        "live_victims_summary",
+        "victims_summary",
     ),
     _study("online_crosspoint", "A learnt threshold", "23", "cps.learnt_threshold:online_crosspoint", "online_summary"),
     _study("layer_profile", "Which layers to recompute", "30", "droidspeak.profiling:layer_profile", "profile_summary"),

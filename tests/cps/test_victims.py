@@ -43,14 +43,14 @@ def test_the_rule_that_knows_costs_takes_most_blocks_a_second() -> None:
 
 def test_the_summary_holds_each_rule_against_the_last_that_came() -> None:
     rows = []
-    for seed in range(5):
-        for recovery, victim, tail in (
-            ("swap", "last_arrived", 100.0),
-            ("cross_point", "last_arrived", 90.0),
-            ("swap", "first_arrived", 60.0),
-        ):
-            at = {"blocks": 512, "scheduler": "prefill_first", "recovery": recovery, "victim": victim, "seed": seed}
-            rows.append(at | {"p99_tpot_ms": tail + seed, "longest_gap_s": 1.0, "preemptions": 3})
+    for recovery, victim, tail in (
+        ("swap", "last_arrived", 100.0),
+        ("cross_point", "last_arrived", 90.0),
+        ("swap", "first_arrived", 60.0),
+    ):
+        at = {"blocks": 512, "scheduler": "prefill_first", "recovery": recovery, "victim": victim, "seeds": [*range(5)]}
+        tails = [tail + seed for seed in range(5)]
+        rows.append(at | {"p99_tpot_ms": tails, "longest_gap_s": [1.0] * 5, "preemptions": [3] * 5})
     summary = victims_summary(rows, {})
     where = {"case": "512 blocks", "scheduler": "prefill_first", "policy": "swap", "variant": "first_arrived"}
     assert summary.value("tpot_p99_below_pct", **where, than="last_arrived swap") == pytest.approx(100 * (1 - 62 / 102))

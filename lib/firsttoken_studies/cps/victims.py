@@ -107,30 +107,28 @@ def victim_of(name: str, costs: Costs, seed: int) -> str | Victim:
     return name
 
 
+METRICS = ("p99_tpot_ms", "mean_ttft_ms", "longest_gap_s", "preemptions")
+
+
 def victims(profile: Profile) -> Outcome:
-    """Rows {blocks, scheduler, recovery, victim, seed, metrics, longest_gap_s}, on the costs of CPS's Table 2."""
+    """Rows {blocks, scheduler, recovery, victim, seeds, and for each of ``METRICS`` a list by seed}, on the costs of
+    CPS's Table 2."""
     config = profile.section("victims", VictimsConfig)
     set_up = ReplayedConfig(config.seeds, config.short, config.long, max(config.pools), (), ())
-    loads = [drawn(set_up, profile.seed + number) for number in range(config.seeds)]
-    costs = PublishedCosts(decode_s=calibrated(loads[: min(3, len(loads))], max(config.pools)))
+    seeds = list(range(profile.seed, profile.seed + config.seeds))
+    loads = {seed: drawn(set_up, seed) for seed in seeds}
+    costs = PublishedCosts(decode_s=calibrated([loads[seed] for seed in seeds[:3]], max(config.pools)))
     cases = [
-        {
-            "blocks": blocks,
-            "scheduler": scheduler,
-            "recovery": recovery,
-            "victim": victim,
-            "seed": profile.seed + number,
-        }
-        for number in range(config.seeds)
+        {"blocks": blocks, "scheduler": scheduler, "recovery": recovery, "victim": victim}
         for blocks in config.pools
         for scheduler in config.schedulers
         for recovery in config.recoveries
         for victim in config.victims
     ]
-    rows = [
-        case | run_with(loads[case["seed"] - profile.seed], costs, case)
-        for case in tqdm(cases, desc="victims", disable=None)
-    ]
+    rows: Rows = []
+    for case in tqdm(cases, desc="victims", disable=None):
+        found = [run_with(loads[seed], costs, case | {"seed": seed}) for seed in seeds]
+        rows.append(case | {"seeds": seeds} | {name: [round(one[name], 4) for one in found] for name in METRICS})
     source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
     return Outcome(rows, provenance={"source": source, "kind": "replayed"})
 
@@ -182,7 +180,7 @@ class LiveVictimsConfig:
 
 
 def victims_live(profile: Profile) -> Outcome:
-    """Rows {seed, victim, recovery, metrics, longest_gap_s} of the profile's model, prefill first."""
+    """The same rows of the profile's model on this machine, prefill first."""
     config = profile.section("live_victims", LiveVictimsConfig)
     check(config.needs(), ModelFacts(profile.model, {POOL: config.blocks * BLOCK_TOKENS}))
     loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
@@ -197,40 +195,40 @@ def victims_live(profile: Profile) -> Outcome:
     }
     cases = list(product(seeds, config.victims, config.recoveries))
     random.Random(profile.seed).shuffle(cases)
-    rows: Rows = []
+    found: dict[tuple[int, str, str], dict[str, Any]] = {}
     live = LiveExecutor(loaded.model, config.blocks, host_blocks=4 * config.blocks, swap=config.swap)
     with closing(live) as executor:
         for seed, victim, recovery in tqdm(cases, desc="live victims", disable=None):
             policy = make_policy(recovery, **({"threshold": 1024 * config.scale} if recovery == "cross_point" else {}))
             settings = EngineConfig(victim=victim, watermark=0.0)
-            found = seen(executor, settings, policy, loads[seed])
-            rows.append({"seed": seed, "victim": victim, "recovery": recovery} | found)
+            found[seed, victim, recovery] = seen(executor, settings, policy, loads[seed])
+    rows: Rows = [
+        {"blocks": config.blocks, "scheduler": "prefill_first", "recovery": recovery, "victim": victim}
+        | {"seeds": list(seeds)}
+        | {name: [round(found[seed, victim, recovery][name], 4) for seed in seeds] for name in METRICS}
+        for victim, recovery in product(config.victims, config.recoveries)
+    ]
     return Outcome(rows, provenance=loaded.provenance.as_dict())
-
-
-def live_victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """The same as :func:`victims_summary` of the live runs."""
-    at = {"blocks": parameters["live_victims"]["blocks"], "scheduler": "prefill_first"}
-    return victims_summary([at | row for row in rows], parameters)
 
 
 def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The mean P99 TPOT and the longest wait of each case, and how far its P99 TPOT lies below that of the last that
     came with the same recovery, and below that of LIFO with cross-point, on the same draws."""
     summary = Summary()
-    cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        cases.setdefault((row["blocks"], row["scheduler"], row["recovery"], row["victim"]), []).append(row)
+    cases = {(row["blocks"], row["scheduler"], row["recovery"], row["victim"]): row for row in rows}
     for (blocks, scheduler, recovery, victim), mine in cases.items():
         where = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery, "variant": victim}
-        summary.add("tpot_p99_ms", bootstrap([row["p99_tpot_ms"] for row in mine]).summary("ms"), **where)
-        summary.add("longest_gap_s", bootstrap([row["longest_gap_s"] for row in mine]).summary("s"), **where)
-        summary.add("preemptions", bootstrap([row["preemptions"] for row in mine]).summary(""), **where)
+        for measure, column, unit in (
+            ("tpot_p99_ms", "p99_tpot_ms", "ms"),
+            ("longest_gap_s", "longest_gap_s", "s"),
+            ("preemptions", "preemptions", ""),
+        ):
+            summary.add(measure, bootstrap(mine[column]).summary(unit), **where)
         for than, other in ((f"{LIFO} {recovery}", recovery), (f"{LIFO} cross_point", "cross_point")):
             base = cases.get((blocks, scheduler, other, LIFO))
             if base is None or base is mine or summary.get("tpot_p99_below_pct", **where, than=than):
                 continue
-            pairs = np.column_stack([[row["p99_tpot_ms"] for row in one] for one in (mine, base)])
+            pairs = np.column_stack([mine["p99_tpot_ms"], base["p99_tpot_ms"]])
             below = bootstrap(pairs, lambda sample: float(1 - np.divide(*sample.mean(0))))
             summary.add("tpot_p99_below_pct", below.summary("%", 100), **where, than=than)
     return summary
