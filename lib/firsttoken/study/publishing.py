@@ -32,8 +32,10 @@ def publish(path: Path, profile: str) -> None:
 
 
 def _small(output: dict[str, Any]) -> dict[str, Any]:
-    picture = output.get("data", {}).get("image/png")
-    if picture is None:
-        return output
-    png = base64.b64encode(few_colours(base64.b64decode(picture))).decode()
-    return output | {"data": output["data"] | {"image/png": png}}
+    """The output with its picture in few colours, and a table once: as HTML, without the same in letters."""
+    data = dict(output.get("data", {}))
+    if (picture := data.get("image/png")) is not None:
+        data["image/png"] = base64.b64encode(few_colours(base64.b64decode(picture))).decode()
+    if "text/html" in data:
+        data.pop("text/plain", None)
+    return output | {"data": data} if data else output
