@@ -131,7 +131,7 @@ def test_an_export_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_an_aiperf_that_fails_says_why(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "print('first'); raise SystemExit('no route to the server')"]
+    command = [sys.executable, "-c", "print('first', flush=True); raise SystemExit('no route to the server')"]
     with pytest.raises(FirstTokenError, match=r"^live_peer: aiperf ended with 1: no route to the server$"):
         live_peer.ask(command, LOAD, tmp_path, dict(os.environ))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +95,12 @@ def servers_imported() -> Iterator[None]:
     It is a process of its own, not a copy of this one: another thread of this one may hold a lock at that moment, for
     which the copy would wait for ever.
     """
+    before = os.environ.get("JUPYTER_PATH")
     with kernel_forkserver.warmed((*spans.IMPORTS, "firsttoken.petals.actions")):
+        if before is None:  # servers alone: a notebook of another test starts a kernel of its own
+            os.environ.pop("JUPYTER_PATH", None)
+        else:
+            os.environ["JUPYTER_PATH"] = before
         yield
 
 

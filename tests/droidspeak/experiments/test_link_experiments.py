@@ -82,7 +82,7 @@ def test_the_table_of_choices(study):
         assert row["layers"] == row["hi"] - row["lo"] and row["ttft_s"] > 0 and row["expected_s"] > 0
     assert any(row["layers"] == DEPTH for row in result.rows if row["how"] == "fixed")
     assert result.provenance["costs"]["kv_token_bytes"] == KV // TOKENS
-    assert result.provenance["costs"]["e_cache_token_bytes"] == EDGE // TOKENS
+    assert result.provenance["costs"]["edge_token_bytes"] == EDGE // TOKENS
 
 
 @pytest.mark.parametrize(
