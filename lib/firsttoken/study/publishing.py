@@ -26,16 +26,18 @@ def publish(path: Path, profile: str) -> None:
         found = cells.get(cell["id"])
         if found is None or "".join(found["source"]) != "".join(cell["source"]):
             raise NotebookError(f"notebook {path.name}: cell {cell['id']} was not run as it stands; run it again")
-        cell["outputs"] = [_small(output) for output in found["outputs"]]
+        compared = "nbval-ignore-output" not in cell["metadata"].get("tags", ())
+        cell["outputs"] = [_small(output, compared) for output in found["outputs"]]
         cell["execution_count"] = found["execution_count"]
     write_text(path, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 
-def _small(output: dict[str, Any]) -> dict[str, Any]:
-    """The output with its picture in few colours, and a table once: as HTML, without the same in letters."""
+def _small(output: dict[str, Any], compared: bool) -> dict[str, Any]:
+    """The output with its picture in few colours, and a table once: as HTML, without the same in letters, which a cell
+    keeps that nbval compares with what a run gives."""
     data = dict(output.get("data", {}))
     if (picture := data.get("image/png")) is not None:
         data["image/png"] = base64.b64encode(few_colours(base64.b64decode(picture))).decode()
-    if "text/html" in data:
+    if "text/html" in data and not compared:
         data.pop("text/plain", None)
     return output | {"data": data} if data else output
