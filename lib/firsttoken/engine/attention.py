@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,10 +30,15 @@ class Attend(ABC):
     def __init__(self, pool: KVPool, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         """``blocks`` and ``offsets`` [tokens] say where in the pool each new token belongs."""
         self.pool = pool
-        shape = pool.shape
-        keys = blocks * (shape.layers * 2 * shape.block_tokens) + offsets
+        self._blocks, self._offsets = blocks, offsets
+
+    @cached_property
+    def writes(self) -> torch.Tensor:
+        """Where the new keys and values of each layer go; made when a layer first asks."""
+        shape = self.pool.shape
+        keys = self._blocks * (shape.layers * 2 * shape.block_tokens) + self._offsets
         first = torch.cat([keys, keys + shape.block_tokens])
-        self.writes = first + layer_steps(pool, 2 * shape.block_tokens)
+        return first + layer_steps(self.pool, 2 * shape.block_tokens)
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None

@@ -6,12 +6,15 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from firsttoken.engine.attention import interface
 from firsttoken.engine.linear8 import Linear8
+from firsttoken.engine.native.attend import NativeAttend
 from firsttoken.engine.native.library import NAMES, kernels
+from firsttoken.engine.native.linear import NativeLinear, multiplies
 from firsttoken.engine.onednn_prepack import PackedLinear, packs
 
 _LLAMA, _QWEN2 = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2"))
@@ -32,11 +35,19 @@ class FusedLayer(nn.Module):
         self.kv_heads = attention.k_proj.out_features // attention.head_dim
         self.joint = _product(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = _product(attention.o_proj)
-        self.gate_up = _product(mlp.gate_proj, mlp.up_proj)
+        gate_up = mlp.gate_proj, mlp.up_proj
+        self.gate_up = NativeLinear(gate_up, gated=True) if all(map(multiplies, gate_up)) else _Gated(*gate_up)
         self.down = _product(mlp.down_proj)
         self.before_attention, self.before_mlp = _own(stock.input_layernorm), _own(stock.post_attention_layernorm)
         self.attention = copy.copy(attention)  # what attention functions ask for the layer's number and the like
         self.attention._modules = {}
+        norms, products = (self.before_attention, self.before_mlp), (self.joint, self.out, self.gate_up, self.down)
+        self.kind: tuple[float, ...] | None = None
+        if all(type(product) is NativeLinear for product in products) and _whole(norms):
+            pointers = [[norm.weight.data_ptr() for norm in norms], *(product.fields for product in products)]
+            self.fields = np.concatenate([[attention.layer_idx], *pointers])
+            sizes = [size for product in products for size in (product.in_features, product.out_features)]
+            self.kind = (*sizes, attention.head_dim, attention.scaling, norms[0].variance_epsilon)
 
     def forward(
         self,
@@ -60,8 +71,54 @@ class FusedLayer(nn.Module):
             module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **keywords
         )
         hidden_states = self.out.plus(seen.reshape(batch, tokens, -1), hidden_states)
-        gated = native.gated(self.gate_up(_normed(hidden_states, self.before_mlp)))
-        return self.down.plus(gated, hidden_states)
+        return self.down.plus(self.gate_up(_normed(hidden_states, self.before_mlp)), hidden_states)
+
+
+class _Gated(nn.Module):
+    """silu(gate) * up of two linear layers, by one product."""
+
+    def __init__(self, gate: nn.Linear | Linear8, up: nn.Linear | Linear8) -> None:
+        super().__init__()
+        self.both = _product(gate, up)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return kernels().gated(self.both(states))
+
+
+def run_together(layers: Sequence[nn.Module], hidden: Tensor, paged: Any, turns: tuple[Tensor, Tensor] | None) -> int:
+    """How many of ``layers``, from the first on, one call of the kernels can run over ``hidden`` [1, tokens, hidden].
+
+    They are fused, alike, and multiplied by the kernels; ``paged``, the step's attention, reads all of its tokens by
+    them; ``turns`` are the cosines and sines of its positions.
+    """
+    if not isinstance(paged, NativeAttend) or paged.shared != hidden.shape[1] or turns is None:
+        return 0
+    kind = getattr(layers[0], "kind", None)
+    if kind is None or hidden.dtype != paged.pool.shape.dtype or hidden.dtype != layers[0].joint.panels.dtype:
+        return 0
+    alike = (type(layer) is FusedLayer and layer.kind == kind for layer in layers)
+    return next((i for i, same in enumerate(alike) if not same), len(layers))
+
+
+def run_layers(
+    layers: Sequence[FusedLayer], hidden: Tensor, paged: NativeAttend, turns: tuple[Tensor, Tensor]
+) -> Tensor:
+    """``hidden`` [1, tokens, hidden] through ``layers``, which :func:`run_together` has counted -> the same shape."""
+    first, states = layers[0], hidden[0].clone(memory_format=torch.contiguous_format)
+    room = first.joint.in_features + first.joint.out_features + first.out.in_features + first.down.in_features
+    kernels().run_layers(
+        np.stack([layer.fields for layer in layers]),
+        states,
+        tuple(half[0].contiguous() for half in turns),
+        paged.pool.rows,
+        paged.tables,
+        paged.works,
+        paged.contexts,
+        room,
+        first.before_attention.variance_epsilon,
+        first.attention.scaling,
+    )
+    return states[None]
 
 
 def fuse(model: nn.Module) -> nn.Module:
@@ -93,7 +150,7 @@ def _replace(parent: nn.Module) -> None:
         if _fuses(child):
             setattr(parent, name, FusedLayer(child))
         elif packs(child):
-            setattr(parent, name, PackedLinear(child))
+            setattr(parent, name, packed(child))
         else:
             _replace(child)
 
@@ -133,10 +190,21 @@ def _own(norm: nn.Module) -> nn.Module:
     return own
 
 
-def _product(*linears: nn.Linear | Linear8) -> PackedLinear | Linear8:
+def packed(linear: nn.Linear) -> NativeLinear | PackedLinear:
+    """``linear``, one that :func:`packs` says yes to, with its weight in the layout that is multiplied fastest here."""
+    return NativeLinear([linear]) if multiplies(linear) else PackedLinear(linear)
+
+
+def _whole(norms: Sequence[nn.Module]) -> bool:
+    return norms[0].variance_epsilon == norms[1].variance_epsilon
+
+
+def _product(*linears: nn.Linear | Linear8) -> NativeLinear | PackedLinear | Linear8:
     """One layer whose outputs are those of ``linears``, one after the other."""
     if isinstance(linears[0], Linear8):
         return Linear8.joined(linears)
+    if all(map(multiplies, linears)):
+        return NativeLinear(linears)
     return PackedLinear(linears[0] if len(linears) == 1 else _stacked(linears))
 
 
