@@ -145,6 +145,7 @@ def test_weights_of_an_odd_number_of_inputs_are_left_to_onednn(compiled) -> None
     assert type(fused.packed(nn.Linear(7, 4))) is PackedLinear and type(fused.packed(nn.Linear(8, 4))) is NativeLinear
 
 
+@pytest.mark.filterwarnings("ignore:the engine's own torch.bfloat16 products")
 def test_a_kernel_that_multiplies_wrongly_is_not_used(compiled, llama, monkeypatch: pytest.MonkeyPatch) -> None:
     """The products of its first call are held against torch's; oneDNN multiplies then, and one line says so."""
     right = Kernels.product

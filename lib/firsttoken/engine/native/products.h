@@ -65,13 +65,11 @@ inline void add_products(Lane& sum, const bf16* input, const bf16* weights) {
     const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
     sum = (Lane)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(weights), both);
 }
-constexpr bool HAS_BF16 = true;
 #else
 inline void add_products(Lane& sum, const bf16* input, const bf16* weights) {
     for (int i = 0; i < LANES; ++i)
         sum[i] += widen(weights[2 * i]) * widen(input[0]) + widen(weights[2 * i + 1]) * widen(input[1]);
 }
-constexpr bool HAS_BF16 = false;
 #endif
 
 // What is asked for while a panel is multiplied: lines that lie step bytes apart, one pair of lines for each register pair.
