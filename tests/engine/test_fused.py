@@ -13,12 +13,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from firsttoken.engine import fused
-from firsttoken.engine.fused import FusedLayer, fuse
+from firsttoken.engine.fused import FusedLayer, fuse, fuse_layer
 from firsttoken.engine.native import linear as native_linear
 from firsttoken.engine.native.library import SOURCE, Kernels, kernels
 from firsttoken.engine.native.linear import NativeLinear, multiplies
 from firsttoken.engine.onednn_prepack import PackedLinear, packs
 from firsttoken.engine.request import Sampling
+from firsttoken.progressiveserve.loading.lora import with_adapter
 from firsttoken.study.errors import ModelError
 from firsttoken.study.system.compiled import shared_library
 
@@ -162,6 +163,62 @@ def test_a_kernel_that_multiplies_wrongly_is_not_used(compiled, llama, monkeypat
     other = fuse(copy.deepcopy(llama.model))
     assert count(other, NativeLinear) == 0 and count(other, FusedLayer) == 2
     assert_same(other(IDS).logits, llama.model(IDS).logits)
+
+
+def adapter_of(layer: nn.Module, ranks: dict[str, int], generator: torch.Generator) -> dict[str, tuple]:
+    """LoRA's halves for the modules of a layer that ``ranks`` names."""
+    shapes = {path: layer.get_submodule(path).weight.shape for path in ranks}
+    return {
+        path: (torch.randn(rank, shapes[path][1], generator=generator), torch.randn(shapes[path][0], rank) * 0.1)
+        for path, rank in ranks.items()
+    }
+
+
+RANKS = {
+    "all alike": dict.fromkeys([path for paths in fused._PATHS.values() for path in paths], 4),
+    "some": {"self_attn.q_proj": 3, "self_attn.v_proj": 5, "mlp.up_proj": 2, "mlp.down_proj": 7},
+    "one": {"mlp.gate_proj": 1},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_fused_layer_with_an_adapter(compiled, make_model, dtype: torch.dtype, ranks: dict[str, int]) -> None:
+    """Over the same weights as the layer without, what ``LoraLinear`` says; the layer itself stays as it was."""
+    shape = LlamaConfig(**(SMALL | {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}))
+    model = make_model(shape).to(dtype)
+    layer, generator = model.model.layers[0], torch.Generator().manual_seed(3)
+    if not all(map(multiplies, [layer.mlp.up_proj])):
+        pytest.skip("the kernels do not multiply this dtype here")
+    slices = adapter_of(layer, ranks, generator)
+    plain = fuse_layer(layer)
+    adapted = plain.with_adapter(slices)
+    assert adapted.kind == plain.kind and adapted.joint.panels.data_ptr() == plain.joint.panels.data_ptr()
+    states = torch.randn(1, 21, 64, generator=generator).to(dtype)
+    turns = model.model.rotary_emb(states, torch.arange(21)[None])
+    causal = torch.full((21, 21), float("-inf"), dtype=dtype).triu(1)[None, None]
+    before = plain(states, causal, position_embeddings=turns)
+    wanted = with_adapter(layer, slices)(states, attention_mask=causal, position_embeddings=turns)
+    got = adapted(states, causal, position_embeddings=turns)
+    near = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(got, wanted, rtol=0.02, atol=near)
+    assert torch.equal(plain(states, causal, position_embeddings=turns), before)
+    assert torch.equal(got, before) == (not ranks)
+
+
+def test_an_adapter_that_the_kernels_do_not_add_up(compiled, make_model) -> None:
+    """Heads of 8 share half a panel; a module that is in no product; layers that oneDNN multiplies."""
+    narrow = fuse_layer(make_model(LlamaConfig(**SMALL)).model.layers[0])
+    layer = make_model(LlamaConfig(**(SMALL | {"hidden_size": 64, "head_dim": 16}))).model.layers[0]
+    generator = torch.Generator().manual_seed(3)
+    assert fuse_layer(layer).with_adapter({"self_attn.rotary": (torch.ones(1, 64), torch.ones(64, 1))}) is None
+    few = LlamaConfig(**(SMALL | {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8}))
+    shared = make_model(few).model.layers[0]
+    slices = adapter_of(shared, {"self_attn.k_proj": 2, "self_attn.v_proj": 2}, generator)
+    assert fuse_layer(shared).with_adapter(slices) is None or kernels().panel < 32
+    assert narrow.with_adapter({}) is not None
 
 
 @pytest.mark.parametrize("kind", ["onednn", "native"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from firsttoken.engine.attention import interface
 from firsttoken.engine.linear8 import Linear8
 from firsttoken.engine.native.attend import NativeAttend
 from firsttoken.engine.native.library import NAMES, kernels
-from firsttoken.engine.native.linear import NativeLinear, multiplies
+from firsttoken.engine.native.linear import Halves, NativeLinear, multiplies
 from firsttoken.engine.onednn_prepack import PackedLinear, packs
 
 _LLAMA, _QWEN2 = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2"))
@@ -23,6 +23,14 @@ _LAYERS = {(_LLAMA, "LlamaDecoderLayer"), (_QWEN2, "Qwen2DecoderLayer"), (_LEAN,
 _NORMS = {(_LLAMA, "LlamaRMSNorm"), (_QWEN2, "Qwen2RMSNorm"), (_LEAN, "RMSNorm")}
 _SILU = {("transformers.activations", "SiLUActivation"), ("torch.nn.modules.activation", "SiLU")}
 """By module and name, as to import the stock classes takes seconds."""
+
+
+_PATHS = {
+    "joint": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
 
 
 class FusedLayer(nn.Module):
@@ -41,13 +49,38 @@ class FusedLayer(nn.Module):
         self.before_attention, self.before_mlp = _own(stock.input_layernorm), _own(stock.post_attention_layernorm)
         self.attention = copy.copy(attention)  # what attention functions ask for the layer's number and the like
         self.attention._modules = {}
-        norms, products = (self.before_attention, self.before_mlp), (self.joint, self.out, self.gate_up, self.down)
         self.kind: tuple[float, ...] | None = None
-        if all(type(product) is NativeLinear for product in products) and _whole(norms):
-            pointers = [[norm.weight.data_ptr() for norm in norms], *(product.fields for product in products)]
-            self.fields = np.concatenate([[attention.layer_idx], *pointers])
-            sizes = [size for product in products for size in (product.in_features, product.out_features)]
-            self.kind = (*sizes, attention.head_dim, attention.scaling, norms[0].variance_epsilon)
+        self._describe()
+
+    def _describe(self) -> None:
+        """What the kernels must know to run it in one call with others of its ``kind``."""
+        norms, products = (self.before_attention, self.before_mlp), (self.joint, self.out, self.gate_up, self.down)
+        if not all(type(product) is NativeLinear for product in products):
+            return
+        if norms[0].variance_epsilon != norms[1].variance_epsilon:
+            return
+        pointers = [[norm.weight.data_ptr() for norm in norms], *(product.fields for product in products)]
+        self.fields = np.concatenate([[self.attention.layer_idx], *pointers])
+        sizes = [size for product in products for size in (product.in_features, product.out_features)]
+        self.kind = (*sizes, self.attention.head_dim, self.attention.scaling, norms[0].variance_epsilon)
+
+    def with_adapter(self, slices: Mapping[str, Halves]) -> FusedLayer | None:
+        """The same over the same weights with LoRA's ``slices`` by module, "self_attn.q_proj" and so on; None where the
+        kernels do not add them up."""
+        twin = copy.copy(self)
+        twin._modules = dict(self._modules)
+        known = 0
+        for name, paths in _PATHS.items():
+            product, halves = getattr(self, name), [slices.get(path) for path in paths]
+            adapted = product.with_adapter(halves) if type(product) is NativeLinear else None
+            if adapted is None:
+                return None
+            twin._modules[name] = adapted
+            known += sum(pair is not None for pair in halves)
+        if known != len(slices):
+            return None
+        twin._describe()
+        return twin
 
     def forward(
         self,
@@ -193,10 +226,6 @@ def _own(norm: nn.Module) -> nn.Module:
 def packed(linear: nn.Linear) -> NativeLinear | PackedLinear:
     """``linear``, one that :func:`packs` says yes to, with its weight in the layout that is multiplied fastest here."""
     return NativeLinear([linear]) if multiplies(linear) else PackedLinear(linear)
-
-
-def _whole(norms: Sequence[nn.Module]) -> bool:
-    return norms[0].variance_epsilon == norms[1].variance_epsilon
 
 
 def _product(*linears: nn.Linear | Linear8) -> NativeLinear | PackedLinear | Linear8:

@@ -7,11 +7,13 @@
 namespace {
 
 // The fields of a layer as int64_t, one behind the other: what library.py writes.
-constexpr int64_t WEIGHT_FIELDS = 5, LAYER_FIELDS = 3 + 4 * WEIGHT_FIELDS;
+constexpr int64_t WEIGHT_FIELDS = 10, LAYER_FIELDS = 3 + 4 * WEIGHT_FIELDS;
 
 template <class T>
 Weight<T> read_weight(const int64_t* fields) {
-    return {(const T*)fields[0], (const T*)fields[1], fields[2], fields[3], fields[4] != 0};
+    const Adapter adapter{(const float*)fields[5], (const float*)fields[6], (const int64_t*)fields[7], fields[8],
+                          fields[9]};
+    return {(const T*)fields[0], (const T*)fields[1], fields[2], fields[3], fields[4] != 0, adapter};
 }
 
 template <class T>
@@ -24,6 +26,13 @@ Layer<T> read_layer(const int64_t* fields) {
             read_weight<T>(weights + WEIGHT_FIELDS),
             read_weight<T>(weights + 2 * WEIGHT_FIELDS),
             read_weight<T>(weights + 3 * WEIGHT_FIELDS)};
+}
+
+// Numbers that a row has between the two halves of the adapters of these weights, at most.
+template <class T>
+int64_t widest(const Layer<T>& layer) {
+    return std::max({layer.joint.adapter.total, layer.out.adapter.total, layer.gate_up.adapter.total,
+                     layer.down.adapter.total});
 }
 
 }  // namespace
@@ -61,10 +70,15 @@ extern "C" int64_t multiplies_bfloat16() { return HAS_BF16; }
     extern "C" void pack_##NAME(const T* rows, const int64_t* weight, int threads) {                                 \
         _Pragma("omp parallel num_threads(threads)") pack(rows, read_weight<T>(weight), (T*)weight[0]);              \
     }                                                                                                                \
+    extern "C" int64_t pack_adapter_##NAME(const float* b, const int64_t* offsets, int64_t rank,                     \
+                                           const int64_t* weight, float* packed, int64_t* packed_offsets) {          \
+        return pack_adapter(b, offsets, rank, read_weight<T>(weight), packed, packed_offsets);                       \
+    }                                                                                                                \
     extern "C" void product_##NAME(const T* rows, int64_t tokens, const int64_t* weight, const T* other, T* out,     \
                                    int threads) {                                                                    \
-        _Pragma("omp parallel num_threads(threads)")                                                                 \
-            product(rows, tokens, read_weight<T>(weight), other, out);                                               \
+        const Weight<T> read = read_weight<T>(weight);                                                               \
+        std::vector<float> reduced(tokens * read.adapter.total);                                                     \
+        _Pragma("omp parallel num_threads(threads)") product(rows, tokens, read, other, out, reduced.data());        \
     }                                                                                                                \
     extern "C" void run_layers_##NAME(const int64_t* layers, int64_t count, T* states, const T* cos, const T* sin,   \
                                       T* pool, const int64_t* tables, int64_t table_width, const int64_t* works,     \
@@ -74,9 +88,13 @@ extern "C" int64_t multiplies_bfloat16() { return HAS_BF16; }
         const Paged<T> paged{pool,   tables,   works,    contexts,     table_width,                                  \
                              tokens, kv_heads, head_dim, block_tokens, block_step};                                  \
         const Layer<T> first = read_layer<T>(layers);                                                                \
+        int64_t most = 0;                                                                                            \
+        for (int64_t i = 0; i < count; ++i)                                                                          \
+            most = std::max(most, widest(read_layer<T>(layers + i * LAYER_FIELDS)));                                 \
+        std::vector<float> reduced(tokens * most);                                                                   \
         T* const joint = rooms + tokens * first.joint.inputs;                                                        \
         T* const seen = joint + tokens * first.joint.outputs;                                                        \
-        const Rooms<T> between{rooms, joint, seen, seen + tokens * first.out.inputs};                                \
+        const Rooms<T> between{rooms, joint, seen, seen + tokens * first.out.inputs, reduced.data()};                \
         _Pragma("omp parallel num_threads(threads)") {                                                               \
             std::vector<float> shares;                                                                               \
             for (int64_t i = 0; i < count; ++i)                                                                      \

@@ -71,6 +71,7 @@ struct Layer {
 template <class T>
 struct Rooms {
     T *normed, *joint, *seen, *gated;
+    float* reduced;  // of adapters
 };
 
 // One layer over states [tokens, hidden], in place; cos, sin [tokens, head_dim].
@@ -80,7 +81,7 @@ void run_layer(const Layer<T>& layer, T* states, const T* cos, const T* sin, con
     const int64_t tokens = paged.tokens, hidden = layer.joint.inputs, width = layer.joint.outputs, head = paged.head_dim,
                   kv_width = paged.token_step(), heads = layer.out.inputs / head;
     rms_norm(states, layer.before_attention, rooms.normed, tokens, hidden, epsilon);
-    product(rooms.normed, tokens, layer.joint, (const T*)nullptr, rooms.joint);
+    product(rooms.normed, tokens, layer.joint, (const T*)nullptr, rooms.joint, rooms.reduced);
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < tokens; ++token) {
         T* const mine = rooms.joint + token * width;
@@ -92,10 +93,10 @@ void run_layer(const Layer<T>& layer, T* states, const T* cos, const T* sin, con
         std::memcpy(key + paged.block_tokens * kv_width, mine + heads * head + kv_width, kv_width * sizeof(T));
     }
     attend(rooms.joint, width, paged, layer.number, rooms.seen, heads / paged.kv_heads, scale, shares);
-    product(rooms.seen, tokens, layer.out, states, states);
+    product(rooms.seen, tokens, layer.out, states, states, rooms.reduced);
     rms_norm(states, layer.before_mlp, rooms.normed, tokens, hidden, epsilon);
-    product(rooms.normed, tokens, layer.gate_up, (const T*)nullptr, rooms.gated);
-    product(rooms.gated, tokens, layer.down, states, states);
+    product(rooms.normed, tokens, layer.gate_up, (const T*)nullptr, rooms.gated, rooms.reduced);
+    product(rooms.gated, tokens, layer.down, states, states, rooms.reduced);
 }
 
 }  // namespace

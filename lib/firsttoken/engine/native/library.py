@@ -29,6 +29,7 @@ _ARGUMENTS = {
     "gated": [_POINTER] * 2 + [_COUNT] * 2 + [_THREADS],
     "rotate": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _THREADS],
     "pack": [_POINTER, _POINTER, _THREADS],
+    "pack_adapter": [_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER],
     "product": [_POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _THREADS],
     "run_layers": [_POINTER, _COUNT]
     + [_POINTER] * 5
@@ -48,7 +49,7 @@ class Kernels:
         for name, arguments in _ARGUMENTS.items():
             for dtype, suffix in NAMES.items():
                 call = getattr(library, f"{name}_{suffix}")
-                call.argtypes, call.restype = arguments, None
+                call.argtypes, call.restype = arguments, _COUNT if name == "pack_adapter" else None
                 self._calls[name, dtype] = call
         library.panel_outputs.restype = library.multiplies_bfloat16.restype = _COUNT
         self.panel = library.panel_outputs()
@@ -127,6 +128,19 @@ class Kernels:
         """Write ``rows`` [outputs, inputs] where ``weight``, the fields of a ``Weight``, says that its panels are."""
         self._calls["pack", rows.dtype](rows.data_ptr(), weight.ctypes.data, torch.get_num_threads())
 
+    def pack_adapter(self, b: Tensor, offsets: Tensor, weight: np.ndarray, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``b`` [outputs, rank] in fp32 and ``offsets`` int64 [outputs] as the kernels read them beside ``weight``.
+
+        That is of ``dtype``. Both are empty where two adapters share half of a panel."""
+        outputs, rank = b.shape
+        halves = 2 * (outputs // self.panel + 2)  # as many as a gated weight can have, too
+        packed = torch.zeros(halves * rank * self.panel // 2)
+        places = torch.zeros(halves, dtype=torch.int64)
+        fits = self._calls["pack_adapter", dtype](
+            b.data_ptr(), offsets.data_ptr(), rank, weight.ctypes.data, packed.data_ptr(), places.data_ptr()
+        )
+        return (packed, places) if fits else (packed[:0], places[:0])
+
     def product(self, rows: Tensor, weight: np.ndarray, other: Tensor | None, out: Tensor) -> Tensor:
         """``rows`` [..., inputs] times ``weight``; ``other``, of the shape of ``out`` [..., width], is added if given.
 
@@ -189,7 +203,7 @@ class Kernels:
         rows = torch.arange(outputs * inputs, dtype=torch.float32).view(outputs, inputs).remainder_(7).to(dtype)
         states = torch.arange(3 * inputs, dtype=torch.float32).view(3, inputs).remainder_(5).to(dtype)
         panels = torch.zeros(2 * self.panel * inputs, dtype=dtype)
-        weight = np.array([panels.data_ptr(), 0, outputs, inputs, 0])
+        weight = np.array([panels.data_ptr(), 0, outputs, inputs, *[0] * 6])
         self.pack(rows, weight)
         got = self.product(states, weight, None, states.new_empty(3, outputs))
         if torch.equal(got.float(), (states.float() @ rows.float().t()).to(dtype).float()):

@@ -7,6 +7,7 @@ for 16, where oneDNN's packed ones read 33 and 24; of 512 rows they take 120 ms 
 from __future__ import annotations
 
 import contextlib
+import copy
 import mmap
 import threading
 from collections.abc import Sequence
@@ -61,6 +62,10 @@ def multiplies(linear: nn.Module) -> bool:
     return linear.weight.dtype in kernels().multiplied and linear.in_features % 2 == 0
 
 
+Halves = tuple[Tensor, Tensor]
+"""What LoRA adds to one linear layer: A [rank, in] and B [out, rank] in fp32, B already scaled."""
+
+
 class NativeLinear(nn.Module):
     """One layer whose outputs are those of ``linears``, one after the other; the originals may be freed.
 
@@ -73,14 +78,45 @@ class NativeLinear(nn.Module):
         weight = torch.cat([linear.weight.detach() for linear in linears])
         outputs, self.in_features = weight.shape
         self.out_features = outputs // 2 if gated else outputs
+        self.parts = [linear.out_features for linear in linears]
         step = kernels().panel // 2 if gated else kernels().panel
         panels = -(-self.out_features // step) * kernels().panel
         biases = [linear.bias for linear in linears]
         self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases]).to(weight.dtype)
         self.panels = _memory.take(panels * self.in_features * weight.dtype.itemsize).view(weight.dtype)
         bias = 0 if self.bias is None else self.bias.data_ptr()
-        self.fields = np.array([self.panels.data_ptr(), bias, outputs, self.in_features, gated], dtype=np.int64)
+        self.fields = np.array(
+            [self.panels.data_ptr(), bias, outputs, self.in_features, gated, *[0] * 5], dtype=np.int64
+        )
         kernels().pack(weight.contiguous(), self.fields)
+
+    def with_adapter(self, halves: Sequence[Halves | None]) -> NativeLinear | None:
+        """The same over the same weight with LoRA's correction, in fp32 as ``LoraLinear`` has it, of each of its linear
+        layers, or None of one. None where the kernels cannot: where the outputs of two of them share half a panel."""
+        there = [pair for pair in halves if pair is not None]
+        if not there:
+            return self
+        rank = max(len(a) for a, _ in there)
+        b = torch.zeros(sum(self.parts), rank)
+        offsets = torch.empty(len(b), dtype=torch.int64)
+        output = offset = 0
+        for outputs, pair in zip(self.parts, halves, strict=True):
+            offsets[output : output + outputs] = offset
+            if pair is not None:
+                b[output : output + outputs, : len(pair[0])] = pair[1]
+                offset += len(pair[0])
+            output += outputs
+        packed, places = kernels().pack_adapter(b, offsets, self.fields, self.panels.dtype)
+        if not len(places):
+            return None
+        # every output reads rank numbers from its offset on, one whose adapter is smaller and one that has none, too
+        a = torch.zeros(int(offsets.max()) + rank, self.in_features)
+        a[: sum(len(pair[0]) for pair in there)] = torch.cat([pair[0] for pair in there])
+        twin = copy.copy(self)
+        twin.adapter = a, packed, places  # what the fields point at
+        twin.fields = self.fields.copy()
+        twin.fields[5:] = a.data_ptr(), packed.data_ptr(), places.data_ptr(), len(a), rank
+        return twin
 
     def __deepcopy__(self, memo: dict[int, object]) -> NativeLinear:
         """Itself: nothing writes to its weight."""

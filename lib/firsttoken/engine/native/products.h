@@ -21,6 +21,15 @@ struct Inputs {  // of one output that lie side by side in a panel
     static constexpr int64_t TOGETHER = sizeof(float) / sizeof(T);
 };
 
+// What a LoRA adapter adds to a weight's outputs (Hu et al., ICLR 2022), in float: rows times a [total, inputs], and of these
+// numbers the rank ones from an offset on times b. Several weights that are one product have an adapter each: the offsets say
+// whose it is, for each half of a panel. b lies as the panels do: [halves, rank, LANES].
+struct Adapter {
+    const float *a, *b;
+    const int64_t* offsets;
+    int64_t total, rank;
+};
+
 // A weight [outputs, inputs] as panels; a gated one has a row of the gate and a row of the up projection side by side: half
 // of its outputs are gates. Absent outputs are zeros.
 template <class T>
@@ -28,6 +37,7 @@ struct Weight {
     const T *panels, *bias;
     int64_t outputs, inputs;
     bool gated;
+    Adapter adapter;  // total 0: none
 
     int64_t width() const { return gated ? outputs / 2 : outputs; }  // of the result
     int64_t step() const { return gated ? LANES : PANEL; }           // results of a panel
@@ -54,6 +64,40 @@ void pack(const T* rows, const Weight<T>& weight, T* panels) {
                 for (int64_t k = 0; k < TOGETHER; ++k)
                     to[k] = row < 0 ? T{} : rows[row * weight.inputs + i + k];
         }
+}
+
+// Lay out b [outputs, rank], whose outputs belong to the adapters at offsets [outputs], as an Adapter has it. Returns whether
+// each half of a panel belongs to one adapter, which it must.
+template <class T>
+bool pack_adapter(const float* b, const int64_t* offsets, int64_t rank, const Weight<T>& weight, float* packed,
+                  int64_t* packed_offsets) {
+    for (int64_t half = 0; half < 2 * weight.count(); ++half) {
+        packed_offsets[half] = 0;
+        for (int64_t lane = 0, found = -1; lane < LANES; ++lane) {
+            const int64_t row = row_of(weight, half / 2, half % 2 * LANES + lane);
+            if (row >= 0) {
+                if (found >= 0 && offsets[row] != found) return false;
+                packed_offsets[half] = found = offsets[row];
+            }
+            for (int64_t k = 0; k < rank; ++k) packed[(half * rank + k) * LANES + lane] = row < 0 ? 0 : b[row * rank + k];
+        }
+    }
+    return true;
+}
+
+// rows [tokens, inputs] times a, to reduced [tokens, total].
+template <class T>
+void reduce(const T* rows, int64_t tokens, const Weight<T>& weight, float* reduced) {
+    const int64_t inputs = weight.inputs, total = weight.adapter.total;
+#pragma omp for schedule(static)
+    for (int64_t at = 0; at < tokens * total; ++at) {
+        const T* const row = rows + at / total * inputs;
+        const float* const a = weight.adapter.a + at % total * inputs;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < inputs; ++i) sum += widen(row[i]) * a[i];
+        reduced[at] = sum;
+    }
 }
 
 inline void add_products(Lane& sum, const float* input, const float* weights) { sum += load(weights) * *input; }
@@ -102,9 +146,9 @@ constexpr std::array<Multiply<T>, ROWS> multiplies(std::integer_sequence<int, CO
     return {multiply<T, COUNTS + 1>...};
 }
 
-// What becomes of a row's sums of one panel.
+// What becomes of a row's sums of one panel; reduced [total] is the row times the adapter's a.
 template <class T>
-void write(const Weight<T>& weight, int64_t panel, const Lane* sums, const T* other, T* out) {
+void write(const Weight<T>& weight, int64_t panel, const Lane* sums, const float* reduced, const T* other, T* out) {
     const int64_t first = panel * weight.step(), count = std::min(weight.step(), weight.width() - first);
     float values[PANEL];
     std::memcpy(values, sums, sizeof values);
@@ -113,6 +157,18 @@ void write(const Weight<T>& weight, int64_t panel, const Lane* sums, const T* ot
             const int64_t row = row_of(weight, panel, i);
             values[i] += row < 0 ? 0.0f : widen(weight.bias[row]);
         }
+    if (reduced != nullptr) {
+        const Adapter& adapter = weight.adapter;
+        for (int64_t half = 0; half < 2; ++half) {
+            float* const mine = values + half * LANES;
+            for (int64_t i = 0; i < LANES; ++i) mine[i] = rounded<T>(mine[i]);
+            Lane sum = load(mine);
+            const int64_t at = 2 * panel + half;
+            const float* const own = reduced + adapter.offsets[at];
+            for (int64_t k = 0; k < adapter.rank; ++k) sum += load(adapter.b + (at * adapter.rank + k) * LANES) * own[k];
+            std::memcpy(mine, &sum, sizeof sum);
+        }
+    }
     if (weight.gated) {  // rounded where Hugging Face rounds
 #pragma omp simd
         for (int64_t i = 0; i < LANES; ++i)
@@ -124,9 +180,11 @@ void write(const Weight<T>& weight, int64_t panel, const Lane* sums, const T* ot
 }
 
 // rows [tokens, inputs] times the weight, with other [tokens, width] added if it is given, to out [tokens, width]. The
-// threads that call it share the panels, and wait for each other at the end.
+// threads that call it share the panels, and wait for each other at the end. An adapter wants reduced [tokens, total].
 template <class T>
-void product(const T* rows, int64_t tokens, const Weight<T>& weight, const T* other, T* out) {
+void product(const T* rows, int64_t tokens, const Weight<T>& weight, const T* other, T* out, float* reduced) {
+    const int64_t total = weight.adapter.total;
+    if (total) reduce(rows, tokens, weight, reduced);
     static constexpr auto BY_COUNT = multiplies<T>(std::make_integer_sequence<int, ROWS>());
     const int64_t blocks = (tokens + ROWS - 1) / ROWS, inputs = weight.inputs, width = weight.width();
     const int64_t line = PANEL * Inputs<T>::TOGETHER * sizeof(T), bytes = PANEL * inputs * sizeof(T);
@@ -141,7 +199,8 @@ void product(const T* rows, int64_t tokens, const Weight<T>& weight, const T* ot
             BY_COUNT[count - 1](mine, rows + start * inputs, inputs, ahead, sums);
             for (int64_t row = 0; row < count; ++row) {
                 const int64_t at = (start + row) * width;
-                write(weight, panel, sums[row], other == nullptr ? nullptr : other + at, out + at);
+                write(weight, panel, sums[row], total ? reduced + (start + row) * total : nullptr,
+                      other == nullptr ? nullptr : other + at, out + at);
             }
         }
     }
