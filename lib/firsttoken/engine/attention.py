@@ -34,7 +34,7 @@ class Attend(ABC):
 
     @cached_property
     def writes(self) -> torch.Tensor:
-        """Where the new keys and values of each layer go; made when a layer first asks."""
+        """The rows of each layer for the new keys and values, made when a layer first asks."""
         shape = self.pool.shape
         keys = self._blocks * (shape.layers * 2 * shape.block_tokens) + self._offsets
         first = torch.cat([keys, keys + shape.block_tokens])
@@ -47,6 +47,11 @@ class Attend(ABC):
         new = torch.cat([key[0].transpose(0, 1), value[0].transpose(0, 1)]).flatten(1)
         self.pool.token_rows.index_copy_(0, self.writes[layer], new)
         return self.attend(layer, query, key, value, scaling)
+
+    def read_by_kernels(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """The block tables, the works and the contexts of all ``tokens`` of the step, as ``Kernels.attend`` takes them;
+        None where something else reads some of them."""
+        return None
 
     @abstractmethod
     def attend(

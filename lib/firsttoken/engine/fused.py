@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.attention import interface
+from firsttoken.engine.attention import Attend, interface
 from firsttoken.engine.linear8 import Linear8
-from firsttoken.engine.native.attend import NativeAttend
 from firsttoken.engine.native.library import NAMES, kernels
 from firsttoken.engine.native.linear import Halves, NativeLinear, multiplies
 from firsttoken.engine.onednn_prepack import PackedLinear, packs
@@ -118,13 +117,15 @@ class _Gated(nn.Module):
         return kernels().gated(self.both(states))
 
 
-def run_together(layers: Sequence[nn.Module], hidden: Tensor, paged: Any, turns: tuple[Tensor, Tensor] | None) -> int:
+def run_together(
+    layers: Sequence[nn.Module], hidden: Tensor, paged: Attend, turns: tuple[Tensor, Tensor] | None
+) -> int:
     """How many of ``layers``, from the first on, one call of the kernels can run over ``hidden`` [1, tokens, hidden].
 
     They are fused, alike, and multiplied by the kernels; ``paged``, the step's attention, reads all of its tokens by
     them; ``turns`` are the cosines and sines of its positions.
     """
-    if not isinstance(paged, NativeAttend) or paged.shared != hidden.shape[1] or turns is None:
+    if turns is None or paged.read_by_kernels(hidden.shape[1]) is None:
         return 0
     kind = getattr(layers[0], "kind", None)
     if kind is None or hidden.dtype != paged.pool.shape.dtype or hidden.dtype != layers[0].joint.panels.dtype:
@@ -133,9 +134,7 @@ def run_together(layers: Sequence[nn.Module], hidden: Tensor, paged: Any, turns:
     return next((i for i, same in enumerate(alike) if not same), len(layers))
 
 
-def run_layers(
-    layers: Sequence[FusedLayer], hidden: Tensor, paged: NativeAttend, turns: tuple[Tensor, Tensor]
-) -> Tensor:
+def run_layers(layers: Sequence[FusedLayer], hidden: Tensor, paged: Attend, turns: tuple[Tensor, Tensor]) -> Tensor:
     """``hidden`` [1, tokens, hidden] through ``layers``, which :func:`run_together` has counted -> the same shape."""
     first, states = layers[0], hidden[0].clone(memory_format=torch.contiguous_format)
     room = first.joint.in_features + first.joint.out_features + first.out.in_features + first.down.in_features
@@ -144,9 +143,7 @@ def run_layers(
         states,
         tuple(half[0].contiguous() for half in turns),
         paged.pool.rows,
-        paged.tables,
-        paged.works,
-        paged.contexts,
+        *paged.read_by_kernels(len(states)),
         room,
         first.before_attention.variance_epsilon,
         first.attention.scaling,
@@ -170,7 +167,7 @@ def fuse(model: nn.Module) -> nn.Module:
 def fuse_layer(layer: nn.Module) -> nn.Module:
     """One decoder layer as it arrives: fused, and itself as it was; one that cannot be is packed in place."""
     with torch.no_grad():
-        if _fuses(layer):
+        if fuses(layer):
             return FusedLayer(layer)
         _replace(layer)
     return layer
@@ -180,7 +177,7 @@ def _replace(parent: nn.Module) -> None:
     if isinstance(parent, nn.ModuleDict):  # where PEFT keeps the factors of an adapter, whose weights it looks at
         return
     for name, child in list(parent.named_children()):
-        if _fuses(child):
+        if fuses(child):
             setattr(parent, name, FusedLayer(child))
         elif packs(child):
             setattr(parent, name, packed(child))
@@ -188,7 +185,8 @@ def _replace(parent: nn.Module) -> None:
             _replace(child)
 
 
-def _fuses(layer: nn.Module) -> bool:
+def fuses(layer: nn.Module) -> bool:
+    """Whether :func:`fuse_layer` makes a :class:`FusedLayer` of ``layer``, and leaves that as it was."""
     if _kind(layer) not in _LAYERS:
         return False
     attention, mlp = layer.self_attn, layer.mlp
