@@ -212,3 +212,22 @@ def test_layers_whose_step_is_too_long_for_the_kernels_run_one_by_one(bench, mak
     request.blocks = [0, 1]
     assert logits_of(executor, [ScheduledChunk(request, 0, 30, 0)]).isfinite().all()
     executor.close()
+
+
+def test_the_number_of_threads_does_not_show(make_model) -> None:
+    """To the bit, also with more threads than cores, some of which come when all is done."""
+    model = make_model(config("llama", 64, 3))
+    executor = LiveExecutor(model, 40, segments=[decoder.LocalSegment([fuse_layer(one) for one in model.model.layers])])
+    requests = [Request(i, range(i + 1, i + 30), Sampling(4), 0.0) for i in range(20)]
+    for number, request in enumerate(requests):
+        request.blocks = [2 * number, 2 * number + 1]
+    before, seen = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 7, 1):
+            torch.set_num_threads(threads)
+            for _ in range(5):
+                seen.append(logits_of(executor, [ScheduledChunk(one, 0, 29, 0) for one in requests]))
+    finally:
+        torch.set_num_threads(before)
+        executor.close()
+    assert all(torch.equal(one, seen[0]) for one in seen)

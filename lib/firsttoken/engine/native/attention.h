@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -149,10 +150,9 @@ struct Paged {
     T* layer(int64_t number) const { return pool + number * 2 * block_tokens * token_step(); }
 };
 
-// query, out [tokens, kv_heads * group, head_dim], query_step elements between tokens of query; the threads that call it
-// share the work.
+// query, out [tokens, kv_heads * group, head_dim], query_step elements between tokens of query; room is the member's own.
 template <class T>
-void attend(const T* query, int64_t query_step, const Paged<T>& paged, int64_t layer, T* out, int64_t group,
+void attend(Member& member, const T* query, int64_t query_step, const Paged<T>& paged, int64_t layer, T* out, int64_t group,
             float scale, std::vector<float>& room) {
     const int64_t width = paged.head_dim, token_step = paged.token_step();
     const auto heads = width == 16   ? attend_group<T, 16>
@@ -160,14 +160,13 @@ void attend(const T* query, int64_t query_step, const Paged<T>& paged, int64_t l
                        : width == 64 ? attend_group<T, 64>
                                      : attend_group<T, 128>;
     const T* const pool = paged.layer(layer);
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < paged.tokens * paged.kv_heads; ++task) {
+    member.share(paged.tokens * paged.kv_heads, [&](int64_t task) {
         const int64_t token = task / paged.kv_heads, kv_head = task % paged.kv_heads, start = kv_head * group * width;
         const Cached<T> cached{pool + kv_head * width, paged.tables + paged.works[token] * paged.table_width,
                                paged.contexts[token],  paged.block_tokens,
                                paged.block_step,       token_step};
         heads(query + token * query_step + start, cached, out + token * group * token_step + start, group, scale, room);
-    }
+    });
 }
 
 }  // namespace

@@ -41,6 +41,8 @@ int64_t widest(const Layer<T>& layer) {
 extern "C" int64_t panel_outputs() { return PANEL; }
 extern "C" int64_t multiplies_bfloat16() { return HAS_BF16; }
 
+constexpr int64_t FEW = 32;  // tokens that are not worth a second thread, where they cost no product
+
 #define EXPORT(NAME, T)                                                                                              \
     extern "C" void attend_##NAME(const T* query, int64_t query_step, T* pool, const int64_t* tables,                \
                                   int64_t table_width, const int64_t* works, const int64_t* contexts, T* out,        \
@@ -49,26 +51,27 @@ extern "C" int64_t multiplies_bfloat16() { return HAS_BF16; }
                                   int threads) {                                                                     \
         const Paged<T> paged{pool,   tables,   works,    contexts,     table_width,                                  \
                              tokens, kv_heads, head_dim, block_tokens, block_step};                                  \
-        _Pragma("omp parallel num_threads(threads)") {                                                               \
+        with_team(threads, 1, [&](Member& member) {                                                                  \
             std::vector<float> shares;                                                                               \
-            attend(query, query_step, paged, layer, out, group, scale, shares);                                      \
-        }                                                                                                            \
+            attend(member, query, query_step, paged, layer, out, group, scale, shares);                              \
+        });                                                                                                          \
     }                                                                                                                \
     extern "C" void rms_norm_##NAME(const T* states, const T* weight, T* out, int64_t tokens, int64_t width,         \
                                     float epsilon, int threads) {                                                    \
-        _Pragma("omp parallel num_threads(threads) if (tokens >= 32)")                                               \
-            rms_norm(states, weight, out, tokens, width, epsilon);                                                   \
+        with_team(tokens < FEW ? 1 : threads, 1,                                                                     \
+                  [&](Member& member) { rms_norm(member, states, weight, out, tokens, width, epsilon); });           \
     }                                                                                                                \
     extern "C" void gated_##NAME(const T* states, T* out, int64_t tokens, int64_t width, int threads) {              \
-        _Pragma("omp parallel num_threads(threads) if (tokens >= 32)") gated(states, out, tokens, width);            \
+        with_team(tokens < FEW ? 1 : threads, 1, [&](Member& member) { gated(member, states, out, tokens, width); });\
     }                                                                                                                \
     extern "C" void rotate_##NAME(T* states, int64_t step, const T* cos, const T* sin, int64_t tokens,               \
                                   int64_t heads, int64_t head_dim, int threads) {                                    \
-        _Pragma("omp parallel num_threads(threads) if (tokens >= 32)")                                               \
-            rotate(states, step, cos, sin, tokens, heads, head_dim);                                                 \
+        with_team(tokens < FEW ? 1 : threads, 1,                                                                     \
+                  [&](Member& member) { rotate(member, states, step, cos, sin, tokens, heads, head_dim); });         \
     }                                                                                                                \
     extern "C" void pack_##NAME(const T* rows, const int64_t* weight, int threads) {                                 \
-        _Pragma("omp parallel num_threads(threads)") pack(rows, read_weight<T>(weight), (T*)weight[0]);              \
+        with_team(threads, 1,                                                                                        \
+                  [&](Member& member) { pack(member, rows, read_weight<T>(weight), (T*)weight[0]); });               \
     }                                                                                                                \
     extern "C" int64_t pack_adapter_##NAME(const float* b, const int64_t* offsets, int64_t rank,                     \
                                            const int64_t* weight, float* packed, int64_t* packed_offsets) {          \
@@ -78,7 +81,8 @@ extern "C" int64_t multiplies_bfloat16() { return HAS_BF16; }
                                    int threads) {                                                                    \
         const Weight<T> read = read_weight<T>(weight);                                                               \
         std::vector<float> reduced(tokens * read.adapter.total);                                                     \
-        _Pragma("omp parallel num_threads(threads)") product(rows, tokens, read, other, out, reduced.data());        \
+        with_team(threads, 2,                                                                                        \
+                  [&](Member& member) { product(member, rows, tokens, read, other, out, reduced.data()); });         \
     }                                                                                                                \
     extern "C" void run_layers_##NAME(const int64_t* layers, int64_t count, T* states, const T* cos, const T* sin,   \
                                       T* pool, const int64_t* tables, int64_t table_width, const int64_t* works,     \
@@ -95,12 +99,12 @@ extern "C" int64_t multiplies_bfloat16() { return HAS_BF16; }
         T* const joint = rooms + tokens * first.joint.inputs;                                                        \
         T* const seen = joint + tokens * first.joint.outputs;                                                        \
         const Rooms<T> between{rooms, joint, seen, seen + tokens * first.out.inputs, reduced.data()};                \
-        _Pragma("omp parallel num_threads(threads)") {                                                               \
+        with_team(threads, count * PHASES, [&](Member& member) {                                                     \
             std::vector<float> shares;                                                                               \
             for (int64_t i = 0; i < count; ++i)                                                                      \
-                run_layer(read_layer<T>(layers + i * LAYER_FIELDS), states, cos, sin, paged, between, epsilon,       \
-                          scale, shares);                                                                            \
-        }                                                                                                            \
+                run_layer(member, read_layer<T>(layers + i * LAYER_FIELDS), states, cos, sin, paged, between,        \
+                          epsilon, scale, shares);                                                                   \
+        });                                                                                                          \
     }
 
 EXPORT(float32, float)

@@ -1,6 +1,5 @@
-// Decoder layers of Llama's kind over a step's tokens: norms, rotary positions, products and attention, in one region of
-// threads that is entered once. Each function here is called by all threads of a region, which share its rows and wait for
-// each other at its end.
+// Decoder layers of Llama's kind over a step's tokens: norms, rotary positions, products and attention, by one team
+// of threads that is called once. Each function here is called by all members of the team, which share its rows.
 
 #pragma once
 
@@ -11,9 +10,8 @@ namespace {
 
 // Root-mean-square norm of states [tokens, width], rounded where Hugging Face's Llama rounds.
 template <class T>
-void rms_norm(const T* states, const T* weight, T* out, int64_t tokens, int64_t width, float epsilon) {
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < tokens; ++token) {
+void rms_norm(Member& member, const T* states, const T* weight, T* out, int64_t tokens, int64_t width, float epsilon) {
+    member.share(tokens, [&](int64_t token) {
         const T* mine = states + token * width;
         float squares = 0;
 #pragma omp simd reduction(+ : squares)
@@ -22,19 +20,18 @@ void rms_norm(const T* states, const T* weight, T* out, int64_t tokens, int64_t 
 #pragma omp simd
         for (int64_t i = 0; i < width; ++i)
             narrow(rounded<T>(widen(mine[i]) * factor) * widen(weight[i]), out[token * width + i]);
-    }
+    });
 }
 
 // silu(gate) * up of states [tokens, 2 * width], a token's gate before its up; rounded where Hugging Face rounds.
 template <class T>
-void gated(const T* states, T* out, int64_t tokens, int64_t width) {
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < tokens; ++token) {
+void gated(Member& member, const T* states, T* out, int64_t tokens, int64_t width) {
+    member.share(tokens, [&](int64_t token) {
         const T *gate = states + 2 * token * width, *up = gate + width;
 #pragma omp simd
         for (int64_t i = 0; i < width; ++i)
             narrow(rounded<T>(silu(widen(gate[i]))) * widen(up[i]), out[token * width + i]);
-    }
+    });
 }
 
 // Rotate one token's heads [heads, head_dim] in place by its cos, sin [head_dim].
@@ -54,10 +51,10 @@ void rotate_token(T* states, const T* c, const T* s, int64_t heads, int64_t head
 
 // Rotate heads [tokens, heads, head_dim] in place by cos, sin [tokens, head_dim], tokens being step elements apart.
 template <class T>
-void rotate(T* states, int64_t step, const T* cos, const T* sin, int64_t tokens, int64_t heads, int64_t head_dim) {
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < tokens; ++token)
+void rotate(Member& member, T* states, int64_t step, const T* cos, const T* sin, int64_t tokens, int64_t heads, int64_t head_dim) {
+    member.share(tokens, [&](int64_t token) {
         rotate_token(states + token * step, cos + token * head_dim, sin + token * head_dim, heads, head_dim);
+    });
 }
 
 template <class T>
@@ -74,16 +71,17 @@ struct Rooms {
     float* reduced;  // of adapters
 };
 
+constexpr int64_t PHASES = 12;  // of a layer: two norms, four products and what adapters reduce, rotations, attention
+
 // One layer over states [tokens, hidden], in place; cos, sin [tokens, head_dim].
 template <class T>
-void run_layer(const Layer<T>& layer, T* states, const T* cos, const T* sin, const Paged<T>& paged,
+void run_layer(Member& member, const Layer<T>& layer, T* states, const T* cos, const T* sin, const Paged<T>& paged,
                const Rooms<T>& rooms, float epsilon, float scale, std::vector<float>& shares) {
     const int64_t tokens = paged.tokens, hidden = layer.joint.inputs, width = layer.joint.outputs, head = paged.head_dim,
                   kv_width = paged.token_step(), heads = layer.out.inputs / head;
-    rms_norm(states, layer.before_attention, rooms.normed, tokens, hidden, epsilon);
-    product(rooms.normed, tokens, layer.joint, (const T*)nullptr, rooms.joint, rooms.reduced);
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < tokens; ++token) {
+    rms_norm(member, states, layer.before_attention, rooms.normed, tokens, hidden, epsilon);
+    product(member, rooms.normed, tokens, layer.joint, (const T*)nullptr, rooms.joint, rooms.reduced);
+    member.share(tokens, [&](int64_t token) {
         T* const mine = rooms.joint + token * width;
         rotate_token(mine, cos + token * head, sin + token * head, heads + paged.kv_heads, head);
         const int64_t position = paged.contexts[token] - 1;
@@ -91,12 +89,12 @@ void run_layer(const Layer<T>& layer, T* states, const T* cos, const T* sin, con
         T* const key = paged.layer(layer.number) + block * paged.block_step + position % paged.block_tokens * kv_width;
         std::memcpy(key, mine + heads * head, kv_width * sizeof(T));
         std::memcpy(key + paged.block_tokens * kv_width, mine + heads * head + kv_width, kv_width * sizeof(T));
-    }
-    attend(rooms.joint, width, paged, layer.number, rooms.seen, heads / paged.kv_heads, scale, shares);
-    product(rooms.seen, tokens, layer.out, states, states, rooms.reduced);
-    rms_norm(states, layer.before_mlp, rooms.normed, tokens, hidden, epsilon);
-    product(rooms.normed, tokens, layer.gate_up, (const T*)nullptr, rooms.gated, rooms.reduced);
-    product(rooms.gated, tokens, layer.down, states, states, rooms.reduced);
+    });
+    attend(member, rooms.joint, width, paged, layer.number, rooms.seen, heads / paged.kv_heads, scale, shares);
+    product(member, rooms.seen, tokens, layer.out, states, states, rooms.reduced);
+    rms_norm(member, states, layer.before_mlp, rooms.normed, tokens, hidden, epsilon);
+    product(member, rooms.normed, tokens, layer.gate_up, (const T*)nullptr, rooms.gated, rooms.reduced);
+    product(member, rooms.gated, tokens, layer.down, states, states, rooms.reduced);
 }
 
 }  // namespace

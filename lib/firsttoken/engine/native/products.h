@@ -8,6 +8,7 @@
 #include <array>
 #include <utility>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -53,10 +54,9 @@ inline int64_t row_of(const Weight<T>& weight, int64_t panel, int64_t output) {
 }
 
 template <class T>
-void pack(const T* rows, const Weight<T>& weight, T* panels) {
+void pack(Member& member, const T* rows, const Weight<T>& weight, T* panels) {
     constexpr int64_t TOGETHER = Inputs<T>::TOGETHER;
-#pragma omp for schedule(static)
-    for (int64_t panel = 0; panel < weight.count(); ++panel)
+    member.share(weight.count(), [&](int64_t panel) {
         for (int64_t output = 0; output < PANEL; ++output) {
             const int64_t row = row_of(weight, panel, output);
             T* to = panels + panel * PANEL * weight.inputs + output * TOGETHER;
@@ -64,6 +64,7 @@ void pack(const T* rows, const Weight<T>& weight, T* panels) {
                 for (int64_t k = 0; k < TOGETHER; ++k)
                     to[k] = row < 0 ? T{} : rows[row * weight.inputs + i + k];
         }
+    });
 }
 
 // Lay out b [outputs, rank], whose outputs belong to the adapters at offsets [outputs], as an Adapter has it. Returns whether
@@ -87,17 +88,16 @@ bool pack_adapter(const float* b, const int64_t* offsets, int64_t rank, const We
 
 // rows [tokens, inputs] times a, to reduced [tokens, total].
 template <class T>
-void reduce(const T* rows, int64_t tokens, const Weight<T>& weight, float* reduced) {
+void reduce(Member& member, const T* rows, int64_t tokens, const Weight<T>& weight, float* reduced) {
     const int64_t inputs = weight.inputs, total = weight.adapter.total;
-#pragma omp for schedule(static)
-    for (int64_t at = 0; at < tokens * total; ++at) {
+    member.share(tokens * total, [&](int64_t at) {
         const T* const row = rows + at / total * inputs;
         const float* const a = weight.adapter.a + at % total * inputs;
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < inputs; ++i) sum += widen(row[i]) * a[i];
         reduced[at] = sum;
-    }
+    });
 }
 
 inline void add_products(Lane& sum, const float* input, const float* weights) { sum += load(weights) * *input; }
@@ -179,17 +179,16 @@ void write(const Weight<T>& weight, int64_t panel, const Lane* sums, const float
     for (int64_t i = 0; i < count; ++i) narrow(values[i], out[first + i]);
 }
 
-// rows [tokens, inputs] times the weight, with other [tokens, width] added if it is given, to out [tokens, width]. The
-// threads that call it share the panels, and wait for each other at the end. An adapter wants reduced [tokens, total].
+// rows [tokens, inputs] times the weight, with other [tokens, width] added if it is given, to out [tokens, width]. An
+// adapter wants reduced [tokens, total].
 template <class T>
-void product(const T* rows, int64_t tokens, const Weight<T>& weight, const T* other, T* out, float* reduced) {
+void product(Member& member, const T* rows, int64_t tokens, const Weight<T>& weight, const T* other, T* out, float* reduced) {
     const int64_t total = weight.adapter.total;
-    if (total) reduce(rows, tokens, weight, reduced);
+    if (total) reduce(member, rows, tokens, weight, reduced);
     static constexpr auto BY_COUNT = multiplies<T>(std::make_integer_sequence<int, ROWS>());
     const int64_t blocks = (tokens + ROWS - 1) / ROWS, inputs = weight.inputs, width = weight.width();
     const int64_t line = PANEL * Inputs<T>::TOGETHER * sizeof(T), bytes = PANEL * inputs * sizeof(T);
-#pragma omp for schedule(static)
-    for (int64_t panel = 0; panel < weight.count(); ++panel) {
+    member.share(weight.count(), [&](int64_t panel) {
         const T* const mine = weight.panels + panel * PANEL * inputs;
         for (int64_t block = 0; block < blocks; ++block) {
             const int64_t start = tokens * block / blocks, count = tokens * (block + 1) / blocks - start;
@@ -203,7 +202,7 @@ void product(const T* rows, int64_t tokens, const Weight<T>& weight, const T* ot
                       other == nullptr ? nullptr : other + at, out + at);
             }
         }
-    }
+    });
 }
 
 }  // namespace
