@@ -188,6 +188,7 @@ Table = list[dict[str, Any]]
 
 _TIMELINE = (
     ("first token, s", "ttft_p50_s", {}, 2, ""),
+    ("whole first answer, s", "first_answer_s", {}, 2, ""),
     ("whole model serves, s", "full_time_s", {}, 2, ""),
     ("tokens handed out", "tokens", {}, 0, ""),
     ("growth of memory at its peak / bytes of the model", "peak_memory_x", {"than": "model"}, 2, NOT_HERE),
@@ -197,15 +198,12 @@ _TIMELINE = (
 
 
 def timeline_rows(result: Result) -> Table:
-    """What each case came to: medians over runs with 95 % intervals; of the first answers, the median over clients and
-    runs."""
-    rows = [
+    """What each case came to: medians over runs with 95 % intervals; a run's first answer is the median over clients."""
+    return [
         {"measure": what}
         | {LABELS[case]: interval(result.summary.get(name, case=case, **to), digits) or absent for case in CASES}
         for what, name, to, digits, absent in _TIMELINE
     ]
-    answered = {LABELS[case]: f"{np.median(answered_s(result, case)):.2f}" for case in CASES}
-    return [rows[0], {"measure": "whole first answer, s"} | answered, *rows[1:]]
 
 
 def quality_rows(quality: Result, timeline: Result) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from firsttoken.progressiveserve.base_model import ServedConfig, load_served
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Summary
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     Checkpoint,
@@ -110,7 +110,8 @@ def timeline_process(spec: Mapping[str, Any], case: str) -> Rows:
 
 
 def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """Summarize by case when tokens and the whole model came [s], what was handed out, and the stalls at a transition.
+    """Summarize by case when tokens, a whole answer and the whole model came [s], what was handed out, and the stalls
+    at a transition.
 
     The peaks over the model's bytes are absent where the rows do not know one of the two.
     """
@@ -142,11 +143,31 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         if excess := [stall for run in runs for stall in stalls(mine, run)]:
             beyond = bootstrap(excess, "median").summary("ms beyond a decode turn and the move")
             summary.add("excess_stall_ms", beyond, case=case)
+    answered = {case: first_answers(rows_where(rows, case=case), config["new_tokens"], runs) for case in CASES}
+    for case, seconds in answered.items():
+        if None not in seconds:
+            summary.add("first_answer_s", bootstrap(seconds, "median").summary("s"), case=case)
+            if case != "whole" and None not in answered["whole"]:
+                over = median_ratio(seconds, answered["whole"]).summary("x")
+                summary.add("first_answer_x", over, case=case, than="whole")
     for ratio, measure in (("ttft_x", "ttft_p50_s"), ("full_time_x", "full_time_s")):
         pinned, whole = (summary.value(measure, case=case) for case in ("pinned", "whole"))
         entry = {"value": pinned / whole, "n": config["runs"], "unit": "x"}
         summary.add(ratio, entry, case="pinned", than="whole")
     return summary
+
+
+def first_answers(rows: Rows, new_tokens: int, runs: Iterable[int]) -> list[float | None]:
+    """When the clients' first answers of ``new_tokens`` tokens were whole, in seconds from the start: the median over the
+    clients of each of ``runs``, None where one of them was not whole by the end."""
+    found: list[float | None] = []
+    for run in runs:
+        answers: dict[int, list[float]] = {}
+        for row in rows_where(rows, run=run, row="token", request=0):
+            answers.setdefault(row["client"], []).append(row["at_s"])
+        whole = bool(answers) and all(len(times) >= new_tokens for times in answers.values())
+        found.append(float(np.median([max(times) for times in answers.values()])) if whole else None)
+    return found
 
 
 def _loader(rows: Rows, run: int) -> float | None:
