@@ -38,7 +38,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken_studies.droidspeak": (4390, 7, 10),
     "firsttoken_studies.engine": (810, 1, 11),  # the floor, and steps beside it
     "firsttoken_studies.petals": (3480, 4, 10),
-    "firsttoken_studies.progressiveserve": (4345, 5, 11.5),
+    "firsttoken_studies.progressiveserve": (4370, 5, 11.5),  # the whole first answer
     "firsttoken_studies.site": (860, 4, 15),  # a page on which a scheduler is written, and recorded runs as dots
     "firsttoken_studies.sarathi": (3270, 4, 12),  # servers foretold, capacities and three figures on cards
     "firsttoken_studies.trying": (480, 2, 17),

@@ -198,7 +198,7 @@ _TIMELINE = (
 
 
 def timeline_rows(result: Result) -> Table:
-    """What each case came to: medians over runs with 95 % intervals; a run's first answer is the median over clients."""
+    """What each case came to: medians over runs with 95 % intervals; of a run's first answers, that of the clients."""
     return [
         {"measure": what}
         | {LABELS[case]: interval(result.summary.get(name, case=case, **to), digits) or absent for case in CASES}

@@ -158,8 +158,9 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def first_answers(rows: Rows, new_tokens: int, runs: Iterable[int]) -> list[float | None]:
-    """When the clients' first answers of ``new_tokens`` tokens were whole, in seconds from the start: the median over the
-    clients of each of ``runs``, None where one of them was not whole by the end."""
+    """When the clients' first answers of ``new_tokens`` tokens were whole, in seconds from the start.
+
+    Of each of ``runs`` it is the median over the clients, None where one of them was not whole by the end."""
     found: list[float | None] = []
     for run in runs:
         answers: dict[int, list[float]] = {}
