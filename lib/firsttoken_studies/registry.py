@@ -252,6 +252,22 @@ _ALL = (
         "second_card_summary",
         LONG,
     ),
+    _study(
+        "two_cards",
+        "The simulator against two GPUs",
+        "42",
+        "sarathi.two_cards:two_cards",
+        "two_cards_summary",
+        LONG,
+    ),
+    _study(
+        "chunk_error",
+        "A chunk behind a prefix, by tables and by profiles",
+        "42",
+        "sarathi.chunk_error:chunk_error",
+        "chunk_summary",
+        LONG,
+    ),
     _study("batch_cost", "What a batch costs", "43", "sarathi.batch_cost:batch_cost", "batch_summary"),
     _study(
         "changing_load",
