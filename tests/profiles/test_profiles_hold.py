@@ -39,6 +39,8 @@ ASKS_NOTHING = {
     "reports_on_cards",
     "victims",
     "second_card",
+    "two_cards",
+    "chunk_error",
     "swarm_churn",
 }  # of a model or of data
 CASES = [

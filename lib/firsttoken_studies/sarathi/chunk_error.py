@@ -89,7 +89,7 @@ def behind_prefixes(folder: str) -> list[tuple[int, int, float]]:
     for line, row in rows(path, (*GRID, "time_us")):
         chunk, prefix, decodes, _ = (int(number(path, line, row, name)) for name in GRID)
         if chunk and prefix and not decodes:
-            found.append((chunk, prefix, number(path, line, row, "time_us")))
+            found.append((chunk, prefix, number(path, line, row, "time_us", least=1e-3)))
     if not found:
         raise ProfileError(
             f"chunk_error: {path} has no chunk behind a prefix; take a profile that was made with prefixes"

@@ -1,4 +1,4 @@
-"""The simulator against a model that is split: vLLM with Qwen3-32B on two RTX PRO 6000, by four sources of costs."""
+"""The simulator against a model that is split: vLLM with Qwen3-32B on two RTX PRO 6000, by five sources of costs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from firsttoken_studies.sarathi.second_card import OPERATORS, beside_vllm, off_r
 SHARE = "the share's profile"
 EXCHANGED = "the share's profile and all-reduces"
 SCALED = "one GPU's profile, scaled"
-SOURCES = (EXCHANGED, SHARE, SCALED, OPERATORS)
+LINKED = "the share's profile and its authors' link"
+SOURCES = (EXCHANGED, SHARE, LINKED, SCALED, OPERATORS)
 
 
 @dataclass(frozen=True)
 class TwoCardsConfig:
-    """A run of vLLM with ``model`` on ``gpus`` of ``card``, at most ``batch`` requests and ``token_budget`` tokens a step.
+    """A run of vLLM with ``model`` on ``gpus`` of ``card``, at most ``batch`` requests and
+    ``token_budget`` tokens a step.
 
     Its timestamps are ``requests`` in the folder ``share``, which holds the profile of one GPU's share; ``whole`` is
-    the profile of the whole model on one GPU.
+    the profile of the whole model on one GPU. ``link_gbyte_s`` and ``link_latency_us`` are of the link between the two
+    GPUs as the profile's authors state it (bench/examples/RTXPRO6000/Qwen3-32B/config.json), which was looked up when
+    the all-reduces of the tables proved too fast for this run.
     """
 
     share: str
@@ -39,6 +43,8 @@ class TwoCardsConfig:
     model: str
     card: str
     gpus: int
+    link_gbyte_s: float
+    link_latency_us: float
     token_budget: int
     batch: int
 
@@ -70,6 +76,9 @@ def sources(config: TwoCardsConfig) -> tuple[dict[str, Costs], int]:
     costs: dict[str, Costs] = {
         EXCHANGED: ExchangingCosts.of(share, tables, shape, config.gpus),
         SHARE: share,
+        LINKED: ExchangingCosts.over_link(
+            share, shape, config.gpus, 1e9 * config.link_gbyte_s, 1e-6 * config.link_latency_us
+        ),
         SCALED: ScaledCosts(whole, OperatorCosts.of(tables, shape), operators),
         OPERATORS: operators,
     }

@@ -41,8 +41,20 @@ class ExchangingCosts(Costs):
         if gpus < 2:
             raise ProfileError(f"{gpus} GPUs exchange nothing; take the profile as it is, or at least 2 GPUs")
         sizes, seconds = tables.all_reduce(gpus)
-        sent = np.arange(1, MOST_TOKENS + 1, dtype=float) * shape.hidden * _NUMBER_BYTES
+        sent = _sent(shape)
         once = np.exp(np.interp(np.log(sent), np.log(sizes), np.log(seconds))) * np.maximum(1.0, sent / sizes[-1])
+        return cls(share, np.concatenate([[0.0], 2 * shape.layers * once]))
+
+    @classmethod
+    def over_link(cls, share: Costs, shape: DenseShape, gpus: int, bytes_s: float, latency_s: float) -> ExchangingCosts:
+        """The same where nobody measured the all-reduce: in a ring, over links of ``bytes_s`` each way.
+
+        Each GPU sends an n-th of the bytes to the next one 2 (n - 1) times (Patarasuk and Yuan, Bandwidth optimal
+        all-reduce algorithms, 2009). Raises ProfileError for fewer than two GPUs, and a link that has no rate.
+        """
+        if gpus < 2 or bytes_s <= 0 or latency_s < 0:
+            raise ProfileError("a ring has at least 2 GPUs, links above 0 bytes a second and latencies from 0 on")
+        once = 2 * (gpus - 1) * (_sent(shape) / gpus / bytes_s + latency_s)
         return cls(share, np.concatenate([[0.0], 2 * shape.layers * once]))
 
     def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
@@ -56,6 +68,11 @@ class ExchangingCosts(Costs):
     def swap_in_s(self, tokens: int) -> float:
         """The seconds of one GPU's share, as on the way out."""
         return self.share.swap_in_s(tokens)
+
+
+def _sent(shape: DenseShape) -> np.ndarray:
+    """Bytes [tokens] of the hidden states of 1 to ``MOST_TOKENS`` tokens."""
+    return np.arange(1, MOST_TOKENS + 1, dtype=float) * shape.hidden * _NUMBER_BYTES
 
 
 @dataclass(frozen=True)
