@@ -285,6 +285,13 @@ _ALL = (
         "operator_summary",
     ),
     _study(
+        "host_time",
+        "The host's time, fitted on one model and card",
+        "46",
+        "sarathi.host_time:host_time",
+        "host_summary",
+    ),
+    _study(
         "card_capacity",
         "Capacity on GPUs that are not here",
         "46",

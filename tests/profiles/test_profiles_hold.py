@@ -33,6 +33,7 @@ ASKS_NOTHING = {
     "changing_load",
     "simulator_error",
     "operator_error",
+    "host_time",
     "card_capacity",
     "objective_sweep",
     "fixed_load",

@@ -66,6 +66,7 @@ from firsttoken_studies.sarathi import (
     bench,
     changing_load,
     chunk_error,
+    host_time,
     live_peer,
     operator_error,
     paper_cards,
@@ -133,7 +134,8 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         servers = operator_error.server_runs()[::100]
         for card in CARDS:  # now, and kept: nothing is fetched into the cache below
             OperatorTables.read(card)
-        patch.setattr(operator_error, "server_runs", lambda: servers)
+        for foretelling in (operator_error, host_time):
+            patch.setattr(foretelling, "server_runs", lambda: servers)
         patch.setattr(paths, "CACHE", folder / "cache")
         patch.setattr(subprocess, "run", in_this_process)
         resampled = stats._resampled  # 2,000 draws of each of some hundred measures would be most of the time

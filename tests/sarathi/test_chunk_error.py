@@ -60,7 +60,9 @@ def test_points_are_read_where_nothing_decodes(tmp_path, monkeypatch):
     with pytest.raises(ProfileError, match=r"has no chunk behind a prefix; take a profile that was made with prefixes"):
         study.behind_prefixes("x")
     (tmp_path / "attention.csv").write_text(table.replace("16,32,0,0,5", "16,32,0,0,fast"))
-    with pytest.raises(CorpusError, match=r"attention.csv, line 2: time_us is 'fast', it must be a number from 0.001 on"):
+    with pytest.raises(
+        CorpusError, match=r"attention.csv, line 2: time_us is 'fast', it must be a number from 0.001 on"
+    ):
         study.behind_prefixes("x")
 
 
