@@ -292,6 +292,13 @@ _ALL = (
         "host_summary",
     ),
     _study(
+        "mixture_error",
+        "Mixtures of experts by measured operators against servers",
+        "46",
+        "sarathi.mixture_error:mixture_error",
+        "mixture_summary",
+    ),
+    _study(
         "card_capacity",
         "Capacity on GPUs that are not here",
         "46",

@@ -15,6 +15,7 @@ import torch
 from firsttoken.assets.dense_shape import SHAPES, DenseShape
 from firsttoken.cps.costs.copies import CopyCosts
 from firsttoken.cps.costs.crossing import crossing
+from firsttoken.engine.costs.interpolation import power_between
 from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import CONTEXT, OperatorTables, tables_from
 from firsttoken.engine.costs.published import decomposed
@@ -194,8 +195,8 @@ def equal_heads_prefill_s(tables: OperatorTables, shape: DenseShape, tokens: int
 
 def _product_s(tables: OperatorTables, n: int, k: int, tokens: int) -> float:
     """Seconds of a product [tokens, k] x [k, n]: a power between two measured numbers of tokens."""
-    (at, found), _ = tables.product("bfloat16", n, k)
-    return float(np.exp(np.interp(np.log(tokens), np.log(at), np.log(found))))
+    curve, _ = tables.product("bfloat16", n, k)
+    return float(power_between(np.array([float(tokens)]), curve)[0])
 
 
 def block_s(tables: OperatorTables, context: int) -> float:

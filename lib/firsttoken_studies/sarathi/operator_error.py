@@ -44,7 +44,7 @@ _MODELS = {
 _WEIGHTS = {"": "bfloat16", "fp8": "fp8"}
 # InferenceMAX, which these runs are taken to be from, draws lengths from 80 to 100 % of what is stated, and keeps keys
 # and values in 8 bits on the B200 (the commands are in its README).
-_LEAST_SHARE = {"llama-3.1-70b": 0.8}
+_LEAST_SHARE = {"llama-3.1-70b": 0.8, "minimax-m2.5": 0.8}
 _FP8_CACHE = {("llama-3.1-70b", "b200-sxm")}
 _LOOKS = ("sarathi", "prefill first", "measured", "other", "short first", "hybrid batches")  # a look a model and card
 _PLACES = {"model": "model", "machine": "card"}  # of the summary, and the column of the rows

@@ -14,7 +14,7 @@ import numpy as np
 
 from firsttoken.assets.dense_shape import DenseShape
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.interpolation import follow
+from firsttoken.engine.costs.interpolation import follow, power_between
 from firsttoken.engine.costs.operator_costs import MOST_TOKENS, OperatorCosts
 from firsttoken.engine.costs.operator_tables import OperatorTables
 from firsttoken.study.errors import ProfileError
@@ -40,9 +40,7 @@ class ExchangingCosts(Costs):
         """
         if gpus < 2:
             raise ProfileError(f"{gpus} GPUs exchange nothing; take the profile as it is, or at least 2 GPUs")
-        sizes, seconds = tables.all_reduce(gpus)
-        sent = _sent(shape)
-        once = np.exp(np.interp(np.log(sent), np.log(sizes), np.log(seconds))) * np.maximum(1.0, sent / sizes[-1])
+        once = power_between(_sent(shape), tables.all_reduce(gpus))
         return cls(share, np.concatenate([[0.0], 2 * shape.layers * once]))
 
     @classmethod
