@@ -19,7 +19,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken.assets": (3225, 7, 11),  # npm brings what a browser runs; shapes of models; downloads by name
     "firsttoken.cps": (640, 3, 10),
     "firsttoken.droidspeak": (3045, 8, 8.5),
-    "firsttoken.engine": (7510, 16, 8.5),  # measured operators of six cards, 430 lines
+    "firsttoken.engine": (7755, 16, 8.5),  # measured operators of six cards; mixtures and models over several GPUs, 245
     "firsttoken.lean": (620, 4, 7.6),
     "firsttoken.link": (430, 2, 7),
     "firsttoken.petals": (6170, 14, 10.5),
@@ -40,7 +40,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken_studies.petals": (3480, 4, 10),
     "firsttoken_studies.progressiveserve": (4345, 5, 11.5),
     "firsttoken_studies.site": (860, 4, 15),  # a page on which a scheduler is written, and recorded runs as dots
-    "firsttoken_studies.sarathi": (3270, 4, 12),  # servers foretold, capacities and three figures on cards
+    "firsttoken_studies.sarathi": (3870, 4, 12),  # servers foretold, two GPUs, chunks behind prefixes, host, mixtures
     "firsttoken_studies.trying": (480, 2, 17),
 }
 LONGEST = 400  # lines of a file; a study that would be longer is measured in one and drawn in another

@@ -34,6 +34,7 @@ ASKS_NOTHING = {
     "simulator_error",
     "operator_error",
     "host_time",
+    "mixture_error",
     "card_capacity",
     "objective_sweep",
     "fixed_load",

@@ -38,6 +38,7 @@ from tiny_profiles import FEWER, SHORTER, shorter, tiny_profile
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets import corpora, models, needs, shapes
+from firsttoken.engine.costs import mixture_costs
 from firsttoken.engine.costs.operator_tables import CARDS, OperatorTables
 from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.engine.native.library import kernels
@@ -68,6 +69,7 @@ from firsttoken_studies.sarathi import (
     chunk_error,
     host_time,
     live_peer,
+    mixture_error,
     operator_error,
     paper_cards,
     pipeline_bubbles,
@@ -132,8 +134,12 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for compiled in (kernels, merger):  # once a process: not where there seems to be no compiler, or an empty cache
             compiled()
         servers = operator_error.server_runs()[::100]
+        mixtures = mixture_error.mixture_runs()[:4:3]
+        for card in mixture_costs.MIXTURE_CARDS:
+            mixture_costs._experts(card)
         for card in CARDS:  # now, and kept: nothing is fetched into the cache below
             OperatorTables.read(card)
+        patch.setattr(mixture_error, "mixture_runs", lambda: mixtures)
         for foretelling in (operator_error, host_time):
             patch.setattr(foretelling, "server_runs", lambda: servers)
         patch.setattr(paths, "CACHE", folder / "cache")

@@ -28,7 +28,7 @@ _NUMBER_BYTES = 2
 
 @dataclass(frozen=True)
 class MixtureShape:
-    """A decoder ``dense`` whose MLP stands for one of ``experts``, of which each token takes ``active`` in each layer."""
+    """A decoder ``dense`` whose MLP stands for one of ``experts``; each token takes ``active`` of these in a layer."""
 
     dense: DenseShape
     experts: int
@@ -54,13 +54,17 @@ def mixture_costs(
     spread: int,
     *,
     weights: str = "fp8_block",
+    products: str = "fp8",
     routing: str = "power_law_1.2",
 ) -> OperatorCosts:
     """The costs of ``shape`` on ``split`` x ``spread`` of the card of ``tables``, and attention split over all of them.
 
     Each expert is split over ``split`` GPUs, and the experts are spread over ``spread``.
-    ``weights`` are the type of all products but the head's and the router's; keys and values take 16 bits. Raises
-    ProfileError for a card, a type, a layout or a routing that no table has, and what ``OperatorCosts.of`` raises.
+    ``weights`` are the type of the experts, ``products`` that of the two products around attention; keys and values,
+    head and router take 16 bits. The tables' products of ``fp8_block`` take 90 to 270 microseconds each, whatever their
+    size, which is the time to launch their kernels one by one; a server launches them as one graph, so that the default
+    is ``fp8``, with as many bytes. Raises ProfileError for a card, a type, a layout or a routing that no table has, and
+    what ``OperatorCosts.of`` raises.
     """
     gpus, dense = split * spread, shape.dense
     experts = experts_s(tables.card, shape, split, spread, weights, routing)
@@ -70,8 +74,8 @@ def mixture_costs(
     queries, kv = heads * dense.head_dim, 2 * kv_heads * dense.head_dim
     layer, beyond = power_between(tokens, experts), []
     for dtype, n, k in (
-        (weights, queries + kv, dense.hidden),
-        (weights, dense.hidden, queries),
+        (products, queries + kv, dense.hidden),
+        (products, dense.hidden, queries),
         ("bfloat16", shape.experts, dense.hidden),
     ):
         curve, wide = tables.product(dtype, n, k)
