@@ -12,7 +12,7 @@ from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
 from firsttoken.engine.costs.profiled import ProfiledCosts
-from firsttoken.engine.costs.tensor_parallel import ExchangingCosts, ScaledCosts
+from firsttoken.engine.costs.tensor_parallel import ExchangingCosts, ScaledProfile
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
@@ -79,7 +79,7 @@ def sources(config: TwoCardsConfig) -> tuple[dict[str, Costs], int]:
         LINKED: ExchangingCosts.over_link(
             share, shape, config.gpus, 1e9 * config.link_gbyte_s, 1e-6 * config.link_latency_us
         ),
-        SCALED: ScaledCosts(whole, OperatorCosts.of(tables, shape), operators),
+        SCALED: ScaledProfile(whole, OperatorCosts.of(tables, shape), operators),
         OPERATORS: operators,
     }
     return costs, operators.blocks

@@ -13,9 +13,9 @@ import pytest
 
 from firsttoken.assets.dense_shape import DenseShape
 from firsttoken.engine.costs import mixture_costs as mixtures
-from firsttoken.engine.costs.interpolation import power_between
 from firsttoken.engine.costs.mixture_costs import MIXTURES, MixtureShape, experts_s, mixture_costs
 from firsttoken.engine.costs.operator_tables import OperatorTables
+from firsttoken.engine.costs.power_interpolation import power_between
 from firsttoken.study.errors import CorpusError, ProfileError
 
 SHAPE = MixtureShape(DenseShape(3, 4096, 512, 32, 8, 128, 32000), experts=8, active=2)

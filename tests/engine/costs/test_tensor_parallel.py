@@ -10,7 +10,7 @@ from firsttoken.assets.dense_shape import SHAPES
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import OperatorTables
-from firsttoken.engine.costs.tensor_parallel import ExchangingCosts, ScaledCosts
+from firsttoken.engine.costs.tensor_parallel import ExchangingCosts, ScaledProfile
 from firsttoken.study.errors import ProfileError
 
 SHAPE = SHAPES["llama-3.1-8b"]
@@ -82,15 +82,15 @@ def test_a_ring_without_a_link_is_refused(gpus, rate, latency):
 @pytest.mark.parametrize("step", STEPS)
 def test_operators_scaled_by_themselves_are_the_split_operators(tables, step):
     alone, split = (OperatorCosts.of(tables, SHAPE, gpus) for gpus in (1, 4))
-    assert ScaledCosts(alone, alone, split).step_s(*step) == pytest.approx(split.step_s(*step))
-    assert ScaledCosts(Constant(), alone, split).step_s(*step) == pytest.approx(
+    assert ScaledProfile(alone, alone, split).step_s(*step) == pytest.approx(split.step_s(*step))
+    assert ScaledProfile(Constant(), alone, split).step_s(*step) == pytest.approx(
         split.step_s(*step) / alone.step_s(*step)
     )
 
 
 def test_nothing_scales_to_nothing(tables):
     alone = OperatorCosts.of(tables, SHAPE)
-    costs = ScaledCosts(Constant(), alone, alone)
+    costs = ScaledProfile(Constant(), alone, alone)
     assert costs.step_s([], []) == 0
     assert costs.swap_out_s(100) == alone.swap_out_s(100) and costs.swap_in_s(100) == alone.swap_in_s(100)
 
@@ -100,4 +100,4 @@ def test_operators_of_another_shape_or_number_are_refused(tables):
     other = OperatorCosts.of(tables, SHAPES["mistral-7b"])
     for wrong in ((split, split), (other, split)):
         with pytest.raises(ProfileError, match=r"scaled costs: the operators must be of one shape, alone on 1 GPU"):
-            ScaledCosts(Constant(), *wrong)
+            ScaledProfile(Constant(), *wrong)

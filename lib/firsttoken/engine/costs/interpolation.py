@@ -6,8 +6,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-import numpy as np
-
 
 def line_through(points: Mapping[int, float], most: int) -> list[float]:
     """The value at 0 ... ``most`` [most + 1] from ``points``, ascending: straight between them, below the first as
@@ -29,11 +27,3 @@ def follow(line: Sequence[float], count: int) -> float:
     if count < len(line):
         return float(line[count])
     return float(line[-1] + (count - len(line) + 1) * (line[-1] - line[-2]))
-
-
-def power_between(sizes: np.ndarray, curve: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """The values at ``sizes`` of ``curve`` (sizes, ascending, and values above 0): a power of the size between two of
-    them, in proportion beyond the last, as the first below it."""
-    at, values = curve
-    found = np.exp(np.interp(np.log(sizes), np.log(at), np.log(values)))
-    return np.asarray(found * np.maximum(1.0, sizes / at[-1]))

@@ -13,9 +13,9 @@ import numpy as np
 
 from firsttoken.assets.dense_shape import DenseShape
 from firsttoken.assets.lock import asset_path
-from firsttoken.engine.costs.interpolation import power_between
 from firsttoken.engine.costs.operator_costs import MOST_TOKENS, OperatorCosts
 from firsttoken.engine.costs.operator_tables import Curve, OperatorTables, read_table
+from firsttoken.engine.costs.power_interpolation import power_between
 from firsttoken.study.errors import ProfileError
 
 MIXTURE_CARDS = ("h100-sxm", "h200-sxm", "b200-sxm")

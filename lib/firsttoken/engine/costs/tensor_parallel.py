@@ -14,9 +14,10 @@ import numpy as np
 
 from firsttoken.assets.dense_shape import DenseShape
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.interpolation import follow, power_between
+from firsttoken.engine.costs.interpolation import follow
 from firsttoken.engine.costs.operator_costs import MOST_TOKENS, OperatorCosts
 from firsttoken.engine.costs.operator_tables import OperatorTables
+from firsttoken.engine.costs.power_interpolation import power_between
 from firsttoken.study.errors import ProfileError
 
 _NUMBER_BYTES = 2  # hidden states stay in 16 bits, whatever the weights are in
@@ -74,7 +75,7 @@ def _sent(shape: DenseShape) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class ScaledCosts(Costs):
+class ScaledProfile(Costs):
     """The steps of ``profiled``, a whole model on one GPU, as they would be where it is split.
 
     Each step takes what was profiled, times the ratio of the same step by measured operators: ``split`` over ``alone``.
