@@ -68,8 +68,8 @@ def test_points_are_read_where_nothing_decodes(tmp_path, monkeypatch):
 
 def test_errors_are_by_share_and_band():
     rows = [
-        {"model": "m", "gpus": gpus, "seen": seen, "chunk": 16, "prefix": 2048, "profiled_us": 100.0}
-        | {"difference_us": 10.0, "waves_us": 100.0 + off}
+        {"model": "m", "gpus": gpus, "seen": seen, "chunk": 16, "prefix": [2048], "profiled_us": [100.0]}
+        | {"difference_us": [10.0], "waves_us": [100.0 + off]}
         for gpus, seen, off in ((1, SEEN, 5), (2, HELD_OUT, -10), (2, HELD_OUT, 10))
     ]
     summary = chunk_summary(rows, {})

@@ -4,7 +4,7 @@ empty cache, held against profiles of the same card that have prefixes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ DIFFERENCE, WAVES = "two rows of the table", "waves of tiles"
 WAYS = {DIFFERENCE: "difference_us", WAVES: "waves_us"}
 HELD_OUT, SEEN = "held out", "seen"
 PROFILED = "profile"
+_POINTS = ("prefix", "profiled_us", *WAYS.values())  # the columns of a row that are lists
 _BANDS = ((1, 256), (257, 1024), (1025, math.inf))  # tokens of a chunk, and of a prefix
 
 
@@ -51,7 +52,8 @@ class ChunkErrorConfig:
 
 
 def chunk_error(profile: Profile) -> Outcome:
-    """Rows {model, gpus, seen, chunk, prefix, profiled_us, difference_us, waves_us}: microseconds of one layer."""
+    """Rows {model, gpus, seen, chunk, prefix, profiled_us, difference_us, waves_us}, the last four lists [points]:
+    microseconds of one layer."""
     config = profile.section("chunk_error", ChunkErrorConfig)
     tables = OperatorTables.read(config.card)
     found: Rows = []
@@ -61,11 +63,14 @@ def chunk_error(profile: Profile) -> Outcome:
         heads, kv_heads = shape.heads // gpus, max(shape.kv_heads // gpus, 1)
         prompts = tables.attention(CONTEXT, heads, kv_heads, shape.head_dim, "bfloat16")[1]
         where = {"model": model, "gpus": gpus, "seen": SEEN if text == config.profiles[0] else HELD_OUT}
+        by_chunk: dict[int, Rows] = {}
         for chunk, prefix, profiled_us in behind_prefixes(folder):
             difference_s = by_difference(prompts, prefix, chunk)
             waves_s = max(difference_s, by_waves(prompts, heads, prefix, chunk, config.tile, config.processors))
-            reckoned = {"difference_us": 1e6 * difference_s, "waves_us": 1e6 * waves_s}
-            found.append(where | {"chunk": chunk, "prefix": prefix, "profiled_us": profiled_us} | reckoned)
+            point = {"difference_us": round(1e6 * difference_s, 2), "waves_us": round(1e6 * waves_s, 2)}
+            by_chunk.setdefault(chunk, []).append({"prefix": prefix, "profiled_us": profiled_us} | point)
+        for chunk, points in by_chunk.items():
+            found.append(where | {"chunk": chunk} | {name: [point[name] for point in points] for name in points[0]})
     return Outcome(found, provenance={"kind": "arithmetic on measured operators", "costs": tables_from()})
 
 
@@ -124,13 +129,14 @@ def chunk_summary(found: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The error of each way in %: median, 90th percentile and mean, of all points that were held out and of those that
     were seen, by model and GPUs, and by bands of chunk and prefix."""
     summary = Summary()
-    cases = {name: [row for row in found if row["seen"] == name] for name in (SEEN, HELD_OUT)}
-    for row in found:
-        cases.setdefault(_share(row), []).append(row)
+    points = [row | dict(zip(_POINTS, values, strict=True)) for row in found for values in _points(row)]
+    cases = {name: [point for point in points if point["seen"] == name] for name in (SEEN, HELD_OUT)}
+    for point in points:
+        cases.setdefault(_share(point), []).append(point)
     for chunk in _BANDS:
         for prefix in _BANDS:
             cases[_band(chunk, prefix)] = [
-                row for row in found if _within(row["chunk"], chunk) and _within(row["prefix"], prefix)
+                point for point in points if _within(point["chunk"], chunk) and _within(point["prefix"], prefix)
             ]
     for case, chosen in cases.items():
         for way, column in WAYS.items() if chosen else ():
@@ -143,6 +149,10 @@ def chunk_summary(found: Rows, parameters: Mapping[str, Any]) -> Summary:
             ):
                 summary.add("attention_off_pct", bootstrap(values, statistic).summary("%"), **where, across=across)
     return summary
+
+
+def _points(row: Mapping[str, Any]) -> Iterator[tuple[float, ...]]:
+    return zip(*(row[name] for name in _POINTS), strict=True)
 
 
 def _share(row: Mapping[str, Any]) -> str:

@@ -75,6 +75,9 @@ def host_time(profile: Profile) -> Outcome:
         counted(run, CountedSteps(costs := costs_of(run)), costs.blocks, config, profile.seed)
         for run in tqdm(server_runs()[:: config.every], desc="host_time", disable=None)
     ]
+    found = [
+        {name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()} for row in found
+    ]
     return Outcome(found, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
 
 

@@ -73,8 +73,8 @@ def mixture_runs() -> list[MixtureRun]:
 
 
 def mixture_error(profile: Profile) -> Outcome:
-    """Rows {card, model, weights, gpus, split, spread, prompt_tokens, output_tokens, clients, source, ttft_ms, tpot_ms,
-    latency_ms, beyond}, those of "vllm" and "simulated" in turns; for a run that no table covers, none, and its reason
+    """Rows {card, model, gpus, split, spread, prompt_tokens, output_tokens, clients, source, ttft_ms, tpot_ms,
+    latency_ms}, those of "vllm" and "simulated" in turns; for a run that no table covers, none, and its reason
     is counted in the provenance."""
     config = profile.section("mixture_error", MixtureErrorConfig)
     found: Rows = []
@@ -96,18 +96,17 @@ def mixture_error(profile: Profile) -> Outcome:
         where = {
             "card": server.card,
             "model": server.model,
-            "weights": server.weights,
             "gpus": server.gpus,
             "split": run.split,
             "spread": run.spread,
             "prompt_tokens": server.prompt_tokens,
             "output_tokens": server.output_tokens,
             "clients": server.clients,
-            "beyond": "; ".join(costs.beyond),
         }
         for source, (ttft, tpot) in (("vllm", (server.ttft_ms, server.tpot_ms)), ("simulated", ours)):
             latency = ttft + tpot * (server.output_tokens - 1)
-            found.append(where | {"source": source, "ttft_ms": ttft, "tpot_ms": tpot, "latency_ms": latency})
+            times = {"ttft_ms": round(ttft, 3), "tpot_ms": round(tpot, 3), "latency_ms": round(latency, 3)}
+            found.append(where | {"source": source} | times)
     told = "; ".join(f"{times} runs: {reason}" for reason, times in left_out.items())
     provenance = {"kind": "simulated on measured operators", "costs": tables_from(), "left_out": told}
     return Outcome(found, provenance=provenance)

@@ -63,6 +63,9 @@ def two_cards(profile: Profile) -> Outcome:
     config = profile.section("two_cards", TwoCardsConfig)
     costs, blocks = sources(config)
     rows = beside_vllm(downloaded(config.share) / config.requests, costs, blocks, config.batch, config.token_budget)
+    rows = [
+        {name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()} for row in rows
+    ]
     provenance = {"kind": "simulated on profiled costs", "costs": config.share, "operators": tables_from()}
     return Outcome(rows, provenance=provenance)
 
