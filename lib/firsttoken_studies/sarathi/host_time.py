@@ -102,8 +102,7 @@ def fitted(rows: Rows) -> tuple[float, float]:
 
 def host_summary(rows: Rows, parameters: dict[str, Any]) -> Summary:
     """For each model and card: the two numbers that fit it, and the error in % of the time per token and of the first
-    token without and with them, on its own rows, on all others, on those others that are of the Hopper cards, and on
-    each other pair of model and card."""
+    token without and with them, on its own rows, on all others, and on those others that are of the Hopper cards."""
     summary = Summary()
     groups: dict[str, Rows] = {}
     for row in rows:
@@ -117,7 +116,6 @@ def host_summary(rows: Rows, parameters: dict[str, Any]) -> Summary:
         others = [row for row in rows if row not in own]
         judged = {f"fitted on {name}": own, f"held out from {name}": others}
         judged[f"held out from {name}, Hopper"] = [row for row in others if row["card"] in HOPPER]
-        judged |= {f"{other}, fitted on {name}": theirs for other, theirs in groups.items() if other != name}
         for case, chosen in judged.items():
             for variant, host in ((BEFORE, (0.0, 0.0)), (AFTER, numbers)) if chosen else ():
                 _errors(summary, chosen, host, {"case": case, "variant": variant, "than": "vllm"})
