@@ -13,10 +13,15 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from firsttoken.engine import fused
-from firsttoken.engine.fused import FusedLayer, fuse
-from firsttoken.engine.native.library import kernels
+from firsttoken.engine.fused import FusedLayer, fuse, fuse_layer
+from firsttoken.engine.native import linear as native_linear
+from firsttoken.engine.native.library import SOURCE, Kernels, kernels
+from firsttoken.engine.native.linear import NativeLinear, multiplies
 from firsttoken.engine.onednn_prepack import PackedLinear, packs
 from firsttoken.engine.request import Sampling
+from firsttoken.progressiveserve.loading.lora import with_adapter
+from firsttoken.study.errors import ModelError
+from firsttoken.study.system.compiled import shared_library
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
@@ -31,6 +36,7 @@ SMALL = {
     "max_position_embeddings": 512,
     "pad_token_id": 0,
 }
+PACKED = (PackedLinear, NativeLinear)
 SHAPES = ((48,), (1, 48), (0, 48), (2, 3, 48), (1, 300, 48))
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 0.02)]
 
@@ -54,13 +60,23 @@ def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
 
 
+def pack(kind: str, linear: nn.Linear) -> PackedLinear | NativeLinear:
+    """``linear`` as oneDNN multiplies it, or as the kernels do."""
+    skip_unless_multiplied(linear.weight.dtype)
+    if kind == "onednn":
+        return PackedLinear(linear)
+    if not multiplies(linear):
+        pytest.skip("the kernels do not multiply this dtype here")
+    return NativeLinear([linear])
+
+
+@pytest.mark.parametrize("kind", ["onednn", "native"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("dtype", "rtol"), DTYPES)
 @torch.inference_mode()
-def test_one_product(dtype: torch.dtype, rtol: float, bias: bool) -> None:
-    skip_unless_multiplied(dtype)
+def test_one_product(dtype: torch.dtype, rtol: float, bias: bool, kind: str) -> None:
     linear = nn.Linear(48, 80, bias=bias, dtype=dtype)
-    packed = PackedLinear(linear)
+    packed = pack(kind, linear)
     assert (packed.in_features, packed.out_features) == (48, 80)
     for shape in SHAPES:
         states = torch.randn(shape).to(dtype)
@@ -69,14 +85,14 @@ def test_one_product(dtype: torch.dtype, rtol: float, bias: bool) -> None:
     torch.testing.assert_close(packed(every_other), linear(every_other), rtol=rtol, atol=rtol)
 
 
+@pytest.mark.parametrize("kind", ["onednn", "native"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("dtype", "rtol"), DTYPES)
 @torch.inference_mode()
-def test_one_product_and_a_sum(dtype: torch.dtype, rtol: float, bias: bool) -> None:
+def test_one_product_and_a_sum(dtype: torch.dtype, rtol: float, bias: bool, kind: str) -> None:
     """What is added stays what it was: it is the residual stream."""
-    skip_unless_multiplied(dtype)
     linear = nn.Linear(48, 80, bias=bias, dtype=dtype)
-    packed = PackedLinear(linear)
+    packed = pack(kind, linear)
     for shape in SHAPES:
         states, other = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 80).to(dtype)
         before = other.clone()
@@ -87,9 +103,128 @@ def test_one_product_and_a_sum(dtype: torch.dtype, rtol: float, bias: bool) -> N
     torch.testing.assert_close(packed.plus(states, every_other), linear(states) + every_other, rtol=rtol, atol=rtol)
 
 
-def test_packing_is_a_copy() -> None:
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("dtype", "rtol"), DTYPES)
+@torch.inference_mode()
+def test_native_products_of_odd_shapes(compiled, dtype: torch.dtype, rtol: float, gated: bool) -> None:
+    """Every number of outputs around a panel's, and of rows around those that go through it together."""
+    generator = torch.Generator().manual_seed(0)
+    for outputs in (1, 2, 15, 16, 17, 31, 32, 33, 67):
+        pair = [nn.Linear(10, outputs, dtype=dtype) for _ in range(1 + gated)]
+        if not all(map(multiplies, pair)):
+            pytest.skip("the kernels do not multiply this dtype here")
+        packed = NativeLinear(pair, gated=gated)
+        for rows in (0, 1, 2, 5, 6, 7, 13, 14, 15, 28, 29, 43):
+            states = torch.randn(rows, 10, generator=generator).to(dtype)
+            wanted = pair[0](states)
+            if gated:
+                wanted = nn.functional.silu(wanted) * pair[1](states)
+            torch.testing.assert_close(packed(states), wanted, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_native_product_does_not_depend_on_who_shares_its_batch(compiled, dtype: torch.dtype) -> None:
+    """To the bit, whatever the number of rows: the sums are made in one order."""
+    packed = pack("native", nn.Linear(576, 67, dtype=dtype))
+    states = torch.randn(64, 576).to(dtype)
+    together = packed(states)
+    for rows in (1, 2, 3, 7, 14, 15, 16, 30, 63):
+        assert torch.equal(packed(states[:rows]), together[:rows])
+
+
+def test_native_products_refuse_states_that_do_not_fit(compiled) -> None:
+    packed = pack("native", nn.Linear(8, 4))
+    for states in (torch.zeros(2, 6), torch.zeros(2, 8, dtype=torch.bfloat16)):
+        with pytest.raises(ModelError, match=r"do not fit a layer of 8 inputs in torch\.float32"):
+            packed(states)
+
+
+def test_weights_of_an_odd_number_of_inputs_are_left_to_onednn(compiled) -> None:
+    assert multiplies(nn.Linear(8, 4)) and not multiplies(nn.Linear(7, 4))
+    assert not multiplies(nn.Linear(8, 4, dtype=torch.float64)) and not multiplies(nn.Linear(8, 4, device="meta"))
+    assert type(fused.packed(nn.Linear(7, 4))) is PackedLinear and type(fused.packed(nn.Linear(8, 4))) is NativeLinear
+
+
+@pytest.mark.filterwarnings("ignore:the engine's own torch.bfloat16 products")
+def test_a_kernel_that_multiplies_wrongly_is_not_used(compiled, llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products of its first call are held against torch's; oneDNN multiplies then, and one line says so."""
+    right = Kernels.product
+
+    def wrong(self: Kernels, rows: torch.Tensor, weight: object, other: object, out: torch.Tensor) -> torch.Tensor:
+        return right(self, rows, weight, other, out).add_(1)
+
+    monkeypatch.setattr(Kernels, "product", wrong)
+    with pytest.warns(UserWarning, match="own torch.float32 products are wrong on this processor; oneDNN multiplies"):
+        tried = Kernels(shared_library(SOURCE))
+    assert not tried.multiplied
+    monkeypatch.undo()
+    monkeypatch.setattr(native_linear, "kernels", lambda: tried)
+    other = fuse(copy.deepcopy(llama.model))
+    assert count(other, NativeLinear) == 0 and count(other, FusedLayer) == 2
+    assert_same(other(IDS).logits, llama.model(IDS).logits)
+
+
+def adapter_of(layer: nn.Module, ranks: dict[str, int], generator: torch.Generator) -> dict[str, tuple]:
+    """LoRA's halves for the modules of a layer that ``ranks`` names."""
+    shapes = {path: layer.get_submodule(path).weight.shape for path in ranks}
+    return {
+        path: (torch.randn(rank, shapes[path][1], generator=generator), torch.randn(shapes[path][0], rank) * 0.1)
+        for path, rank in ranks.items()
+    }
+
+
+RANKS = {
+    "all alike": dict.fromkeys([path for paths in fused._PATHS.values() for path in paths], 4),
+    "some": {"self_attn.q_proj": 3, "self_attn.v_proj": 5, "mlp.up_proj": 2, "mlp.down_proj": 7},
+    "one": {"mlp.gate_proj": 1},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_fused_layer_with_an_adapter(compiled, make_model, dtype: torch.dtype, ranks: dict[str, int]) -> None:
+    """Over the same weights as the layer without, what ``LoraLinear`` says; the layer itself stays as it was."""
+    shape = LlamaConfig(**(SMALL | {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}))
+    model = make_model(shape).to(dtype)
+    layer, generator = model.model.layers[0], torch.Generator().manual_seed(3)
+    if not all(map(multiplies, [layer.mlp.up_proj])):
+        pytest.skip("the kernels do not multiply this dtype here")
+    slices = adapter_of(layer, ranks, generator)
+    plain = fuse_layer(layer)
+    adapted = plain.with_adapter(slices)
+    assert adapted.kind == plain.kind and adapted.joint.panels.data_ptr() == plain.joint.panels.data_ptr()
+    states = torch.randn(1, 21, 64, generator=generator).to(dtype)
+    turns = model.model.rotary_emb(states, torch.arange(21)[None])
+    causal = torch.full((21, 21), float("-inf"), dtype=dtype).triu(1)[None, None]
+    before = plain(states, causal, position_embeddings=turns)
+    wanted = with_adapter(layer, slices)(states, attention_mask=causal, position_embeddings=turns)
+    got = adapted(states, causal, position_embeddings=turns)
+    near = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(got, wanted, rtol=0.02, atol=near)
+    assert torch.equal(plain(states, causal, position_embeddings=turns), before)
+    assert torch.equal(got, before) == (not ranks)
+
+
+def test_an_adapter_that_the_kernels_do_not_add_up(compiled, make_model) -> None:
+    """Heads of 8 share half a panel; a module that is in no product; layers that oneDNN multiplies."""
+    narrow = fuse_layer(make_model(LlamaConfig(**SMALL)).model.layers[0])
+    layer = make_model(LlamaConfig(**(SMALL | {"hidden_size": 64, "head_dim": 16}))).model.layers[0]
+    generator = torch.Generator().manual_seed(3)
+    assert fuse_layer(layer).with_adapter({"self_attn.rotary": (torch.ones(1, 64), torch.ones(64, 1))}) is None
+    few = LlamaConfig(**(SMALL | {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8}))
+    shared = make_model(few).model.layers[0]
+    slices = adapter_of(shared, {"self_attn.k_proj": 2, "self_attn.v_proj": 2}, generator)
+    assert fuse_layer(shared).with_adapter(slices) is None or kernels().panel < 32
+    assert narrow.with_adapter({}) is not None
+
+
+@pytest.mark.parametrize("kind", ["onednn", "native"])
+def test_packing_is_a_copy(kind: str) -> None:
     linear = nn.Linear(8, 8)
-    packed, states = PackedLinear(linear), torch.randn(2, 8)
+    packed, states = pack(kind, linear), torch.randn(2, 8)
     before = linear(states)
     nn.init.zeros_(linear.weight)
     torch.testing.assert_close(packed(states), before)
@@ -109,7 +244,7 @@ def test_logits_of_fused_layers_stay(compiled, kind: str, request: pytest.Fixtur
     model = request.getfixturevalue(kind).model
     other = fuse(copy.deepcopy(model))
     assert [type(layer) for layer in other.model.layers] == [FusedLayer] * 2
-    assert isinstance(other.get_output_embeddings(), PackedLinear) and count(other, nn.Linear) == 0
+    assert isinstance(other.get_output_embeddings(), PACKED) and count(other, nn.Linear) == 0
     assert_same(other(IDS).logits, model(IDS).logits)
     assert_same(fuse(other)(IDS).logits, model(IDS).logits)
 
@@ -130,7 +265,7 @@ def test_an_adapter_stays_and_what_it_adapts_is_packed(lora) -> None:
     other = fuse(copy.deepcopy(lora.model))
     left = [name for name, module in other.named_modules() if type(module) is nn.Linear]
     assert len(left) == 2 * 2 * 7 and all(".lora_" in name for name in left)
-    assert count(other, LlamaDecoderLayer) == 2 and count(other, PackedLinear) == 2 * 7 + 1
+    assert count(other, LlamaDecoderLayer) == 2 and count(other, *PACKED) == 2 * 7 + 1
     assert_same(other(IDS).logits, lora.model(IDS).logits)
 
 
@@ -166,7 +301,7 @@ def test_a_tied_weight_is_packed_for_the_head_and_kept_for_the_embedding(llama) 
     model.lm_head.weight = model.model.embed_tokens.weight
     before = model(IDS).logits
     other = fuse(model)
-    assert isinstance(other.lm_head, PackedLinear) and type(other.model.embed_tokens) is nn.Embedding
+    assert isinstance(other.lm_head, PACKED) and type(other.model.embed_tokens) is nn.Embedding
     assert_same(other(IDS).logits, before)
 
 
@@ -199,6 +334,7 @@ def test_a_layer_with_a_window_is_packed_and_not_fused(compiled, make_model) -> 
 
 def test_without_the_kernels_linear_layers_are_packed(llama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "kernels", lambda: None)
+    monkeypatch.setattr(native_linear, "kernels", lambda: None)
     other = fuse(copy.deepcopy(llama.model))
     assert count(other, PackedLinear) == 2 * 7 + 1 and count(other, LlamaDecoderLayer) == 2
     assert_same(other(IDS).logits, llama.model(IDS).logits)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,10 +30,15 @@ class Attend(ABC):
     def __init__(self, pool: KVPool, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         """``blocks`` and ``offsets`` [tokens] say where in the pool each new token belongs."""
         self.pool = pool
-        shape = pool.shape
-        keys = blocks * (shape.layers * 2 * shape.block_tokens) + offsets
+        self._blocks, self._offsets = blocks, offsets
+
+    @cached_property
+    def writes(self) -> torch.Tensor:
+        """The rows of each layer for the new keys and values, made when a layer first asks."""
+        shape = self.pool.shape
+        keys = self._blocks * (shape.layers * 2 * shape.block_tokens) + self._offsets
         first = torch.cat([keys, keys + shape.block_tokens])
-        self.writes = first + layer_steps(pool, 2 * shape.block_tokens)
+        return first + layer_steps(self.pool, 2 * shape.block_tokens)
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
@@ -41,6 +47,11 @@ class Attend(ABC):
         new = torch.cat([key[0].transpose(0, 1), value[0].transpose(0, 1)]).flatten(1)
         self.pool.token_rows.index_copy_(0, self.writes[layer], new)
         return self.attend(layer, query, key, value, scaling)
+
+    def read_by_kernels(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """The block tables, the works and the contexts of all ``tokens`` of the step, as ``Kernels.attend`` takes them;
+        None where something else reads some of them."""
+        return None
 
     @abstractmethod
     def attend(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.fused import fuse_layer
-from firsttoken.engine.onednn_prepack import PackedLinear, packs
+from firsttoken.engine.fused import fuse_layer, packed, run_layers, run_together
+from firsttoken.engine.onednn_prepack import packs
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.study.errors import ModelError, RequestError
 
@@ -63,10 +63,20 @@ class LocalSegment:
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         args, keywords = step.arguments
-        for layer in step.within(self.layers):
+        some, turns = step.within(self.layers), keywords.get("position_embeddings")
+        layer = some.start
+        while layer < some.stop:
+            end = some.stop
             if step.hidden_cache is not None:
                 step.hidden_cache.enter(layer, hidden, step.chunks)
-            hidden = self.modules[layer - self._lo](hidden, *args, **keywords)
+                end = min((kept for kept in step.hidden_cache.layers if layer < kept < end), default=end)
+            modules = self.modules[layer - self._lo : end - self._lo]
+            if together := run_together(modules, hidden, step.paged, turns):
+                hidden = run_layers(modules[:together], hidden, step.paged, turns)
+                layer += together
+            else:
+                hidden = modules[0](hidden, *args, **keywords)
+                layer += 1
         return hidden
 
     def drop(self, request: int) -> None:
@@ -147,7 +157,7 @@ class Decoder:
         for name, child in self._model.named_children():
             if child is self._model.get_output_embeddings() and packs(child):
                 with torch.no_grad():
-                    self._model._modules[name] = PackedLinear(child)
+                    self._model._modules[name] = packed(child)
 
     def drop(self, request: int) -> None:
         """Forget the request of this number."""

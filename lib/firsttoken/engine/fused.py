@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.attention import interface
+from firsttoken.engine.attention import Attend, interface
 from firsttoken.engine.linear8 import Linear8
 from firsttoken.engine.native.library import NAMES, kernels
+from firsttoken.engine.native.linear import Halves, NativeLinear, multiplies
 from firsttoken.engine.onednn_prepack import PackedLinear, packs
 
 _LLAMA, _QWEN2 = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2"))
@@ -20,6 +22,14 @@ _LAYERS = {(_LLAMA, "LlamaDecoderLayer"), (_QWEN2, "Qwen2DecoderLayer"), (_LEAN,
 _NORMS = {(_LLAMA, "LlamaRMSNorm"), (_QWEN2, "Qwen2RMSNorm"), (_LEAN, "RMSNorm")}
 _SILU = {("transformers.activations", "SiLUActivation"), ("torch.nn.modules.activation", "SiLU")}
 """By module and name, as to import the stock classes takes seconds."""
+
+
+_PATHS = {
+    "joint": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
 
 
 class FusedLayer(nn.Module):
@@ -32,11 +42,44 @@ class FusedLayer(nn.Module):
         self.kv_heads = attention.k_proj.out_features // attention.head_dim
         self.joint = _product(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = _product(attention.o_proj)
-        self.gate_up = _product(mlp.gate_proj, mlp.up_proj)
+        gate_up = mlp.gate_proj, mlp.up_proj
+        self.gate_up = NativeLinear(gate_up, gated=True) if all(map(multiplies, gate_up)) else _Gated(*gate_up)
         self.down = _product(mlp.down_proj)
         self.before_attention, self.before_mlp = _own(stock.input_layernorm), _own(stock.post_attention_layernorm)
         self.attention = copy.copy(attention)  # what attention functions ask for the layer's number and the like
         self.attention._modules = {}
+        self.kind: tuple[float, ...] | None = None
+        self._describe()
+
+    def _describe(self) -> None:
+        """What the kernels must know to run it in one call with others of its ``kind``."""
+        norms, products = (self.before_attention, self.before_mlp), (self.joint, self.out, self.gate_up, self.down)
+        if not all(type(product) is NativeLinear for product in products):
+            return
+        if norms[0].variance_epsilon != norms[1].variance_epsilon:
+            return
+        pointers = [[norm.weight.data_ptr() for norm in norms], *(product.fields for product in products)]
+        self.fields = np.concatenate([[self.attention.layer_idx], *pointers])
+        sizes = [size for product in products for size in (product.in_features, product.out_features)]
+        self.kind = (*sizes, self.attention.head_dim, self.attention.scaling, norms[0].variance_epsilon)
+
+    def with_adapter(self, slices: Mapping[str, Halves]) -> FusedLayer | None:
+        """The same over the same weights with LoRA's ``slices`` by module, "self_attn.q_proj" and so on; None where the
+        kernels do not add them up."""
+        twin = copy.copy(self)
+        twin._modules = dict(self._modules)
+        known = 0
+        for name, paths in _PATHS.items():
+            product, halves = getattr(self, name), [slices.get(path) for path in paths]
+            adapted = product.with_adapter(halves) if type(product) is NativeLinear else None
+            if adapted is None:
+                return None
+            twin._modules[name] = adapted
+            known += sum(pair is not None for pair in halves)
+        if known != len(slices):
+            return None
+        twin._describe()
+        return twin
 
     def forward(
         self,
@@ -60,8 +103,52 @@ class FusedLayer(nn.Module):
             module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **keywords
         )
         hidden_states = self.out.plus(seen.reshape(batch, tokens, -1), hidden_states)
-        gated = native.gated(self.gate_up(_normed(hidden_states, self.before_mlp)))
-        return self.down.plus(gated, hidden_states)
+        return self.down.plus(self.gate_up(_normed(hidden_states, self.before_mlp)), hidden_states)
+
+
+class _Gated(nn.Module):
+    """silu(gate) * up of two linear layers, by one product."""
+
+    def __init__(self, gate: nn.Linear | Linear8, up: nn.Linear | Linear8) -> None:
+        super().__init__()
+        self.both = _product(gate, up)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return kernels().gated(self.both(states))
+
+
+def run_together(
+    layers: Sequence[nn.Module], hidden: Tensor, paged: Attend, turns: tuple[Tensor, Tensor] | None
+) -> int:
+    """How many of ``layers``, from the first on, one call of the kernels can run over ``hidden`` [1, tokens, hidden].
+
+    They are fused, alike, and multiplied by the kernels; ``paged``, the step's attention, reads all of its tokens by
+    them; ``turns`` are the cosines and sines of its positions.
+    """
+    if turns is None or paged.read_by_kernels(hidden.shape[1]) is None:
+        return 0
+    kind = getattr(layers[0], "kind", None)
+    if kind is None or hidden.dtype != paged.pool.shape.dtype or hidden.dtype != layers[0].joint.panels.dtype:
+        return 0
+    alike = (type(layer) is FusedLayer and layer.kind == kind for layer in layers)
+    return next((i for i, same in enumerate(alike) if not same), len(layers))
+
+
+def run_layers(layers: Sequence[FusedLayer], hidden: Tensor, paged: Attend, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """``hidden`` [1, tokens, hidden] through ``layers``, which :func:`run_together` has counted -> the same shape."""
+    first, states = layers[0], hidden[0].clone(memory_format=torch.contiguous_format)
+    room = first.joint.in_features + first.joint.out_features + first.out.in_features + first.down.in_features
+    kernels().run_layers(
+        np.stack([layer.fields for layer in layers]),
+        states,
+        tuple(half[0].contiguous() for half in turns),
+        paged.pool.rows,
+        *paged.read_by_kernels(len(states)),
+        room,
+        first.before_attention.variance_epsilon,
+        first.attention.scaling,
+    )
+    return states[None]
 
 
 def fuse(model: nn.Module) -> nn.Module:
@@ -80,7 +167,7 @@ def fuse(model: nn.Module) -> nn.Module:
 def fuse_layer(layer: nn.Module) -> nn.Module:
     """One decoder layer as it arrives: fused, and itself as it was; one that cannot be is packed in place."""
     with torch.no_grad():
-        if _fuses(layer):
+        if fuses(layer):
             return FusedLayer(layer)
         _replace(layer)
     return layer
@@ -90,15 +177,16 @@ def _replace(parent: nn.Module) -> None:
     if isinstance(parent, nn.ModuleDict):  # where PEFT keeps the factors of an adapter, whose weights it looks at
         return
     for name, child in list(parent.named_children()):
-        if _fuses(child):
+        if fuses(child):
             setattr(parent, name, FusedLayer(child))
         elif packs(child):
-            setattr(parent, name, PackedLinear(child))
+            setattr(parent, name, packed(child))
         else:
             _replace(child)
 
 
-def _fuses(layer: nn.Module) -> bool:
+def fuses(layer: nn.Module) -> bool:
+    """Whether :func:`fuse_layer` makes a :class:`FusedLayer` of ``layer``, and leaves that as it was."""
     if _kind(layer) not in _LAYERS:
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -133,10 +221,17 @@ def _own(norm: nn.Module) -> nn.Module:
     return own
 
 
-def _product(*linears: nn.Linear | Linear8) -> PackedLinear | Linear8:
+def packed(linear: nn.Linear) -> NativeLinear | PackedLinear:
+    """``linear``, one that :func:`packs` says yes to, with its weight in the layout that is multiplied fastest here."""
+    return NativeLinear([linear]) if multiplies(linear) else PackedLinear(linear)
+
+
+def _product(*linears: nn.Linear | Linear8) -> NativeLinear | PackedLinear | Linear8:
     """One layer whose outputs are those of ``linears``, one after the other."""
     if isinstance(linears[0], Linear8):
         return Linear8.joined(linears)
+    if all(map(multiplies, linears)):
+        return NativeLinear(linears)
     return PackedLinear(linears[0] if len(linears) == 1 else _stacked(linears))
 
 

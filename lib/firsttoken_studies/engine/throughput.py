@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,8 +45,20 @@ if TYPE_CHECKING:
 
 
 Prompts = list[list[int]]
-System = Callable[[], Prompts]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The tokens after each prompt, none from what only reads; ``step_ms``, the median step in which every request is
+    given a token, where it is known."""
+
+    tokens: Prompts
+    step_ms: float | None = None
+
+
+System = Callable[[], Answers]
 VLLM_PYTHON = paths.ROOT / ".venv-vllm" / "bin" / "python"
+FLOOR = "weights_read"
 NO_END = -1  # an end-of-text token that no model says
 PAD = 0
 
@@ -79,7 +93,8 @@ class ThroughputConfig:
 
 
 def throughput(profile: Profile) -> Outcome:
-    """Rows {dtype, requests, system, repeat, tokens_per_s, same_tokens}: the same prompts for all, in one run."""
+    """Rows {dtype, requests, system, repeat, tokens_per_s, same_tokens} and, of this engine and of the floor, step_ms:
+    the same prompts for all, in one run."""
     config = profile.section("throughput", ThroughputConfig)
     check(config.needs(), ModelFacts(profile.model))
     rows: Rows = []
@@ -124,17 +139,38 @@ def _timed(systems: dict[str, System], tokens: int, repeats: int, seed: int) -> 
     reference: Prompts = []
     for repeat, name in tqdm(warm_up + cases, desc="throughput", disable=None):
         start = time.perf_counter()
-        outputs = systems[name]()
+        answers = systems[name]()
         seconds = time.perf_counter() - start
-        reference = reference or outputs
+        reference = reference or answers.tokens
         if repeat >= 0:
-            same = sum(mine == theirs for mine, theirs in zip(outputs, reference, strict=True)) / len(reference)
-            row = {"system": name, "repeat": repeat, "tokens_per_s": tokens / seconds, "same_tokens": same}
+            row = {"system": name, "repeat": repeat, "tokens_per_s": tokens / seconds}
+            if answers.tokens:
+                pairs = zip(answers.tokens, reference, strict=True)
+                row["same_tokens"] = sum(mine == theirs for mine, theirs in pairs) / len(reference)
+            if answers.step_ms is not None:
+                row["step_ms"] = answers.step_ms
             rows.append(row | getattr(systems[name], "versions", {}))
     return rows
 
 
-def _engine(model: nn.Module, case: _Case, attend: type[Attend] | None = None) -> Prompts:
+def _weight_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters; one that two layers share counts once."""
+    return sum({parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}.values())
+
+
+def _weights_read(case: _Case) -> Answers:
+    """The floor of a decode: every weight is read from memory once for each token of an answer, and nothing is done
+    with it but a sum."""
+    weights = torch.ones(_weight_bytes(case.stock) // 8, dtype=torch.int64, device=case.stock.device)
+    steps = []
+    for _ in range(case.new_tokens):
+        start = time.perf_counter()
+        int(weights.sum())
+        steps.append(time.perf_counter() - start)
+    return Answers([], 1e3 * median(steps))
+
+
+def _engine(model: nn.Module, case: _Case, attend: type[Attend] | None = None) -> Answers:
     prompts, new_tokens = case.prompts, case.new_tokens
     block_tokens = 16
     blocks = sum(-(-(len(prompt) + new_tokens) // block_tokens) for prompt in prompts)
@@ -143,10 +179,13 @@ def _engine(model: nn.Module, case: _Case, attend: type[Attend] | None = None) -
         requests = Engine(executor).serve([(prompt, Sampling(new_tokens), 0.0) for prompt in prompts])
     finally:
         executor.close()
-    return [request.output for request in requests]
+    begun = max(request.times_s[0] for request in requests)  # from here on a step gives a token to each request
+    times = [moment for moment in requests[-1].times_s if moment >= begun]
+    steps = [1e3 * (later - earlier) for earlier, later in pairwise(times)]
+    return Answers([request.output for request in requests], median(steps) if steps else None)
 
 
-def _generate(model: nn.Module, case: _Case) -> Prompts:
+def _generate(model: nn.Module, case: _Case) -> Answers:
     """One batch, padded on the left to the longest prompt."""
     prompts, new_tokens = case.prompts, case.new_tokens
     width = max(map(len, prompts))
@@ -160,10 +199,10 @@ def _generate(model: nn.Module, case: _Case) -> Prompts:
         do_sample=False,
         pad_token_id=PAD,
     )
-    return out[:, width:].tolist()
+    return Answers(out[:, width:].tolist())
 
 
-def _continuous(case: _Case) -> Prompts:
+def _continuous(case: _Case) -> Answers:
     """transformers' continuous batching, set up anew for each run, as ``generate_batch`` does.
 
     Its cache is as large as the prompts need: on a CPU it computes over all of it, and the default, sized by free
@@ -182,7 +221,7 @@ def _continuous(case: _Case) -> Prompts:
         found = case.stock.generate_batch(
             prompts, generation_config=generation, continuous_batching_config=sized, progress_bar=False, warmup=False
         )
-    return [list(found[f"req_{number}"].generated_tokens) for number in range(len(prompts))]
+    return Answers([list(found[f"req_{number}"].generated_tokens) for number in range(len(prompts))])
 
 
 class _Vllm:
@@ -218,10 +257,10 @@ class _Vllm:
         self._process.communicate()  # closes its input, which ends it
         self._folder.cleanup()
 
-    def __call__(self) -> Prompts:
+    def __call__(self) -> Answers:
         """The tokens after each prompt."""
         print(file=self._process.stdin, flush=True)
-        return self._answer()["tokens"]
+        return Answers(self._answer()["tokens"])
 
     def _answer(self) -> dict[str, Any]:
         for line in self._process.stdout:
@@ -232,6 +271,7 @@ class _Vllm:
 
 
 _SYSTEMS: dict[str, Callable[[_Case], System]] = {
+    FLOOR: lambda case: partial(_weights_read, case),
     "generate": lambda case: partial(_generate, case.stock, case),
     "generate_fused": lambda case: partial(_generate, case.fused, case),
     "continuous_batching": lambda case: partial(_continuous, case),
@@ -254,13 +294,21 @@ def throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             for engine in [own for own in ("engine_stock", "engine") if own in rates and own != name]:
                 over = median_ratio(rates[engine], values).summary("x")
                 summary.add("tokens_per_s_x", over, engine=engine, than=name, **case)
+        steps = {name: [row["step_ms"] for row in mine if "step_ms" in row and row["system"] == name] for name in names}
+        for name, values in steps.items():
+            if values:
+                summary.add("step_ms", bootstrap(values, "median").summary("ms"), engine=name, **case)
+        if steps.get(FLOOR) and steps.get("engine"):
+            share = median_ratio(steps[FLOOR], steps["engine"]).summary("x")
+            summary.add("step_of_floor", share, engine="engine", **case)
     return summary
 
 
 # The figure and the table of the engine beside other systems: the reader's run over the record.
 
-GOALS = {"generate": 1.1, "continuous_batching": 1.4, "vllm": 0.9}  # this project's, of the engine over each
+GOALS = {"generate": 1.1, "continuous_batching": 1.4, "vllm": 1.2}  # this project's, of the engine over each
 SYSTEMS: dict[str, str] = {
+    FLOOR: "the weights read, no more (floor)",
     "generate": "generate, one padded batch",
     "generate_fused": "generate, fused model",
     "continuous_batching": "transformers' continuous batching",
@@ -285,7 +333,8 @@ def throughput_bars(recorded: Result | None, now: Result) -> Figure:
             for place, name in enumerate(there):
                 if (entry := found[name]) is None:
                     continue
-                look, at = "measured" if name.startswith("engine") else "other", place + drawn.shift
+                look = "floor" if name == FLOOR else "measured" if name.startswith("engine") else "other"
+                at = place + drawn.shift
                 height = 0.65 if drawn.alone else 0.32
                 edge = {"edgecolor": "black", "linewidth": 1} if drawn.own else {"linewidth": 0}
                 ax.barh(at, entry["value"], color=COLOURS[look], height=height, **edge, **drawn.style)
@@ -301,9 +350,27 @@ def throughput_bars(recorded: Result | None, now: Result) -> Figure:
     axes[0][0].invert_yaxis()
     axes[0][-1].plot([], [], color=COLOURS["target"], linewidth=3, label="goal")
     axes[0][-1].legend(loc="upper right")
-    fig.suptitle("The engine is ahead of generate and of continuous batching, and behind vLLM")
+    fig.suptitle(_standing(results[0].result))
     name_results(fig, results, "tokens_per_s")
     return fig
+
+
+def _standing(result: Result) -> str:
+    """What the figure says in one sentence: where the engine stands beside vLLM, or else beside ``generate``."""
+    for name, label in (("vllm", "vLLM's tokens a second"), ("generate", "the tokens a second of generate")):
+        ratios = [
+            entry["value"]
+            for requests in sorted({row["requests"] for row in result.rows})
+            for dtype in sorted({row["dtype"] for row in result.rows})
+            if (
+                entry := result.summary.get(
+                    "tokens_per_s_x", engine="engine", than=name, dtype=dtype, requests=requests
+                )
+            )
+        ]
+        if ratios:
+            return f"The engine makes {min(ratios):.2f} to {max(ratios):.2f} times {label}"
+    return "Tokens a second of every system"
 
 
 def throughput_rows(result: Result) -> Rows:

@@ -11,13 +11,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
+from firsttoken.engine import decoder, fused
 from firsttoken.engine.attention import Attend
-from firsttoken.engine.fused import FusedLayer, fuse
+from firsttoken.engine.fused import FusedLayer, fuse, fuse_layer
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native import attend
 from firsttoken.engine.native.attend import NativeAttend, TiledAttend
 from firsttoken.engine.native.library import kernels
-from firsttoken.engine.request import Sampling
+from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.sdpa_attention import PaddedAttend
 
 TOLERANCE = 1e-4
@@ -30,9 +32,9 @@ def compiled() -> None:
         pytest.skip("no C++ compiler builds the kernels here")
 
 
-def config(kind: str, head_dim: int, group: int) -> PretrainedConfig:
+def config(kind: str, head_dim: int, group: int, depth: int = 2) -> PretrainedConfig:
     return KINDS[kind](
-        num_hidden_layers=2,
+        num_hidden_layers=depth,
         hidden_size=42,  # transformers wants a multiple of the heads
         intermediate_size=64,
         vocab_size=256,
@@ -152,3 +154,61 @@ def test_the_engine_says_the_same_with_them(lab, make_subject, kind: str) -> Non
             run.submit(one.prompt, Sampling(24))
         assert run.finish() == [list(one.answer) for one in subject.known[-4:]]
         assert run.trace.recoveries
+
+
+def logits_of(executor: LiveExecutor, chunks: list[ScheduledChunk]) -> torch.Tensor:
+    with torch.inference_mode():
+        return executor.version.decoder.logits(executor.plan(executor.version, chunks))
+
+
+@pytest.mark.parametrize("kept", [(), (2,), (0, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_in_one_call_are_the_layers_one_by_one(
+    make_model, monkeypatch, kind: str, dtype: torch.dtype, kept: tuple[int, ...]
+) -> None:
+    """To the bit, in logits, pool and kept hidden states: the same kernels in the same order, also where one layer
+    between them is not fused, and where what enters a layer is kept."""
+    model = make_model(config(kind, 16, 3, depth=5)).to(dtype)
+    calls: list[int] = []
+
+    def counted(layers, *others):
+        calls.append(len(layers))
+        return fused.run_layers(layers, *others)
+
+    got = []
+    for together in (True, False):
+        own = copy.deepcopy(model)
+        layers = [layer if i == 3 else fuse_layer(layer) for i, layer in enumerate(own.model.layers)]
+        monkeypatch.setattr(decoder, "run_layers", counted)
+        if not together:
+            monkeypatch.setattr(decoder, "run_together", lambda *_: 0)
+        cache = HiddenStateCache(kept)
+        executor = LiveExecutor(own, 12, segments=[decoder.LocalSegment(layers)], hidden_cache=cache)
+        requests = [Request(i, range(i + 1, i + length + 1), Sampling(4), 0.0) for i, length in enumerate((33, 5, 1))]
+        for number, request in enumerate(requests):
+            request.blocks = list(range(4 * number, 4 * number + 4))
+        logits = logits_of(executor, [ScheduledChunk(one, 0, len(one.tokens), 0) for one in requests])
+        for request in requests:
+            request.tokens.append(7)
+        ends = [len(request.tokens) for request in requests]
+        decodes = [ScheduledChunk(one, end - 1, end, end - 1) for one, end in zip(requests, ends, strict=True)]
+        later = logits_of(executor, decodes)
+        states = [cache.of(request.number, layer) for request in requests for layer in kept]
+        got.append([logits, later, executor.pool.rows.clone(), *states])
+        executor.close()
+    parts = {(): [3, 1], (2,): [2, 1, 1], (0, 3): [3, 1]}[kept]
+    assert calls == (parts * 2 if dtype in kernels().multiplied else [])
+    for mine, other in zip(*got, strict=True):
+        assert torch.equal(mine, other) and mine.isfinite().all()
+
+
+def test_layers_whose_step_is_too_long_for_the_kernels_run_one_by_one(bench, make_model, monkeypatch) -> None:
+    model = make_model(config("llama", 64, 3))
+    layers = [fuse_layer(layer) for layer in copy.deepcopy(model.model.layers)]
+    monkeypatch.setattr(decoder, "run_layers", lambda *_: pytest.fail("a prefill of more tokens than `together`"))
+    executor = LiveExecutor(model, 4, segments=[decoder.LocalSegment(layers)], attend=TiledAttend)
+    request = Request(0, list(range(30)), Sampling(4), 0.0)
+    request.blocks = [0, 1]
+    assert logits_of(executor, [ScheduledChunk(request, 0, 30, 0)]).isfinite().all()
+    executor.close()

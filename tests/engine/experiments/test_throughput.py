@@ -54,6 +54,30 @@ def test_every_way_says_the_same(case: _Case) -> None:
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
+def test_the_floor_reads_every_weight_once_for_each_token(case: _Case) -> None:
+    tied = copy.deepcopy(case.stock)
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    whole = sum(parameter.nbytes for parameter in case.stock.parameters())
+    assert throughput._weight_bytes(case.stock) == whole
+    assert throughput._weight_bytes(tied) == whole - tied.lm_head.weight.nbytes, "a weight of two layers counts once"
+    answers = throughput._weights_read(case)
+    assert answers.tokens == [] and answers.step_ms > 0
+
+
+def test_a_step_stands_beside_its_floor(case: _Case) -> None:
+    systems = {name: throughput._SYSTEMS[name](case) for name in (throughput.FLOOR, "generate", "engine")}
+    rows = [{"dtype": "float32", "requests": 3} | row for row in throughput._timed(systems, 18, 2, seed=0)]
+    summary = throughput.throughput_summary(rows, {})
+    at = {"dtype": "float32", "requests": 3}
+    steps = {row["system"]: row["step_ms"] for row in rows if row["repeat"] == 0 and "step_ms" in row}
+    assert set(steps) == {throughput.FLOOR, "engine"}
+    assert summary.get("step_ms", engine="engine", **at)["n"] == 2
+    shares = [steps[throughput.FLOOR] / steps["engine"]]
+    shares += [row["step_ms"] for row in rows if row["repeat"] == 1 and row["system"] == throughput.FLOOR]
+    shares[1] /= next(row["step_ms"] for row in rows if row["repeat"] == 1 and row["system"] == "engine")
+    assert summary.value("step_of_floor", engine="engine", **at) == pytest.approx(sum(shares) / 2)
+
+
 def test_the_model_is_as_it_was_afterwards(case: _Case) -> None:
     before = case.stock.config._attn_implementation
     throughput._SYSTEMS["engine"](case)()
@@ -78,7 +102,7 @@ def test_vllm_answers_in_turn(vllm_is, case: _Case, tmp_path: Path) -> None:
     vllm_is(ANSWERS)
     asked = _Vllm(case)
     assert asked.versions == {"version": "9.9"}
-    assert [asked(), asked()] == [[[1, 2], [3, 4]]] * 2
+    assert [asked().tokens, asked().tokens] == [[[1, 2], [3, 4]]] * 2
     asked.close()
     assert not list(tmp_path.glob("vllm-*"))
 

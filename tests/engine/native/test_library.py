@@ -48,8 +48,12 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A source with the same functions that do nothing: it compiles in no time."""
     path = tmp_path / "kernels.cpp"
-    path.write_text("".join(f'extern "C" void {name}() {{}}\n' for name in FUNCTIONS))
+    counts = "".join(
+        f'extern "C" long {name}() {{ return 32; }}\n' for name in ("panel_outputs", "multiplies_bfloat16")
+    )
+    path.write_text(counts + "".join(f'extern "C" void {name}() {{}}\n' for name in FUNCTIONS))
     monkeypatch.setattr(library, "SOURCE", path)
+    monkeypatch.setattr(Kernels, "_multiplies", lambda *_: False)  # what does nothing multiplies nothing
     return path
 
 
@@ -182,10 +186,12 @@ def test_one_library_for_each_source_and_compiler(compiler, tmp_path: Path, fold
     assert [builds(), builds()] == [1, 1]
     source.write_text(source.read_text() + "// changed\n")
     assert [builds(), builds()] == [2, 2]
-    compiler(counting.replace('"$@"', '-DNEWER=1 "$@"'))  # as another version, or another processor, would answer
+    (source.parent / "more.h").write_text("// what it may include\n")
     assert [builds(), builds()] == [3, 3]
+    compiler(counting.replace('"$@"', '-DNEWER=1 "$@"'))  # as another version, or another processor, would answer
+    assert [builds(), builds()] == [4, 4]
     compiler(counting)
-    assert builds() == 3
+    assert builds() == 4
 
 
 @needs_compiler

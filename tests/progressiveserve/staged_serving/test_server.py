@@ -21,12 +21,18 @@ from growing import (
     until,
 )
 from plain_tokens import Plain, check_greedy, judged
+from torch import nn
 
 from firsttoken.engine.async_engine import TokenEvent
+from firsttoken.engine.fused import FusedLayer
+from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import Sampling
+from firsttoken.lean.layers import LeanLayer
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.plan import coarse_first, whole
+from firsttoken.progressiveserve.passlayer import PassLayer
+from firsttoken.progressiveserve.staged_serving import staged_server
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.staged_serving.transitions import FromBoundary, Naive, PrefillAgain, Transition
 
@@ -55,6 +61,45 @@ def test_an_early_stage_answers_as_peft_does(stage, serve, number):
     assert server.wait_stage(number, TIMEOUT_S)
     check_stage(staged, number, PROMPT, tokens_of(server.submit(PROMPT, 16)), 16)
     until(lambda: spoilt.path.name in (server.status()["error"] or ""), "the failure is told")
+
+
+def present(server: StagedServer) -> list[nn.Module]:
+    """The layers that the newest stage computes with now."""
+    (segment,) = server._last.decoder.segments
+    return [layer for layer in segment.modules if not isinstance(layer, PassLayer)]
+
+
+@pytest.mark.skipif(kernels() is None, reason="no compiler builds the kernels here")
+@pytest.mark.parametrize("adapters", [(), (1, 2)])
+def test_the_layers_of_an_early_stage_are_fused_beside_the_plain_ones(stage, serve, adapters):
+    """With the stage's adapter; those that it shares with the next stage are packed once, and then only adapted."""
+    staged = stage(adapters=adapters)
+    spoilt = Spoilt(part_path(staged, 2))
+    server = serve(staged, retry_s=0.02)
+    until(lambda: server.wait_stage(1, 0) and all(type(layer) is FusedLayer for layer in present(server)), "all fused")
+    first = {layer.attention.layer_idx: layer.joint for layer in present(server)}
+    check_stage(staged, 1, PROMPT, tokens_of(server.submit(PROMPT, 16)), 16)
+    plain = [layer for layer in server._last.modules.base if not isinstance(layer, PassLayer)]
+    assert all(type(layer) is LeanLayer for layer in plain)
+    spoilt.mend()
+    assert server.wait_stage(2, TIMEOUT_S)
+    for layer in present(server):
+        if type(layer) is FusedLayer and (old := first.get(layer.attention.layer_idx)):
+            assert layer.joint.panels.data_ptr() == old.panels.data_ptr()
+            assert (layer.joint.fields[5] != old.fields[5]) == bool(adapters)
+    assert server.wait_stage(3, TIMEOUT_S)
+    check_greedy(tokens_of(server.submit(PROMPT, 24)), greedy(staged.folder, PROMPT, 24))
+    until(lambda: not server._fused, "the plain layers are let go")
+
+
+@pytest.mark.skipif(kernels() is None, reason="no compiler builds the kernels here")
+def test_without_room_for_them_twice_layers_are_not_fused_beside_the_plain_ones(stage, serve, monkeypatch):
+    monkeypatch.setattr(staged_server, "free_memory_bytes", lambda: 1)
+    staged = stage(adapters=(1,))
+    server = serve(staged, recover=False)
+    check_stage(staged, 1, PROMPT, tokens_of(server.submit(PROMPT, 16)), 16)
+    assert server.wait_stage(1, TIMEOUT_S) and not server._fused
+    assert not any(type(layer) is FusedLayer for layer in present(server))
 
 
 def test_a_request_that_comes_before_the_first_byte(stage, serve):

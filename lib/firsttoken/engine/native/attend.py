@@ -30,6 +30,9 @@ class NativeAttend(PaddedAttend):
         self.works = torch.tensor([number for number, work in enumerate(works) for _ in range(work.tokens)])
         self.contexts = torch.tensor([position + 1 for work in works for position in range(work.start, work.end)])
 
+    def read_by_kernels(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        return (self.tables, self.works, self.contexts) if self.shared == tokens else None
+
     def _attend(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
         if query.stride()[1:] != (query.shape[2], 1):
             query = query.contiguous()

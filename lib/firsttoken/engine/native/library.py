@@ -1,6 +1,7 @@
 """Builds ``kernels.cpp`` once with the machine's C++ compiler, and calls it with tensors.
 
-Without a compiler, or where it fails, ``kernels`` is None and torch's own operations do the work.
+Without a compiler, or where it fails, ``kernels`` is None and torch's own operations do the work. Where it is built and
+its products are not those of torch, oneDNN multiplies.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +28,14 @@ _ARGUMENTS = {
     "rms_norm": [_POINTER] * 3 + [_COUNT] * 2 + [_REAL, _THREADS],
     "gated": [_POINTER] * 2 + [_COUNT] * 2 + [_THREADS],
     "rotate": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _THREADS],
+    "pack": [_POINTER, _POINTER, _THREADS],
+    "pack_adapter": [_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER],
+    "product": [_POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _THREADS],
+    "run_layers": [_POINTER, _COUNT]
+    + [_POINTER] * 5
+    + [_COUNT, _POINTER, _POINTER]
+    + [_COUNT] * 5
+    + [_POINTER, _REAL, _REAL, _THREADS],
 }
 
 
@@ -39,8 +49,12 @@ class Kernels:
         for name, arguments in _ARGUMENTS.items():
             for dtype, suffix in NAMES.items():
                 call = getattr(library, f"{name}_{suffix}")
-                call.argtypes, call.restype = arguments, None
+                call.argtypes, call.restype = arguments, _COUNT if name == "pack_adapter" else None
                 self._calls[name, dtype] = call
+        library.panel_outputs.restype = library.multiplies_bfloat16.restype = _COUNT
+        self.panel = library.panel_outputs()
+        bf16 = bool(library.multiplies_bfloat16()) and not torch.cpu._is_amx_tile_supported()
+        self.multiplied = frozenset(filter(self._multiplies, [torch.float32, torch.bfloat16][: 1 + bf16]))
 
     def attend(
         self, query: Tensor, pool: Tensor, layer: int, tables: Tensor, works: Tensor, contexts: Tensor, scale: float
@@ -109,6 +123,93 @@ class Kernels:
             width,
             torch.get_num_threads(),
         )
+
+    def pack(self, rows: Tensor, weight: np.ndarray) -> None:
+        """Write ``rows`` [outputs, inputs] where ``weight``, the fields of a ``Weight``, says that its panels are."""
+        self._calls["pack", rows.dtype](rows.data_ptr(), weight.ctypes.data, torch.get_num_threads())
+
+    def pack_adapter(self, b: Tensor, offsets: Tensor, weight: np.ndarray, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``b`` [outputs, rank] in fp32 and ``offsets`` int64 [outputs] as the kernels read them beside ``weight``.
+
+        That is of ``dtype``. Both are empty where two adapters share half of a panel."""
+        outputs, rank = b.shape
+        halves = 2 * (outputs // self.panel + 2)  # as many as a gated weight can have, too
+        packed = torch.zeros(halves * rank * self.panel // 2)
+        places = torch.zeros(halves, dtype=torch.int64)
+        fits = self._calls["pack_adapter", dtype](
+            b.data_ptr(), offsets.data_ptr(), rank, weight.ctypes.data, packed.data_ptr(), places.data_ptr()
+        )
+        return (packed, places) if fits else (packed[:0], places[:0])
+
+    def product(self, rows: Tensor, weight: np.ndarray, other: Tensor | None, out: Tensor) -> Tensor:
+        """``rows`` [..., inputs] times ``weight``; ``other``, of the shape of ``out`` [..., width], is added if given.
+
+        Returns ``out``."""
+        self._calls["product", rows.dtype](
+            rows.data_ptr(),
+            rows.numel() // rows.shape[-1],
+            weight.ctypes.data,
+            None if other is None else other.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def run_layers(
+        self,
+        layers: np.ndarray,
+        states: Tensor,
+        turns: tuple[Tensor, Tensor],
+        pool: Tensor,
+        tables: Tensor,
+        works: Tensor,
+        contexts: Tensor,
+        room: int,
+        epsilon: float,
+        scale: float,
+    ) -> None:
+        """Decoder layers over ``states`` [tokens, hidden], in place; their keys and values go into ``pool``.
+
+        ``layers`` [layers, fields] are the fields of a ``Layer`` each, ``turns`` the positions' cosines and sines
+        [tokens, head_dim], ``room`` the numbers a token has on the way; the others are those of ``attend``.
+        """
+        tokens, between = len(states), states.new_empty(len(states) * room)
+        _, _, _, block_tokens, kv_heads, width = pool.shape
+        self._calls["run_layers", states.dtype](
+            layers.ctypes.data,
+            len(layers),
+            states.data_ptr(),
+            turns[0].data_ptr(),
+            turns[1].data_ptr(),
+            pool.data_ptr(),
+            tables.data_ptr(),
+            tables.shape[1],
+            works.data_ptr(),
+            contexts.data_ptr(),
+            tokens,
+            kv_heads,
+            width,
+            block_tokens,
+            pool.stride(0),
+            between.data_ptr(),
+            epsilon,
+            scale,
+            torch.get_num_threads(),
+        )
+
+    def _multiplies(self, dtype: torch.dtype) -> bool:
+        """Whether a first product is torch's; says so where it is not."""
+        outputs, inputs = self.panel + 3, 6  # an odd number of outputs, and of rows below, as models have them
+        rows = torch.arange(outputs * inputs, dtype=torch.float32).view(outputs, inputs).remainder_(7).to(dtype)
+        states = torch.arange(3 * inputs, dtype=torch.float32).view(3, inputs).remainder_(5).to(dtype)
+        panels = torch.zeros(2 * self.panel * inputs, dtype=dtype)
+        weight = np.array([panels.data_ptr(), 0, outputs, inputs, *[0] * 6])
+        self.pack(rows, weight)
+        got = self.product(states, weight, None, states.new_empty(3, outputs))
+        if torch.equal(got.float(), (states.float() @ rows.float().t()).to(dtype).float()):
+            return True
+        warnings.warn(f"the engine's own {dtype} products are wrong on this processor; oneDNN multiplies", stacklevel=2)
+        return False
 
 
 @functools.cache

@@ -21,13 +21,14 @@ class StageView:
     """The modules of one stage of a model.
 
     ``base`` are the plain decoder layers, a PassLayer where one has not arrived; ``layers`` are those that compute,
-    with the stage's adapter; ``ends`` are "embed_tokens", "norm" and "lm_head".
+    with the stage's ``adapter``; ``ends`` are "embed_tokens", "norm" and "lm_head".
     """
 
     stage: int
     base: tuple[nn.Module, ...]
     layers: nn.ModuleList
     ends: Mapping[str, nn.Module]
+    adapter: Adapter | None = None
 
     def activate(self, model: PreTrainedModel) -> None:
         """Let ``model`` compute as this stage, from the next forward pass on."""
@@ -49,7 +50,7 @@ def make_view(
         if i >= len(base) or isinstance(base[i], PassLayer):
             raise StageError(f"adapter {adapter.name} is for layer {i} too, which stage {stage} does not have")
     layers = [with_adapter(layer, slices[i]) if i in slices else layer for i, layer in enumerate(base)]
-    return StageView(stage, tuple(base), nn.ModuleList(layers), dict(ends))
+    return StageView(stage, tuple(base), nn.ModuleList(layers), dict(ends), adapter)
 
 
 def check_whole(view: StageView, layers: Collection[int]) -> None:

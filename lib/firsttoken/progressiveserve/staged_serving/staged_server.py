@@ -25,13 +25,14 @@ from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, open_re
 from firsttoken.progressiveserve.loading.reader import BlobReader
 from firsttoken.study import dtypes
 from firsttoken.study.errors import ClosedError, FirstTokenError
+from firsttoken.study.system.cgroup_limits import free_memory_bytes
 
 if TYPE_CHECKING:  # imported by the thread that loads, while requests are already taken
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import MetaModel
     from firsttoken.progressiveserve.loading.views import StageView
     from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
-    from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
+    from firsttoken.progressiveserve.staged_serving.stage_versions import FusedBeside, StagedModelVersion
     from firsttoken.progressiveserve.staged_serving.transitions import Transition
 
 
@@ -53,6 +54,11 @@ class StageLoader:
     def bytes_moved(self) -> int:
         """Bytes that came over all links, those of failed attempts included."""
         return sum(link.bytes_moved for link in self._links)
+
+    @property
+    def merges(self) -> bool:
+        """Whether something of a later stage is merged into weights that serve."""
+        return any(part.merged for stage in self._manifest.stages for part in stage.parts)
 
     def read_ahead(self) -> None:
         """Begin to read stage 1, where that can be done without torch; what is wrong with it is for :meth:`plan`."""
@@ -168,6 +174,7 @@ class StagedServer(LoadingServer):
         self._gates = ExitStack()  # at layers that have not arrived
         self._told = threading.Event()  # the status says what the clients are about to hear
         self._last: StagedModelVersion  # that was made; stage 1 makes the first
+        self._fused: FusedBeside = {}
 
     def close(self) -> None:
         with self._change:
@@ -208,19 +215,39 @@ class StagedServer(LoadingServer):
     def _go_on(self) -> None:
         """Bring the other stages, and fuse the last one's layers."""
         last = self._stages if self._recover else 1
+        if last < self._stages:
+            self._fuse_beside()
         if all(self._bring(stage) for stage in range(2, last + 1)) and last == self._stages:
+            self._fused.clear()  # it holds plain layers, whose memory is given back one by one
             self._fuse(self._last, self._loader.meta_model.release)  # once the last stage has taken over
 
     def _bring(self, stage: int) -> bool:
         """Whether ``stage`` came before the server was closed."""
         loader, previous = self._loader, self._last.modules
-        view = self._insist(stage, lambda: loader.finish(loader.load(stage, previous)))
+
+        def attempt() -> StageView:
+            load = loader.load(stage, previous)
+            self._fuse_beside()  # while bytes are on their way
+            return loader.finish(load)
+
+        view = self._insist(stage, attempt)
         if view is None:
             return False
         self._note(stage, "arrived", **loader.merging())
         self._last = self._view(view)
+        self._last.take_fused(self._fused)
         self._server.soon(partial(self._switch_to, self._last))
         return True
+
+    def _fuse_beside(self) -> None:
+        """Fuse the layers that serve, where nothing will be merged into them, and there is memory for twice what they
+        take."""
+        free = free_memory_bytes()
+        if self._loader.merges or (free is not None and free < 2 * self._bytes_total):
+            return
+        for _ in self._last.fuse_beside(self._fused):
+            if self._closing.is_set():
+                return
 
     def _view(self, modules: StageView) -> StagedModelVersion:
         from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion

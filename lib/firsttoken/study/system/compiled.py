@@ -24,7 +24,8 @@ OPEN_MP = (("-fopenmp",), ("-Xpreprocessor", "-fopenmp", "-undefined", "dynamic_
 
 
 def shared_library(source: Path) -> Path:
-    """The library of the one file ``source``, built where it is not yet there (seconds) and kept in the cache folder.
+    """The library of ``source`` and of the headers beside it, built where it is not yet there (seconds) and kept in the
+    cache folder.
 
     Raises OSError, of one line, without a compiler and where it fails.
     """
@@ -46,7 +47,8 @@ def compiler() -> list[str] | None:
 def _built(source: Path, cxx: list[str], folder: Path) -> Path:
     """The shared library of this source, compiler and processor; written whole or not at all."""
     command, macros = _taken(cxx)
-    key = hashlib.sha256("\n".join([source.read_text("utf-8"), *command, macros]).encode()).hexdigest()[:16]
+    texts = [file.read_text("utf-8") for file in (source, *sorted(source.parent.glob("*.h")))]
+    key = hashlib.sha256("\n".join([*texts, *command, macros]).encode()).hexdigest()[:16]
     file = folder / f"{source.stem}-{key}.so"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,102 @@
+// Decoder layers of Llama's kind over a step's tokens: norms, rotary positions, products and attention, in one region of
+// threads that is entered once. Each function here is called by all threads of a region, which share its rows and wait for
+// each other at its end.
+
+#pragma once
+
+#include "attention.h"
+#include "products.h"
+
+namespace {
+
+// Root-mean-square norm of states [tokens, width], rounded where Hugging Face's Llama rounds.
+template <class T>
+void rms_norm(const T* states, const T* weight, T* out, int64_t tokens, int64_t width, float epsilon) {
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < tokens; ++token) {
+        const T* mine = states + token * width;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < width; ++i) squares += widen(mine[i]) * widen(mine[i]);
+        const float factor = 1 / std::sqrt(squares / float(width) + epsilon);
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i)
+            narrow(rounded<T>(widen(mine[i]) * factor) * widen(weight[i]), out[token * width + i]);
+    }
+}
+
+// silu(gate) * up of states [tokens, 2 * width], a token's gate before its up; rounded where Hugging Face rounds.
+template <class T>
+void gated(const T* states, T* out, int64_t tokens, int64_t width) {
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < tokens; ++token) {
+        const T *gate = states + 2 * token * width, *up = gate + width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i)
+            narrow(rounded<T>(silu(widen(gate[i]))) * widen(up[i]), out[token * width + i]);
+    }
+}
+
+// Rotate one token's heads [heads, head_dim] in place by its cos, sin [head_dim].
+template <class T>
+void rotate_token(T* states, const T* c, const T* s, int64_t heads, int64_t head_dim) {
+    const int64_t half = head_dim / 2;
+    for (int64_t head = 0; head < heads; ++head) {
+        T *low = states + head * head_dim, *high = low + half;
+#pragma omp simd
+        for (int64_t i = 0; i < half; ++i) {
+            const float a = widen(low[i]), b = widen(high[i]);
+            narrow(rounded<T>(a * widen(c[i])) - rounded<T>(b * widen(s[i])), low[i]);
+            narrow(rounded<T>(b * widen(c[half + i])) + rounded<T>(a * widen(s[half + i])), high[i]);
+        }
+    }
+}
+
+// Rotate heads [tokens, heads, head_dim] in place by cos, sin [tokens, head_dim], tokens being step elements apart.
+template <class T>
+void rotate(T* states, int64_t step, const T* cos, const T* sin, int64_t tokens, int64_t heads, int64_t head_dim) {
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < tokens; ++token)
+        rotate_token(states + token * step, cos + token * head_dim, sin + token * head_dim, heads, head_dim);
+}
+
+template <class T>
+struct Layer {
+    int64_t number;  // in the pool
+    const T *before_attention, *before_mlp;
+    Weight<T> joint, out, gate_up, down;
+};
+
+// Where the states of a step go between the products of a layer.
+template <class T>
+struct Rooms {
+    T *normed, *joint, *seen, *gated;
+    float* reduced;  // of adapters
+};
+
+// One layer over states [tokens, hidden], in place; cos, sin [tokens, head_dim].
+template <class T>
+void run_layer(const Layer<T>& layer, T* states, const T* cos, const T* sin, const Paged<T>& paged,
+               const Rooms<T>& rooms, float epsilon, float scale, std::vector<float>& shares) {
+    const int64_t tokens = paged.tokens, hidden = layer.joint.inputs, width = layer.joint.outputs, head = paged.head_dim,
+                  kv_width = paged.token_step(), heads = layer.out.inputs / head;
+    rms_norm(states, layer.before_attention, rooms.normed, tokens, hidden, epsilon);
+    product(rooms.normed, tokens, layer.joint, (const T*)nullptr, rooms.joint, rooms.reduced);
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < tokens; ++token) {
+        T* const mine = rooms.joint + token * width;
+        rotate_token(mine, cos + token * head, sin + token * head, heads + paged.kv_heads, head);
+        const int64_t position = paged.contexts[token] - 1;
+        const int64_t block = paged.tables[paged.works[token] * paged.table_width + position / paged.block_tokens];
+        T* const key = paged.layer(layer.number) + block * paged.block_step + position % paged.block_tokens * kv_width;
+        std::memcpy(key, mine + heads * head, kv_width * sizeof(T));
+        std::memcpy(key + paged.block_tokens * kv_width, mine + heads * head + kv_width, kv_width * sizeof(T));
+    }
+    attend(rooms.joint, width, paged, layer.number, rooms.seen, heads / paged.kv_heads, scale, shares);
+    product(rooms.seen, tokens, layer.out, states, states, rooms.reduced);
+    rms_norm(states, layer.before_mlp, rooms.normed, tokens, hidden, epsilon);
+    product(rooms.normed, tokens, layer.gate_up, (const T*)nullptr, rooms.gated, rooms.reduced);
+    product(rooms.gated, tokens, layer.down, states, states, rooms.reduced);
+}
+
+}  // namespace

@@ -1,0 +1,209 @@
+// Products of rows with a weight that is packed once: panels of 2 * LANES outputs, in the order in which they are read.
+// What a panel costs is its bytes, up to about 16 rows. Every output is one sum over the inputs in their order, whatever
+// the number of rows: a token's result does not depend on who shares its batch.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t PANEL = 2 * LANES;
+// Rows at a time: two registers of sums for each, and two of the weight.
+constexpr int ROWS = LANES == 16 ? 14 : 6;
+
+template <class T>
+struct Inputs {  // of one output that lie side by side in a panel
+    static constexpr int64_t TOGETHER = sizeof(float) / sizeof(T);
+};
+
+// What a LoRA adapter adds to a weight's outputs (Hu et al., ICLR 2022), in float: rows times a [total, inputs], and of these
+// numbers the rank ones from an offset on times b. Several weights that are one product have an adapter each: the offsets say
+// whose it is, for each half of a panel. b lies as the panels do: [halves, rank, LANES].
+struct Adapter {
+    const float *a, *b;
+    const int64_t* offsets;
+    int64_t total, rank;
+};
+
+// A weight [outputs, inputs] as panels; a gated one has a row of the gate and a row of the up projection side by side: half
+// of its outputs are gates. Absent outputs are zeros.
+template <class T>
+struct Weight {
+    const T *panels, *bias;
+    int64_t outputs, inputs;
+    bool gated;
+    Adapter adapter;  // total 0: none
+
+    int64_t width() const { return gated ? outputs / 2 : outputs; }  // of the result
+    int64_t step() const { return gated ? LANES : PANEL; }           // results of a panel
+    int64_t count() const { return (width() + step() - 1) / step(); }
+};
+
+// Which row of the weight [outputs, inputs] an output of a panel is; -1 is none.
+template <class T>
+inline int64_t row_of(const Weight<T>& weight, int64_t panel, int64_t output) {
+    const int64_t half = output / LANES, lane = output % LANES;
+    const int64_t at = weight.gated ? panel * LANES + lane : panel * PANEL + output;
+    return at < weight.width() ? at + (weight.gated ? half * weight.width() : 0) : -1;
+}
+
+template <class T>
+void pack(const T* rows, const Weight<T>& weight, T* panels) {
+    constexpr int64_t TOGETHER = Inputs<T>::TOGETHER;
+#pragma omp for schedule(static)
+    for (int64_t panel = 0; panel < weight.count(); ++panel)
+        for (int64_t output = 0; output < PANEL; ++output) {
+            const int64_t row = row_of(weight, panel, output);
+            T* to = panels + panel * PANEL * weight.inputs + output * TOGETHER;
+            for (int64_t i = 0; i < weight.inputs; i += TOGETHER, to += PANEL * TOGETHER)
+                for (int64_t k = 0; k < TOGETHER; ++k)
+                    to[k] = row < 0 ? T{} : rows[row * weight.inputs + i + k];
+        }
+}
+
+// Lay out b [outputs, rank], whose outputs belong to the adapters at offsets [outputs], as an Adapter has it. Returns whether
+// each half of a panel belongs to one adapter, which it must.
+template <class T>
+bool pack_adapter(const float* b, const int64_t* offsets, int64_t rank, const Weight<T>& weight, float* packed,
+                  int64_t* packed_offsets) {
+    for (int64_t half = 0; half < 2 * weight.count(); ++half) {
+        packed_offsets[half] = 0;
+        for (int64_t lane = 0, found = -1; lane < LANES; ++lane) {
+            const int64_t row = row_of(weight, half / 2, half % 2 * LANES + lane);
+            if (row >= 0) {
+                if (found >= 0 && offsets[row] != found) return false;
+                packed_offsets[half] = found = offsets[row];
+            }
+            for (int64_t k = 0; k < rank; ++k) packed[(half * rank + k) * LANES + lane] = row < 0 ? 0 : b[row * rank + k];
+        }
+    }
+    return true;
+}
+
+// rows [tokens, inputs] times a, to reduced [tokens, total].
+template <class T>
+void reduce(const T* rows, int64_t tokens, const Weight<T>& weight, float* reduced) {
+    const int64_t inputs = weight.inputs, total = weight.adapter.total;
+#pragma omp for schedule(static)
+    for (int64_t at = 0; at < tokens * total; ++at) {
+        const T* const row = rows + at / total * inputs;
+        const float* const a = weight.adapter.a + at % total * inputs;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < inputs; ++i) sum += widen(row[i]) * a[i];
+        reduced[at] = sum;
+    }
+}
+
+inline void add_products(Lane& sum, const float* input, const float* weights) { sum += load(weights) * *input; }
+
+#if defined(__AVX512BF16__)
+inline void add_products(Lane& sum, const bf16* input, const bf16* weights) {
+    int32_t pair;
+    std::memcpy(&pair, input, sizeof pair);
+    const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+    sum = (Lane)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(weights), both);
+}
+#else
+inline void add_products(Lane& sum, const bf16* input, const bf16* weights) {
+    for (int i = 0; i < LANES; ++i)
+        sum[i] += widen(weights[2 * i]) * widen(input[0]) + widen(weights[2 * i + 1]) * widen(input[1]);
+}
+#endif
+
+// What is asked for while a panel is multiplied: lines that lie step bytes apart, one pair of lines for each register pair.
+struct Ahead {
+    const char* next;
+    int64_t step;
+};
+
+// COUNT rows of the input, which are inputs elements apart, times one panel.
+template <class T, int COUNT>
+void multiply(const T* panel, const T* rows, int64_t inputs, Ahead ahead, Lane (*sums)[2]) {
+    constexpr int64_t TOGETHER = Inputs<T>::TOGETHER;
+    Lane own[COUNT][2] = {};
+    for (int64_t i = 0; i < inputs; i += TOGETHER, panel += PANEL * TOGETHER, ahead.next += ahead.step) {
+        __builtin_prefetch(ahead.next);
+        __builtin_prefetch(ahead.next + 64);
+        for (int row = 0; row < COUNT; ++row)
+            for (int half = 0; half < 2; ++half)
+                add_products(own[row][half], rows + row * inputs + i, panel + half * LANES * TOGETHER);
+    }
+    for (int row = 0; row < COUNT; ++row)
+        for (int half = 0; half < 2; ++half) sums[row][half] = own[row][half];
+}
+
+template <class T>
+using Multiply = void (*)(const T*, const T*, int64_t, Ahead, Lane (*)[2]);
+
+template <class T, int... COUNTS>
+constexpr std::array<Multiply<T>, ROWS> multiplies(std::integer_sequence<int, COUNTS...>) {
+    return {multiply<T, COUNTS + 1>...};
+}
+
+// What becomes of a row's sums of one panel; reduced [total] is the row times the adapter's a.
+template <class T>
+void write(const Weight<T>& weight, int64_t panel, const Lane* sums, const float* reduced, const T* other, T* out) {
+    const int64_t first = panel * weight.step(), count = std::min(weight.step(), weight.width() - first);
+    float values[PANEL];
+    std::memcpy(values, sums, sizeof values);
+    if (weight.bias != nullptr)
+        for (int64_t i = 0; i < PANEL; ++i) {
+            const int64_t row = row_of(weight, panel, i);
+            values[i] += row < 0 ? 0.0f : widen(weight.bias[row]);
+        }
+    if (reduced != nullptr) {
+        const Adapter& adapter = weight.adapter;
+        for (int64_t half = 0; half < 2; ++half) {
+            float* const mine = values + half * LANES;
+            for (int64_t i = 0; i < LANES; ++i) mine[i] = rounded<T>(mine[i]);
+            Lane sum = load(mine);
+            const int64_t at = 2 * panel + half;
+            const float* const own = reduced + adapter.offsets[at];
+            for (int64_t k = 0; k < adapter.rank; ++k) sum += load(adapter.b + (at * adapter.rank + k) * LANES) * own[k];
+            std::memcpy(mine, &sum, sizeof sum);
+        }
+    }
+    if (weight.gated) {  // rounded where Hugging Face rounds
+#pragma omp simd
+        for (int64_t i = 0; i < LANES; ++i)
+            values[i] = rounded<T>(silu(rounded<T>(values[i]))) * rounded<T>(values[LANES + i]);
+    }
+    if (other != nullptr)
+        for (int64_t i = 0; i < count; ++i) values[i] = rounded<T>(values[i]) + widen(other[first + i]);
+    for (int64_t i = 0; i < count; ++i) narrow(values[i], out[first + i]);
+}
+
+// rows [tokens, inputs] times the weight, with other [tokens, width] added if it is given, to out [tokens, width]. The
+// threads that call it share the panels, and wait for each other at the end. An adapter wants reduced [tokens, total].
+template <class T>
+void product(const T* rows, int64_t tokens, const Weight<T>& weight, const T* other, T* out, float* reduced) {
+    const int64_t total = weight.adapter.total;
+    if (total) reduce(rows, tokens, weight, reduced);
+    static constexpr auto BY_COUNT = multiplies<T>(std::make_integer_sequence<int, ROWS>());
+    const int64_t blocks = (tokens + ROWS - 1) / ROWS, inputs = weight.inputs, width = weight.width();
+    const int64_t line = PANEL * Inputs<T>::TOGETHER * sizeof(T), bytes = PANEL * inputs * sizeof(T);
+#pragma omp for schedule(static)
+    for (int64_t panel = 0; panel < weight.count(); ++panel) {
+        const T* const mine = weight.panels + panel * PANEL * inputs;
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t start = tokens * block / blocks, count = tokens * (block + 1) / blocks - start;
+            // one block waits for memory: what comes next is asked for; of several, each asks for a part of the next panel
+            const Ahead ahead{(const char*)mine + (blocks == 1 ? 4096 : bytes + bytes / blocks * block), line / blocks};
+            Lane sums[ROWS][2];
+            BY_COUNT[count - 1](mine, rows + start * inputs, inputs, ahead, sums);
+            for (int64_t row = 0; row < count; ++row) {
+                const int64_t at = (start + row) * width;
+                write(weight, panel, sums[row], total ? reduced + (start + row) * total : nullptr,
+                      other == nullptr ? nullptr : other + at, out + at);
+            }
+        }
+    }
+}
+
+}  // namespace
