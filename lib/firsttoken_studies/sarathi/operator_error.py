@@ -228,6 +228,7 @@ def against_servers(recorded: Result | None, now: Result) -> Figure:
         ax.set_title(title, fontsize="medium")
         ax.set(xscale="log", xlabel="measured on the server, ms", ylim=(-100, 150))
         ax.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+        ax.xaxis.set_minor_formatter("")  # within one power of ten they would lie upon each other
     axes[0].set_ylabel("simulated less measured")
     median = (recorded or now).summary.of("tpot_off_pct", source="simulated", than="vllm", across="median")
     fig.suptitle(f"Added up, measured operators miss the time per token by {median['value']:.0f} % (median run)")
