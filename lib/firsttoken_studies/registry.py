@@ -252,6 +252,8 @@ _ALL = (
         "second_card_summary",
         LONG,
     ),
+    _study("two_cards", "The simulator and two GPUs", "42", "sarathi.two_cards:two_cards", "two_cards_summary", LONG),
+    _study("chunk_error", "A chunk behind a prefix", "42", "sarathi.chunk_error:chunk_error", "chunk_summary", LONG),
     _study("batch_cost", "What a batch costs", "43", "sarathi.batch_cost:batch_cost", "batch_summary"),
     _study(
         "changing_load",
@@ -268,6 +270,8 @@ _ALL = (
         "sarathi.operator_error:operator_error",
         "operator_summary",
     ),
+    _study("host_time", "The host's time, fitted once", "46", "sarathi.host_time:host_time", "host_summary"),
+    _study("mixture_error", "Mixtures against servers", "46", "sarathi.mixture_error:mixture_error", "mixture_summary"),
     _study(
         "card_capacity",
         "Capacity on GPUs that are not here",

@@ -33,12 +33,16 @@ ASKS_NOTHING = {
     "changing_load",
     "simulator_error",
     "operator_error",
+    "host_time",
+    "mixture_error",
     "card_capacity",
     "objective_sweep",
     "fixed_load",
     "reports_on_cards",
     "victims",
     "second_card",
+    "two_cards",
+    "chunk_error",
     "swarm_churn",
 }  # of a model or of data
 CASES = [

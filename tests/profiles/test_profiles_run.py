@@ -38,6 +38,7 @@ from tiny_profiles import FEWER, SHORTER, shorter, tiny_profile
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets import corpora, models, needs, shapes
+from firsttoken.engine.costs import mixture_costs
 from firsttoken.engine.costs.operator_tables import CARDS, OperatorTables
 from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.engine.native.library import kernels
@@ -65,12 +66,16 @@ from firsttoken_studies.registry import EXPERIMENTS
 from firsttoken_studies.sarathi import (
     bench,
     changing_load,
+    chunk_error,
+    host_time,
     live_peer,
+    mixture_error,
     operator_error,
     paper_cards,
     pipeline_bubbles,
     second_card,
     simulator_error,
+    two_cards,
 )
 
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
@@ -129,9 +134,14 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for compiled in (kernels, merger):  # once a process: not where there seems to be no compiler, or an empty cache
             compiled()
         servers = operator_error.server_runs()[::100]
+        mixtures = mixture_error.mixture_runs()[:4:3]
+        for card in mixture_costs.MIXTURE_CARDS:
+            mixture_costs._experts(card)
         for card in CARDS:  # now, and kept: nothing is fetched into the cache below
             OperatorTables.read(card)
-        patch.setattr(operator_error, "server_runs", lambda: servers)
+        patch.setattr(mixture_error, "mixture_runs", lambda: mixtures)
+        for foretelling in (operator_error, host_time):
+            patch.setattr(foretelling, "server_runs", lambda: servers)
         patch.setattr(paths, "CACHE", folder / "cache")
         patch.setattr(subprocess, "run", in_this_process)
         resampled = stats._resampled  # 2,000 draws of each of some hundred measures would be most of the time
@@ -167,10 +177,13 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for searching in (bench, paper_cards):
             patch.setattr(searching, "capacity", lambda serve, objective, *, start: (start, serve(start)))
         patch.setattr(live_peer, "turn", asked_peer)
-        for compared in (simulator_error, second_card):
+        for compared in (simulator_error, second_card, two_cards, chunk_error):
             patch.setattr(compared, "downloaded", lambda name: folder)
         served = {"input_toks": 9, "output_toks": 3, "queued_ts": 5.0, "first_token_ts": 5.5, "last_token_ts": 6.5}
         (folder / "vllm_requests.jsonl").write_text(json.dumps(served), encoding="utf-8")
+        points = "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n16,32,0,0,5\n"
+        (folder / "attention.csv").write_text(points, encoding="utf-8")
+        patch.setattr(two_cards, "sources", lambda config: (dict.fromkeys(two_cards.SOURCES, BatchCosts()), 100))
         for name, recipe in list(RECIPES.items()):
             patch.setitem(RECIPES, name, dataclasses.replace(recipe, steps=1, accumulate=1, warmup_steps=0))
         for profile in ("gpu", "paper"):

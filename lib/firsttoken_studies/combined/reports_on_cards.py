@@ -1,13 +1,12 @@
-"""What CPS, DroidSpeak and PETALS state for GPUs, on GPUs that are not here: by operators that were measured there.
+"""What four of the reports state for GPUs, on GPUs that are not here: by operators that were measured there.
 
-Sarathi-Serve has a study of its own (``sarathi/card_capacity.py``, ``sarathi/paper_cards.py``). What ProgressiveServe
-gains is a share of the bytes, which no GPU changes.
+Sarathi-Serve has a study of its own (``sarathi/card_capacity.py``, ``sarathi/paper_cards.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,11 @@ from firsttoken.assets.dense_shape import SHAPES, DenseShape
 from firsttoken.cps.costs.copies import CopyCosts
 from firsttoken.cps.costs.crossing import crossing
 from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
+from firsttoken.engine.costs.operator_tables import CONTEXT, OperatorTables, tables_from
+from firsttoken.engine.costs.power_interpolation import power_between
 from firsttoken.engine.costs.published import decomposed
 from firsttoken.engine.kv import KVShape
+from firsttoken.progressiveserve.stages import REPORT_PLAN
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
@@ -35,7 +36,12 @@ from firsttoken_studies.petals.chain_costs import (
 )
 
 QWEN = "qwen2.5-0.5b"
-MODELS = SHAPES | {QWEN: DenseShape(24, 896, 4864, 14, 2, 64, 151936)}  # CPS ran it (Table 1); its own config.json
+LLAMA_2 = "llama-2-7b"
+MODELS = SHAPES | {  # as their own config.json says: CPS ran the first (Table 1), ProgressiveServe the second
+    QWEN: DenseShape(24, 896, 4864, 14, 2, 64, 151936),
+    LLAMA_2: DenseShape(32, 4096, 11008, 32, 32, 128, 32000),
+}
+WHOLE, FIRST_STAGE = "whole", "progressive"
 EACH_BLOCK, ONE_COPY = "per_block", "coalesced"
 COMPUTING, LOADING = "computing", "loading"
 GROUP = 11 / 32  # of the layers that DroidSpeak computes again in its example
@@ -46,7 +52,8 @@ _NUMBER_BYTES = 2
 class OnCardsConfig:
     """CPS: ``lengths`` at which a swap and a recomputation of each of ``models`` are reckoned on each of ``cards``, one
     GPU of it. DroidSpeak: ``prompts`` of ``reused`` ("MODEL GPUS CARD") over ``links`` in Gbit/s. PETALS: a block of
-    BLOOM on each of ``block_cards``, at ``context`` tokens."""
+    BLOOM on each of ``block_cards``, at ``context`` tokens. ProgressiveServe: a cold start of Llama-2-7B on each of
+    ``cold_cards`` over each of ``cold_links`` in Gbit/s, up to the first token behind ``cold_prompt`` tokens."""
 
     cards: tuple[str, ...]
     models: tuple[str, ...]
@@ -56,10 +63,15 @@ class OnCardsConfig:
     links: tuple[float, ...]
     block_cards: tuple[str, ...]
     context: int
+    cold_cards: tuple[str, ...]
+    cold_links: tuple[float, ...]
+    cold_prompt: int
 
     def __post_init__(self) -> None:
-        if min(*self.lengths, *self.prompts, self.context) < 1 or min(self.links) <= 0:
-            raise ProfileError("on_cards: lengths, prompts and context must be at least 1, links above 0")
+        if min(*self.lengths, *self.prompts, self.context, self.cold_prompt) < 1:
+            raise ProfileError("on_cards: lengths, prompts, context and cold_prompt must be at least 1")
+        if min(*self.links, *self.cold_links) <= 0:
+            raise ProfileError("on_cards: links and cold_links must be above 0")
         if odd := next((one for one in self.models if one not in MODELS), ""):
             raise ProfileError(f"on_cards: no shape is called {odd!r}; known: {', '.join(MODELS)}")
 
@@ -73,6 +85,8 @@ def reports_on_cards(profile: Profile) -> Outcome:
         rows += prefills(text, config.prompts, config.links)
     for card in config.block_cards:
         rows += chains(card, config.context)
+    for card in config.cold_cards:
+        rows += cold_starts(card, config.cold_links, config.cold_prompt)
     return Outcome(rows, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
 
 
@@ -139,6 +153,52 @@ def chains(card: str, context: int) -> Rows:
     ]
 
 
+def cold_starts(card: str, links: tuple[float, ...], tokens: int) -> Rows:
+    """Rows of ProgressiveServe: Llama-2-7B's bytes in 16 bits over each of ``links``, then the prefill of ``tokens``.
+
+    Each is there for the whole model, and for the first stage, which lacks 8 of 32 layers.
+    The adapter of the stage is 0.2 % of the bytes and left out. Nothing is computed while bytes come, as in the report.
+    """
+    tables, shape = OperatorTables.read(card), MODELS[LLAMA_2]
+    first = replace(shape, layers=shape.layers - len(REPORT_PLAN.block))
+    where = {"report": "ProgressiveServe", "card": card, "model": LLAMA_2, "tokens": tokens}
+    return [
+        where
+        | {
+            "link": link,
+            "stage": stage,
+            "loading_s": 8 * _NUMBER_BYTES * loaded.weights / (link * 1e9),
+            "prefill_s": equal_heads_prefill_s(tables, loaded, tokens),
+        }
+        for link in links
+        for stage, loaded in ((WHOLE, shape), (FIRST_STAGE, first))
+    ]
+
+
+def equal_heads_prefill_s(tables: OperatorTables, shape: DenseShape, tokens: int) -> float:
+    """Seconds of the prefill of ``tokens`` tokens on one GPU, of a shape with as many heads of keys as of queries.
+
+    No table has decodes of 32 such heads, which ``OperatorCosts`` asks for as well; prompts of them were measured. The
+    five small kernels of a layer are charged as there.
+    """
+    wide, width = shape.hidden, shape.heads * shape.head_dim
+    layer = 0.0
+    for n, k in ((3 * width, wide), (wide, width), (2 * shape.mlp, wide), (wide, shape.mlp)):
+        layer += _product_s(tables, n, k, tokens)
+    layer += float(
+        np.interp(tokens, *tables.attention(CONTEXT, shape.heads, shape.heads, shape.head_dim, "bfloat16")[1])
+    )
+    moved = _NUMBER_BYTES * (2 * 4 * wide + 2 * 2 * width + 2 * 2 * width + 3 * shape.mlp)
+    layer += moved * tokens / tables.memory_bytes_s + 5 * tables.kernel_s
+    return shape.layers * layer + _product_s(tables, shape.vocabulary, wide, 1)
+
+
+def _product_s(tables: OperatorTables, n: int, k: int, tokens: int) -> float:
+    """Seconds of a product [tokens, k] x [k, n]: a power between two measured numbers of tokens."""
+    curve, _ = tables.product("bfloat16", n, k)
+    return float(power_between(np.array([float(tokens)]), curve)[0])
+
+
 def block_s(tables: OperatorTables, context: int) -> float:
     """Seconds of one token through a block of BLOOM-176B: four products, the keys and values of ``context`` tokens as
     bytes (no table has 112 heads of them), and six small kernels."""
@@ -156,7 +216,7 @@ def _prefill_s(costs: OperatorCosts, tokens: int) -> float:
 
 def on_cards_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Where swap and recompute cross by card, model and kind of copies; the prefill and its speed-up by link; steps a
-    second by network, and what of a step the operators leave unexplained."""
+    second by network, and what of a step the operators leave unexplained; cold starts by link."""
     summary = Summary()
     crossings: dict[tuple[str, str, str], Rows] = {}
     for row in rows:
@@ -185,4 +245,19 @@ def on_cards_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     ):
         share = {"value": 100 * seconds / theirs, "unit": "%"}
         summary.add("computing_share_pct", share, machine=card, than="the paper's servers")
+    _cold(summary, [row for row in rows if row["report"] == "ProgressiveServe"])
     return summary
+
+
+def _cold(summary: Summary, rows: Rows) -> None:
+    """Add the first token of the whole model and of the first stage by card and link, how much earlier the latter
+    comes, and the share of the whole model's that is not loading."""
+    for whole, first in zip(rows[::2], rows[1::2], strict=True):
+        where = {"machine": whole["card"], "model": whole["model"], "gbit_per_s": whole["link"]}
+        seconds = {row["stage"]: row["loading_s"] + row["prefill_s"] for row in (whole, first)}
+        for stage, value in seconds.items():
+            summary.add("ttft_s", {"value": value, "unit": "s"}, **where, variant=stage)
+        below = 100 * (1 - seconds[FIRST_STAGE] / seconds[WHOLE])
+        summary.add("ttft_below_pct", {"value": below, "unit": "%"}, **where, variant=FIRST_STAGE, than=WHOLE)
+        share = 100 * whole["prefill_s"] / seconds[WHOLE]
+        summary.add("prefill_share_pct", {"value": share, "unit": "%"}, **where, variant=WHOLE)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.record import Result, Rows
-from firsttoken_studies.combined.reports_on_cards import EACH_BLOCK, ONE_COPY
+from firsttoken_studies.combined.reports_on_cards import EACH_BLOCK, FIRST_STAGE, ONE_COPY, WHOLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -115,3 +115,22 @@ def chain_rows(now: Result) -> Rows:
         for row in now.rows
         if row["report"] == "PETALS"
     ]
+
+
+def cold_rows(now: Result) -> Rows:
+    """A line a card and link: the first token of the whole model and of the first stage, and the prefill's share."""
+    lines: Rows = []
+    for entry in now.summary.all("ttft_below_pct", variant=FIRST_STAGE, than=WHOLE):
+        where = {key: entry["where"][key] for key in ("machine", "model", "gbit_per_s")}
+        seconds = [now.summary.value("ttft_s", **where, variant=stage) for stage in (WHOLE, FIRST_STAGE)]
+        share = now.summary.value("prefill_share_pct", **where, variant=WHOLE)
+        lines.append(
+            {
+                "GPU and link": f"{where['machine']}, {where['gbit_per_s']:g} Gbit/s",
+                "whole model, s": f"{seconds[0]:.2f}",
+                "first stage, s": f"{seconds[1]:.2f}",
+                "earlier by": f"{entry['value']:.1f} %",
+                "prefill, of the whole": f"{share:.1f} %",
+            }
+        )
+    return lines

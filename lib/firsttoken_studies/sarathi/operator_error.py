@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from firsttoken.assets.dense_shape import SHAPES
 from firsttoken.assets.lock import asset_path
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
 from firsttoken.engine.costs.tables import number, rows
@@ -43,7 +44,7 @@ _MODELS = {
 _WEIGHTS = {"": "bfloat16", "fp8": "fp8"}
 # InferenceMAX, which these runs are taken to be from, draws lengths from 80 to 100 % of what is stated, and keeps keys
 # and values in 8 bits on the B200 (the commands are in its README).
-_LEAST_SHARE = {"llama-3.1-70b": 0.8}
+_LEAST_SHARE = {"llama-3.1-70b": 0.8, "minimax-m2.5": 0.8}
 _FP8_CACHE = {("llama-3.1-70b", "b200-sxm")}
 _LOOKS = ("sarathi", "prefill first", "measured", "other", "short first", "hybrid batches")  # a look a model and card
 _PLACES = {"model": "model", "machine": "card"}  # of the summary, and the column of the rows
@@ -108,13 +109,7 @@ def operator_error(profile: Profile) -> Outcome:
     config = profile.section("operator_error", OperatorErrorConfig)
     found: Rows = []
     for run in tqdm(server_runs()[:: config.every], desc="operator_error", disable=None):
-        costs = OperatorCosts.of(
-            OperatorTables.read(run.card),
-            SHAPES[run.model],
-            run.gpus,
-            weights=run.weights,
-            kv="fp8" if (run.model, run.card) in _FP8_CACHE else "bfloat16",
-        )
+        costs = costs_of(run)
         where = {
             "card": run.card,
             "model": run.model,
@@ -132,13 +127,33 @@ def operator_error(profile: Profile) -> Outcome:
     return Outcome(found, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
 
 
+def costs_of(run: ServerRun) -> OperatorCosts:
+    """The sum of operators of a run, in the types that its server kept weights and cache in."""
+    return OperatorCosts.of(
+        OperatorTables.read(run.card),
+        SHAPES[run.model],
+        run.gpus,
+        weights=run.weights,
+        kv="fp8" if (run.model, run.card) in _FP8_CACHE else "bfloat16",
+    )
+
+
 def simulated(run: ServerRun, costs: OperatorCosts, config: OperatorErrorConfig, seed: int) -> tuple[float, float]:
-    """Mean TTFT and TPOT in ms of what the clients of ``run`` would have seen.
+    """Mean TTFT and TPOT in ms of what the clients of ``run`` would have seen."""
+    requests = served(run, costs, costs.blocks, config, seed)
+    return (
+        1e3 * float(np.mean([request.ttft_s for request in requests])),
+        1e3 * float(np.mean([request.tpot_s or 0.0 for request in requests])),
+    )
+
+
+def served(run: ServerRun, costs: Costs, blocks: int, config: OperatorErrorConfig, seed: int) -> list[Request]:
+    """The requests of the clients of ``run``, answered on ``costs`` with ``blocks`` KV blocks.
 
     All begin at once, and every request counts, as InferenceMAX runs them: ten for each client.
     """
     engine = Engine(
-        SimulatedExecutor(costs, costs.blocks),
+        SimulatedExecutor(costs, blocks),
         EngineConfig(scheduler="sarathi", watermark=0.0, requests=1024, token_budget=config.token_budget),
     )
     lengths = _lengths(run, seed)
@@ -153,10 +168,7 @@ def simulated(run: ServerRun, costs: OperatorCosts, config: OperatorErrorConfig,
             send(engine.executor.now())
         engine.advance()
     engine.run()
-    return (
-        1e3 * float(np.mean([request.ttft_s for request in requests])),
-        1e3 * float(np.mean([request.tpot_s or 0.0 for request in requests])),
-    )
+    return requests
 
 
 def _lengths(run: ServerRun, seed: int) -> Iterator[tuple[int, int]]:
@@ -216,6 +228,7 @@ def against_servers(recorded: Result | None, now: Result) -> Figure:
         ax.set_title(title, fontsize="medium")
         ax.set(xscale="log", xlabel="measured on the server, ms", ylim=(-100, 150))
         ax.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+        ax.xaxis.set_minor_formatter("")  # within one power of ten they would lie upon each other
     axes[0].set_ylabel("simulated less measured")
     median = (recorded or now).summary.of("tpot_off_pct", source="simulated", than="vllm", across="median")
     fig.suptitle(f"Added up, measured operators miss the time per token by {median['value']:.0f} % (median run)")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.assets.manual_downloads import downloaded
@@ -62,35 +63,51 @@ def second_card(profile: Profile) -> Outcome:
     requests of this run can fill.
     """
     config = profile.section("second_card", SecondCardConfig)
-    served = read_requests(downloaded(config.costs) / config.requests)
+    by_operators = Hardware(config.card, config.batch, 1024, model=config.model)
+    by_profile = Hardware(config.costs, config.batch, 1024, layers=config.layers, blocks=by_operators.blocks)
+    sources: dict[str, Costs] = {PROFILE: by_profile.read(), OPERATORS: by_operators.read()}
+    requests = downloaded(config.costs) / config.requests
+    rows = beside_vllm(requests, sources, by_operators.blocks, config.batch, config.token_budget)
+    provenance = by_profile.provenance(sources[PROFILE]) | {"operators": tables_from()}
+    return Outcome(rows, provenance=provenance)
+
+
+def beside_vllm(requests: Path, sources: Mapping[str, Costs], blocks: int, batch: int, token_budget: int) -> Rows:
+    """Rows {request, run, ttft_s, tpot_s, latency_s} of the run whose timestamps are the file ``requests``, and of the
+    same lengths and arrivals on each of ``sources`` with ``blocks`` KV blocks and vLLM's settings.
+
+    Raises CorpusError for a file that cannot be read.
+    """
+    served = read_requests(requests)
     start = min(row["queued_ts"] for row in served)
     items = [
         Item(row["queued_ts"] - start, tokens := int(row["input_toks"]), int(row["output_toks"]), (number,) * tokens)
         for number, row in enumerate(served)  # no two prompts begin alike: their text is not published
     ]
-    by_operators = Hardware(config.card, config.batch, 1024, model=config.model)
-    by_profile = Hardware(config.costs, config.batch, 1024, layers=config.layers, blocks=by_operators.blocks)
     settings = EngineConfig(
         scheduler="sarathi",
         watermark=0.0,
-        requests=config.batch,
-        token_budget=config.token_budget,
+        requests=batch,
+        token_budget=token_budget,
         share_prefixes=True,
     )
     rows: Rows = [{"request": number, "run": VLLM} | measured(row) for number, row in enumerate(served)]
-    sources: dict[str, Costs] = {PROFILE: by_profile.read(), OPERATORS: by_operators.read()}
     for run, costs in sources.items():
-        requests = serve_items(Engine(SimulatedExecutor(costs, by_operators.blocks), settings), items)
-        rows += [{"request": number, "run": run} | simulated(request) for number, request in enumerate(requests)]
-    provenance = by_profile.provenance(sources[PROFILE]) | {"operators": tables_from()}
-    return Outcome(rows, provenance=provenance)
+        answered = serve_items(Engine(SimulatedExecutor(costs, blocks), settings), items)
+        rows += [{"request": number, "run": run} | simulated(request) for number, request in enumerate(answered)]
+    return rows
 
 
 def second_card_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """How far each source of costs is off, in % of vLLM's: mean, median and P99 of each time, and the worst of all and
     of those that do not wait for a place."""
+    return off_summary(rows, (PROFILE, OPERATORS))
+
+
+def off_summary(rows: Rows, runs: Sequence[str]) -> Summary:
+    """The same for each of ``runs``."""
     summary = Summary()
-    for run in (PROFILE, OPERATORS):
+    for run in runs:
         where = {"costs": run, "than": VLLM}
         off = {(metric, name): off_pct(rows, run, metric, name) for metric in METRICS for name in QUANTILES}
         for (metric, name), entry in off.items():
@@ -105,12 +122,17 @@ def second_card_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 def second_card_rows(result: Result) -> Rows:
     """A line a time: vLLM's on the card, and how far each source of costs is off."""
+    return off_rows(result, (PROFILE, OPERATORS))
+
+
+def off_rows(result: Result, runs: Sequence[str]) -> Rows:
+    """The same for each of ``runs``."""
     lines: Rows = []
     for metric in METRICS:
         for name, statistic in QUANTILES.items():
             real = float(statistic([row[f"{metric}_s"] for row in result.rows if row["run"] == VLLM]))
             line = {"time": f"{metric}, {name}", "vLLM, s": f"{real:.3f}"}
-            for run in (PROFILE, OPERATORS):
+            for run in runs:
                 entry = result.summary.of(f"{metric}_{name}_off_pct", costs=run, than=VLLM)
                 line[f"{run}, % off"] = f"{entry['value']:+.1f}"
             lines.append(line)

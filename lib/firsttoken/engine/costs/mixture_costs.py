@@ -1,0 +1,126 @@
+"""A step of a mixture of experts on a GPU that nobody has here: measured operators, the experts' layer among them.
+
+What a dense model's MLP takes is replaced by the kernel that sends each token to its experts, computes them and adds
+them up, as the wheel aiconfigurator-core measured it whole; how unevenly tokens choose their experts is stated there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from firsttoken.assets.dense_shape import DenseShape
+from firsttoken.assets.lock import asset_path
+from firsttoken.engine.costs.operator_costs import MOST_TOKENS, OperatorCosts
+from firsttoken.engine.costs.operator_tables import Curve, OperatorTables, read_table
+from firsttoken.engine.costs.power_interpolation import power_between
+from firsttoken.study.errors import ProfileError
+
+MIXTURE_CARDS = ("h100-sxm", "h200-sxm", "b200-sxm")
+"""The cards whose tables of experts are pinned."""
+
+_COLUMNS = ("moe_dtype", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
+_TOKENS, _ROUTING = "num_tokens", "distribution"
+_NUMBER_BYTES = 2
+
+
+@dataclass(frozen=True)
+class MixtureShape:
+    """A decoder ``dense`` whose MLP stands for one of ``experts``; each token takes ``active`` of these in a layer."""
+
+    dense: DenseShape
+    experts: int
+    active: int
+
+    @property
+    def whole(self) -> DenseShape:
+        """The dense shape with the same weights: one MLP as wide as all experts together."""
+        return replace(self.dense, mlp=self.dense.mlp * self.experts)
+
+
+# As the authors publish them in config.json; the experts' width stands for the MLP's.
+MIXTURES = {
+    "qwen3-235b-a22b": MixtureShape(DenseShape(94, 4096, 1536, 64, 4, 128, 151936, head_norms=True), 128, 8),
+    "minimax-m2.5": MixtureShape(DenseShape(62, 3072, 1536, 48, 8, 128, 200064, head_norms=True), 256, 8),
+}
+
+
+def mixture_costs(
+    tables: OperatorTables,
+    shape: MixtureShape,
+    split: int,
+    spread: int,
+    *,
+    weights: str = "fp8_block",
+    products: str = "fp8",
+    routing: str = "power_law_1.2",
+) -> OperatorCosts:
+    """The costs of ``shape`` on ``split`` x ``spread`` of the card of ``tables``, and attention split over all of them.
+
+    Each expert is split over ``split`` GPUs, and the experts are spread over ``spread``.
+    ``weights`` are the type of the experts, ``products`` that of the two products around attention; keys and values,
+    head and router take 16 bits. The tables' products of ``fp8_block`` take 90 to 270 microseconds each, whatever their
+    size, which is the time to launch their kernels one by one; a server launches them as one graph, so that the default
+    is ``fp8``, with as many bytes. Raises ProfileError for a card, a type, a layout or a routing that no table has, and
+    what ``OperatorCosts.of`` raises.
+    """
+    gpus, dense = split * spread, shape.dense
+    experts = experts_s(tables.card, shape, split, spread, weights, routing)
+    around = OperatorCosts.of(tables, shape.whole, gpus, weights="fp8")  # its MLP is taken out again below
+    tokens = np.arange(1, MOST_TOKENS + 1, dtype=float)
+    heads, kv_heads = dense.heads // gpus, max(dense.kv_heads // gpus, 1)
+    queries, kv = heads * dense.head_dim, 2 * kv_heads * dense.head_dim
+    layer, beyond = power_between(tokens, experts), []
+    for dtype, n, k in (
+        (products, queries + kv, dense.hidden),
+        (products, dense.hidden, queries),
+        ("bfloat16", shape.experts, dense.hidden),
+    ):
+        curve, wide = tables.product(dtype, n, k)
+        layer = layer + power_between(tokens, curve)
+        beyond += [f"products of {n} x {k}"] * wide
+    if gpus > 1:
+        layer = layer + 2 * power_between(tokens * dense.hidden * _NUMBER_BYTES, tables.all_reduce(gpus))
+    moved = [4 * dense.hidden, 4 * dense.hidden, 2 * (queries + kv), 2 * kv, 1.5 * queries, 2 * shape.experts]
+    moved += [2 * (queries + kv)] * dense.head_norms
+    layer = layer + _NUMBER_BYTES * sum(moved) * tokens / tables.memory_bytes_s + len(moved) * tables.kernel_s
+    beyond += [named for named in around.beyond if named.startswith("the head")]
+    return replace(around, once=np.concatenate([[0.0], dense.layers * layer]), beyond=tuple(beyond))
+
+
+def experts_s(card: str, shape: MixtureShape, split: int, spread: int, weights: str, routing: str) -> Curve:
+    """Seconds of one layer's experts on each GPU by the tokens of the batch, the fastest kernel of those measured.
+
+    Raises ProfileError for what no table has, naming what was measured.
+    """
+    if card not in MIXTURE_CARDS:
+        raise ProfileError(f"no experts of {card!r} are pinned; known: {', '.join(MIXTURE_CARDS)}")
+    table = _experts(card)
+    dense = shape.dense
+    asked = (weights, dense.hidden, dense.mlp, shape.active, shape.experts, split, spread)
+    fits = np.logical_and.reduce([table[name] == value for name, value in zip(_COLUMNS, asked, strict=True)])
+    if not fits.any():
+        alike = np.logical_and.reduce([table[name] == value for name, value in zip(_COLUMNS[:5], asked, strict=False)])
+        layouts = sorted(
+            {(int(a), int(b)) for a, b in zip(*(table[name][alike] for name in _COLUMNS[5:]), strict=True)}
+        )
+        known = ", ".join(f"{a} x {b}" for a, b in layouts) or "none"
+        raise ProfileError(
+            f"{card} has no {weights} experts of {dense.hidden} x {dense.mlp}, {shape.active} of {shape.experts}, "
+            f"split {split} and spread {spread} ways; measured for these: {known}"
+        )
+    chosen = fits & (table[_ROUTING] == routing)
+    if not chosen.any():
+        known = ", ".join(sorted(set(table[_ROUTING][fits].tolist())))
+        raise ProfileError(f"{card} has no experts under the routing {routing!r}; measured: {known}")
+    at, place = np.unique(table[_TOKENS][chosen], return_inverse=True)
+    least = np.full(len(at), np.inf)
+    np.minimum.at(least, place, table["latency"][chosen])
+    return at.astype(float), least
+
+
+@lru_cache(maxsize=3)
+def _experts(card: str) -> dict[str, np.ndarray]:
+    return read_table(asset_path(f"{card}-experts.parquet"), (*_COLUMNS, _TOKENS, _ROUTING))

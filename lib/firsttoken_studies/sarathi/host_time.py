@@ -1,0 +1,170 @@
+"""Whether the time that the host takes explains what the sum of measured operators misses: two numbers, fitted to the
+servers of one model on one card and judged on all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.costs.nnls import non_negative
+from firsttoken.engine.costs.operator_tables import tables_from
+from firsttoken.engine.request import Request
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Summary
+from firsttoken_studies.sarathi.operator_error import OperatorErrorConfig, ServerRun, costs_of, served, server_runs
+
+BEFORE, AFTER = "operators alone", "with the host's time"
+HOPPER = ("h100-sxm", "h200-sxm")
+_TIMES = ("ttft", "tpot")
+
+
+class CountedSteps(Costs):
+    """The costs ``inner``, which notes when each step ends, and how many steps and rows there were until then.
+
+    A row is a chunk or a decode, for each of which the host prepares inputs and takes up a token.
+    """
+
+    def __init__(self, inner: Costs) -> None:
+        self._inner = inner
+        self._ends_s, self._rows = [0.0], [0]
+
+    def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        seconds = self._inner.step_s(prefills, contexts)
+        self._ends_s.append(self._ends_s[-1] + seconds)
+        self._rows.append(self._rows[-1] + len(prefills) + len(contexts))
+        return seconds
+
+    def swap_out_s(self, tokens: int) -> float:
+        return self._inner.swap_out_s(tokens)
+
+    def swap_in_s(self, tokens: int) -> float:
+        return self._inner.swap_in_s(tokens)
+
+    def waited(self, requests: Sequence[Request]) -> dict[str, float]:
+        """The mean steps and rows that a request waits for its first token, and for each further one.
+
+        Clients of a closed loop send when an answer has ended, so that neither depends on how long a step takes: the
+        host's time adds to a simulated time in proportion to both.
+        """
+        arrived, first, last = (
+            np.searchsorted(self._ends_s, [moment(request) for request in requests])
+            for moment in (lambda one: one.arrival_s, lambda one: one.times_s[0], lambda one: one.times_s[-1])
+        )
+        gaps = np.array([max(1, len(request.times_s) - 1) for request in requests])
+        rows = np.array(self._rows)
+        return {
+            "ttft_steps": float(np.mean(first - arrived)),
+            "ttft_rows": float(np.mean(rows[first] - rows[arrived])),
+            "tpot_steps": float(np.mean((last - first) / gaps)),
+            "tpot_rows": float(np.mean((rows[last] - rows[first]) / gaps)),
+        }
+
+
+def host_time(profile: Profile) -> Outcome:
+    """Rows {card, model, clients, vllm_ttft_ms, vllm_tpot_ms, ttft_ms, tpot_ms, ttft_steps, ttft_rows, tpot_steps,
+    tpot_rows}: a server's times, those of the operators alone, and what the host's time would be added for."""
+    config = profile.section("operator_error", OperatorErrorConfig)
+    found = [
+        counted(run, CountedSteps(costs := costs_of(run)), costs.blocks, config, profile.seed)
+        for run in tqdm(server_runs()[:: config.every], desc="host_time", disable=None)
+    ]
+    found = [
+        {name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()} for row in found
+    ]
+    return Outcome(found, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
+
+
+def counted(run: ServerRun, costs: CountedSteps, blocks: int, config: OperatorErrorConfig, seed: int) -> dict[str, Any]:
+    """The row of one run."""
+    requests = served(run, costs, blocks, config, seed)
+    row = {"card": run.card, "model": run.model, "clients": run.clients}
+    row |= {"vllm_ttft_ms": run.ttft_ms, "vllm_tpot_ms": run.tpot_ms}
+    row["ttft_ms"] = 1e3 * float(np.mean([request.ttft_s for request in requests]))
+    row["tpot_ms"] = 1e3 * float(np.mean([request.tpot_s or 0.0 for request in requests]))
+    return row | costs.waited(requests)
+
+
+def fitted(rows: Rows) -> tuple[float, float]:
+    """Milliseconds of the host by step and by row, neither below 0, that make the relative errors of the time per token
+    of ``rows`` least, squared and summed up."""
+    theirs = _column(rows, "vllm_tpot_ms")
+    matrix = np.column_stack([_column(rows, "tpot_steps"), _column(rows, "tpot_rows")])
+    step_ms, row_ms = non_negative(matrix / theirs[:, None], 1 - _column(rows, "tpot_ms") / theirs)
+    return float(step_ms), float(row_ms)
+
+
+def host_summary(rows: Rows, parameters: dict[str, Any]) -> Summary:
+    """For each model and card: the two numbers that fit it, and the error in % of the time per token and of the first
+    token without and with them, on its own rows, on all others, and on those others that are of the Hopper cards."""
+    summary = Summary()
+    groups: dict[str, Rows] = {}
+    for row in rows:
+        groups.setdefault(f"{row['model']} on {row['card']}", []).append(row)
+    for name, own in groups.items():
+        numbers = fitted(own)
+        for measure, value, unit in zip(
+            ("host_step_ms", "host_row_us"), (numbers[0], 1e3 * numbers[1]), ("ms", "us"), strict=True
+        ):
+            summary.add(measure, {"value": value, "unit": unit, "n": len(own)}, case=name)
+        others = [row for row in rows if row not in own]
+        judged = {f"fitted on {name}": own, f"held out from {name}": others}
+        judged[f"held out from {name}, Hopper"] = [row for row in others if row["card"] in HOPPER]
+        for case, chosen in judged.items():
+            for variant, host in ((BEFORE, (0.0, 0.0)), (AFTER, numbers)) if chosen else ():
+                _errors(summary, chosen, host, {"case": case, "variant": variant, "than": "vllm"})
+    return summary
+
+
+def _errors(summary: Summary, rows: Rows, host: tuple[float, float], where: dict[str, str]) -> None:
+    """Add the errors of ``rows`` where the host takes ``host`` milliseconds by step and by row."""
+    for time in _TIMES:
+        waits = host[0] * _column(rows, f"{time}_steps") + host[1] * _column(rows, f"{time}_rows")
+        off = 100 * ((_column(rows, f"{time}_ms") + waits) / _column(rows, f"vllm_{time}_ms") - 1)
+        tail = bootstrap(np.abs(off), lambda sample: float(np.percentile(sample, 90)))
+        summary.add(f"{time}_off_pct", bootstrap(np.abs(off), np.median).summary("%"), **where, across="median")
+        summary.add(f"{time}_off_pct", tail.summary("%"), **where, across="p90")
+        summary.add(f"{time}_off_pct", bootstrap(off).summary("%"), **where, across="mean")
+
+
+def _column(rows: Rows, name: str) -> np.ndarray:
+    return np.array([row[name] for row in rows])
+
+
+def host_rows(result: Result) -> Rows:
+    """A line for each model and card that the two numbers were fitted to: the numbers, and the errors without and with
+    them, on the rows that they were fitted to and on all others."""
+    lines: Rows = []
+    for entry in result.summary.all("host_step_ms"):
+        name = entry["where"]["case"]
+        row_us = result.summary.value("host_row_us", case=name)
+        line: dict[str, Any] = {"fitted on": name, "ms a step": f"{entry['value']:.2f}", "us a row": f"{row_us:.0f}"}
+        for case, told in ((f"fitted on {name}", "its own"), (f"held out from {name}", "held out")):
+            for variant, short in ((BEFORE, "before"), (AFTER, "after")):
+                found = result.summary.get("tpot_off_pct", case=case, variant=variant, than="vllm", across="median")
+                line[f"{told}, {short}: median %"] = interval(found, 1)
+        lines.append(line)
+    return lines
+
+
+def first_token_rows(result: Result, name: str) -> Rows:
+    """A line a time and case of the fit on ``name``: median and 90th percentile of the error, before and after."""
+    lines: Rows = []
+    for case in (f"fitted on {name}", f"held out from {name}", f"held out from {name}, Hopper"):
+        for time, told in (("tpot", "time per token"), ("ttft", "TTFT")):
+            line: dict[str, Any] = {"runs": f"{case}: {told}"}
+            for variant, short in ((BEFORE, "before"), (AFTER, "after")):
+                where = {"case": case, "variant": variant, "than": "vllm"}
+                median = result.summary.get(f"{time}_off_pct", **where, across="median")
+                tail = result.summary.get(f"{time}_off_pct", **where, across="p90")
+                line["n"] = median["n"] if median else 0
+                line[f"{short}, median %"] = interval(median, 1)
+                line[f"{short}, p90 %"] = f"{tail['value']:.0f}" if tail else ""
+            lines.append(line)
+    return lines

@@ -1,0 +1,139 @@
+"""Mixtures of experts: the kernel that was measured stands where a dense model has its MLP, and what no table has is
+refused in one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from firsttoken.assets.dense_shape import DenseShape
+from firsttoken.engine.costs import mixture_costs as mixtures
+from firsttoken.engine.costs.mixture_costs import MIXTURES, MixtureShape, experts_s, mixture_costs
+from firsttoken.engine.costs.operator_tables import OperatorTables
+from firsttoken.engine.costs.power_interpolation import power_between
+from firsttoken.study.errors import CorpusError, ProfileError
+
+SHAPE = MixtureShape(DenseShape(3, 4096, 512, 32, 8, 128, 32000), experts=8, active=2)
+CARD = "h200-sxm"
+
+
+def expert_rows(scale: float = 1.0) -> list[dict[str, object]]:
+    """Two kernels by tokens, of which one is faster for few and the other for many; two layouts, two routings."""
+    return [
+        {
+            "moe_dtype": "fp8_block",
+            "hidden_size": 4096,
+            "inter_size": 512,
+            "topk": 2,
+            "num_experts": 8,
+            "moe_tp_size": split,
+            "moe_ep_size": spread,
+            "num_tokens": tokens,
+            "distribution": routing,
+            "latency": scale * uneven * milliseconds / split / spread,
+        }
+        for split, spread in ((1, 1), (2, 1), (1, 2))
+        for routing, uneven in (("balanced", 1.0), ("power_law_1.2", 1.5))
+        for tokens in (1, 16, 256, 4096)
+        for milliseconds in (0.1 + 0.001 * tokens, 0.3 + 0.0005 * tokens)
+    ]
+
+
+@pytest.fixture
+def experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Lay a table of experts into the cache's place."""
+    path = tmp_path / "experts.parquet"
+    monkeypatch.setattr(mixtures, "asset_path", lambda name: path)
+
+    def lay(rows: list[dict[str, object]]) -> Path:
+        mixtures._experts.cache_clear()
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        return path
+
+    lay(expert_rows())
+    yield lay
+    mixtures._experts.cache_clear()
+
+
+def costs(split: int = 1, spread: int = 1, **others):
+    return mixture_costs(OperatorTables.read(CARD), SHAPE, split, spread, **others)
+
+
+def test_the_fastest_kernel_is_taken(experts):
+    at, seconds = experts_s(CARD, SHAPE, 1, 1, "fp8_block", "balanced")
+    assert at.tolist() == [1, 16, 256, 4096]
+    assert seconds == pytest.approx([0.101e-3, 0.116e-3, 0.356e-3, 2.348e-3])
+
+
+def test_twice_the_experts_time_adds_it_once_a_layer(experts):
+    steps = (([], [500] * 16), ([(0, 256)], []), ([(512, 240)], [100] * 16))
+    single = [costs().step_s(*step) for step in steps]
+    experts(expert_rows(scale=2.0))
+    tokens = np.array([16.0, 256.0, 256.0])
+    added = SHAPE.dense.layers * power_between(tokens, experts_s(CARD, SHAPE, 1, 1, "fp8_block", "power_law_1.2")) / 2
+    assert [costs().step_s(*step) for step in steps] == pytest.approx(np.array(single) + added)
+
+
+def test_uneven_routing_takes_longer(experts):
+    assert costs(routing="balanced").step_s([], [9] * 64) < costs().step_s([], [9] * 64)
+
+
+@pytest.mark.parametrize(("split", "spread"), [(2, 1), (1, 2)])
+def test_two_gpus_exchange_twice_a_layer(experts, split, spread):
+    tables = OperatorTables.read(CARD)
+    both = costs(split, spread).step_s([], [9] * 64)
+    exchanged = 2 * SHAPE.dense.layers * power_between(np.array([64.0 * 4096 * 2]), tables.all_reduce(2))[0]
+    assert exchanged < both < costs().step_s([], [9] * 64) + exchanged
+
+
+def test_all_experts_weigh_on_the_memory(experts):
+    assert SHAPE.whole.weights - SHAPE.dense.weights == 3 * 3 * 4096 * 512 * 7
+    assert costs(2).blocks > costs().blocks
+    tables = replace(OperatorTables.read(CARD), memory_bytes=4.2e9)
+    with pytest.raises(ProfileError, match=r"leave no room for keys and values; take more GPUs"):
+        mixture_costs(tables, SHAPE, 1, 1)
+
+
+def test_the_published_mixtures_have_their_weights():
+    billions = {name: shape.whole.weights / 1e9 for name, shape in MIXTURES.items()}
+    assert billions == {"qwen3-235b-a22b": pytest.approx(235, rel=0.01), "minimax-m2.5": pytest.approx(229, rel=0.01)}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"split": 4},
+            r"no fp8_block experts of 4096 x 512, 2 of 8, split 4 and spread 1 ways; measured for these: 1 x 1",
+        ),
+        ({"weights": "nvfp4"}, r"no nvfp4 experts of 4096 x 512, .*; measured for these: none"),
+        ({"routing": "random"}, r"no experts under the routing 'random'; measured: balanced, power_law_1.2"),
+    ],
+)
+def test_what_no_table_has_is_refused(experts, change, says):
+    with pytest.raises(ProfileError, match=says):
+        costs(**change)
+
+
+def test_a_card_without_experts_is_refused():
+    with pytest.raises(ProfileError, match=r"no experts of 'l40s' are pinned; known: h100-sxm, h200-sxm, b200-sxm"):
+        mixture_costs(OperatorTables.read("l40s"), SHAPE, 1, 1)
+
+
+def test_a_table_that_is_cut_in_the_middle_is_refused(experts):
+    path = experts(expert_rows())
+    path.write_bytes(path.read_bytes()[:300])
+    mixtures._experts.cache_clear()
+    with pytest.raises(CorpusError, match=r"experts.parquet: is no whole Parquet table .*; delete it and run"):
+        costs()
+
+
+def test_a_table_without_routing_is_refused(experts):
+    experts([{key: value for key, value in row.items() if key != "distribution"} for row in expert_rows()])
+    with pytest.raises(CorpusError, match=r"has no column distribution; delete it and run `firsttoken fetch`"):
+        costs()
