@@ -48,7 +48,7 @@ Prompts = list[list[int]]
 
 
 @dataclass(frozen=True)
-class Answers:
+class Generated:
     """The tokens after each prompt, none from what only reads; ``step_ms``, the median step in which every request is
     given a token, where it is known."""
 
@@ -56,7 +56,7 @@ class Answers:
     step_ms: float | None = None
 
 
-System = Callable[[], Answers]
+System = Callable[[], Generated]
 VLLM_PYTHON = paths.ROOT / ".venv-vllm" / "bin" / "python"
 FLOOR = "weights_read"
 NO_END = -1  # an end-of-text token that no model says
@@ -158,7 +158,7 @@ def _weight_bytes(model: nn.Module) -> int:
     return sum({parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}.values())
 
 
-def _weights_read(case: _Case) -> Answers:
+def _weights_read(case: _Case) -> Generated:
     """The floor of a decode: every weight is read from memory once for each token of an answer, and nothing is done
     with it but a sum."""
     weights = torch.ones(_weight_bytes(case.stock) // 8, dtype=torch.int64, device=case.stock.device)
@@ -167,10 +167,10 @@ def _weights_read(case: _Case) -> Answers:
         start = time.perf_counter()
         int(weights.sum())
         steps.append(time.perf_counter() - start)
-    return Answers([], 1e3 * median(steps))
+    return Generated([], 1e3 * median(steps))
 
 
-def _engine(model: nn.Module, case: _Case, attend: type[Attend] | None = None) -> Answers:
+def _engine(model: nn.Module, case: _Case, attend: type[Attend] | None = None) -> Generated:
     prompts, new_tokens = case.prompts, case.new_tokens
     block_tokens = 16
     blocks = sum(-(-(len(prompt) + new_tokens) // block_tokens) for prompt in prompts)
@@ -182,10 +182,10 @@ def _engine(model: nn.Module, case: _Case, attend: type[Attend] | None = None) -
     begun = max(request.times_s[0] for request in requests)  # from here on a step gives a token to each request
     times = [moment for moment in requests[-1].times_s if moment >= begun]
     steps = [1e3 * (later - earlier) for earlier, later in pairwise(times)]
-    return Answers([request.output for request in requests], median(steps) if steps else None)
+    return Generated([request.output for request in requests], median(steps) if steps else None)
 
 
-def _generate(model: nn.Module, case: _Case) -> Answers:
+def _generate(model: nn.Module, case: _Case) -> Generated:
     """One batch, padded on the left to the longest prompt."""
     prompts, new_tokens = case.prompts, case.new_tokens
     width = max(map(len, prompts))
@@ -199,10 +199,10 @@ def _generate(model: nn.Module, case: _Case) -> Answers:
         do_sample=False,
         pad_token_id=PAD,
     )
-    return Answers(out[:, width:].tolist())
+    return Generated(out[:, width:].tolist())
 
 
-def _continuous(case: _Case) -> Answers:
+def _continuous(case: _Case) -> Generated:
     """transformers' continuous batching, set up anew for each run, as ``generate_batch`` does.
 
     Its cache is as large as the prompts need: on a CPU it computes over all of it, and the default, sized by free
@@ -221,7 +221,7 @@ def _continuous(case: _Case) -> Answers:
         found = case.stock.generate_batch(
             prompts, generation_config=generation, continuous_batching_config=sized, progress_bar=False, warmup=False
         )
-    return Answers([list(found[f"req_{number}"].generated_tokens) for number in range(len(prompts))])
+    return Generated([list(found[f"req_{number}"].generated_tokens) for number in range(len(prompts))])
 
 
 class _Vllm:
@@ -257,10 +257,10 @@ class _Vllm:
         self._process.communicate()  # closes its input, which ends it
         self._folder.cleanup()
 
-    def __call__(self) -> Answers:
+    def __call__(self) -> Generated:
         """The tokens after each prompt."""
         print(file=self._process.stdin, flush=True)
-        return Answers(self._answer()["tokens"])
+        return Generated(self._answer()["tokens"])
 
     def _answer(self) -> dict[str, Any]:
         for line in self._process.stdout:
