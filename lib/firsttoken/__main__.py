@@ -90,7 +90,10 @@ def serve(options: argparse.Namespace) -> int:
     names += ("token_budget", "kv_blocks", "max_running", "max_waiting", "prefix_store", "cluster", "worker")
     names += ("max_model_len", "max_prompt_tokens", "max_new_tokens", "grace_s", "swarm_token_file", "swarm_tls_ca")
     names += ("swarm_step_s", "swarm_audit_rate", "swarm_audit_undecided", "swarm_audit_unwitnessed")
-    settings = {name: getattr(options, name) for name in names} | {"swarm": tuple(options.swarm)}
+    settings = {name: getattr(options, name) for name in names} | {
+        "swarm": tuple(options.swarm),
+        "variants": tuple(options.variant),
+    }
     if options.swarm:
         wait_briefly()
     serve_forever(ServiceConfig(**settings, api_key=read_key(options.api_key_file)))

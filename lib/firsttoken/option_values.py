@@ -30,6 +30,14 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
+def named_folder(text: str) -> tuple[str, Path]:
+    """A name and a folder."""
+    name, equals, path = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no NAME=DIR, such as qa=adapters/qa")
+    return name, folder(path)
+
+
 def rate(text: str) -> float:
     """A rate in Gbit/s: 0 or more, and finite."""
     if not 0 <= (rate := float(text)) < math.inf:

@@ -242,6 +242,13 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     engine.add_argument("--share-prefixes", action="store_true", help=share)
     stored = "reuse keys and values of prompts from this folder, which firsttoken.droidspeak.store.KVStore has written"
     engine.add_argument("--prefix-store", type=option_values.folder, metavar="DIR", help=stored)
+    variant = (
+        "serve a LoRA adapter on the model, too, from a folder as PEFT writes it; requests name it as their model. May"
+        " be repeated: the weights are there once, and requests of all share steps"
+    )
+    engine.add_argument(
+        "--variant", type=option_values.named_folder, action="append", default=[], metavar="NAME=DIR", help=variant
+    )
     blocks = "the size of the KV cache in blocks of 16 tokens, such as 1024 (default: as many as the limits below need)"
     engine.add_argument("--kv-blocks", type=count, metavar="N", help=blocks)
 

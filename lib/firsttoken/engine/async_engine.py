@@ -6,9 +6,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from firsttoken import old_names
@@ -128,15 +129,20 @@ class AsyncEngine:
 
     Only that thread touches the engine. What others ask for is done between two steps, so a submission waits for one.
     ``failed`` turns what a step raises into what open clients are told; it may wait. ``sources``, once set, says what
-    is stored of how a prompt begins; only the engine's thread asks it.
+    is stored of how a prompt begins; only the engine's thread asks it. ``versions`` are variants of the model by name.
     """
 
     def __init__(
-        self, engine: Engine, most: int = 256, failed: Callable[[Exception], Exception] = step_failure
+        self,
+        engine: Engine,
+        most: int = 256,
+        failed: Callable[[Exception], Exception] = step_failure,
+        versions: Mapping[str, ModelVersion] = MappingProxyType({}),
     ) -> None:
         self._engine = engine
         self._most = most
         self._failed = failed
+        self._versions = versions
         self._streams: dict[int, Stream] = {}
         self._wishes: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._closed = False
@@ -151,13 +157,13 @@ class AsyncEngine:
         self.between(lambda: self._accept(stream, prompt, sampling, False))
         return stream
 
-    def add(self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool) -> None:
+    def add(self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool, variant: str = "") -> None:
         """Begin the request of ``stream`` before the next step without waiting for it; an error becomes the stream's
-        end. With ``moves`` it moves to better versions of the model."""
+        end. With ``moves`` it moves to better versions of the model; a ``variant`` is the name of one."""
 
         def accept() -> None:
             try:
-                self._accept(stream, prompt, sampling, moves)
+                self._accept(stream, prompt, sampling, moves, variant)
             except Exception as error:
                 stream.end(error)
 
@@ -236,12 +242,16 @@ class AsyncEngine:
             if request.finished:
                 self._streams.pop(request.number).end()
 
-    def _accept(self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool) -> None:
+    def _accept(
+        self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool, variant: str = ""
+    ) -> None:
         if len(self._streams) >= self._most:
             raise BusyError(f"{self._most} requests are open; ask again later")
-        asks = self.sources is not None and not sampling.prompt_logprobs  # which are of tokens that are computed
+        # what is stored is of the model itself; chances of a prompt are of tokens that are computed
+        asks = self.sources is not None and not sampling.prompt_logprobs and not variant
         source = self.sources(prompt) if asks else None
-        stream.request = self._engine.submit(prompt, sampling, moves=moves, source=source)
+        version = self._versions[variant] if variant else None
+        stream.request = self._engine.submit(prompt, sampling, moves=moves, source=source, version=version)
         self._streams[stream.request.number] = stream
 
     def _drop(self, stream: Stream) -> None:

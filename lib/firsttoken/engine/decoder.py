@@ -64,6 +64,8 @@ class LocalSegment:
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         args, keywords = step.arguments
         some, turns = step.within(self.layers), keywords.get("position_embeddings")
+        if step.variants is not None:
+            return run_layers(self.modules, hidden, step.paged, turns, step.variants)
         layer = some.start
         while layer < some.stop:
             end = some.stop
@@ -158,6 +160,13 @@ class Decoder:
             if child is self._model.get_output_embeddings() and packs(child):
                 with torch.no_grad():
                     self._model._modules[name] = packed(child)
+
+    def take_head(self, other: Decoder) -> None:
+        """Compute logits with the head of ``other``, which has the same weight and may be packed."""
+        head = self._model.get_output_embeddings()
+        for name, child in self._model.named_children():
+            if child is head:
+                self._model._modules[name] = other._model._modules[name]
 
     def drop(self, request: int) -> None:
         """Forget the request of this number."""

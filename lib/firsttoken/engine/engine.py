@@ -167,17 +167,20 @@ class Engine:
         *,
         moves: bool = False,
         source: KVSource | None = None,
+        version: ModelVersion | None = None,
     ) -> Request:
         """Take a request that arrives at ``arrival_s`` of the executor's clock (now, unless given).
 
-        It ``moves`` to views that are published while it is open, or ends with the one that it began with. ``source``
-        brings what is stored of its first tokens; where that fails they are computed.
+        It ``moves`` to views that are published while it is open, or ends with the one that it began with, which is the
+        executor's unless a ``version`` is given. ``source`` brings what is stored of its first tokens; where that fails
+        they are computed.
 
         Raises RequestError for a source of all its tokens or more, with ``prompt_logprobs`` or of other layers, for an
         empty prompt, a token outside the vocabulary, or more tokens than the model's context or the pool can ever hold.
         """
         arrival_s = self.executor.now() if arrival_s is None else arrival_s
         request = Request(self._numbers, prompt, sampling, arrival_s, moves=moves)
+        request.version = version
         check_admission(request, source, self.executor, self.pool)
         if source is not None:
             version = self.executor.version

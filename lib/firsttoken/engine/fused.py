@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ _SILU = {("transformers.activations", "SiLUActivation"), ("torch.nn.modules.acti
 """By module and name, as to import the stock classes takes seconds."""
 
 
+_FIELDS, _OF_ADAPTER = 10, 5  # of a weight, as kernels.cpp reads them, and how many of these are its adapter's
+_OF_WEIGHTS = np.array([True] * 3 + ([True] * (_FIELDS - _OF_ADAPTER) + [False] * _OF_ADAPTER) * 4)
 _PATHS = {
     "joint": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out": ("self_attn.o_proj",),
@@ -134,12 +137,46 @@ def run_together(
     return next((i for i, same in enumerate(alike) if not same), len(layers))
 
 
-def run_layers(layers: Sequence[FusedLayer], hidden: Tensor, paged: Attend, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """``hidden`` [1, tokens, hidden] through ``layers``, which :func:`run_together` has counted -> the same shape."""
+@dataclass(frozen=True)
+class StepVariants:
+    """The layers of several variants of a model, for a step that has tokens of each.
+
+    ``fields`` are as :func:`layer_table` makes them; ``variant_of`` int64 [tokens] says whose a token is.
+    """
+
+    fields: np.ndarray
+    variant_of: Tensor
+
+
+def layer_table(variants: Sequence[Sequence[nn.Module]]) -> np.ndarray | None:
+    """The fields [variants, layers, fields] of layers that one call of the kernels can run.
+
+    None where it cannot: one of them is not fused, or they do not have the same weights.
+    """
+    layers = [layer for mine in variants for layer in mine]
+    if any(type(layer) is not FusedLayer or layer.kind is None or layer.kind != layers[0].kind for layer in layers):
+        return None
+    fields = np.stack([[layer.fields for layer in mine] for mine in variants])
+    weights = fields[..., _OF_WEIGHTS]
+    return fields if (weights == weights[:1]).all() else None
+
+
+def run_layers(
+    layers: Sequence[FusedLayer],
+    hidden: Tensor,
+    paged: Attend,
+    turns: tuple[Tensor, Tensor],
+    variants: StepVariants | None = None,
+) -> Tensor:
+    """``hidden`` [1, tokens, hidden] through ``layers``, which :func:`run_together` has counted -> the same shape.
+
+    Each token goes through those of its own variant, if there are ``variants`` of all these layers.
+    """
     first, states = layers[0], hidden[0].clone(memory_format=torch.contiguous_format)
     room = first.joint.in_features + first.joint.out_features + first.out.in_features + first.down.in_features
     kernels().run_layers(
-        np.stack([layer.fields for layer in layers]),
+        np.stack([layer.fields for layer in layers])[None] if variants is None else variants.fields,
+        None if variants is None else variants.variant_of,
         states,
         tuple(half[0].contiguous() for half in turns),
         paged.pool.rows,

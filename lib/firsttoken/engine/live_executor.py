@@ -13,8 +13,9 @@ from torch import nn
 
 from firsttoken.assets.positions import context_of
 from firsttoken.engine.attention import NAME, Attend, VarlenAttend, page
-from firsttoken.engine.decoder import Decoder, Segment
+from firsttoken.engine.decoder import Decoder, LocalSegment, Segment
 from firsttoken.engine.executor import Limits
+from firsttoken.engine.fused import StepVariants, layer_table
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.model_version import ModelVersion
@@ -109,7 +110,9 @@ class LiveExecutor:
 
     @torch.inference_mode()
     def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
-        """One forward pass for each version, over the new tokens of all its ``chunks``, laid end to end. What is redone
+        """One forward pass for each version, over the new tokens of all its ``chunks``, laid end to end.
+
+        The variants of a base have one pass where the kernels can run them together. What is redone
         in some layers, from hidden states that it brings, joins it there; other redone chunks go through their layers
         in a pass of their own. The other layers' keys and values stay what they are.
 
@@ -121,6 +124,7 @@ class LiveExecutor:
         for chunk in chunks:
             versions[chunk.request.version or self.version][self._some(chunk.redo)].append(chunk)
         tokens: dict[int, int] = defaultdict(int)  # nothing is said by what is redone
+        tokens |= self._variants(versions)
         for version, parts in versions.items():
             if whole := parts.pop(None, []):
                 # Only a group that begins above the embedding brings hidden states that can be laid beside the step's
@@ -145,6 +149,38 @@ class LiveExecutor:
         step = self.plan(version, chunks)
         if fused:
             fuse_recompute(step, fused, partial(self.plan, version))
+        return self._said(version, step)
+
+    def _variants(self, versions: dict[ModelVersion, dict[range | None, list[ScheduledChunk]]]) -> dict[int, int]:
+        """The next token by request of the chunks of several variants of a base that one pass runs; they are taken out
+        of ``versions``. The others are left: those whose layers are not all fused, and a prefill that is too long for
+        the kernels' attention."""
+        families: dict[ModelVersion, list[ModelVersion]] = defaultdict(list)
+        for version, parts in versions.items():
+            if None in parts and version.hidden_cache is None:
+                families[version.base or version].append(version)
+        said: dict[int, int] = {}
+        for base, members in families.items():
+            segments = [member.decoder.segments for member in members]
+            if len(members) == 1 or any(len(mine) > 1 or type(mine[0]) is not LocalSegment for mine in segments):
+                continue
+            fields = layer_table([mine[0].modules for mine in segments])
+            step = self.plan(base, [chunk for member in members for chunk in versions[member][None]])
+            if fields is None or step.paged.read_by_kernels(step.ids.shape[1]) is None:
+                continue
+            number = {member: i for i, member in enumerate(members)}
+            whose = [
+                number[chunk.request.version or self.version] for chunk in step.chunks for _ in range(chunk.tokens)
+            ]
+            step.variants = StepVariants(fields, torch.tensor(whose))
+            for member in members:
+                del versions[member][None]
+            said |= self._said(base, step)
+        return said
+
+    def _said(self, version: ModelVersion, step: StepPlan) -> dict[int, int]:
+        """The next token by request of each chunk of ``step``."""
+        chunks = step.chunks
         logits = version.decoder.logits(step)
         chosen = next_tokens(logits[: len(chunks)], step.chunks)
         read_prompts(logits[len(chunks) :], step.chunks)

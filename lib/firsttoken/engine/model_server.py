@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from firsttoken.assets.lock import first_line
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from firsttoken.engine.model_version import ModelVersion
     from firsttoken.engine.preemptor import Recovery
 
-Asked = tuple[Sequence[int], Sampling, bool]  # as Server.add has them
+Asked = tuple[Sequence[int], Sampling, bool, str]  # as AsyncEngine.add has them
 T = TypeVar("T")
 
 LONGEST_PAUSE_S = 60.0
@@ -54,9 +55,10 @@ class ModelServer(Protocol):
         sampling: Sampling | int,
         upgrade: bool = False,
         events: TokenSink | None = None,
+        variant: str = "",
     ) -> Stream:
         """Open a generation; a number is as many greedy tokens. ``upgrade`` moves it to a better stage when one comes,
-        else it ends as it began.
+        else it ends as it began. A ``variant`` of the model answers, by its name.
 
         Its tokens go to ``events`` if given, else the stream has them; who leaves cancels the stream. Returns at once.
         Raises RequestError for a prompt or a length outside the limits and BusyError when all places are taken; what
@@ -95,9 +97,10 @@ class EngineServer(ModelServer):
         sampling: Sampling | int,
         upgrade: bool = False,
         events: TokenSink | None = None,
+        variant: str = "",
     ) -> Stream:
         self.limits.check(len(prompt_ids), sampling.max_tokens if isinstance(sampling, Sampling) else sampling)
-        asked = prompt_ids, sampling if isinstance(sampling, Sampling) else Sampling(sampling), upgrade
+        asked = prompt_ids, sampling if isinstance(sampling, Sampling) else Sampling(sampling), upgrade, variant
         with self._change:
             if self._closing.is_set():
                 raise self._permanent_fault or ClosedError("the server is shutting down")
@@ -331,13 +334,14 @@ class LoadingServer(EngineServer):
         executor: LiveExecutor,
         failed: Callable[[Exception], Exception] = step_failure,
         recovered: Callable[[Recovery], None] | None = None,
+        versions: Mapping[str, ModelVersion] = MappingProxyType({}),
     ) -> AsyncEngine:
         """Let requests run, those that wait and those that come; as :class:`Engine` and :class:`AsyncEngine` are
         told."""
         from firsttoken.engine.engine import Engine
 
         engine = Engine(executor, self.limits.engine, policy=self.limits.preemption, recovered=recovered)
-        server = AsyncEngine(engine, self.limits.max_sessions, failed)
+        server = AsyncEngine(engine, self.limits.max_sessions, failed, versions)
         loops_on_one_core()  # layers are fused in this thread while others are computed with
         with self._change:
             self._server = server

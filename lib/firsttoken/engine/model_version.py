@@ -15,15 +15,23 @@ from firsttoken.engine.request import LayerRecompute, Request
 class ModelVersion:
     """A ``decoder``, what its requests keep in ``hidden_cache``, and its ``stage`` of a model (0: it has none).
 
-    ``key`` tells it from every other version: keys and values are shared only under one key.
+    A variant has the weights of its ``base``, and an adapter: a step may take requests of both. ``key`` tells it from
+    every other version: keys and values are shared only under one key.
     """
 
     _keys: ClassVar[count] = count()
 
-    def __init__(self, decoder: Decoder, hidden_cache: HiddenStateCache | None = None, stage: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        hidden_cache: HiddenStateCache | None = None,
+        stage: int = 0,
+        base: ModelVersion | None = None,
+    ) -> None:
         self.decoder = decoder
         self.hidden_cache = hidden_cache
         self.stage = stage
+        self.base = base
         self.key = next(self._keys)
 
     def forget(self, request: Request) -> None:

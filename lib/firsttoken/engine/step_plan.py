@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from firsttoken.engine.attention import Attend
+from firsttoken.engine.fused import StepVariants
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.request import ScheduledChunk
@@ -25,7 +26,8 @@ class StepPlan:
 
     Of ``layers`` those run that are there; ``hidden`` [1, tokens, hidden] enters the first of them, or what the model
     makes of the ids. ``hidden_cache``, if given, keeps what enters theirs. ``paged`` reads and writes the pool. Others
-    are ``fused_recompute`` to a step through all layers in some of these.
+    are ``fused_recompute`` to a step through all layers in some of these. Its tokens may be of several ``variants`` of
+    the model, all of whose layers then run in one call.
     """
 
     chunks: tuple[ScheduledChunk, ...]
@@ -38,6 +40,7 @@ class StepPlan:
     hidden_cache: HiddenStateCache | None = None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))  # of every layer, by the model's code
     fused_recompute: FusedRecompute | None = None
+    variants: StepVariants | None = None
 
     @classmethod
     def of(

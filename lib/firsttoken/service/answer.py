@@ -20,12 +20,22 @@ _USUAL = ("system", "user", "assistant")
 
 
 class Answers:
-    """``asked`` before ``server``, from :meth:`begin` to :meth:`close`; what the engine says arrives in ``inbox``."""
+    """``asked`` before ``server``, or a ``variant`` of its model, from :meth:`begin` to :meth:`close`.
+
+    What the engine says arrives in ``inbox``.
+    """
 
     def __init__(
-        self, server: ModelServer, vocabulary: Vocabulary, asked: ServedRequest, inbox: Inbox, metrics: Metrics
+        self,
+        server: ModelServer,
+        vocabulary: Vocabulary,
+        asked: ServedRequest,
+        inbox: Inbox,
+        metrics: Metrics,
+        variant: str = "",
     ) -> None:
         self.asked = asked
+        self._variant = variant
         self.prompt_tokens = 0
         self._server, self._vocabulary, self._inbox, self._metrics = server, vocabulary, inbox, metrics
         self._choices: list[AnswerChoice] = []
@@ -100,7 +110,9 @@ class Answers:
             logprobs=top_count,
             prompt_logprobs=bool(echo) and top_count is not None,
         )
-        session = self._server.submit(ids, sampling, asked.upgrade, events=self._inbox.slot(number))
+        session = self._server.submit(
+            ids, sampling, asked.upgrade, events=self._inbox.slot(number), variant=self._variant
+        )
         told = {"echo": echo, "judged": top_count is not None, "scored": asked.most_new == 0}
         self._choices.append(AnswerChoice(number, self._vocabulary, ids, session, ends=ends, stops=asked.stop, **told))
         if self._closed:

@@ -177,7 +177,7 @@ class Replica:
 
     def __init__(self, server: ModelServer, vocabulary: Vocabulary, config: ServiceConfig, name: str) -> None:
         self._server, self._vocabulary, self._config, self._name = server, vocabulary, config, name
-        self._model = config.model
+        self._variants = {config.model: ""} | {name: name for name, _ in config.variants}
         self._created = int(time.time())
         self._metrics = Metrics(server.stats, lambda: server.status()["stage"])
         self._bridge: LoopBridge
@@ -197,12 +197,11 @@ class Replica:
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._variants]})
 
     async def model(self, request: Request) -> Response:
         """Answer GET /v1/models/NAME."""
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._described())
+        return JSONResponse(self._described(self._named(request.path_params["name"])))
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 when a prompt is answered now, 503 while it would wait for stage 1 or the service ends."""
@@ -239,14 +238,14 @@ class Replica:
         answer = None
         try:
             asked = parse_request(kind, await self._body(request))
-            self._check_model(asked.model)
+            model = self._named(asked.model)
             # The gate was open when the request arrived, and may have been closed while its body was read.
             self.gate.check()
             if asked.n > self._config.max_choices:
                 raise RequestError(f"n: {asked.n} answers, and the limit is {self._config.max_choices}")
-            answer = Answers(self._server, self._vocabulary, asked, inbox, self._metrics)
+            answer = Answers(self._server, self._vocabulary, asked, inbox, self._metrics, self._variants[model])
             await asyncio.to_thread(answer.begin)
-            said = reply.new(self._model)
+            said = reply.new(model)
             with leaving(request, inbox):
                 if asked.stream:
                     deltas = answer.batches()
@@ -285,13 +284,17 @@ class Replica:
         finally:
             self.unread.give_back(len(body))
 
-    def _described(self) -> response_bodies.Json:
+    def _described(self, model: str) -> response_bodies.Json:
         longest = min(self._server.limits.longest, self._vocabulary.context)
-        return response_bodies.one_model(self._model, self._created, longest)
+        return response_bodies.one_model(model, self._created, longest)
 
-    def _check_model(self, model: str | None) -> None:
-        if model not in (None, self._model):
-            raise HTTPException(404, f"model: {model!r} is not served here; {self._model!r} is")
+    def _named(self, model: str | None) -> str:
+        """The model of this name; without one, that of the folder. Raises HTTPException for one that is not served."""
+        first, *others = self._variants
+        if model is not None and model not in self._variants:
+            served = " and ".join([repr(first), *(repr(name) for name in others)])
+            raise HTTPException(404, f"model: {model!r} is not served here; {served} {'are' if others else 'is'}")
+        return first if model is None else model
 
 
 def build_app(replica: Replica, server: ModelServer, config: ServiceConfig) -> Starlette:

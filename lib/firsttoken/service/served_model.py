@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from firsttoken.assets.checkpoint import ModelFiles, stored_dtype, weight_files
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
 
     from firsttoken.droidspeak.source import StoredPrefix
     from firsttoken.engine.live_executor import LiveExecutor
+    from firsttoken.engine.model_version import ModelVersion
 
 # A Hugging Face folder that was not staged: it is read whole, lean or by transformers itself.
 
 
 class PlainServer(LoadingServer):
-    """Serves the whole model in the plain folder ``folder``, and uses what is in ``store`` of how a prompt begins."""
+    """Serves the whole model in the plain folder ``folder``, and uses what is in ``store`` of how a prompt begins; with
+    it, under their names, the ``variants`` that adapters in these folders make of it."""
 
     def __init__(
         self,
@@ -47,9 +50,10 @@ class PlainServer(LoadingServer):
         device: str,
         broken: Callable[[FirstTokenError], None],
         store: Path | None = None,
+        variants: Mapping[str, Path] = MappingProxyType({}),
     ) -> None:
         super().__init__(limits, device, 1.0, broken)
-        self._folder, self._store = folder, store
+        self._folder, self._store, self._variants = folder, store, variants
         self._live: LiveExecutor
 
     def _read_ahead(self) -> None:
@@ -76,11 +80,19 @@ class PlainServer(LoadingServer):
             stored = getattr(torch, stored_dtype(self._folder))
         with unchanged(files.files), files_alone():
             model = load_plain(files, dtypes.serving(dtypes.AUTO, stored, self._device), self._device)
-        self._bytes_moved = self._bytes_total
-        self._live = self._executor(model, torch.device(self._device))
-        self._live.version.stage = 1
-        self._run(self._live)
+            self._bytes_moved = self._bytes_total
+            self._live = self._executor(model, torch.device(self._device))
+            self._live.version.stage = 1
+            versions = self._read_variants(files, model) if self._variants else {}
+        self._run(self._live, versions=versions)
         return True
+
+    def _read_variants(self, files: ModelFiles, model: nn.Module) -> dict[str, ModelVersion]:
+        from firsttoken.service.variants import SharedBase, read_variants
+
+        adapters = read_variants(self._variants, files, self._device)
+        self._live.version = base = SharedBase(self._live.version.decoder)
+        return {name: base.variant(model, adapter) for name, adapter in adapters.items()}
 
     def _go_on(self) -> None:
         """Open the stored prefixes, and fuse the layers."""
@@ -187,6 +199,8 @@ def check_model(config: ServiceConfig) -> None:
         raise StageError(f"serve: there is no folder {store}; name one that a droidspeak KVStore has written")
     if store is not None and staged:
         raise StageError("serve: this model comes in stages, and --prefix-store is for whole ones; leave it out")
+    if config.variants and staged:
+        raise StageError("serve: this model comes in stages, and --variant is for whole ones; leave it out")
     if staged:
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
@@ -230,7 +244,8 @@ def serve_model(
 
         links, options = [Link(LinkConfig(config.gbit_per_s))], {"device": config.device, "broken": broken}
         return StagedServer(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
-    return PlainServer(config.folder, limits, device=config.device, broken=broken, store=config.prefix_store)
+    options = {"device": config.device, "store": config.prefix_store, "variants": dict(config.variants)}
+    return PlainServer(config.folder, limits, broken=broken, **options)
 
 
 def _by_a_worker(config: ServiceConfig, limits: RequestLimits) -> ModelServer:

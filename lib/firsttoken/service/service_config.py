@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes
 
 KEY_VARIABLE = "FIRSTTOKEN_API_KEY"
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class ServiceConfig:
     nothing new, and what runs has ``grace_s`` seconds to end by itself.
     ``scheduler``, ``preemption``, ``share_prefixes``, ``token_budget`` (None: its default) as of the engine's
     configuration; ``kv_blocks`` None: as many as the limits ask for. ``prefix_store`` is a folder of KV files of a
-    model that is not staged. The replicas run on the Ray ``cluster`` at that address, or on this machine. With an
+    model that is not staged. ``variants`` (a name and a folder each) are LoRA adapters on such a model, which requests
+    choose by name. The replicas run on the Ray ``cluster`` at that address, or on this machine. With an
     ``api_key`` nobody else is served.
 
     With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends here; who is silent for
@@ -55,6 +58,7 @@ class ServiceConfig:
     share_prefixes: bool = False
     token_budget: int | None = None
     prefix_store: Path | None = None
+    variants: tuple[tuple[str, Path], ...] = ()
     kv_blocks: int | None = None
     max_running: int = 64
     max_waiting: int = 64
@@ -87,6 +91,15 @@ class ServiceConfig:
             raise StageError("serve: --worker hosts a whole model of this machine; leave --swarm and --gbit-per-s out")
         if (self.worker or self.swarm) and (self.prefix_store is not None or self.cluster is not None):
             raise StageError("serve: --prefix-store and --cluster do not go with --worker or --swarm; leave those out")
+        if self.variants and (self.worker or self.swarm):
+            raise StageError(
+                "serve: --variant needs a model that this process computes; leave --worker and --swarm out"
+            )
+        names = [self.model, *(name for name, _ in self.variants)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise StageError(f"serve: two models would be called {twice[0]!r}; give each --variant a name of its own")
+        if odd := [name for name in names[1:] if not _NAME.fullmatch(name)]:
+            raise StageError(f"serve: {odd[0][:80]!r} is no name; take up to 64 letters, digits, dots, dashes")
         if self.max_waiting < 0:
             raise StageError(f"serve: max_waiting must be 0 or more, not {self.max_waiting}")
         for key in ("body_s", "stalled_s", "swarm_step_s"):

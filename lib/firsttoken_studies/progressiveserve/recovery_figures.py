@@ -10,10 +10,10 @@ import numpy as np
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.system import NOT_HERE
-from firsttoken_studies.progressiveserve.timeline import CASES
+from firsttoken_studies.progressiveserve.timeline import CASES, unpacked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +89,8 @@ def _served_at(result: Result, case: str) -> list[float]:
 
 def answered_s(result: Result, case: str) -> list[float]:
     """When the first answer of each client ended, in s from the start, in every run of ``case``."""
-    tokens = [row for row in result.rows if row["case"] == case and row["row"] == "token" and row["request"] == 0]
+    rows = unpacked(rows_where(result.rows, case=case))
+    tokens = [row for row in rows if row["row"] == "token" and row["request"] == 0]
     ends: dict[tuple[int, int], float] = {}
     for row in tokens:
         whose = row["run"], row["client"]
@@ -144,7 +145,7 @@ def growth_of_service(recorded: Result | None, now: Result, run: int = 0) -> Fig
 
 def _tokens(result: Result, case: str, run: int, until: float) -> Rows:
     """The tokens of one run up to ``until`` s, in the order in which they were handed out."""
-    mine = (row for row in result.rows if row["row"] == "token" and row["case"] == case and row["run"] == run)
+    mine = rows_where(unpacked(rows_where(result.rows, case=case, run=run)), row="token")
     return sorted((row for row in mine if row["at_s"] <= until), key=lambda row: row["at_s"])
 
 

@@ -77,7 +77,7 @@ def recovery_timeline(profile: Profile) -> Outcome:
     cases = [(run, case) for run in range(config.runs) for case in (CASES if run % 2 == 0 else CASES[::-1])]
     for run, case in tqdm(cases, desc="timelines", unit="start", disable=None):
         checkpoint = whole if case == "whole" else progressive
-        rows += [{"case": case, "run": run} | row for row in _one(checkpoint, case, prompt, profile, config)]
+        rows += [{"case": case, "run": run} | row for row in packed(_one(checkpoint, case, prompt, profile, config))]
     return Outcome(rows, provenance=provenance)
 
 
@@ -109,13 +109,36 @@ def timeline_process(spec: Mapping[str, Any], case: str) -> Rows:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def packed(rows: Rows) -> Rows:
+    """The rows of one timeline with the tokens of each request in its own row, as lists: a record has tens of thousands
+    of them. Times are cut to microseconds."""
+    tokens = frame_of(rows, row="token")
+    lists = {
+        place: {"token_s": [round(at, 6) for at in found.at_s], "stages": found.stage.astype(int).tolist()}
+        for place, found in (tokens.groupby(["client", "request"]) if len(tokens) else ())
+    }
+    others = [row for row in rows if row["row"] != "token"]
+    return [row | lists.get((row["client"], row["request"]), {}) if row["row"] == "request" else row for row in others]
+
+
+def unpacked(rows: Rows) -> Rows:
+    """What :func:`packed` was given, a row for each token; older records, which have them, as they are."""
+    tokens = [
+        {key: row[key] for key in ("case", "run", "client", "request") if key in row}
+        | {"row": "token", "at_s": at, "stage": stage}
+        for row in rows
+        for at, stage in zip(row.get("token_s", ()), row.get("stages", ()), strict=True)
+    ]
+    return [*rows, *tokens]
+
+
 def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Summarize by case when tokens, a whole answer and the whole model came [s], what was handed out, and the stalls
     at a transition.
 
     The peaks over the model's bytes are absent where the rows do not know one of the two.
     """
-    config = parameters["timeline"]
+    config, rows = parameters["timeline"], unpacked(rows)
     runs = range(config["runs"])
     summary = Summary()
     for case in CASES:

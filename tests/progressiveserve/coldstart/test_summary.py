@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from firsttoken_studies.progressiveserve import timeline
 from firsttoken_studies.progressiveserve.coldstart.summary import (
     cold_start_summary,
     full_rows,
@@ -166,3 +167,23 @@ def test_shapes_have_a_ratio_a_link_and_one_share_of_the_bytes(rows):
     assert found.value("byte_share", model="large", variant="progressive") == 0.8
     over = found.value("ttft_x", model="small", **PROGRESSIVE | {"link": "unshaped"})
     assert over == ratio(rows, "progressive", "whole_streamed").estimate
+
+
+def test_tokens_of_a_timeline_lie_in_the_rows_of_their_requests() -> None:
+    """Packed and unpacked they are the same, and older records are as they were."""
+    tokens = [
+        {"row": "token", "client": client, "request": request, "at_s": 0.1 * i + client + 1e-7, "stage": 1 + i // 2}
+        for client in range(2)
+        for request in range(2)
+        for i in range(3)
+    ]
+    asked = [{"row": "request", "client": i % 2, "request": i // 2, "at_s": 0.0, "tokens": 3} for i in range(4)]
+    others = [{"row": "peak", "rss_bytes": 5}, *asked]
+    put = timeline.packed([*tokens, *others])
+    assert not any(row["row"] == "token" for row in put) and len(put) == 5
+    found = [row for row in timeline.unpacked(put) if row["row"] == "token"]
+    key = lambda row: (row["client"], row["request"], row["at_s"])  # noqa: E731
+    rounded = [row | {"at_s": round(row["at_s"], 6)} for row in tokens]
+    assert sorted(found, key=key) == sorted(rounded, key=key)
+    assert timeline.unpacked([*tokens, *others]) == [*tokens, *others]
+    assert timeline.packed(others) == others

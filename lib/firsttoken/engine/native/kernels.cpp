@@ -81,11 +81,14 @@ constexpr int64_t FEW = 32;  // tokens that are not worth a second thread, where
                                    int threads) {                                                                    \
         const Weight<T> read = read_weight<T>(weight);                                                               \
         std::vector<float> reduced(tokens * read.adapter.total);                                                     \
-        with_team(threads, 2,                                                                                        \
-                  [&](Member& member) { product(member, rows, tokens, read, other, out, reduced.data()); });         \
+        const Adapters adapters{&read.adapter, nullptr, read.adapter.total};                                         \
+        with_team(threads, 2, [&](Member& member) {                                                                  \
+            product(member, rows, tokens, read, adapters, other, out, reduced.data());                               \
+        });                                                                                                          \
     }                                                                                                                \
-    extern "C" void run_layers_##NAME(const int64_t* layers, int64_t count, T* states, const T* cos, const T* sin,   \
-                                      T* pool, const int64_t* tables, int64_t table_width, const int64_t* works,     \
+    extern "C" void run_layers_##NAME(const int64_t* layers, int64_t variants, const int64_t* variant_of,            \
+                                      int64_t count, T* states, const T* cos, const T* sin, T* pool,                 \
+                                      const int64_t* tables, int64_t table_width, const int64_t* works,     \
                                       const int64_t* contexts, int64_t tokens, int64_t kv_heads, int64_t head_dim,   \
                                       int64_t block_tokens, int64_t block_step, T* rooms, float epsilon,             \
                                       float scale, int threads) {                                                    \
@@ -93,7 +96,7 @@ constexpr int64_t FEW = 32;  // tokens that are not worth a second thread, where
                              tokens, kv_heads, head_dim, block_tokens, block_step};                                  \
         const Layer<T> first = read_layer<T>(layers);                                                                \
         int64_t most = 0;                                                                                            \
-        for (int64_t i = 0; i < count; ++i)                                                                          \
+        for (int64_t i = 0; i < variants * count; ++i)                                                               \
             most = std::max(most, widest(read_layer<T>(layers + i * LAYER_FIELDS)));                                 \
         std::vector<float> reduced(tokens * most);                                                                   \
         T* const joint = rooms + tokens * first.joint.inputs;                                                        \
@@ -101,9 +104,13 @@ constexpr int64_t FEW = 32;  // tokens that are not worth a second thread, where
         const Rooms<T> between{rooms, joint, seen, seen + tokens * first.out.inputs, reduced.data()};                \
         with_team(threads, count * PHASES, [&](Member& member) {                                                     \
             std::vector<float> shares;                                                                               \
-            for (int64_t i = 0; i < count; ++i)                                                                      \
-                run_layer(member, read_layer<T>(layers + i * LAYER_FIELDS), states, cos, sin, paged, between,        \
-                          epsilon, scale, shares);                                                                   \
+            for (int64_t i = 0; i < count; ++i) {                                                                    \
+                LayerAdapters<T> adapters{{}, {}, {}, {}, variant_of};                                               \
+                for (int64_t variant = 0; variant < variants; ++variant)                                             \
+                    adapters.add(read_layer<T>(layers + (variant * count + i) * LAYER_FIELDS));                      \
+                run_layer(member, read_layer<T>(layers + i * LAYER_FIELDS), adapters, states, cos, sin, paged,       \
+                          between, epsilon, scale, shares);                                                          \
+            }                                                                                                        \
         });                                                                                                          \
     }
 

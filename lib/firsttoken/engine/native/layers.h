@@ -64,6 +64,25 @@ struct Layer {
     Weight<T> joint, out, gate_up, down;
 };
 
+// The adapters of one layer's four weights, of all variants of a step.
+template <class T>
+struct LayerAdapters {
+    std::vector<Adapter> joint, out, gate_up, down;
+    const int64_t* variant_of;
+
+    void add(const Layer<T>& layer) {
+        joint.push_back(layer.joint.adapter);
+        out.push_back(layer.out.adapter);
+        gate_up.push_back(layer.gate_up.adapter);
+        down.push_back(layer.down.adapter);
+    }
+    Adapters of(const std::vector<Adapter>& some) const {
+        int64_t total = 0;
+        for (const Adapter& one : some) total = std::max(total, one.total);
+        return {some.data(), variant_of, total};
+    }
+};
+
 // Where the states of a step go between the products of a layer.
 template <class T>
 struct Rooms {
@@ -75,12 +94,12 @@ constexpr int64_t PHASES = 12;  // of a layer: two norms, four products and what
 
 // One layer over states [tokens, hidden], in place; cos, sin [tokens, head_dim].
 template <class T>
-void run_layer(Member& member, const Layer<T>& layer, T* states, const T* cos, const T* sin, const Paged<T>& paged,
+void run_layer(Member& member, const Layer<T>& layer, const LayerAdapters<T>& adapters, T* states, const T* cos, const T* sin, const Paged<T>& paged,
                const Rooms<T>& rooms, float epsilon, float scale, std::vector<float>& shares) {
     const int64_t tokens = paged.tokens, hidden = layer.joint.inputs, width = layer.joint.outputs, head = paged.head_dim,
                   kv_width = paged.token_step(), heads = layer.out.inputs / head;
     rms_norm(member, states, layer.before_attention, rooms.normed, tokens, hidden, epsilon);
-    product(member, rooms.normed, tokens, layer.joint, (const T*)nullptr, rooms.joint, rooms.reduced);
+    product(member, rooms.normed, tokens, layer.joint, adapters.of(adapters.joint), (const T*)nullptr, rooms.joint, rooms.reduced);
     member.share(tokens, [&](int64_t token) {
         T* const mine = rooms.joint + token * width;
         rotate_token(mine, cos + token * head, sin + token * head, heads + paged.kv_heads, head);
@@ -91,10 +110,10 @@ void run_layer(Member& member, const Layer<T>& layer, T* states, const T* cos, c
         std::memcpy(key + paged.block_tokens * kv_width, mine + heads * head + kv_width, kv_width * sizeof(T));
     });
     attend(member, rooms.joint, width, paged, layer.number, rooms.seen, heads / paged.kv_heads, scale, shares);
-    product(member, rooms.seen, tokens, layer.out, states, states, rooms.reduced);
+    product(member, rooms.seen, tokens, layer.out, adapters.of(adapters.out), states, states, rooms.reduced);
     rms_norm(member, states, layer.before_mlp, rooms.normed, tokens, hidden, epsilon);
-    product(member, rooms.normed, tokens, layer.gate_up, (const T*)nullptr, rooms.gated, rooms.reduced);
-    product(member, rooms.gated, tokens, layer.down, states, states, rooms.reduced);
+    product(member, rooms.normed, tokens, layer.gate_up, adapters.of(adapters.gate_up), (const T*)nullptr, rooms.gated, rooms.reduced);
+    product(member, rooms.gated, tokens, layer.down, adapters.of(adapters.down), states, states, rooms.reduced);
 }
 
 }  // namespace

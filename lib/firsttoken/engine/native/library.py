@@ -31,7 +31,7 @@ _ARGUMENTS = {
     "pack": [_POINTER, _POINTER, _THREADS],
     "pack_adapter": [_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER],
     "product": [_POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _THREADS],
-    "run_layers": [_POINTER, _COUNT]
+    "run_layers": [_POINTER, _COUNT, _POINTER, _COUNT]
     + [_POINTER] * 5
     + [_COUNT, _POINTER, _POINTER]
     + [_COUNT] * 5
@@ -158,6 +158,7 @@ class Kernels:
     def run_layers(
         self,
         layers: np.ndarray,
+        variant_of: Tensor | None,
         states: Tensor,
         turns: tuple[Tensor, Tensor],
         pool: Tensor,
@@ -170,14 +171,18 @@ class Kernels:
     ) -> None:
         """Decoder layers over ``states`` [tokens, hidden], in place; their keys and values go into ``pool``.
 
-        ``layers`` [layers, fields] are the fields of a ``Layer`` each, ``turns`` the positions' cosines and sines
-        [tokens, head_dim], ``room`` the numbers a token has on the way; the others are those of ``attend``.
+        ``layers`` [variants, layers, fields] are the fields of a ``Layer`` each, of variants that differ in adapters
+        alone; ``variant_of`` int64 [tokens] says whose a token is, None that there is one. ``turns`` are the positions'
+        cosines and sines [tokens, head_dim], ``room`` the numbers a token has on the way; the others are those of
+        ``attend``.
         """
         tokens, between = len(states), states.new_empty(len(states) * room)
         _, _, _, block_tokens, kv_heads, width = pool.shape
         self._calls["run_layers", states.dtype](
             layers.ctypes.data,
             len(layers),
+            None if variant_of is None else variant_of.data_ptr(),
+            layers.shape[1],
             states.data_ptr(),
             turns[0].data_ptr(),
             turns[1].data_ptr(),

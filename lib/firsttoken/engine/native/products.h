@@ -31,6 +31,16 @@ struct Adapter {
     int64_t total, rank;
 };
 
+// The adapters of a step's variants of one weight: whose a token is says variant_of [tokens], or none is given and all are the
+// first's. total is the widest one's.
+struct Adapters {
+    const Adapter* of;
+    const int64_t* variant_of;
+    int64_t total;
+
+    const Adapter& operator[](int64_t token) const { return of[variant_of == nullptr ? 0 : variant_of[token]]; }
+};
+
 // A weight [outputs, inputs] as panels; a gated one has a row of the gate and a row of the up projection side by side: half
 // of its outputs are gates. Absent outputs are zeros.
 template <class T>
@@ -86,13 +96,16 @@ bool pack_adapter(const float* b, const int64_t* offsets, int64_t rank, const We
     return true;
 }
 
-// rows [tokens, inputs] times a, to reduced [tokens, total].
+// rows [tokens, inputs] times each one's a, to reduced [tokens, total].
 template <class T>
-void reduce(Member& member, const T* rows, int64_t tokens, const Weight<T>& weight, float* reduced) {
-    const int64_t inputs = weight.inputs, total = weight.adapter.total;
+void reduce(Member& member, const T* rows, int64_t tokens, int64_t inputs, const Adapters& adapters, float* reduced) {
+    const int64_t total = adapters.total;
     member.share(tokens * total, [&](int64_t at) {
-        const T* const row = rows + at / total * inputs;
-        const float* const a = weight.adapter.a + at % total * inputs;
+        const int64_t token = at / total, k = at % total;
+        const Adapter& adapter = adapters[token];
+        if (k >= adapter.total) return;
+        const T* const row = rows + token * inputs;
+        const float* const a = adapter.a + k * inputs;
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < inputs; ++i) sum += widen(row[i]) * a[i];
@@ -148,7 +161,8 @@ constexpr std::array<Multiply<T>, ROWS> multiplies(std::integer_sequence<int, CO
 
 // What becomes of a row's sums of one panel; reduced [total] is the row times the adapter's a.
 template <class T>
-void write(const Weight<T>& weight, int64_t panel, const Lane* sums, const float* reduced, const T* other, T* out) {
+void write(const Weight<T>& weight, int64_t panel, const Lane* sums, const Adapter& adapter, const float* reduced,
+           const T* other, T* out) {
     const int64_t first = panel * weight.step(), count = std::min(weight.step(), weight.width() - first);
     float values[PANEL];
     std::memcpy(values, sums, sizeof values);
@@ -157,8 +171,7 @@ void write(const Weight<T>& weight, int64_t panel, const Lane* sums, const float
             const int64_t row = row_of(weight, panel, i);
             values[i] += row < 0 ? 0.0f : widen(weight.bias[row]);
         }
-    if (reduced != nullptr) {
-        const Adapter& adapter = weight.adapter;
+    if (adapter.total) {
         for (int64_t half = 0; half < 2; ++half) {
             float* const mine = values + half * LANES;
             for (int64_t i = 0; i < LANES; ++i) mine[i] = rounded<T>(mine[i]);
@@ -182,9 +195,9 @@ void write(const Weight<T>& weight, int64_t panel, const Lane* sums, const float
 // rows [tokens, inputs] times the weight, with other [tokens, width] added if it is given, to out [tokens, width]. An
 // adapter wants reduced [tokens, total].
 template <class T>
-void product(Member& member, const T* rows, int64_t tokens, const Weight<T>& weight, const T* other, T* out, float* reduced) {
-    const int64_t total = weight.adapter.total;
-    if (total) reduce(member, rows, tokens, weight, reduced);
+void product(Member& member, const T* rows, int64_t tokens, const Weight<T>& weight, const Adapters& adapters,
+             const T* other, T* out, float* reduced) {
+    if (adapters.total) reduce(member, rows, tokens, weight.inputs, adapters, reduced);
     static constexpr auto BY_COUNT = multiplies<T>(std::make_integer_sequence<int, ROWS>());
     const int64_t blocks = (tokens + ROWS - 1) / ROWS, inputs = weight.inputs, width = weight.width();
     const int64_t line = PANEL * Inputs<T>::TOGETHER * sizeof(T), bytes = PANEL * inputs * sizeof(T);
@@ -197,8 +210,8 @@ void product(Member& member, const T* rows, int64_t tokens, const Weight<T>& wei
             Lane sums[ROWS][2];
             BY_COUNT[count - 1](mine, rows + start * inputs, inputs, ahead, sums);
             for (int64_t row = 0; row < count; ++row) {
-                const int64_t at = (start + row) * width;
-                write(weight, panel, sums[row], total ? reduced + (start + row) * total : nullptr,
+                const int64_t token = start + row, at = token * width;
+                write(weight, panel, sums[row], adapters[token], reduced + token * adapters.total,
                       other == nullptr ? nullptr : other + at, out + at);
             }
         }

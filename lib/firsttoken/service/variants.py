@@ -1,0 +1,84 @@
+"""LoRA fine-tunes of the served model, each under a name of its own: the weights are there once, and a step takes the
+requests of all (S-LoRA, arXiv:2311.03285, and Punica, arXiv:2310.18547, do this on GPUs)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import nn
+
+from firsttoken.assets.adapter_files import CONFIG, RECIPE, WEIGHTS, TunedFrom, made_from
+from firsttoken.assets.checkpoint import ModelFiles
+from firsttoken.engine.decoder import Decoder, LocalSegment
+from firsttoken.engine.fused import FusedLayer
+from firsttoken.engine.model_version import ModelVersion
+from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter, with_adapter
+from firsttoken.study.errors import StageError
+from firsttoken.study.parsing.parse_errors import blaming, read_bytes
+
+MOST_BYTES = 4 * 2**30  # of an adapter's weights
+
+
+def read_variants(folders: Mapping[str, Path], files: ModelFiles, device: str) -> dict[str, Adapter]:
+    """The adapters in ``folders``, as PEFT writes them, by the variant's name.
+
+    Raises StageError for a folder that holds none, and for an adapter whose recipe.json names another base than the
+    model of ``files``. An adapter without a recipe is held against the shapes of the model alone.
+    """
+    adapters = {}
+    for name, folder in folders.items():
+        with blaming(folder, StageError, f"name a folder with {CONFIG} and {WEIGHTS} for --variant {name}"):
+            content = [read_bytes(folder / CONFIG, 2**20), read_bytes(folder / WEIGHTS, MOST_BYTES)]
+        if (folder / RECIPE).is_file() and (base := made_from(folder, TunedFrom).base_sha256) != files.sha256:
+            raise StageError(
+                f"--variant {name}: its adapter was trained on the base {base[:12]}, and {files.folder.name} is "
+                f"{files.sha256[:12]}; name an adapter of this model"
+            )
+        adapters[name] = parse_adapter(f"of the variant {name}", *content, device)
+    return adapters
+
+
+class SharedBase(ModelVersion):
+    """The model itself, by ``decoder``, and variants that have its weights."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder, stage=1)
+        self._variants: list[tuple[ModelVersion, Adapter]] = []
+
+    def variant(self, model: nn.Module, adapter: Adapter) -> ModelVersion:
+        """What ``model``, whose layers this is, is with ``adapter``. Raises StageError for one that does not fit."""
+        (segment,) = self.decoder.segments
+        if odd := sorted(number for number in adapter.layers if number >= len(segment.modules)):
+            raise StageError(
+                f"adapter {adapter.name} is for layer {odd[-1]}, and this model has {len(segment.modules)}; name one "
+                "that was trained on it"
+            )
+        layers = [
+            with_adapter(layer, adapter.layers[number]) if number in adapter.layers else layer
+            for number, layer in enumerate(segment.modules)
+        ]
+        version = ModelVersion(Decoder(model, [LocalSegment(layers)]), stage=1, base=self)
+        self._variants.append((version, adapter))
+        return version
+
+    def fuse(self) -> Iterator[None]:
+        """Fuse the layers as any version does, and give each at once to the variants, with their adapters."""
+        (segment,) = self.decoder.segments
+        for number, _ in enumerate(super().fuse()):
+            for version, adapter in self._variants:
+                if number < len(segment.modules):
+                    _take(version, number, segment.modules[number], adapter)
+                else:
+                    version.decoder.take_head(self.decoder)
+            yield
+
+
+def _take(version: ModelVersion, number: int, layer: nn.Module, adapter: Adapter) -> None:
+    """Let ``version`` compute with ``layer`` and its adapter, where the kernels add that up."""
+    (segment,) = version.decoder.segments
+    slices = adapter.layers.get(number)
+    if slices is None:
+        segment.modules[number] = layer
+    elif isinstance(layer, FusedLayer) and (adapted := layer.with_adapter(slices)) is not None:
+        segment.modules[number] = adapted

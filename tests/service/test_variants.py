@@ -1,0 +1,316 @@
+"""LoRA fine-tunes of one model in one engine and one service: each answers as PEFT has it, whoever shares its steps.
+
+Tiny random models in fp32. A token of a variant is the same to the bit whoever shares the step; beside PEFT's own
+``generate`` tokens are equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from services import TIMEOUT_S, free_port, serving, tiny_model, until
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from firsttoken.assets.checkpoint import model_files
+from firsttoken.cps.policies import make_policy
+from firsttoken.engine import live_executor
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.fused import FusedLayer
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.native.library import kernels
+from firsttoken.engine.request import Sampling
+from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter
+from firsttoken.service.launch import running
+from firsttoken.service.service_config import ServiceConfig
+from firsttoken.service.variants import SharedBase, read_variants
+from firsttoken.study.errors import FirstTokenError, StageError
+
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SHAPE = LlamaConfig(
+    num_hidden_layers=3,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=260,
+    max_position_embeddings=512,
+    initializer_range=0.2,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+
+
+def tuned(model: nn.Module, seed: int, modules: list[str] = MODULES, rank: int = 4) -> nn.Module:
+    """``model`` with an adapter whose weights change its answers."""
+    peft = get_peft_model(copy.deepcopy(model), LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=modules)).eval()
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=draw))
+    return peft
+
+
+def written(peft: nn.Module, folder: Path) -> Path:
+    peft.save_pretrained(folder)
+    return folder
+
+
+def adapter_in(folder: Path) -> Adapter:
+    files = [(folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")]
+    return parse_adapter(folder.name, *files, "cpu")
+
+
+@pytest.fixture(scope="module")
+def base() -> nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(SHAPE).eval()
+
+
+@pytest.fixture(scope="module")
+def variants(base, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[nn.Module, Adapter]]:
+    """By name, what PEFT makes of the base, and the adapter as it is read."""
+    folder = tmp_path_factory.mktemp("adapters")
+    made = {
+        "all": tuned(base, 1),
+        "some": tuned(base, 2, ["q_proj", "up_proj"], rank=2),
+        "large": tuned(base, 3, ["v_proj", "down_proj", "o_proj"], rank=9),
+    }
+    return {name: (peft, adapter_in(written(peft, folder / name))) for name, peft in made.items()}
+
+
+def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    out = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+def shared(base: nn.Module, variants: dict[str, tuple[nn.Module, Adapter]], blocks: int = 64, **options: Any):
+    """An executor over a copy of the base, and its versions by name, "" the base's own."""
+    model = copy.deepcopy(base)
+    executor = LiveExecutor(model, blocks, **options)
+    executor.version = mine = SharedBase(executor.version.decoder)
+    versions = {name: mine.variant(model, adapter) for name, (_, adapter) in variants.items()}
+    return executor, versions | {"": mine}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_each_variant_answers_as_peft_does(base, variants, fused: bool) -> None:
+    executor, versions = shared(base, variants)
+    if fused:
+        list(executor.version.fuse())
+        if kernels() is not None:
+            layers = [layer for version in versions.values() for layer in version.decoder.segments[0].modules]
+            assert all(type(layer) is FusedLayer for layer in layers)
+    engine = Engine(executor)
+    prompts = {name: [5 + i, 7, 9, 11 + i] for i, name in enumerate(versions)}
+    asked = {name: engine.submit(prompt, Sampling(12), version=versions[name]) for name, prompt in prompts.items()}
+    engine.run()
+    for name, request in asked.items():
+        assert request.output == greedy(variants[name][0] if name else base, prompts[name], 12), name
+    executor.close()
+
+
+@pytest.mark.skipif(kernels() is None, reason="no compiler builds the kernels here")
+def test_a_step_takes_the_requests_of_all_variants(base, variants, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass, and not one for each; with one of them alone there is nothing to join."""
+    passes: list[int] = []
+
+    def counted(self: LiveExecutor, version: Any, step: Any) -> dict[int, int]:
+        passes.append(len(step.chunks))
+        return said(self, version, step)
+
+    said = LiveExecutor._said
+    monkeypatch.setattr(LiveExecutor, "_said", counted)
+    executor, versions = shared(base, variants)
+    list(executor.version.fuse())
+    engine = Engine(executor)
+    for name in versions:
+        engine.submit([5, 6, 7], Sampling(3), version=versions[name])
+    engine.run()
+    assert passes == [4, 4, 4]
+    passes.clear()
+    monkeypatch.setattr(live_executor, "layer_table", lambda *_: None)
+    for name in versions:
+        engine.submit([5, 6, 7], Sampling(3), version=versions[name])
+    engine.run()
+    assert passes == [1] * 12
+    executor.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_schedules_of_variants(base, variants, seed: int) -> None:
+    """Preempted, swapped, cancelled and fused in the middle: every answer is the one that its variant gives alone."""
+    rng = random.Random(seed)
+    policy = rng.choice(("swap", "recompute", "cross_point"))
+    executor, versions = shared(base, variants, rng.randint(6, 14), block_tokens=4, host_blocks=rng.choice((0, 40)))
+    config = EngineConfig(
+        scheduler=rng.choice(("sarathi", "prefill_first", "hybrid_only")), token_budget=16, requests=8
+    )
+    engine = Engine(executor, config, policy=make_policy(policy))
+    fusing = executor.version.fuse()
+    asked = []
+    for _ in range(rng.randint(4, 9)):
+        name, prompt = rng.choice(sorted(versions)), [rng.randrange(1, 260) for _ in range(rng.randint(1, 14))]
+        count = rng.randint(1, 8)
+        asked.append((name, prompt, count, engine.submit(prompt, Sampling(count), version=versions[name])))
+    left = set()
+    while engine.busy:
+        engine.step()
+        if rng.random() < 0.5:
+            next(fusing, None)
+        if rng.random() < 0.05:
+            left.add(rng.randrange(len(asked)))
+            for number in left:
+                engine.cancel(asked[number][3])
+    executor.close()
+    for number, (name, prompt, count, request) in enumerate(asked):
+        expected = greedy(variants[name][0] if name else base, prompt, count)
+        assert request.output == (expected[: len(request.output)] if number in left else expected), (name, number)
+
+
+def test_tokens_of_another_variant_show(base, variants) -> None:
+    """Else the tests above would say nothing."""
+    prompt = [5, 7, 9, 11]
+    answers = [greedy(model, prompt, 12) for model in (base, *(peft for peft, _ in variants.values()))]
+    assert len({tuple(answer) for answer in answers}) == 4
+
+
+@pytest.fixture(scope="module")
+def plain_adapters(plain, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder, model = tmp_path_factory.mktemp("plain-adapters"), tiny_model()
+    return {name: written(tuned(model, seed), folder / name) for seed, name in enumerate(("qa", "chat"))}
+
+
+def completion(url: str, model: str | None, prompt: list[int]) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 10, "temperature": 0, "ignore_eos": True} | (
+        {"model": model} if model else {}
+    )
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_service_has_each_variant_under_its_name(plain, plain_adapters) -> None:
+    model = tiny_model()
+    with serving(plain, variants=tuple(plain_adapters.items())) as url:
+        listed = [entry["id"] for entry in httpx.get(f"{url}/v1/models").json()["data"]]
+        assert listed == ["plain", "qa", "chat"]
+        assert httpx.get(f"{url}/v1/models/chat").json()["id"] == "chat"
+        prompt = [10, 20, 30, 40]
+        names = [None, "plain", "qa", "chat"] * 3
+        with ThreadPoolExecutor(len(names)) as clients:
+            answers = list(clients.map(lambda name: completion(url, name, prompt), names))
+        for name, answer in zip(names, answers, strict=True):
+            assert answer["model"] == (name or "plain")
+        texts = {
+            name: {a["choices"][0]["text"] for n, a in zip(names, answers, strict=True) if n == name} for name in names
+        }
+        assert all(len(found) == 1 for found in texts.values()) and texts[None] == texts["plain"]
+        assert len({*texts["plain"], *texts["qa"], *texts["chat"]}) == 3
+        wrong = httpx.post(f"{url}/v1/completions", json={"model": "other", "prompt": prompt})
+        told = wrong.json()["error"]["message"]
+        assert wrong.status_code == 404 and told == "model: 'other' is not served here; 'plain' and 'qa' and 'chat' are"
+    from services import tiny_tokenizer
+
+    for seed, name in enumerate(("qa", "chat")):
+        ids = greedy(tuned(model, seed), prompt, 10)
+        assert texts[name] == {tiny_tokenizer().decode(ids)}
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "message"),
+    [
+        (("qa", "qa"), {}, "two models would be called 'qa'; give each --variant a name of its own"),
+        (("plain",), {}, "two models would be called 'plain'"),
+        (("a b",), {}, "'a b' is no name; take up to 64 letters, digits, dots, dashes"),
+        (("x" * 65,), {}, "is no name"),
+        (
+            ("qa",),
+            {"worker": True},
+            "--variant needs a model that this process computes; leave --worker and --swarm",
+        ),
+        (("qa",), {"swarm": ("127.0.0.1:1",)}, "leave --worker and --swarm out"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(plain, names, more, message: str) -> None:
+    with pytest.raises(StageError) as raised:
+        ServiceConfig(plain, variants=tuple((name, Path("adapter")) for name in names), **more)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_model_that_comes_in_stages_has_no_variants(tiny, plain_adapters) -> None:
+    from firsttoken.service.served_model import check_model
+
+    with pytest.raises(StageError, match="comes in stages, and --variant is for whole ones; leave it out"):
+        check_model(ServiceConfig(tiny, variants=tuple(plain_adapters.items())))
+
+
+def of_another_base(folder: Path) -> None:
+    recipe = {"base_sha256": "5e12" * 16, "tasks": ["qa"]}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def cut_off(folder: Path) -> None:
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def of_a_variant_of_lora(folder: Path) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (of_another_base, "was trained on the base 5e125e125e12, and plain is"),
+        (without_weights, "name a folder with adapter_config.json and adapter_model.safetensors for --variant qa"),
+        (cut_off, "adapter of the variant qa"),
+        (of_a_variant_of_lora, "it is not plain LoRA"),
+    ],
+)
+def test_an_adapter_that_cannot_be_read_is_told(plain, tmp_path, spoil, message: str) -> None:
+    folder = written(tuned(tiny_model(), 1), tmp_path / "qa")
+    spoil(folder)
+    with pytest.raises(StageError) as raised:
+        read_variants({"qa": folder}, model_files(plain), "cpu")
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_an_adapter_of_another_shape_is_told(base, tmp_path) -> None:
+    deep = tiny_model()  # six layers of another width
+    executor, _ = shared(base, {})
+    with pytest.raises(StageError, match="is for layer 5, and this model has 3; name one that was trained on it"):
+        executor.version.variant(executor.model, adapter_in(written(tuned(deep, 1), tmp_path / "deep")))
+    wide = LlamaConfig(**(SHAPE.to_dict() | {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}))
+    other = AutoModelForCausalLM.from_config(wide)
+    with pytest.raises(StageError, match="does not fit this model's layers: train one for this model"):
+        executor.version.variant(executor.model, adapter_in(written(tuned(other, 1), tmp_path / "wide")))
+    executor.close()
+
+
+def test_a_service_whose_variant_cannot_be_read_says_why_and_ends(plain, tmp_path) -> None:
+    told: list[FirstTokenError] = []
+    config = ServiceConfig(plain, port=free_port(), variants=(("qa", tmp_path / "nowhere"),))
+    with pytest.raises(FirstTokenError) as raised, running(config) as url:
+        until(lambda: httpx.get(f"{url}/stage").json()["state"] == "failed", "it gives up")
+        told.append(FirstTokenError(httpx.get(f"{url}/stage").json()["error"]))
+        raise told[0]
+    assert "--variant qa" in str(raised.value)
