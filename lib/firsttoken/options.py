@@ -235,9 +235,13 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     budget = "with a scheduler that cuts prompts, the most tokens of a step; at least --max-running (default: 512)"
     engine.add_argument("--token-budget", type=count, metavar="N", help=budget)
     preempted = (
-        "how a preempted request gets its cache back: recompute, swap, cross_point or online (default: recompute)"
+        "how a preempted request gets its cache back: recompute, swap, cross_point (whichever is cheaper for its"
+        " length: measured on this machine at the first start, kept, and followed while serving) or online (the same,"
+        " learnt while serving alone) (default: recompute)"
     )
     engine.add_argument("--preemption", default="recompute", metavar="NAME", help=preempted)
+    again = "with --preemption cross_point, measure at this start what both ways cost, whatever was kept"
+    engine.add_argument("--measure-again", action="store_true", help=again)
     share = "let prompts that begin alike share KV blocks (default: they do not)"
     engine.add_argument("--share-prefixes", action="store_true", help=share)
     stored = "reuse keys and values of prompts from this folder, which firsttoken.droidspeak.store.KVStore has written"

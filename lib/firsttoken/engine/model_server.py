@@ -21,6 +21,7 @@ from firsttoken.engine.async_engine import AsyncEngine, EngineStats, Stream, Tok
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.lean.importing import uncollected
+from firsttoken.study import dtypes
 from firsttoken.study.devices import check_device
 from firsttoken.study.errors import ClosedError, FirstTokenError, StageError
 from firsttoken.study.system.openmp import loops_on_one_core
@@ -340,6 +341,8 @@ class LoadingServer(EngineServer):
         told."""
         from firsttoken.engine.engine import Engine
 
+        if self.limits.preemption is not None:
+            self.limits.preemption.prepare(executor, dtypes.name_of(executor.pool.shape.dtype))
         engine = Engine(executor, self.limits.engine, policy=self.limits.preemption, recovered=recovered)
         server = AsyncEngine(engine, self.limits.max_sessions, failed, versions)
         loops_on_one_core()  # layers are fused in this thread while others are computed with

@@ -16,7 +16,10 @@ from firsttoken.assets.checkpoint import ModelFiles, stored_dtype, weight_files
 from firsttoken.assets.lock import first_line
 from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
+from firsttoken.cps.policies.measured import MeasuredCrossPoint
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.model_server import LoadingServer, ModelServer, files_alone
+from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
 from firsttoken.lean.lean_config import OtherWay, lean_config
 from firsttoken.link.shaped import Link, LinkConfig
@@ -84,6 +87,11 @@ class PlainServer(LoadingServer):
             self._live = self._executor(model, torch.device(self._device))
             self._live.version.stage = 1
             versions = self._read_variants(files, model) if self._variants else {}
+        policy = self.limits.preemption
+        if isinstance(policy, MeasuredCrossPoint) and policy.measures(dtypes.name_of(self._live.pool.shape.dtype)):
+            self._release_plain()  # it measures the layers that will serve
+            for _ in self._live.version.fuse():
+                pass
         self._run(self._live, versions=versions)
         return True
 
@@ -96,11 +104,14 @@ class PlainServer(LoadingServer):
 
     def _go_on(self) -> None:
         """Open the stored prefixes, and fuse the layers."""
+        self._open_prefixes()
+        self._fuse(self._live.version, self._release_plain)
+
+    def _release_plain(self) -> None:
+        """Let the model go of its layers, which the version has, so that each is freed as it is fused."""
         from torch import nn
 
-        self._open_prefixes()
-        model = self._live.model.model
-        self._fuse(self._live.version, lambda: setattr(model, "layers", nn.ModuleList()))
+        self._live.model.model.layers = nn.ModuleList()
 
     def _open_prefixes(self) -> None:
         if self._store is None:
@@ -231,7 +242,7 @@ def serve_model(
         max_model_len=longest,
         kv_blocks=config.kv_blocks,
         engine=engine,
-        preemption=make_policy(config.preemption),
+        preemption=_preemption(config, engine),
     )
     if config.swarm:
         from firsttoken.service.over_swarm import SwarmServer
@@ -246,6 +257,15 @@ def serve_model(
         return StagedServer(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
     options = {"device": config.device, "store": config.prefix_store, "variants": dict(config.variants)}
     return PlainServer(config.folder, limits, broken=broken, **options)
+
+
+def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy:
+    """The policy of ``config``; no threshold of another machine serves. Raises ProfileError for an unknown one."""
+    if config.preemption == MeasuredCrossPoint.name:
+        way = f"{config.device} in a worker" if config.worker else config.device
+        options = {"way": way, "again": config.measure_again, "whole": not is_staged(config.folder)}
+        return MeasuredCrossPoint(config.folder, engine, **options)
+    return make_policy(config.preemption, **({"start": 0} if config.preemption == "online" else {}))
 
 
 def _by_a_worker(config: ServiceConfig, limits: RequestLimits) -> ModelServer:
