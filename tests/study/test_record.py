@@ -9,7 +9,7 @@ import torch
 from entries import entry
 
 from firsttoken.study import paths
-from firsttoken.study.canonical_json import sha256_of
+from firsttoken.study.canonical_json import MANY, expanded, sha256_of
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import replacing, write_text
 from firsttoken.study.record import all_results, git_revision, load_result, pick, read_result, write_result
@@ -71,6 +71,43 @@ def test_a_file_of_another_shape_is_refused(make_result, change: dict, message: 
     path.write_text(json.dumps(content | {"sha256": sha256_of(content)}), encoding="utf-8")
     with pytest.raises(FirstTokenError, match=message):
         read_result(path)
+
+
+def test_many_rows_have_their_keys_once_and_are_read_as_they_were(make_result) -> None:
+    """A line a row in either layout, and one hash; rows may have other keys than their neighbours."""
+    few = [{"at_s": 0.1 * i, "row": "token"} | ({"stage": None} if i % 3 else {}) for i in range(MANY)]
+    many = [*few, {"row": "end"}]
+    short, long = (
+        write_result(make_result(rows=rows, experiment=name)) for rows, name in ((few, "few"), (many, "many"))
+    )
+    assert '"keys"' not in short.read_text() and short.read_text().count('"at_s"') == MANY
+    text = long.read_text()
+    assert text.count('"at_s"') == 2 and text.count("\n[") == len(many) + 3, (
+        "a line a row, and one for each set of keys"
+    )
+    assert read_result(short).rows == few and read_result(long).rows == many
+    content = json.loads(text)
+    assert sha256_of({k: v for k, v in expanded(content).items() if k != "sha256"}) == content["sha256"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keys": 3},
+        {"rows": {"a": 1}},
+        {"rows": [[0, 1, 2, 3, 4, 5]]},
+        {"rows": [[9, 1]]},
+        {"rows": [[]]},
+        {"rows": [7]},
+        {"rows": [["0", 1]]},
+    ],
+)
+def test_rows_that_do_not_fit_their_keys_are_refused(make_result, change: dict) -> None:
+    path = write_result(make_result(rows=[{"at_s": 0.5}] * (MANY + 1)))
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(FirstTokenError, match=r"keys.*measure it again") as raised:
+        read_result(path)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_truncated_file_is_refused(make_result) -> None:

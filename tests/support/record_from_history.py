@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from firsttoken.study import history, paths
+from firsttoken.study.canonical_json import expanded
 from firsttoken.study.claims import Claim
 from firsttoken.study.record import all_results
 from firsttoken.study.record_log import ClaimRecord, Log, LogLine, answer_of, forms, rows_digest, write_log
@@ -53,7 +54,7 @@ def _runs() -> list[tuple[dict[str, Any], Mapping[str, Any], str]]:
     """Each run, as its last commit has it, with the claims of that commit, and the commit that brought it."""
     found = {}
     for commit, path, rows in history.committed_runs():
-        content = json.loads(history.file_at(commit, path))
+        content = expanded(json.loads(history.file_at(commit, path)))
         machine = SAME_MACHINE.get(content["machine"]["slug"], content["machine"]["slug"])
         content["machine"]["slug"] = machine
         key = content["experiment"], machine, content["started"], rows

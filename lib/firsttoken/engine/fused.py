@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -137,17 +136,6 @@ def run_together(
     return next((i for i, same in enumerate(alike) if not same), len(layers))
 
 
-@dataclass(frozen=True)
-class StepVariants:
-    """The layers of several variants of a model, for a step that has tokens of each.
-
-    ``fields`` are as :func:`layer_table` makes them; ``variant_of`` int64 [tokens] says whose a token is.
-    """
-
-    fields: np.ndarray
-    variant_of: Tensor
-
-
 def layer_table(variants: Sequence[Sequence[nn.Module]]) -> np.ndarray | None:
     """The fields [variants, layers, fields] of layers that one call of the kernels can run.
 
@@ -166,17 +154,17 @@ def run_layers(
     hidden: Tensor,
     paged: Attend,
     turns: tuple[Tensor, Tensor],
-    variants: StepVariants | None = None,
+    variants: tuple[np.ndarray, Tensor] | None = None,
 ) -> Tensor:
     """``hidden`` [1, tokens, hidden] through ``layers``, which :func:`run_together` has counted -> the same shape.
 
-    Each token goes through those of its own variant, if there are ``variants`` of all these layers.
+    Each token goes through those of its own variant, if there are ``variants`` of all these layers: their
+    :func:`layer_table`, and int64 [tokens], whose a token is.
     """
     first, states = layers[0], hidden[0].clone(memory_format=torch.contiguous_format)
     room = first.joint.in_features + first.joint.out_features + first.out.in_features + first.down.in_features
     kernels().run_layers(
-        np.stack([layer.fields for layer in layers])[None] if variants is None else variants.fields,
-        None if variants is None else variants.variant_of,
+        *((np.stack([layer.fields for layer in layers])[None], None) if variants is None else variants),
         states,
         tuple(half[0].contiguous() for half in turns),
         paged.pool.rows,

@@ -15,7 +15,7 @@ from firsttoken.assets.positions import context_of
 from firsttoken.engine.attention import NAME, Attend, VarlenAttend, page
 from firsttoken.engine.decoder import Decoder, LocalSegment, Segment
 from firsttoken.engine.executor import Limits
-from firsttoken.engine.fused import StepVariants, layer_table
+from firsttoken.engine.fused import layer_table
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.model_version import ModelVersion
@@ -172,7 +172,7 @@ class LiveExecutor:
             whose = [
                 number[chunk.request.version or self.version] for chunk in step.chunks for _ in range(chunk.tokens)
             ]
-            step.variants = StepVariants(fields, torch.tensor(whose))
+            step.variants = fields, torch.tensor(whose)
             for member in members:
                 del versions[member][None]
             said |= self._said(base, step)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from firsttoken.engine.attention import Attend
-from firsttoken.engine.fused import StepVariants
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.request import ScheduledChunk
@@ -40,7 +40,7 @@ class StepPlan:
     hidden_cache: HiddenStateCache | None = None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))  # of every layer, by the model's code
     fused_recompute: FusedRecompute | None = None
-    variants: StepVariants | None = None
+    variants: tuple[np.ndarray, Tensor] | None = None  # as fused.run_layers has them
 
     @classmethod
     def of(

@@ -1,11 +1,11 @@
-"""The content of a result as text: canonical for its hash, a line a row for its file, numbers that are finite."""
+"""The content of a result as text: canonical for its hash, a line for each row in its file, numbers that are finite."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -15,20 +15,55 @@ def sha256_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+MANY = 500  # rows, whose names are written once
+
+
 def dump(content: Mapping[str, Any]) -> str:
-    """JSON with a line per row and per entry of the summary, so that a changed observation is one changed line."""
+    """JSON with a line per row and per entry of the summary, so that a changed observation is one changed line.
+
+    Of many rows ``keys`` has the names, each set of them once, and a row is a list: which of ``keys`` it has, and its
+    values in that order. :func:`expanded` gives the rows back.
+    """
+    if len(rows := content.get("rows") or ()) > MANY:
+        content = dict(content) | _with_keys_apart(rows)
 
     def encode(value: Any, **layout: Any) -> str:
         return json.dumps(value, sort_keys=True, allow_nan=False, default=_plain, ensure_ascii=False, **layout)
 
     parts = []
     for key, value in sorted(content.items()):
-        if key in ("rows", "summary") and value:
+        if key in ("keys", "rows", "summary") and value:
             text = "[\n" + ",\n".join(encode(item, separators=(",", ":")) for item in value) + "\n ]"
         else:
             text = encode(value, indent=1).replace("\n", "\n ")
         parts.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _with_keys_apart(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
+    numbers: dict[tuple[str, ...], int] = {}
+    lists = []
+    for row in rows:
+        keys = tuple(sorted(row))
+        lists.append([numbers.setdefault(keys, len(numbers)), *(row[key] for key in keys)])
+    return {"keys": [list(keys) for keys in numbers], "rows": lists}
+
+
+def expanded(content: Mapping[str, Any]) -> dict[str, Any]:
+    """``content`` of a file with each row by its keys, however they were written.
+
+    Raises ValueError for rows that do not fit the keys."""
+    if "keys" not in content:
+        return dict(content)
+    content = dict(content)
+    keys, rows = content.pop("keys"), content.get("rows")
+    if not (isinstance(keys, list) and isinstance(rows, list)):
+        raise ValueError("its rows and their keys are no lists")
+    try:
+        content["rows"] = [dict(zip(keys[number], values, strict=True)) for number, *values in rows]
+    except (TypeError, IndexError, ValueError) as error:
+        raise ValueError("a row does not fit its keys") from error
+    return content
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from firsttoken.study import paths
+from firsttoken.study.canonical_json import expanded
 from firsttoken.study.claims import DECIDES, WORDING, Claim
 from firsttoken.study.record_log import Fixed, Log, LogLine, parse_log, rows_digest
 
@@ -102,7 +103,7 @@ def committed_runs() -> Iterable[tuple[str, str, str]]:
             if set(blob) != {"0"} and path.endswith(".json"):
                 found.setdefault(blob, (commit, path))
     for blob, content in zip(found, _blobs(list(found)), strict=True):
-        yield *found[blob], rows_digest(json.loads(content)["rows"])
+        yield *found[blob], rows_digest(expanded(json.loads(content))["rows"])
 
 
 def file_at(commit: str, path: str) -> str:

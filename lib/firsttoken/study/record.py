@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from firsttoken.study import paths
-from firsttoken.study.canonical_json import dump, not_finite, sha256_of
+from firsttoken.study.canonical_json import dump, expanded, not_finite, sha256_of
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import machine_slug
@@ -145,6 +145,7 @@ def read_result(path: Path) -> Result:
     """
     with blaming(f"result {path}", FirstTokenError, "measure it again"):
         content = read_json(Path(path))
+        content = expanded(content) if isinstance(content, dict) else content
         schema = content.pop("schema", None) if isinstance(content, dict) else None
         if schema != SCHEMA:
             raise Damaged(f"schema {shown(schema)}, this version reads {SCHEMA}")
