@@ -121,7 +121,15 @@ def swarm(options: argparse.Namespace) -> int:
     return OK
 
 
-COMMANDS = (*(one for extension in EXTENSIONS for one in extension.COMMANDS), fetch, stage, serve, swarm)
+def prefix(options: argparse.Namespace) -> int:
+    """Store what models compute for texts, for services to take."""
+    from firsttoken.service.prefix_actions import run
+
+    run(options)
+    return OK
+
+
+COMMANDS = (*(one for extension in EXTENSIONS for one in extension.COMMANDS), fetch, stage, serve, prefix, swarm)
 
 
 if __name__ == "__main__":
