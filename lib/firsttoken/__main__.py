@@ -87,7 +87,16 @@ def serve(options: argparse.Namespace) -> int:
 
         options.folder = converted(PINNED, sums=False)
     names = ("folder", "gbit_per_s", "replicas", "host", "port", "device", "scheduler", "preemption", "share_prefixes")
-    names += ("token_budget", "kv_blocks", "max_running", "max_waiting", "prefix_store", "cluster", "worker")
+    names += (
+        "measure_again",
+        "token_budget",
+        "kv_blocks",
+        "max_running",
+        "max_waiting",
+        "prefix_store",
+        "cluster",
+        "worker",
+    )
     names += ("max_model_len", "max_prompt_tokens", "max_new_tokens", "grace_s", "swarm_token_file", "swarm_tls_ca")
     names += ("swarm_step_s", "swarm_audit_rate", "swarm_audit_undecided", "swarm_audit_unwitnessed")
     settings = {name: getattr(options, name) for name in names} | {
@@ -112,7 +121,15 @@ def swarm(options: argparse.Namespace) -> int:
     return OK
 
 
-COMMANDS = (*(one for extension in EXTENSIONS for one in extension.COMMANDS), fetch, stage, serve, swarm)
+def prefix(options: argparse.Namespace) -> int:
+    """Store what models compute for texts, for services to take."""
+    from firsttoken.service.prefix_actions import run
+
+    run(options)
+    return OK
+
+
+COMMANDS = (*(one for extension in EXTENSIONS for one in extension.COMMANDS), fetch, stage, serve, prefix, swarm)
 
 
 if __name__ == "__main__":

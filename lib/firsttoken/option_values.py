@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,13 @@ def named_folder(text: str) -> tuple[str, Path]:
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is no NAME=DIR, such as qa=adapters/qa")
     return name, folder(path)
+
+
+def owner(text: str) -> str:
+    """A name of up to 64 letters, digits, dots and dashes; without any, everybody."""
+    if not re.fullmatch(r"[\w.-]{0,64}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no name; take up to 64 letters, digits, dots, dashes")
+    return text
 
 
 def rate(text: str) -> float:

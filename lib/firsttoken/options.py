@@ -14,6 +14,7 @@ _WHAT = (
 )
 _FIRST = "Begin with `firsttoken doctor` and `firsttoken run --only 01`. Each command has a --help of its own."
 _SERVE = "Serve a model over HTTP by OpenAI's protocol, while its weights still arrive (needs firsttoken[serve])."
+_PREFIX = "Store what a model computes for a text, so that it and others of its shape need not (DroidSpeak)."
 _INT8 = "Write a copy of a model whose blocks are stored in 8 bits. Servers and clients then take it as their --model."
 _TOKEN = "a file with the secret text that all members of the swarm share (default: none)"
 _CA = "a PEM file with the certificate by which servers on other machines are recognised (default: none)"
@@ -125,6 +126,73 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
     _add_audits(generate, "--", "--registry")
 
 
+def add_prefix_options(prefix: argparse.ArgumentParser) -> None:
+    """Add what ``firsttoken prefix`` can do, each action with its options; the choice is ``action``."""
+    actions = prefix.add_subparsers(required=True, metavar="ACTION", dest="action")
+    folder, model = option_values.folder, "the model that computes it, a folder as `firsttoken serve` takes one"
+    adapted = "a LoRA adapter on that model, a folder as PEFT writes it (default: none)"
+    most = option_values.above_zero(1e6)
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=text, description=text)
+        store = "the folder of stored prefixes, which `firsttoken serve --prefix-store` reads"
+        added.add_argument("store", type=folder, metavar="STORE", help=store)
+        return added
+
+    put = action("put", "Compute a text by a model, and store its keys and values for prompts that begin with it.")
+    put.add_argument("text", nargs="?", metavar="TEXT", help="what prompts begin with")
+    put.add_argument("--file", type=Path, metavar="FILE", help="read the text from this file")
+    put.add_argument("--system", action="store_true", help="the text is what a chat's system message says")
+    put.add_argument("--model", type=folder, required=True, metavar="FOLDER", help=model)
+    put.add_argument("--adapter", type=folder, metavar="DIR", help=adapted)
+    put.add_argument(
+        "--owner",
+        type=option_values.owner,
+        default="",
+        metavar="NAME",
+        help="who alone may read it: services with this --prefix-owner (default: everybody)",
+    )
+    layer = "store the hidden states before this layer, too; may be repeated (default: where profiled pairs begin)"
+    put.add_argument("--edge", type=option_values.whole(0, 1000), action="append", default=[], metavar="N", help=layer)
+
+    profile = action("profile", "Find which layers a model computes again over what another of its shape computed.")
+    profile.add_argument("--model", type=folder, required=True, metavar="FOLDER", help=model)
+    profile.add_argument("--adapter", type=folder, metavar="DIR", help=adapted)
+    profile.add_argument("--receiver", type=folder, required=True, metavar="FOLDER", help="the model that takes it")
+    profile.add_argument("--receiver-adapter", type=folder, metavar="DIR", help="a LoRA adapter on the receiver")
+    profile.add_argument("--file", type=Path, required=True, metavar="FILE", help="a text of the kind that is served")
+    count = "the most pieces of the text that are tried (default: 16)"
+    profile.add_argument("--items", type=option_values.whole(1, 10_000), default=16, metavar="N", help=count)
+    length = "the tokens of the prefix of a piece (default: 256)"
+    profile.add_argument("--tokens", type=option_values.whole(1, 100_000), default=256, metavar="N", help=length)
+    lost = "the share of the receiver's next tokens that may become others (default: 0.05)"
+    profile.add_argument("--most-lost", type=option_values.above_zero(1), default=0.05, metavar="SHARE", help=lost)
+
+    action("list", "Print what is stored, least recently used first, and which pairs are profiled.")
+    drop = action("drop", "Remove stored prefixes. Who reads one at that moment has all of it.")
+    drop.add_argument("keys", nargs="+", metavar="KEY", help="the prefixes, as `firsttoken prefix list` names them")
+
+    serve = action("serve", "Let other machines copy stored prefixes until Ctrl-C: those without an owner.")
+    reader = "let whoever has the secret text in this file read NAME's prefixes, too; may be repeated"
+    serve.add_argument(
+        "--reader", type=option_values.named_folder, action="append", default=[], metavar="NAME=FILE", help=reader
+    )
+    serve.add_argument("--host", type=option_values.host, default="127.0.0.1", help=_LOOPBACK)
+    port = "the port to listen on (default: 8010)"
+    serve.add_argument("--port", type=option_values.whole(0, 65535), default=8010, help=port)
+    rate = "send at this rate in Gbit/s, all readers together (default: 0, no limit)"
+    serve.add_argument("--gbit-per-s", type=option_values.rate, default=0.0, metavar="RATE", help=rate)
+
+    copy = action("pull", "Copy prefixes from a store that `firsttoken prefix serve` serves. It must be trusted.")
+    copy.add_argument("peer", metavar="HOST:PORT", help="where that listens")
+    copy.add_argument("--token-file", type=Path, metavar="FILE", help="a file with a reader's secret text")
+    again = "look again after this many seconds, until Ctrl-C (default: once)"
+    copy.add_argument("--every", type=option_values.above_zero(86_400), metavar="SECONDS", help=again)
+    for added in (put, copy):
+        size = "the most that the store may hold, in GB (default: 10)"
+        added.add_argument("--most-gb", type=most, default=10.0, metavar="GB", help=size)
+
+
 def _add_audits(added: argparse._ActionsContainer, prefix: str, first: str) -> None:
     share = option_values.above_zero(1)
     added.add_argument(
@@ -192,6 +260,7 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     added.set_defaults(make_plan=lambda options, profile: None)
 
     _add_serve(command("serve", _SERVE))
+    add_prefix_options(command("prefix", _PREFIX))
     add_options(command("swarm", "Run a model over several servers that hold its blocks (needs firsttoken[swarm])."))
 
     for extension in EXTENSIONS:
@@ -235,13 +304,19 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     budget = "with a scheduler that cuts prompts, the most tokens of a step; at least --max-running (default: 512)"
     engine.add_argument("--token-budget", type=count, metavar="N", help=budget)
     preempted = (
-        "how a preempted request gets its cache back: recompute, swap, cross_point or online (default: recompute)"
+        "how a preempted request gets its cache back: recompute, swap, cross_point (whichever is cheaper for its"
+        " length: measured on this machine at the first start, kept, and followed while serving) or online (the same,"
+        " learnt while serving alone) (default: recompute)"
     )
     engine.add_argument("--preemption", default="recompute", metavar="NAME", help=preempted)
+    again = "with --preemption cross_point, measure at this start what both ways cost, whatever was kept"
+    engine.add_argument("--measure-again", action="store_true", help=again)
     share = "let prompts that begin alike share KV blocks (default: they do not)"
     engine.add_argument("--share-prefixes", action="store_true", help=share)
-    stored = "reuse keys and values of prompts from this folder, which firsttoken.droidspeak.store.KVStore has written"
+    stored = "reuse keys and values of how prompts begin from this folder, which `firsttoken prefix put` has written"
     engine.add_argument("--prefix-store", type=option_values.folder, metavar="DIR", help=stored)
+    owner = "with --prefix-store, read what is stored under this name, too (default: what is stored for everybody)"
+    engine.add_argument("--prefix-owner", type=option_values.owner, default="", metavar="NAME", help=owner)
     variant = (
         "serve a LoRA adapter on the model, too, from a folder as PEFT writes it; requests name it as their model. May"
         " be repeated: the weights are there once, and requests of all share steps"

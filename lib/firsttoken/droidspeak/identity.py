@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -40,6 +42,7 @@ class ModelIdentity:
 
     ``weights``, ``adapters`` ("" without) and ``tokenizer`` ("" without) are hex sha256 sums, ``dtype`` is torch's name
     ("bfloat16"), ``rope`` the rotary parameters as sorted JSON, ``hidden`` and ``head_dim`` count numbers a token.
+    ``owner`` says whose it is: nobody else may read what is stored under a name, and everybody what is under none.
     """
 
     weights: str
@@ -52,18 +55,37 @@ class ModelIdentity:
     hidden: int
     rope: str
     tokenizer: str
+    owner: str = ""
 
     @cached_property
     def key(self) -> str:
         """The identity as 16 hex digits."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a file holds of it: all fields, an owner where there is one."""
+        return {name: value for name, value in asdict(self).items() if name != "owner" or value}
+
+    @property
+    def anybody(self) -> ModelIdentity:
+        """The model, whoever owns what it computed."""
+        return replace(self, owner="") if self.owner else self
+
+    def may_read(self, stored: ModelIdentity) -> bool:
+        """Whether what ``stored`` computed is for everybody, or of the same owner."""
+        return stored.owner in ("", self.owner)
 
     def __str__(self) -> str:
         return f"{self.architecture} {self.key}"
 
 
 def identify(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, weights: str, adapters: str = ""
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    weights: str,
+    adapters: str = "",
+    owner: str = "",
 ) -> ModelIdentity:
     """The identity of ``model`` with weights of sha256 ``weights`` (``Provenance.sha256``, or ``weights_sha256``).
 
@@ -83,7 +105,21 @@ def identify(
         hidden=config.hidden_size,
         rope=json.dumps(_plain(getattr(config, "rope_parameters", None) or {}), sort_keys=True),
         tokenizer=_tokenizer_sha256(tokenizer) if tokenizer is not None else "",
+        owner=owner,
     )
+
+
+def identify_folder(folder: Path, dtype: torch.dtype, weights: str, owner: str = "") -> ModelIdentity:
+    """The identity of the model in ``folder``, computing in ``dtype``; no weight is read. It imports transformers.
+
+    Raises ModelError for a folder that transformers does not know.
+    """
+    from transformers import AutoTokenizer
+
+    from firsttoken.assets.empty_model import build_on_meta
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return identify(build_on_meta(folder, dtype), tokenizer, weights, owner=owner)
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -97,6 +133,8 @@ def weights_sha256(model: nn.Module) -> str:
 
 def difference(stored: ModelIdentity, asked: ModelIdentity) -> str:
     """The first reason why ``asked`` cannot use what ``stored`` computed, empty where it can; weights may differ."""
+    if not asked.may_read(stored):
+        return "another owner"
     for field, words in _MUST_AGREE.items():
         theirs, ours = getattr(stored, field), getattr(asked, field)
         if theirs != ours:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -86,7 +86,7 @@ def draft(path: Path, entry: Entry, pieces: Mapping[str, Tensor]) -> Draft:
     sums = {name: hashlib.sha256(part).hexdigest() for name, part in data.items()}
     metadata = {
         "format": _FORMAT,
-        "model": json.dumps(asdict(entry.model)),
+        "model": json.dumps(entry.model.fields),
         "edges": json.dumps(entry.edges),
         "sha256": json.dumps(sums),
     }

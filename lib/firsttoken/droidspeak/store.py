@@ -14,7 +14,7 @@ from firsttoken.droidspeak import prefill
 from firsttoken.droidspeak.entry import Entry, e_cache_name, layer_name
 from firsttoken.droidspeak.forward import Forward
 from firsttoken.droidspeak.identity import ModelIdentity, check_compatible
-from firsttoken.droidspeak.kvfile import StoredPiece
+from firsttoken.droidspeak.kvfile import KVFile, StoredPiece
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.prefix_index import token_bytes
@@ -42,8 +42,8 @@ class KVStore:
 
     With a folder, what it holds already is found, every entry lies there, and the memory is a cache; without one the
     memory is all. Prefixes are matched by blocks of ``block_tokens`` tokens, a last block that is not full only where
-    the context ends there too. Safe for threads; a folder has one store at a time. Raises RequestError for a negative
-    size and CacheError for a folder that cannot be had.
+    the context ends there too. Safe for threads; what another process does to the folder shows after ``refresh``.
+    Raises RequestError for a negative size and CacheError for a folder that cannot be had.
     """
 
     def __init__(self, folder: Path | None, *, memory_bytes: int, disk_bytes: int = 0, block_tokens: int = 16) -> None:
@@ -57,6 +57,24 @@ class KVStore:
     def used(self) -> tuple[int, int]:
         """Bytes of tensors in memory and of files on disk."""
         return self._tiers.used
+
+    @property
+    def files(self) -> list[KVFile]:
+        """The files on disk, and what is in them."""
+        return self._tiers.files
+
+    @property
+    def models(self) -> list[ModelIdentity]:
+        """Who has computed what is kept, each once."""
+        return self._tiers.models
+
+    def refresh(self) -> bool:
+        """Find what another process has put into the folder or taken out of it; return whether one has."""
+        return self._tiers.refresh()
+
+    def drop(self, key: str) -> None:
+        """Remove the prefix of this key; who reads it has all of it. Raises CacheError where it is not there."""
+        self._tiers.remove(key)
 
     def store(self, context: Sequence[int], model: ModelIdentity, cache: PrefixCache) -> None:
         """Keep what ``model`` computed for the token ids ``context``: KV [1, kv_heads, tokens, head_dim] and its edges.

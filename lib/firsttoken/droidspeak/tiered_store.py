@@ -7,55 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
-import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from firsttoken.droidspeak.disk_tier import DiskTier, LruQueue
 from firsttoken.droidspeak.entry import Entry
 from firsttoken.droidspeak.identity import ModelIdentity, difference
-from firsttoken.droidspeak.kvfile import Draft, KVFile, draft, file_name, read_header, read_piece
+from firsttoken.droidspeak.kvfile import KVFile, read_piece
 from firsttoken.droidspeak.prefix_index import Hit, PrefixIndex
 from firsttoken.study.errors import CacheError, RequestError
-
-# Least recently used goes first, by bytes.
-
-
-class LruQueue:
-    """Keys with their bytes in the order of their last use; together they never hold more than ``limit`` bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-        self._bytes: OrderedDict[str, int] = OrderedDict()
-
-    def put(self, key: str, size: int) -> list[str]:
-        """Give ``key`` room for ``size`` bytes, at most ``limit``; returns the keys that had to make room."""
-        assert size <= self.limit, "what can never fit is refused before"
-        self.drop(key)
-        gone = []
-        while self.used + size > self.limit:
-            oldest, freed = self._bytes.popitem(last=False)
-            self.used -= freed
-            gone.append(oldest)
-        self._bytes[key] = size
-        self.used += size
-        return gone
-
-    def touch(self, key: str) -> None:
-        """``key``, where it is held, was used just now."""
-        if key in self._bytes:
-            self._bytes.move_to_end(key)
-
-    def drop(self, key: str) -> None:
-        """Take ``key`` out, where it is held."""
-        self.used -= self._bytes.pop(key, 0)
-
 
 # The upper tier: pieces of KV cache in memory. An entry goes as a whole; it may be there in part, layer by layer.
 #
@@ -109,108 +73,6 @@ class MemoryTier:
         self._pieces.pop(key, None)
 
 
-# The lower tier: a folder of KV files. It outlives the process, and keeps the order of use in the files' times.
-#
-# Not safe for threads: the store that owns it holds its lock, except while a draft is written.
-
-
-class DiskTier:
-    """The KV files in ``folder``, at most ``limit`` bytes; other files there, temporary ones too, are left alone.
-
-    Torn files are removed when the folder is opened, and the least recently used of those that do not fit. Raises
-    CacheError for a folder that cannot be had.
-    """
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
-        self._lru = LruQueue(limit)
-        self._files: dict[str, KVFile] = {}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in sorted(folder.glob(file_name("*")), key=lambda path: path.lstat().st_mtime_ns):
-                if re.fullmatch(file_name("[0-9a-f]{32}"), path.name):
-                    self._adopt(path)
-        except OSError as error:
-            raise self._unusable(error) from error
-
-    @property
-    def used(self) -> int:
-        """Bytes of all files."""
-        return self._lru.used
-
-    @property
-    def entries(self) -> list[Entry]:
-        """What is in the files."""
-        return [file.entry for file in self._files.values()]
-
-    def draft(self, entry: Entry, pieces: Mapping[str, Tensor]) -> Draft:
-        """The file to write for ``entry``. Raises CacheError when it is larger than the tier."""
-        made = draft(self.folder / file_name(entry.key), entry, pieces)
-        if made.file.nbytes > self.limit:
-            raise CacheError(
-                f"the KV cache of {entry.length} tokens takes {made.file.nbytes:,} bytes on disk, all of the store has "
-                f"{self.limit:,}; raise disk_bytes"
-            )
-        return made
-
-    def reserve(self, made: Draft) -> list[str]:
-        """Set room aside for a draft; returns the entries that must be dropped for it, before it is written."""
-        return self._lru.put(made.file.entry.key, made.file.nbytes)
-
-    def write(self, made: Draft) -> None:
-        """Write a draft into its room. Raises CacheError when the disk is full or does not take it."""
-        try:
-            made.write()
-        except OSError as error:
-            raise self._unusable(error) from error
-
-    def publish(self, made: Draft) -> None:
-        """What was written can be opened from now on."""
-        self._files[made.file.entry.key] = made.file
-        self.file(made.file.entry.key)  # writing stamps a coarser time than a use does: the order would turn round
-
-    def file(self, key: str) -> KVFile:
-        """Return the file in which ``key`` lies; this counts as a use of it."""
-        file = self._files[key]
-        self._lru.touch(key)
-        now = time.time_ns()
-        with contextlib.suppress(OSError):  # a file that is gone is found out by opening it
-            os.utime(file.path, ns=(now, now))
-        return file
-
-    def drop(self, key: str) -> None:
-        """Remove ``key`` with its file, or its room; who has the file open can read on.
-
-        Raises CacheError when the folder does not let go of the file.
-        """
-        self._lru.drop(key)
-        if file := self._files.pop(key, None):
-            try:
-                file.path.unlink(missing_ok=True)
-            except OSError as error:
-                raise self._unusable(error) from error
-
-    def _adopt(self, path: Path) -> None:
-        try:
-            file = read_header(path)
-        except CacheError:
-            with contextlib.suppress(OSError):  # a folder of that name, or a file that is not this user's: left alone
-                path.unlink()
-            return
-        if file.nbytes > self.limit:
-            path.unlink()
-            return
-        gone = self._lru.put(file.entry.key, file.nbytes)
-        self._files[file.entry.key] = file
-        for key in gone:
-            self.drop(key)
-
-    def _unusable(self, error: OSError) -> CacheError:
-        return CacheError(
-            f"no KV cache can be kept in {self.folder}: {error.strerror}; mend that or use another folder"
-        )
-
-
 @dataclass(frozen=True)
 class Reading:
     """An entry while it is read, of which the first ``tokens`` tokens are wanted; ``piece`` is one of its tensors.
@@ -258,11 +120,23 @@ class TieredStore:
         self._disk = DiskTier(folder, disk_bytes) if folder else None
         self._index = PrefixIndex(block_tokens)
         self._entries: dict[str, Entry] = {}
-        for entry in self._disk.entries if self._disk else ():
-            self._enter(entry)
+        for file in self.files:
+            self._enter(file.entry)
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def files(self) -> list[KVFile]:
+        """The files on disk, none without a folder."""
+        with self._lock:
+            return self._disk.files if self._disk else []
+
+    @property
+    def models(self) -> list[ModelIdentity]:
+        """Who has computed what is kept."""
+        with self._lock:
+            return list(dict.fromkeys(entry.model for entry in self._entries.values()))
 
     @property
     def used(self) -> tuple[int, int]:
@@ -348,16 +222,37 @@ class TieredStore:
             if self._entries.get(entry.key) is entry:
                 self._remove(entry.key)
 
+    def refresh(self) -> bool:
+        """Find what others have put into the folder or taken out of it meanwhile; return whether they have."""
+        with self._lock:
+            new, gone = self._disk.look() if self._disk else ([], [])
+            for key in gone:
+                self._leave(key)
+            for entry in new:
+                self._enter(entry)
+        return bool(new or gone)
+
+    def remove(self, key: str) -> None:
+        """Take an entry out, and its file. Raises CacheError for a key that is not there."""
+        with self._lock:
+            if key not in self._entries:
+                raise CacheError(f"no prefix {key[:80]!r} is stored; `firsttoken prefix list` names them")
+            self._remove(key)
+
     def _enter(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
         self._index.add(entry.key, entry.model.key, entry.tokens)
 
-    def _remove(self, key: str) -> None:
-        if entry := self._entries.pop(key, None):
+    def _leave(self, key: str) -> bool:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
             self._index.remove(key, entry.model.key, entry.tokens)
             self._memory.drop(key)
-            if self._disk:
-                self._disk.drop(key)
+        return entry is not None
+
+    def _remove(self, key: str) -> None:
+        if self._leave(key) and self._disk:
+            self._disk.drop(key)
 
     def _find(self, tokens: bytes, model: ModelIdentity, e_cache_layer: int | None = None) -> Hit | None:
         if e_cache_layer is None:
@@ -373,7 +268,7 @@ class TieredStore:
                 f"no E-cache at layer {e_cache_layer} is stored for this context (there: {there}); store that edge too"
             )
         for other in dict.fromkeys(entry.model for entry in self._entries.values()):
-            if self._find(tokens, other):
+            if model.may_read(other) and self._find(tokens, other):  # nobody learns of what is another's
                 reason = difference(other, model) or "other weights, so ask for it under its own identity"
                 raise CacheError(f"this context is stored by {other}, not by {model}: {reason}")
         raise CacheError(

@@ -129,7 +129,8 @@ class AsyncEngine:
 
     Only that thread touches the engine. What others ask for is done between two steps, so a submission waits for one.
     ``failed`` turns what a step raises into what open clients are told; it may wait. ``sources``, once set, says what
-    is stored of how a prompt begins; only the engine's thread asks it. ``versions`` are variants of the model by name.
+    is stored of how a prompt to a variant begins; only the engine's thread asks it. ``versions`` are variants of the
+    model by name.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class AsyncEngine:
         self._streams: dict[int, Stream] = {}
         self._wishes: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._closed = False
-        self.sources: Callable[[Sequence[int]], KVSource | None] | None = None
+        self.sources: Callable[[Sequence[int], str], KVSource | None] | None = None
         give_back_threads()  # of who will wait from now on, for the engine's
         self._thread = threading.Thread(target=self._loop, name="firsttoken-engine", daemon=True)
         self._thread.start()
@@ -247,9 +248,9 @@ class AsyncEngine:
     ) -> None:
         if len(self._streams) >= self._most:
             raise BusyError(f"{self._most} requests are open; ask again later")
-        # what is stored is of the model itself; chances of a prompt are of tokens that are computed
-        asks = self.sources is not None and not sampling.prompt_logprobs and not variant
-        source = self.sources(prompt) if asks else None
+        # chances of a prompt are of tokens that are computed
+        asks = self.sources is not None and not sampling.prompt_logprobs
+        source = self.sources(prompt, variant) if asks else None
         version = self._versions[variant] if variant else None
         stream.request = self._engine.submit(prompt, sampling, moves=moves, source=source, version=version)
         self._streams[stream.request.number] = stream

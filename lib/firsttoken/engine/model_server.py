@@ -21,8 +21,9 @@ from firsttoken.engine.async_engine import AsyncEngine, EngineStats, Stream, Tok
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.lean.importing import uncollected
+from firsttoken.study import dtypes
 from firsttoken.study.devices import check_device
-from firsttoken.study.errors import ClosedError, FirstTokenError, StageError
+from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError, StageError
 from firsttoken.study.system.openmp import loops_on_one_core
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken.engine.model_version import ModelVersion
     from firsttoken.engine.preemptor import Recovery
+    from firsttoken.engine.request import KVSource
 
 Asked = tuple[Sequence[int], Sampling, bool, str]  # as AsyncEngine.add has them
 T = TypeVar("T")
@@ -245,6 +247,26 @@ class LoadingServer(EngineServer):
     def _go_on(self) -> None:
         """What there is to do beside serving, until it is done or the server is being closed."""
 
+    @property
+    def device(self) -> str:
+        """Where it computes, as torch calls it."""
+        return self._device
+
+    def take_prefixes(self, find: Callable[[Sequence[int], str], KVSource | None] | None, what: str) -> None:
+        """Begin requests with what ``find`` has of their prompts, by the variant asked for; nothing, where it is None.
+        ``what`` is noted. The thread that loads calls this."""
+
+        def counted(prompt: Sequence[int], variant: str) -> KVSource | None:
+            source = find(prompt, variant)
+            self._restored += source is not None
+            return source
+
+        server = self._server
+        if find is not None:
+            with suppress(RequestError):  # the server is being closed
+                server.between(lambda: setattr(server, "sources", counted))  # behind a version that was published
+        self._note(self._stages, what)
+
     def _note(self, stage: int, what: str, **more: float) -> None:
         """Remember that ``what`` happened to ``stage``, now."""
         self._events.append({"at_s": time.monotonic() - self._started_s, "stage": stage, "what": what} | more)
@@ -340,6 +362,8 @@ class LoadingServer(EngineServer):
         told."""
         from firsttoken.engine.engine import Engine
 
+        if self.limits.preemption is not None:
+            self.limits.preemption.prepare(executor, dtypes.name_of(executor.pool.shape.dtype))
         engine = Engine(executor, self.limits.engine, policy=self.limits.preemption, recovered=recovered)
         server = AsyncEngine(engine, self.limits.max_sessions, failed, versions)
         loops_on_one_core()  # layers are fused in this thread while others are computed with

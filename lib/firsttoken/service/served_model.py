@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from firsttoken.assets.checkpoint import ModelFiles, stored_dtype, weight_files
+from firsttoken.assets.checkpoint import ModelFiles, combined_sha256, stored_dtype, weight_files
 from firsttoken.assets.lock import first_line
 from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
+from firsttoken.cps.policies.measured import MeasuredCrossPoint
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.model_server import LoadingServer, ModelServer, files_alone
+from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
 from firsttoken.lean.lean_config import OtherWay, lean_config
 from firsttoken.link.shaped import Link, LinkConfig
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from firsttoken.droidspeak.source import StoredPrefix
+    from firsttoken.droidspeak.identity import ModelIdentity
     from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken.engine.model_version import ModelVersion
 
@@ -50,10 +52,11 @@ class PlainServer(LoadingServer):
         device: str,
         broken: Callable[[FirstTokenError], None],
         store: Path | None = None,
+        owner: str = "",
         variants: Mapping[str, Path] = MappingProxyType({}),
     ) -> None:
         super().__init__(limits, device, 1.0, broken)
-        self._folder, self._store, self._variants = folder, store, variants
+        self._folder, self._store, self._owner, self._variants = folder, store, owner, variants
         self._live: LiveExecutor
 
     def _read_ahead(self) -> None:
@@ -84,6 +87,11 @@ class PlainServer(LoadingServer):
             self._live = self._executor(model, torch.device(self._device))
             self._live.version.stage = 1
             versions = self._read_variants(files, model) if self._variants else {}
+        policy = self.limits.preemption
+        if isinstance(policy, MeasuredCrossPoint) and policy.measures(dtypes.name_of(self._live.pool.shape.dtype)):
+            self._release_plain()  # it measures the layers that will serve
+            for _ in self._live.version.fuse():
+                pass
         self._run(self._live, versions=versions)
         return True
 
@@ -96,29 +104,20 @@ class PlainServer(LoadingServer):
 
     def _go_on(self) -> None:
         """Open the stored prefixes, and fuse the layers."""
+        self._open_prefixes()
+        self._fuse(self._live.version, self._release_plain)
+
+    def _release_plain(self) -> None:
+        """Let the model go of its layers, which the version has, so that each is freed as it is fused."""
         from torch import nn
 
-        self._open_prefixes()
-        model = self._live.model.model
-        self._fuse(self._live.version, lambda: setattr(model, "layers", nn.ModuleList()))
+        self._live.model.model.layers = nn.ModuleList()
 
     def _open_prefixes(self) -> None:
         if self._store is None:
             return
-        try:
-            dtype = next(self._live.model.parameters()).dtype
-            find = open_prefixes(self._folder, self._store, self._device, dtype)
-        except FirstTokenError as error:
-            self._note(1, f"no stored prefixes: {first_line(error)}")
-            return
-
-        def counted(prompt: Sequence[int]) -> StoredPrefix | None:
-            source = find(prompt)
-            self._restored += source is not None
-            return source
-
-        self._server.sources = counted
-        self._note(1, "stored prefixes are used")
+        dtype, adapters = next(self._live.model.parameters()).dtype, self._variants
+        use_prefixes(self, self._store, lambda: receivers(self._folder, dtype, self._owner, adapters))
 
 
 def load_plain(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
@@ -149,36 +148,36 @@ def _loaded(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
 # Keys and values that were computed before, in a folder of KV files.
 
 
-def open_prefixes(
-    folder: Path, store: Path, device: str, dtype: torch.dtype
-) -> Callable[[Sequence[int]], StoredPrefix | None]:
-    """What finds the longest prefix of a prompt that the model in ``folder``, computing in ``dtype``, has in ``store``.
+def use_prefixes(server: LoadingServer, store: Path, who: Callable[[], Mapping[str, ModelIdentity]]) -> None:
+    """Let ``server``, whose model is whole, take from ``store`` what each of ``who`` may read, "" the model itself.
 
-    Caches of other models, and of this one in another dtype, are left alone. It hashes the weights and imports
-    transformers, which takes seconds. Raises ModelError for a folder that transformers does not know, and CacheError
-    for a store that cannot be read.
+    It hashes the weights and imports transformers, which takes seconds. What goes wrong is told of, and nothing is
+    taken.
     """
-    from transformers import AutoTokenizer
+    from firsttoken.droidspeak.prefix_finder import PrefixFinder
 
-    from firsttoken.assets.checkpoint import combined_sha256, weight_files
-    from firsttoken.assets.empty_model import build_on_meta
-    from firsttoken.droidspeak.identity import identify
-    from firsttoken.droidspeak.prefill import Group
-    from firsttoken.droidspeak.source import StoredPrefix
-    from firsttoken.droidspeak.store import KVStore
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    identity = identify(build_on_meta(folder, dtype), tokenizer, combined_sha256(weight_files(folder)))
-    stored = KVStore(store, memory_bytes=0, disk_bytes=sys.maxsize)
-    known = {"sender": identity, "receiver": identity, "group": Group(0, 0), "device": device}
-    return partial(_find, partial(StoredPrefix, stored, **known))
-
-
-def _find(source: Callable[..., StoredPrefix], prompt: Sequence[int]) -> StoredPrefix | None:
     try:
-        return source(prompt, link=Link())  # a thread reads the file, and no step waits for it
-    except FirstTokenError:  # nothing of it is stored
-        return None
+        find = PrefixFinder(store, who(), server.device)
+    except FirstTokenError as error:
+        server.take_prefixes(None, f"no stored prefixes: {first_line(error)}")
+        return
+    server.take_prefixes(find, "stored prefixes are used")
+
+
+def receivers(
+    folder: Path, dtype: torch.dtype, owner: str, variants: Mapping[str, Path] = MappingProxyType({}), weights: str = ""
+) -> dict[str, ModelIdentity]:
+    """The model in ``folder`` as "", and its ``variants`` by name, as those who ask for prefixes of ``owner``.
+
+    ``weights`` is the sha256 of the model's, where the folder's files do not say. Raises ModelError for a folder that
+    transformers does not know.
+    """
+    from firsttoken.droidspeak.identity import identify_folder
+    from firsttoken.service.variants import ADAPTER_FILES
+
+    model = identify_folder(folder, dtype, weights or combined_sha256(weight_files(folder)), owner)
+    sums = {name: combined_sha256([place / file for file in ADAPTER_FILES]) for name, place in variants.items()}
+    return {"": model} | {name: replace(model, adapters=of) for name, of in sums.items()}
 
 
 # Which of the servers it is.
@@ -196,9 +195,7 @@ def check_model(config: ServiceConfig) -> None:
     """Raises ModelError and StageError for a folder that cannot be served, or not with what ``config`` asks for."""
     staged, store = is_staged(config.folder), config.prefix_store
     if store is not None and not store.is_dir():
-        raise StageError(f"serve: there is no folder {store}; name one that a droidspeak KVStore has written")
-    if store is not None and staged:
-        raise StageError("serve: this model comes in stages, and --prefix-store is for whole ones; leave it out")
+        raise StageError(f"serve: there is no folder {store}; `firsttoken prefix put` makes one")
     if config.variants and staged:
         raise StageError("serve: this model comes in stages, and --variant is for whole ones; leave it out")
     if staged:
@@ -231,7 +228,7 @@ def serve_model(
         max_model_len=longest,
         kv_blocks=config.kv_blocks,
         engine=engine,
-        preemption=make_policy(config.preemption),
+        preemption=_preemption(config, engine),
     )
     if config.swarm:
         from firsttoken.service.over_swarm import SwarmServer
@@ -243,9 +240,24 @@ def serve_model(
         from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 
         links, options = [Link(LinkConfig(config.gbit_per_s))], {"device": config.device, "broken": broken}
-        return StagedServer(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
-    options = {"device": config.device, "store": config.prefix_store, "variants": dict(config.variants)}
+        staged = StagedServer(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
+        if (store := config.prefix_store) is not None:
+            staged.whole = lambda dtype, weights: use_prefixes(
+                staged, store, lambda: receivers(config.folder, dtype, config.prefix_owner, weights=weights)
+            )
+        return staged
+    options = {"device": config.device, "store": config.prefix_store, "owner": config.prefix_owner}
+    options |= {"variants": dict(config.variants)}
     return PlainServer(config.folder, limits, broken=broken, **options)
+
+
+def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy:
+    """The policy of ``config``; no threshold of another machine serves. Raises ProfileError for an unknown one."""
+    if config.preemption == MeasuredCrossPoint.name:
+        way = f"{config.device} in a worker" if config.worker else config.device
+        options = {"way": way, "again": config.measure_again, "whole": not is_staged(config.folder)}
+        return MeasuredCrossPoint(config.folder, engine, **options)
+    return make_policy(config.preemption, **({"start": 0} if config.preemption == "online" else {}))
 
 
 def _by_a_worker(config: ServiceConfig, limits: RequestLimits) -> ModelServer:

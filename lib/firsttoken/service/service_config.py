@@ -32,11 +32,12 @@ class ServiceConfig:
     for), more than ``max_choices`` answers to one request, and bodies that take longer than ``body_s`` seconds. A
     client that takes nothing of what is sent to it for ``stalled_s`` seconds has gone. When the service ends it takes
     nothing new, and what runs has ``grace_s`` seconds to end by itself.
-    ``scheduler``, ``preemption``, ``share_prefixes``, ``token_budget`` (None: its default) as of the engine's
-    configuration; ``kv_blocks`` None: as many as the limits ask for. ``prefix_store`` is a folder of KV files of a
-    model that is not staged. ``variants`` (a name and a folder each) are LoRA adapters on such a model, which requests
-    choose by name. The replicas run on the Ray ``cluster`` at that address, or on this machine. With an
-    ``api_key`` nobody else is served.
+    ``scheduler``, ``share_prefixes``, ``token_budget`` (None: its default) as of the engine's configuration, and
+    ``preemption`` but for "cross_point", whose costs are this machine's: measured at the first start of a whole model,
+    and at this one with ``measure_again``. ``kv_blocks`` None: as many as the limits ask for. ``prefix_store`` is a
+    folder of KV files, of which those of everybody and of ``prefix_owner`` are read. ``variants`` (a name and a folder
+    each) are LoRA adapters on a model that is not staged, which requests choose by name. The replicas run on the Ray
+    ``cluster`` at that address, or on this machine. With an ``api_key`` nobody else is served.
 
     With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends here; who is silent for
     ``swarm_step_s`` seconds is replaced. ``swarm_token_file`` and ``swarm_tls_ca`` as the swarm's own commands have
@@ -55,9 +56,11 @@ class ServiceConfig:
     device: str = "cpu"
     scheduler: str = "sarathi"
     preemption: str = "recompute"
+    measure_again: bool = False
     share_prefixes: bool = False
     token_budget: int | None = None
     prefix_store: Path | None = None
+    prefix_owner: str = ""
     variants: tuple[tuple[str, Path], ...] = ()
     kv_blocks: int | None = None
     max_running: int = 64
@@ -85,6 +88,10 @@ class ServiceConfig:
         for key in ("replicas", "max_running", *lengths, "max_choices", "threads"):
             if (value := getattr(self, key)) is not None and value < 1:
                 raise StageError(f"serve: {key} must be 1 or more, not {getattr(self, key)}")
+        if self.prefix_owner and self.prefix_store is None:
+            raise StageError("serve: --prefix-owner is for --prefix-store; add that, or leave it out")
+        if self.measure_again and self.preemption != "cross_point":
+            raise StageError("serve: --measure-again is for --preemption cross_point; add that, or leave it out")
         if self.swarm and (self.replicas > 1 or self.preemption != "recompute" or self.gbit_per_s):
             raise StageError("serve: with --swarm leave --replicas, --preemption and --gbit-per-s out")
         if self.worker and (self.swarm or self.gbit_per_s):

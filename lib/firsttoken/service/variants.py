@@ -3,7 +3,7 @@ requests of all (S-LoRA, arXiv:2311.03285, and Punica, arXiv:2310.18547, do this
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -17,26 +17,45 @@ from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter, wit
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes
 
+ADAPTER_FILES = CONFIG, WEIGHTS
 MOST_BYTES = 4 * 2**30  # of an adapter's weights
 
 
 def read_variants(folders: Mapping[str, Path], files: ModelFiles, device: str) -> dict[str, Adapter]:
-    """The adapters in ``folders``, as PEFT writes them, by the variant's name.
+    """The adapters in ``folders`` by the variant's name. Raises StageError as :func:`read_fitting`."""
+    return {
+        name: read_fitting(f"--variant {name}", f"of the variant {name}", folder, files, device)
+        for name, folder in folders.items()
+    }
+
+
+def read_fitting(option: str, name: str, folder: Path, files: ModelFiles, device: str) -> Adapter:
+    """The adapter in ``folder``, as PEFT writes it, which ``option`` has named; ``name`` is for errors.
 
     Raises StageError for a folder that holds none, and for an adapter whose recipe.json names another base than the
     model of ``files``. An adapter without a recipe is held against the shapes of the model alone.
     """
-    adapters = {}
-    for name, folder in folders.items():
-        with blaming(folder, StageError, f"name a folder with {CONFIG} and {WEIGHTS} for --variant {name}"):
-            content = [read_bytes(folder / CONFIG, 2**20), read_bytes(folder / WEIGHTS, MOST_BYTES)]
-        if (folder / RECIPE).is_file() and (base := made_from(folder, TunedFrom).base_sha256) != files.sha256:
-            raise StageError(
-                f"--variant {name}: its adapter was trained on the base {base[:12]}, and {files.folder.name} is "
-                f"{files.sha256[:12]}; name an adapter of this model"
-            )
-        adapters[name] = parse_adapter(f"of the variant {name}", *content, device)
-    return adapters
+    with blaming(folder, StageError, f"name a folder with {CONFIG} and {WEIGHTS} for {option}"):
+        content = [read_bytes(folder / CONFIG, 2**20), read_bytes(folder / WEIGHTS, MOST_BYTES)]
+    if (folder / RECIPE).is_file() and (base := made_from(folder, TunedFrom).base_sha256) != files.sha256:
+        raise StageError(
+            f"{option}: its adapter was trained on the base {base[:12]}, and {files.folder.name} is "
+            f"{files.sha256[:12]}; name an adapter of this model"
+        )
+    return parse_adapter(name, *content, device)
+
+
+def adapted_layers(layers: Sequence[nn.Module], adapter: Adapter) -> list[nn.Module]:
+    """``layers`` of a model with ``adapter``, of shared weights. Raises StageError for one that does not fit."""
+    if odd := sorted(number for number in adapter.layers if number >= len(layers)):
+        raise StageError(
+            f"adapter {adapter.name} is for layer {odd[-1]}, and this model has {len(layers)}; name one that was "
+            "trained on it"
+        )
+    return [
+        with_adapter(layer, adapter.layers[number]) if number in adapter.layers else layer
+        for number, layer in enumerate(layers)
+    ]
 
 
 class SharedBase(ModelVersion):
@@ -49,15 +68,7 @@ class SharedBase(ModelVersion):
     def variant(self, model: nn.Module, adapter: Adapter) -> ModelVersion:
         """What ``model``, whose layers this is, is with ``adapter``. Raises StageError for one that does not fit."""
         (segment,) = self.decoder.segments
-        if odd := sorted(number for number in adapter.layers if number >= len(segment.modules)):
-            raise StageError(
-                f"adapter {adapter.name} is for layer {odd[-1]}, and this model has {len(segment.modules)}; name one "
-                "that was trained on it"
-            )
-        layers = [
-            with_adapter(layer, adapter.layers[number]) if number in adapter.layers else layer
-            for number, layer in enumerate(segment.modules)
-        ]
+        layers = adapted_layers(segment.modules, adapter)
         version = ModelVersion(Decoder(model, [LocalSegment(layers)]), stage=1, base=self)
         self._variants.append((version, adapter))
         return version

@@ -26,18 +26,21 @@ class WorkerServer(StaticServer):
         stored = getattr(torch, stored_dtype(config.folder))
         files = weight_files(config.folder)
         weights = sum(file.stat().st_size for file in files)
+        dtype = dtypes.name_of(dtypes.serving(dtypes.AUTO, stored, config.device))
         self._executor = RemoteExecutor(
             WorkerConfig(
                 str(config.folder),
                 limits.blocks,
                 block_tokens=BLOCK_TOKENS,
                 host_blocks=limits.host_blocks,
-                dtype=dtypes.name_of(dtypes.serving(dtypes.AUTO, stored, config.device)),
+                dtype=dtype,
                 device=config.device,
                 threads=torch.get_num_threads(),
                 weights=seen(files),
             )
         )
+        if limits.preemption is not None:
+            limits.preemption.prepare(self._executor, dtype)
         engine = Engine(self._executor, limits.engine, policy=limits.preemption)
         super().__init__(engine, limits, self._executor.close, weights)
 

@@ -6,9 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from firsttoken.study.errors import RequestError
+
+if TYPE_CHECKING:
+    from firsttoken.engine.executor import Executor
 
 
 class Action(StrEnum):
@@ -45,6 +48,12 @@ class PreemptionPolicy(ABC):
     @abstractmethod
     def choose(self, tokens: int, now_s: float) -> Action:
         """How a victim that holds the keys and values of ``tokens`` tokens shall come back."""
+
+    def prepare(self, executor: Executor, dtype: str) -> None:  # noqa: B027 - most policies need nothing
+        """Get ready, in seconds if need be, before the first request of a service runs; the default needs nothing.
+
+        ``executor`` will run the requests, in ``dtype``, and runs none yet.
+        """
 
     def observe(self, seen: Observation) -> None:  # noqa: B027 - a static policy learns nothing
         """Learn from a cost; the default learns nothing."""

@@ -28,6 +28,8 @@ from firsttoken.study.errors import ClosedError, FirstTokenError
 from firsttoken.study.system.cgroup_limits import free_memory_bytes
 
 if TYPE_CHECKING:  # imported by the thread that loads, while requests are already taken
+    import torch
+
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import MetaModel
     from firsttoken.progressiveserve.loading.views import StageView
@@ -54,6 +56,11 @@ class StageLoader:
     def bytes_moved(self) -> int:
         """Bytes that came over all links, those of failed attempts included."""
         return sum(link.bytes_moved for link in self._links)
+
+    @property
+    def source_sha256(self) -> str:
+        """The sha256 of the weights that were staged; "" where nobody knows it."""
+        return self._manifest.source_sha256 or ""
 
     @property
     def merges(self) -> bool:
@@ -175,6 +182,8 @@ class StagedServer(LoadingServer):
         self._told = threading.Event()  # the status says what the clients are about to hear
         self._last: StagedModelVersion  # that was made; stage 1 makes the first
         self._fused: FusedBeside = {}
+        self.whole: Callable[[torch.dtype, str], None] | None = None
+        """Called by the thread that loads, with dtype and sha256 of the weights, once the last stage serves."""
 
     def close(self) -> None:
         with self._change:
@@ -218,8 +227,13 @@ class StagedServer(LoadingServer):
         if last < self._stages:
             self._fuse_beside()
         if all(self._bring(stage) for stage in range(2, last + 1)) and last == self._stages:
+            self._tell_whole()
             self._fused.clear()  # it holds plain layers, whose memory is given back one by one
             self._fuse(self._last, self._loader.meta_model.release)  # once the last stage has taken over
+
+    def _tell_whole(self) -> None:
+        if self.whole is not None and not self._closing.is_set():
+            self.whole(self._loader.meta_model.dtype, self._loader.source_sha256)
 
     def _bring(self, stage: int) -> bool:
         """Whether ``stage`` came before the server was closed."""

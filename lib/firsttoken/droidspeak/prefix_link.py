@@ -1,0 +1,245 @@
+"""Stored prefixes over HTTP: one replica serves its store, and another copies what it may read into its own.
+
+A file is believed once its header, its name and the sha256 of each of its tensors agree, and not seen by anybody
+before. That finds bytes that were changed on the way; that a peer computed what it says nobody can tell, so copy from
+one that you trust. The standard library only, and safetensors files alone are moved.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Annotated
+
+from firsttoken.droidspeak.kvfile import file_name, read_header, read_piece
+from firsttoken.droidspeak.store import KVStore
+from firsttoken.link.shaped import Link
+from firsttoken.study.errors import CacheError, LinkError, StorageError
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.schema import at_least, digits, shaped
+from firsttoken.study.storage import refusal
+
+LIST = "/prefixes"
+PATIENCE_S = 30.0  # without a byte
+_FILE = re.compile(r"/prefixes/([0-9a-f]{32})")
+_MOST_LISTED = 1 << 24  # bytes of a list; a line of it has 100
+_PIECE = 256 << 10
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A prefix of ``tokens`` tokens whose file has ``nbytes``; ``model`` is the key of who computed it."""
+
+    key: Annotated[str, digits(32)]
+    model: Annotated[str, digits(16)]
+    owner: str
+    tokens: Annotated[int, at_least(1)]
+    nbytes: Annotated[int, at_least(1)]
+
+
+class PrefixServer(ThreadingHTTPServer):
+    """Serves the prefixes of ``store`` over ``link`` on ``host`` and ``port`` (0: one that is free).
+
+    Whoever asks reads what has no owner. With one of the ``readers``' tokens, by the owner's name, it reads that
+    owner's, too. Raises LinkError where the port cannot be had.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self, store: KVStore, link: Link, readers: Mapping[str, str], host: str = "127.0.0.1", port: int = 0
+    ) -> None:
+        self.store, self.link, self._readers = store, link, dict(readers)
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise LinkError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
+
+    @property
+    def address(self) -> str:
+        """What its clients are told."""
+        return f"http://{self.server_address[0]}:{self.server_address[1]}"
+
+    def offered(self, authorization: str) -> dict[str, tuple[Offer, Path]]:
+        """The prefixes that a client with this header may read, by key. Raises LinkError for a token that is none."""
+        owners = {""}
+        if authorization:
+            given = authorization.removeprefix("Bearer ").strip().encode()
+            mine = [name for name, token in self._readers.items() if hmac.compare_digest(token.encode(), given)]
+            if not mine:
+                raise LinkError("the token is none of a reader's")
+            owners.update(mine)
+        self.store.refresh()
+        return {
+            file.entry.key: (Offer(file.entry.key, model.key, model.owner, file.entry.length, file.nbytes), file.path)
+            for file in self.store.files
+            if (model := file.entry.model).owner in owners
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PrefixServer
+    protocol_version = "HTTP/1.1"
+    timeout = PATIENCE_S
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads a line a request."""
+
+    def do_GET(self) -> None:
+        try:
+            offered = self.server.offered(self.headers.get("Authorization", ""))
+        except LinkError as error:
+            self.send_error(401, str(error))
+            return
+        found = _FILE.fullmatch(self.path)
+        if self.path == LIST:
+            body = json.dumps([vars(offer) for offer, _ in offered.values()]).encode()
+            self._head(len(body), "application/json")
+            self.wfile.write(body)
+        elif found and found.group(1) in offered:
+            self._send(offered[found.group(1)][1])
+        else:  # what is another's is not there
+            self.send_error(404)
+
+    def _head(self, size: int, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(size))
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+
+    def _send(self, path: Path) -> None:
+        try:
+            file = path.open("rb", buffering=0)  # who has it open reads all of it, even if it is dropped now
+        except OSError:
+            self.send_error(404)
+            return
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            self._head(size, "application/octet-stream")
+            buffer = memoryview(bytearray(min(_PIECE, size)))
+            try:
+                for offset in range(0, size, _PIECE):
+                    piece = buffer[: min(_PIECE, size - offset)]
+                    self.server.link.read_into(file.fileno(), piece, offset)
+                    self.wfile.write(piece)
+            except (OSError, LinkError):  # the reader has gone, or the file was cut: hang up
+                self.close_connection = True
+
+
+class Peer:
+    """The server at ``address`` (http://HOST:PORT or HOST:PORT), asked with ``token`` ("" without)."""
+
+    def __init__(self, address: str, token: str = "") -> None:
+        self.address = address if "://" in address else f"http://{address}"
+        if not re.fullmatch(r"http://[^/?#@\s]+:\d{1,5}", self.address):
+            raise LinkError(f"{address[:80]!r} is no address of a server of prefixes, such as 127.0.0.1:8010")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def offers(self) -> list[Offer]:
+        """What may be read there. Raises LinkError where nobody answers, or with no such list."""
+        with self._opened(LIST) as answer:
+            body = answer.read(_MOST_LISTED + 1)
+        try:
+            if len(body) > _MOST_LISTED:
+                raise Damaged(f"it has more than {_MOST_LISTED:,} bytes")
+            return list(shaped(tuple[Offer, ...], parse_json(body)))
+        except ValueError as error:
+            raise LinkError(f"{self.address} does not answer as a server of prefixes: {error}") from error
+
+    def fetch(self, offer: Offer, folder: Path) -> int:
+        """Bring the file of ``offer`` into ``folder``, whole and with all hashes right, or not at all; its bytes.
+
+        Raises LinkError for one that is none of what was offered, and StorageError for a disk that is full.
+        """
+        # The temporary name is none of a KV file's. The file's own name is held against what it says, so it is checked
+        # in a folder of its own.
+        try:
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".pull-") as work:
+                path = Path(work) / file_name(offer.key)
+                self._copy(offer, path)
+                try:
+                    _check(offer, path)
+                except CacheError as error:
+                    raise LinkError(f"{self.address} sent prefix {offer.key}, which is not kept: {error}") from error
+                path.chmod(0o644)
+                path.replace(folder / path.name)
+        except OSError as error:
+            if (told := refusal(error, folder)) is None:
+                raise LinkError(f"prefix {offer.key} was not copied: {error}") from error
+            raise StorageError(told) from error
+        return offer.nbytes
+
+    def _copy(self, offer: Offer, path: Path) -> None:
+        with self._opened(f"{LIST}/{offer.key}") as answer, path.open("wb") as file:
+            if answer.length != offer.nbytes:
+                raise LinkError(f"{self.address} offered {offer.nbytes:,} bytes of {offer.key}, and has others")
+            try:
+                shutil.copyfileobj(answer, file, _PIECE)
+            except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
+                raise LinkError(f"{self.address} broke off in prefix {offer.key}: {error}") from error
+
+    def _opened(self, path: str) -> http.client.HTTPResponse:
+        request = urllib.request.Request(self.address + path, headers=self._headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+        try:
+            return opener.open(request, timeout=PATIENCE_S)
+        except urllib.error.HTTPError as error:
+            told = {401: "it does not know the token", 404: "the prefix is gone"}.get(
+                error.code, f"status {error.code}"
+            )
+            raise LinkError(f"{self.address}: {told}") from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise LinkError(f"no prefixes from {self.address}: {getattr(error, 'reason', error)}") from error
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """A server that sends its readers elsewhere is not followed."""
+
+
+def _check(offer: Offer, path: Path) -> None:
+    """Raises CacheError for a file whose name, header or hashes are not right, or of another model or owner."""
+    if path.stat().st_size != offer.nbytes:
+        raise CacheError(f"it has {path.stat().st_size:,} bytes, and {offer.nbytes:,} were offered")
+    file = read_header(path)
+    model = file.entry.model
+    if (model.key, model.owner, file.entry.length) != (offer.model, offer.owner, offer.tokens):
+        raise CacheError("it is of another model, owner or length than was offered")
+    with path.open("rb") as opened:
+        for span in file.spans.values():
+            read_piece(opened.fileno(), span)
+
+
+def pull(peer: Peer, store: Path, most_bytes: int) -> tuple[list[Offer], list[str]]:
+    """Copy what ``peer`` offers and ``store`` lacks, as long as all of the store has at most ``most_bytes``; what was
+    copied, and why others were not. Raises LinkError where the peer does not answer, and StorageError."""
+    store.mkdir(parents=True, exist_ok=True)
+    held = KVStore(store, memory_bytes=0, disk_bytes=sys.maxsize)  # which drops nothing
+    used, there = held.used[1], {file.entry.key for file in held.files}
+    copied, left = [], []
+    for offer in peer.offers():
+        if offer.key in there:
+            continue
+        if used + offer.nbytes > most_bytes:
+            room = max(0, most_bytes - used)
+            left.append(f"{offer.key} has {offer.nbytes:,} bytes, and the store has room for {room:,}")
+            continue
+        try:
+            used += peer.fetch(offer, store)
+            copied.append(offer)
+        except LinkError as error:  # the others may be right
+            left.append(str(error))
+    return copied, left
