@@ -22,7 +22,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken.engine": (8235, 16, 8.5),  # layers with adapters in kernels, 360 lines; mixtures and several GPUs, 245
     "firsttoken.lean": (620, 4, 7.6),
     "firsttoken.link": (430, 2, 7),
-    "firsttoken.petals": (6110, 8, 9.6),
+    "firsttoken.petals": (6025, 8, 9.6),
     "firsttoken.progressiveserve": (4710, 8, 10.5),  # stages fused with their adapters
     "firsttoken.sarathi": (505, 2, 12.5),  # a card with a model on it; lengths fitted to what a paper states
     "firsttoken.service": (3140, 8, 10.5),  # variants of a model
@@ -30,6 +30,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken_extras": (100, 1, 15),
     "firsttoken_extras.bitplanes": (1360, 6, 10),
     "firsttoken_extras.layer_borrowing": (495, 3, 12),
+    "firsttoken_extras.min_move_rebalancing": (95, 1, 8.5),
     "firsttoken_extras.vllm_cross_point": (345, 3, 12.5),
     "firsttoken_extras.worker": (865, 3, 13),
     "firsttoken_studies": (1930, 4, 9.5),

@@ -43,6 +43,7 @@ RENAMED = {  # the longest that a name begins with counts
     "firsttoken.petals.ending": "firsttoken.petals.fairness",
     "firsttoken.petals.int8_checkpoint": "firsttoken.petals.checkpoint_blocks",
     "firsttoken.petals.limits": "firsttoken.petals.session",
+    "firsttoken.petals.min_move_rebalancing": "firsttoken_extras.min_move_rebalancing.rule",
     "firsttoken.petals.shares": "firsttoken.petals.fairness",
     "firsttoken.petals.trust.evidence": "firsttoken.petals.trust.commitments",
     "firsttoken.service.over_worker": "firsttoken_extras.worker.worker_server",
