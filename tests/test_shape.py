@@ -26,14 +26,14 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken.progressiveserve": (4710, 8, 10.5),  # stages fused with their adapters
     "firsttoken.sarathi": (505, 2, 12.5),  # a card with a model on it; lengths fitted to what a paper states
     "firsttoken.service": (3140, 8, 10.5),  # variants of a model
-    "firsttoken.study": (6680, 9, 10),  # rows that open a report
+    "firsttoken.study": (6645, 8, 9.5),  # rows that open a report
     "firsttoken_extras": (100, 1, 15),
     "firsttoken_extras.bitplanes": (1360, 6, 10),
     "firsttoken_extras.layer_borrowing": (495, 3, 12),
     "firsttoken_extras.min_move_rebalancing": (95, 1, 8.5),
     "firsttoken_extras.vllm_cross_point": (345, 3, 12.5),
     "firsttoken_extras.worker": (865, 3, 13),
-    "firsttoken_studies": (1930, 4, 9.5),
+    "firsttoken_studies": (1955, 4, 9),
     "firsttoken_studies.combined": (2285, 3, 13.5),  # the other reports on GPUs, cold starts among them
     "firsttoken_studies.cps": (1960, 4, 10.5),
     "firsttoken_studies.droidspeak": (4390, 7, 10),
