@@ -22,7 +22,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken.engine": (8235, 16, 8.5),  # layers with adapters in kernels, 360 lines; mixtures and several GPUs, 245
     "firsttoken.lean": (620, 4, 7.6),
     "firsttoken.link": (430, 2, 7),
-    "firsttoken.petals": (6025, 8, 9.6),
+    "firsttoken.petals": (6030, 8, 9.7),
     "firsttoken.progressiveserve": (4710, 8, 10.5),  # stages fused with their adapters
     "firsttoken.sarathi": (505, 2, 12.5),  # a card with a model on it; lengths fitted to what a paper states
     "firsttoken.service": (3140, 8, 10.5),  # variants of a model
@@ -45,7 +45,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken_studies.trying": (480, 2, 17),
 }
 LONGEST = 400  # lines of a file; a study that would be longer is measured in one and drawn in another
-SHORTER_THAN_60 = 76  # files of the library, which is a concept that hardly deserves one
+SHORTER_THAN_60 = 75  # files of the library, which is a concept that hardly deserves one
 NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no part of it
     "firsttoken.droidspeak.tiered_store": "more than 400 lines together",
     "firsttoken.options": "more than 400 lines together",

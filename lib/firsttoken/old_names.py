@@ -42,7 +42,6 @@ RENAMED = {  # the longest that a name begins with counts
     "firsttoken.petals.cover": "firsttoken.petals.routing",
     "firsttoken.petals.ending": "firsttoken.petals.fairness",
     "firsttoken.petals.int8_checkpoint": "firsttoken.petals.checkpoint_blocks",
-    "firsttoken.petals.limits": "firsttoken.petals.session",
     "firsttoken.petals.min_move_rebalancing": "firsttoken_extras.min_move_rebalancing.rule",
     "firsttoken.petals.shares": "firsttoken.petals.fairness",
     "firsttoken.petals.trust.evidence": "firsttoken.petals.trust.commitments",
