@@ -13,7 +13,7 @@ from services import free_port, write_plain
 from swarms import Here
 
 from firsttoken.__main__ import main
-from firsttoken.petals.int8_checkpoint import write_8_bits
+from firsttoken.petals.checkpoint_blocks import write_8_bits
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import StageError, SwarmError
