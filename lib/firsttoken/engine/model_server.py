@@ -249,7 +249,7 @@ class LoadingServer(EngineServer):
 
     @property
     def device(self) -> str:
-        """Where it computes, as torch calls it."""
+        """The device that computes, as torch names it."""
         return self._device
 
     def take_prefixes(self, find: Callable[[Sequence[int], str], KVSource | None] | None, what: str) -> None:
