@@ -210,7 +210,8 @@ def test_what_nobody_can_decide_ends_the_answer_or_takes_another_chain(here, cli
     look(model, honest, liar)
     with pytest.raises(SwarmError, match=r"4 of 4 audits of .* showed nothing \(the last: .*\), and nobody else has"):
         said_by(model, one, 40)
-    assert [server for server, _ in model.chain.faults] == [liar.record.server]  # another chain was tried first
+    (left,) = [server for server, _ in model.chain.faults]  # whichever was asked first: then the other was tried
+    assert left in (liar.record.server, honest.record.server)
     assert model.chain.auditor.ends == {INCONCLUSIVE: 8} and model.swarm.convicted == set()
 
 

@@ -84,7 +84,6 @@ def test_a_store_of_prefixes_that_is_none(plain, tiny, tmp_path, port):
     for absent in (tmp_path / "absent", tmp_path / "file"):
         error = refusal(ServiceConfig(plain, prefix_store=absent, port=port))
         assert isinstance(error, StageError) and f"there is no folder {absent}" in str(error)
-    assert "comes in stages" in str(refusal(ServiceConfig(tiny, prefix_store=tmp_path, port=port)))
 
 
 def test_no_ray(tiny, port, monkeypatch):
