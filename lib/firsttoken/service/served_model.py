@@ -17,7 +17,7 @@ from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.measured import MeasuredCrossPoint
 from firsttoken.engine.engine_config import EngineConfig
-from firsttoken.engine.model_server import LoadingServer, ModelServer, files_alone
+from firsttoken.engine.model_server import EngineServer, LoadingServer, ModelServer, files_alone
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
 from firsttoken.lean.lean_config import OtherWay, lean_config
@@ -116,8 +116,8 @@ class PlainServer(LoadingServer):
     def _open_prefixes(self) -> None:
         if self._store is None:
             return
-        dtype, adapters = next(self._live.model.parameters()).dtype, self._variants
-        use_prefixes(self, self._store, lambda: receivers(self._folder, dtype, self._owner, adapters))
+        dtype, who = next(self._live.model.parameters()).dtype, (self._owner, self._variants)
+        self._note(1, use_prefixes(self, self._store, lambda: receivers(self._folder, dtype, *who), self._device))
 
 
 def load_plain(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
@@ -148,20 +148,24 @@ def _loaded(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
 # Keys and values that were computed before, in a folder of KV files.
 
 
-def use_prefixes(server: LoadingServer, store: Path, who: Callable[[], Mapping[str, ModelIdentity]]) -> None:
-    """Let ``server``, whose model is whole, take from ``store`` what each of ``who`` may read, "" the model itself.
-
-    It hashes the weights and imports transformers, which takes seconds. What goes wrong is told of, and nothing is
-    taken.
-    """
+def use_prefixes(
+    server: EngineServer,
+    store: Path,
+    who: Callable[[], Mapping[str, ModelIdentity]],
+    device: str,
+    *,
+    others: bool = True,
+) -> str:
+    """Let ``server``, whose model is whole, take from ``store`` what each of ``who`` may read, "" the model itself;
+    also what ``others`` have computed. Return what came of it: what goes wrong, with nothing taken, or that they are
+    used. It hashes the weights and imports transformers, which takes seconds."""
     from firsttoken.droidspeak.prefix_finder import PrefixFinder
 
     try:
-        find = PrefixFinder(store, who(), server.device)
+        server.take_prefixes(PrefixFinder(store, who(), device, others))
     except FirstTokenError as error:
-        server.take_prefixes(None, f"no stored prefixes: {first_line(error)}")
-        return
-    server.take_prefixes(find, "stored prefixes are used")
+        return f"no stored prefixes: {first_line(error)}"
+    return "stored prefixes are used"
 
 
 def receivers(
@@ -196,8 +200,7 @@ def check_model(config: ServiceConfig) -> None:
     staged, store = is_staged(config.folder), config.prefix_store
     if store is not None and not store.is_dir():
         raise StageError(f"serve: there is no folder {store}; `firsttoken prefix put` makes one")
-    if config.variants and staged:
-        raise StageError("serve: this model comes in stages, and --variant is for whole ones; leave it out")
+    config.check_pairs(staged)
     if staged:
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
@@ -243,7 +246,10 @@ def serve_model(
         staged = StagedServer(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
         if (store := config.prefix_store) is not None:
             staged.whole = lambda dtype, weights: use_prefixes(
-                staged, store, lambda: receivers(config.folder, dtype, config.prefix_owner, weights=weights)
+                staged,
+                store,
+                lambda: receivers(config.folder, dtype, config.prefix_owner, weights=weights),
+                config.device,
             )
         return staged
     options = {"device": config.device, "store": config.prefix_store, "owner": config.prefix_owner}
@@ -261,9 +267,7 @@ def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy
 
 
 def _by_a_worker(config: ServiceConfig, limits: RequestLimits) -> ModelServer:
-    """Raises StageError where a worker, or what it needs, is not installed, and for a staged folder."""
-    if is_staged(config.folder):
-        raise StageError(f"serve: {config.folder} comes in stages, and a worker hosts whole models; leave --worker out")
+    """Raises StageError where a worker, or what it needs, is not installed."""
     try:
         server = extension("SERVERS", "worker")
     except KeyError as error:

@@ -15,10 +15,11 @@ import torch
 import zmq
 
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.request import Request, ScheduledChunk
+from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import pass_over
 from firsttoken.engine.swap.block_copier import Movement
 from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.study.dtypes import named
 from firsttoken.study.parsing.schema import shaped
 from firsttoken_extras.worker.forkserver import FORKS
 from firsttoken_extras.worker.worker_config import WorkerConfig
@@ -27,6 +28,7 @@ from firsttoken_extras.worker.worker_messages import (
     ChunkMessage,
     WorkerOrder,
     WorkerReply,
+    blocks_of,
     order_of,
     pack,
     sampling_of,
@@ -42,7 +44,12 @@ class WorkerExecutor:
         self.executor = executor
         self._known: dict[int, Request] = {}
         self._moving: dict[int, Movement] = {}
-        self._orders: dict[str, Callable[..., Any]] = {"out": self._out, "in": self._in, "arrived": self._arrived}
+        self._orders: dict[str, Callable[..., Any]] = {
+            "out": self._out,
+            "in": self._in,
+            "arrived": self._arrived,
+            "fill": self._fill,
+        }
 
     def handle(self, order: WorkerOrder) -> Any:
         """The content of the answer. Raises what goes wrong."""
@@ -91,6 +98,12 @@ class WorkerExecutor:
         request.host, request.blocks = Span(start, count), blocks
         self._moving[number] = self.executor.swap_in(request)
         return self._arrived(number, False)
+
+    def _fill(self, blocks: list[int], layer: int, shape: list[int], dtype: str, content: bytes) -> None:
+        request = Request(0, [0], Sampling(1), 0.0)  # which has these blocks, and is not known here yet
+        request.blocks = blocks_of(blocks, self.executor.blocks)
+        kv = torch.frombuffer(bytearray(content), dtype=named(dtype)).view(shape)
+        self.executor.fill(request, layer, kv)
 
     def _arrived(self, number: int, wait: bool) -> tuple[Any, ...] | None:
         if not (wait or self._moving[number].done):

@@ -91,6 +91,13 @@ def works_of(content: Any, blocks: int) -> list[ChunkMessage]:
         raise WorkerError(f"a step cannot be read: {error}") from error
 
 
+def blocks_of(content: Any, blocks: int) -> list[int]:
+    """Numbers of blocks of a pool of ``blocks``. Raises WorkerError for what is none: keys and values go there."""
+    if not (isinstance(content, list) and all(type(one) is int and 0 <= one < blocks for one in content)):
+        raise WorkerError(f"blocks {str(content)[:80]} are none of a pool of {blocks}")
+    return content
+
+
 def sampling_of(told: Sequence[Any]) -> Sampling:
     """The sampling that ``sampling_told`` has told."""
     return Sampling(*told[:3], tuple(told[3]), *told[4:])

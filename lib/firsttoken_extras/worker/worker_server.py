@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from firsttoken.assets.held import seen
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.model_server import StaticServer
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
+from firsttoken.service.served_model import receivers, use_prefixes
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes
 from firsttoken.study.devices import check_device
@@ -39,11 +43,24 @@ class WorkerServer(StaticServer):
                 weights=seen(files),
             )
         )
-        if limits.preemption is not None:
-            limits.preemption.prepare(self._executor, dtype)
+        self._told: list[dict[str, Any]] = []
+        if limits.preemption is not None and (told := limits.preemption.prepare(self._executor, dtype)):
+            print(f"firsttoken: {told}", file=sys.stderr, flush=True)
+            self._note(told)
         engine = Engine(self._executor, limits.engine, policy=limits.preemption)
         super().__init__(engine, limits, self._executor.close, weights)
+        if config.prefix_store is not None:
+            threading.Thread(target=self._use_prefixes, args=(config, getattr(torch, dtype)), daemon=True).start()
 
     def status(self) -> dict[str, Any]:
-        """One stage that is there, and how many workers were lost."""
-        return super().status() | {"workers_lost": self._executor.lost}
+        """One stage that is there, how many workers were lost, and how many requests began with a stored prefix."""
+        more = {"workers_lost": self._executor.lost, "restored": self._restored, "events": list(self._told)}
+        return super().status() | more
+
+    def _note(self, what: str) -> None:
+        self._told.append({"stage": 1, "what": what})
+
+    def _use_prefixes(self, config: ServiceConfig, dtype: torch.dtype) -> None:
+        """Those of the model itself: no layer of a worker's is computed again alone."""
+        who = partial(receivers, config.folder, dtype, config.prefix_owner)
+        self._note(use_prefixes(self, config.prefix_store, who, "cpu", others=False))

@@ -182,8 +182,9 @@ class StagedServer(LoadingServer):
         self._told = threading.Event()  # the status says what the clients are about to hear
         self._last: StagedModelVersion  # that was made; stage 1 makes the first
         self._fused: FusedBeside = {}
-        self.whole: Callable[[torch.dtype, str], None] | None = None
-        """Called by the thread that loads, with dtype and sha256 of the weights, once the last stage serves."""
+        self.whole: Callable[[torch.dtype, str], str] | None = None
+        """Called by the thread that loads, with dtype and sha256 of the weights, once the last stage serves; what it
+        returns is an event."""
 
     def close(self) -> None:
         with self._change:
@@ -227,13 +228,10 @@ class StagedServer(LoadingServer):
         if last < self._stages:
             self._fuse_beside()
         if all(self._bring(stage) for stage in range(2, last + 1)) and last == self._stages:
-            self._tell_whole()
+            if self.whole is not None and not self._closing.is_set():
+                self._note(last, self.whole(self._loader.meta_model.dtype, self._loader.source_sha256))
             self._fused.clear()  # it holds plain layers, whose memory is given back one by one
             self._fuse(self._last, self._loader.meta_model.release)  # once the last stage has taken over
-
-    def _tell_whole(self) -> None:
-        if self.whole is not None and not self._closing.is_set():
-            self.whole(self._loader.meta_model.dtype, self._loader.source_sha256)
 
     def _bring(self, stage: int) -> bool:
         """Whether ``stage`` came before the server was closed."""
