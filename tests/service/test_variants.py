@@ -240,9 +240,9 @@ def test_a_service_has_each_variant_under_its_name(plain, plain_adapters) -> Non
         (
             ("qa",),
             {"worker": True},
-            "--variant needs a model that this process computes; leave --worker and --swarm",
+            "--worker does not go with --variant: a worker's process hosts one model; leave one of them out",
         ),
-        (("qa",), {"swarm": ("127.0.0.1:1",)}, "leave --worker and --swarm out"),
+        (("qa",), {"swarm": ("127.0.0.1:1",)}, "--swarm does not go with --variant: its servers compute"),
     ],
 )
 def test_what_cannot_be_served_is_refused(plain, names, more, message: str) -> None:
@@ -254,7 +254,7 @@ def test_what_cannot_be_served_is_refused(plain, names, more, message: str) -> N
 def test_a_model_that_comes_in_stages_has_no_variants(tiny, plain_adapters) -> None:
     from firsttoken.service.served_model import check_model
 
-    with pytest.raises(StageError, match="comes in stages, and --variant is for whole ones; leave it out"):
+    with pytest.raises(StageError, match="--variant does not go with a model in stages: an adapter is of the whole"):
         check_model(ServiceConfig(tiny, variants=tuple(plain_adapters.items())))
 
 
