@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from firsttoken import __version__, option_values
-from firsttoken.study.extensions import commands as commands_of_extensions
+from firsttoken.study import extensions
 
 _WHAT = (
     "Five research reports on serving language models: their figures, their measurements and a server, on one machine."
@@ -68,7 +68,7 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
     )
     serve.add_argument(
         "--rebalance-by",
-        choices=("paper", "fewest-moves"),
+        choices=("paper", *extensions.registered("REBALANCING")),
         default="paper",
         help="the rule of that check: paper moves a server when the swarm would then gain a third; fewest-moves plans"
         " the fewest moves that gain a fiftieth, and moves only the servers in that plan (default: paper)",
@@ -222,7 +222,7 @@ def _add_audits(added: argparse._ActionsContainer, prefix: str, first: str) -> N
 
 Command = Callable[[argparse.Namespace], int]
 
-EXTENSIONS = commands_of_extensions()  # packages of their own: the library serves without them, and imports none
+EXTENSIONS = extensions.commands()  # packages of their own: the library serves without them, and imports none
 
 
 def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import torch
 
 from firsttoken.study import code, paths, progress, storage
 from firsttoken.study.claims import digests, load_claims
-from firsttoken.study.dependencies import kept as kept_result
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.experiment import EVERY_PROFILE, LONG
 from firsttoken.study.machine import cores, describe
@@ -79,3 +79,24 @@ def _usual_s(name: str, profile: Profile) -> float | None:
     """How long this experiment took here under this profile when it ran last; None where it never did."""
     before = load_result(name, profile.name)
     return before.duration_s if before else None
+
+
+def kept_result(experiment: str, profile: Profile) -> Result | None:
+    """The result of ``experiment`` that another one reads: what this machine has under ``profile``.
+
+    It is None where it is not there, or was measured under other settings than those that hold now.
+    Raises FirstTokenError for one that cannot be read.
+    """
+    now: dict[str, Any] = {"model": profile.model, "dtype": profile.dtype_name, "threads": profile.threads}
+    now |= profile.sections
+    result = load_result(experiment, profile.name)
+    if result is None or any(_differ(now[key], then) for key, then in result.parameters.items() if key in now):
+        return None
+    return result
+
+
+def _differ(now: Any, then: Any) -> bool:
+    """Whether a setting, or any key of a section, is another; a section's defaults are not in the profile."""
+    if isinstance(then, dict):
+        return any(then.get(key) != value for key, value in now.items())
+    return now != then

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, INDEX, SINGLE, combined_sha256, model_files, stored_dtype
 from firsttoken.assets.models import load_model
-from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
-from firsttoken.petals.int8_checkpoint import write_8_bits
+from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256, write_8_bits
 from firsttoken.progressiveserve.checkpoint.plan import by_layers
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged

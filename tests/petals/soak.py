@@ -34,10 +34,8 @@ from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.messages import tell
 from firsttoken.petals.server import Running, ServerConfig, serving
-from firsttoken.petals.service import EXCHANGE, PASS, SESSION
-from firsttoken.petals.session import HEADERS
 from firsttoken.petals.tuning.passes import Pass, encode_pass
-from firsttoken.petals.wire import MOST_TOKENS, VERSION, Stretch, encode
+from firsttoken.petals.wire import EXCHANGE, HEADERS, MOST_TOKENS, PASS, SESSION, VERSION, Stretch, encode
 
 AT_ONCE = 24  # clients, of which 14 have a session, 4 wait for one, and the others are refused
 LIMITS = ServerLimits(sessions=14, waiting=4, sequences=20, kv_tokens=1024, idle_s=0.5, expiry_s=5.0)

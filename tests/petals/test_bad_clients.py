@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import save
 
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.service import EXCHANGE, SESSION
-from firsttoken.petals.session import HEADERS
-from firsttoken.petals.wire import Stretch, encode, most_bytes
+from firsttoken.petals.states import most_bytes
+from firsttoken.petals.wire import EXCHANGE, HEADERS, SESSION, Stretch, encode
 
 WIDTH = 32
 

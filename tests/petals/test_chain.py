@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from mortal import DEPTH, Known, MortalSwarm, Schedules, impatient, write_known
 
-from firsttoken.petals.cover import check_cover, gaps
+from firsttoken.petals.routing import check_cover, gaps
 from firsttoken.study.errors import SwarmError
 
 

@@ -19,11 +19,9 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.fairness import HERE, Client, Turns, client_of, who_yields
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.service import PASS, SESSION
-from firsttoken.petals.session import HEADERS
 from firsttoken.petals.tuning.frozen import MOST_WAITING
 from firsttoken.petals.tuning.passes import Pass, encode_pass
-from firsttoken.petals.wire import Stretch, decode, encode
+from firsttoken.petals.wire import HEADERS, PASS, SESSION, Stretch, decode, encode
 from firsttoken.study.errors import BusyError, SwarmError
 
 WIDTH = 32

@@ -16,9 +16,7 @@ from bystanders import Found, Soak, questions
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.service import SESSION
-from firsttoken.petals.session import HEADERS
-from firsttoken.petals.wire import Stretch, decode, encode
+from firsttoken.petals.wire import HEADERS, SESSION, Stretch, decode, encode
 
 WIDTH = 32
 

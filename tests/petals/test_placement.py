@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.petals import min_move_rebalancing
-from firsttoken.petals.min_move_rebalancing import MinMoveRebalancing
 from firsttoken.petals.placement import Rebalancing, block_rates, interval_to_join, most_rate, settled, swarm_rate
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import SwarmError
+from firsttoken_extras.min_move_rebalancing import rule as min_move_rebalancing
+from firsttoken_extras.min_move_rebalancing.rule import MinMoveRebalancing
 
 DEPTH = 8
 

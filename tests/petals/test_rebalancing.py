@@ -23,7 +23,6 @@ from firsttoken.__main__ import main
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.min_move_rebalancing import MinMoveRebalancing
 from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.records import Record
 from firsttoken.petals.server import wanted
@@ -31,6 +30,7 @@ from firsttoken.petals.tuning.frozen import FrozenBlocks
 from firsttoken.petals.tuning.passes import Pass
 from firsttoken.study import kernel_forkserver
 from firsttoken.study.errors import SwarmError
+from firsttoken_extras.min_move_rebalancing.rule import MinMoveRebalancing
 
 DEPTH, RULE = 8, Rebalancing()
 RULES = st.sampled_from([RULE, MinMoveRebalancing()])

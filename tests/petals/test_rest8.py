@@ -21,8 +21,7 @@ from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.engine.linear8 import KEPT, Linear8, to_8_bits
 from firsttoken.engine.request import Sampling
-from firsttoken.petals.checkpoint_blocks import load_span, model_sha256
-from firsttoken.petals.int8_checkpoint import write_8_bits
+from firsttoken.petals.checkpoint_blocks import load_span, model_sha256, write_8_bits
 from firsttoken.petals.tuning.frozen import FrozenBlocks
 from firsttoken.petals.tuning.passes import Pass
 from firsttoken.study.errors import ModelError, SwarmError
@@ -154,7 +153,7 @@ def test_what_cannot_be_written(folder, resting, tmp_path, monkeypatch, capsys) 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("firsttoken.petals.int8_checkpoint.save_file", interrupted)
+    monkeypatch.setattr("firsttoken.petals.checkpoint_blocks.save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_8_bits(folder, tmp_path / "half")
     assert list(tmp_path.iterdir()) == [], "nothing is left"

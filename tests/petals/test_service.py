@@ -14,7 +14,7 @@ from swarms import Here
 
 from firsttoken.__main__ import main
 from firsttoken.engine.engine_config import EngineConfig
-from firsttoken.petals.int8_checkpoint import write_8_bits
+from firsttoken.petals.checkpoint_blocks import write_8_bits
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import ServiceConfig

@@ -36,7 +36,7 @@ from firsttoken.petals.messages import (
 )
 from firsttoken.petals.records import Record
 from firsttoken.petals.registry import MOST, Registry, UnprovenError
-from firsttoken.petals.wire import most_bytes
+from firsttoken.petals.states import most_bytes
 from firsttoken.study.errors import SwarmError
 
 JUNK = 10 * MOST

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from firsttoken.petals.wire import CODINGS, MOST_TOKENS, Stretch, decode, encode, most_bytes
+from firsttoken.petals.states import MOST_TOKENS, most_bytes
+from firsttoken.petals.wire import CODINGS, Stretch, decode, encode
 from firsttoken.study.errors import SwarmError
 
 WIDTH = 32

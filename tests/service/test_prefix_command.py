@@ -26,7 +26,7 @@ from firsttoken.droidspeak.identity import identify
 from firsttoken.droidspeak.pair_profile import PairProfile, keep_profile, read_profiles
 from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
-from firsttoken.droidspeak.prefix_link import LIST, Offer, Peer, PrefixServer, pull
+from firsttoken.droidspeak.prefix_link import LIST, Offer, PrefixPeer, PrefixServer, pull
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link
 from firsttoken.service.launch import running
@@ -386,10 +386,10 @@ def test_an_owners_prefixes_need_a_token(base, store, tmp_path) -> None:
         for number, (token, readable) in enumerate(
             (("", {public}), ("another", {public}), ("a-secret", {public, hers}))
         ):
-            copied, left = pull(Peer(server.address, token), tmp_path / str(number), 1 << 30)
+            copied, left = pull(PrefixPeer(server.address, token), tmp_path / str(number), 1 << 30)
             assert {offer.key for offer in copied} == readable and left == []
         with pytest.raises(LinkError, match="it does not know the token"):
-            Peer(server.address, "wrong").offers()
+            PrefixPeer(server.address, "wrong").offers()
         assert httpx.get(f"{server.address}{LIST}/{hers}").status_code == 404
         assert httpx.get(f"{server.address}/../{hers}.kv.safetensors").status_code == 404
         assert httpx.get(f"{server.address}{LIST}/../{hers}").status_code == 404
@@ -399,7 +399,7 @@ def test_an_owners_prefixes_need_a_token(base, store, tmp_path) -> None:
 def test_other_bytes_than_were_offered_are_not_kept(base, store, tmp_path, spoil: Callable[[Path], None]) -> None:
     key = put(store, base)
     with served(store) as server:
-        peer = Peer(server.address)
+        peer = PrefixPeer(server.address)
         assert [offer.key for offer in peer.offers()] == [key]
         spoil(store / f"{key}.kv.safetensors")
         copied, left = pull(peer, tmp_path / "mine", 1 << 30)
@@ -411,7 +411,7 @@ def test_one_that_names_another_file_is_not_kept(base, store, tmp_path) -> None:
     """A server that gives a public prefix's name to other bytes: name, header and hashes have to agree."""
     one, other = put(store, base), put(store, base, text=TEXT[:40])
     with served(store) as server:
-        peer = Peer(server.address)
+        peer = PrefixPeer(server.address)
         offers = {offer.key: offer for offer in peer.offers()}
         shutil.copy(store / f"{other}.kv.safetensors", store / f"{one}.kv.safetensors")
         wrong = Offer(**vars(offers[one]) | {"nbytes": offers[other].nbytes})
@@ -461,7 +461,7 @@ def test_another_server_is_told_apart(body: bytes) -> None:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
         with pytest.raises(LinkError, match="does not answer as a server of prefixes"):
-            Peer(f"127.0.0.1:{server.server_address[1]}").offers()
+            PrefixPeer(f"127.0.0.1:{server.server_address[1]}").offers()
         thread.join()
 
 
@@ -472,7 +472,7 @@ def test_a_prefix_that_is_dropped_while_it_is_read_arrives_whole(base, store, tm
     held = KVStore(store, memory_bytes=0, disk_bytes=sys.maxsize)
     with PrefixServer(held, Link(LinkConfig(0.004)), {}) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        peer = Peer(server.address)
+        peer = PrefixPeer(server.address)
         (offer,) = peer.offers()
         reader = threading.Thread(target=peer.fetch, args=(offer, tmp_path / "mine"))
         (tmp_path / "mine").mkdir()
@@ -490,7 +490,7 @@ def test_ports_and_addresses(store, tmp_path) -> None:
         PrefixServer(server.store, Link(), {}, port=server.server_address[1])
     for address in ("", "http://", "ftp://a:1", "http://u@h:1", "http://h:1/path", "a b:1"):
         with pytest.raises(LinkError, match="is no address of a server of prefixes"):
-            Peer(address)
+            PrefixPeer(address)
 
 
 # What is known of a pair.

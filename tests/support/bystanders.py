@@ -20,10 +20,8 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import begin, wait_for
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running
-from firsttoken.petals.service import SESSION
-from firsttoken.petals.session import HEADERS
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.petals.wire import VERSION, Stretch, encode
+from firsttoken.petals.wire import HEADERS, SESSION, VERSION, Stretch, encode
 
 WIDTH, HALF = 32, DEPTH // 2
 SPANS = ((0, HALF), (HALF, DEPTH))

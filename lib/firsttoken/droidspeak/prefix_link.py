@@ -64,7 +64,7 @@ class PrefixServer(ThreadingHTTPServer):
     ) -> None:
         self.store, self.link, self._readers = store, link, dict(readers)
         try:
-            super().__init__((host, port), _Handler)
+            super().__init__((host, port), _PrefixHandler)
         except OSError as error:
             raise LinkError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
 
@@ -90,7 +90,7 @@ class PrefixServer(ThreadingHTTPServer):
         }
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PrefixHandler(BaseHTTPRequestHandler):
     server: PrefixServer
     protocol_version = "HTTP/1.1"
     timeout = PATIENCE_S
@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
 
 
-class Peer:
+class PrefixPeer:
     """The server at ``address`` (http://HOST:PORT or HOST:PORT), asked with ``token`` ("" without)."""
 
     def __init__(self, address: str, token: str = "") -> None:
@@ -223,7 +223,7 @@ def _check(offer: Offer, path: Path) -> None:
             read_piece(opened.fileno(), span)
 
 
-def pull(peer: Peer, store: Path, most_bytes: int) -> tuple[list[Offer], list[str]]:
+def pull(peer: PrefixPeer, store: Path, most_bytes: int) -> tuple[list[Offer], list[str]]:
     """Copy what ``peer`` offers and ``store`` lacks, as long as all of the store has at most ``most_bytes``; what was
     copied, and why others were not. Raises LinkError where the peer does not answer, and StorageError."""
     store.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ class KVStore:
 
     @property
     def models(self) -> list[ModelIdentity]:
-        """Who has computed what is kept, each once."""
+        """The identities of the models that computed what is kept, each once."""
         return self._tiers.models
 
     def refresh(self) -> bool:

@@ -134,7 +134,7 @@ class TieredStore:
 
     @property
     def models(self) -> list[ModelIdentity]:
-        """Who has computed what is kept."""
+        """The identities of the models that computed what is kept."""
         with self._lock:
             return list(dict.fromkeys(entry.model for entry in self._entries.values()))
 

@@ -190,6 +190,10 @@ class Engine:
         heapq.heappush(self._coming, (request.order, request))
         return request
 
+    def awaits_prefix(self, request: Request) -> bool:
+        """Whether a stored prefix of ``request`` is wanted that has not come whole."""
+        return request.number in self.scheduler.pending
+
     def cancel(self, request: Request) -> None:
         """End a request early, in any state, and free its blocks at once. A device that is found to be lost in this is
         lost for all requests, as in a step."""

@@ -259,7 +259,7 @@ class SchedulerState(Queues):
         of the coming steps. Raises RequestError where hidden states that this begins with were not kept."""
         if request.number in self.pending:  # what was to come would be of another view
             self._forget(request)
-            request.computed = 0
+            request.computed, request.fell_back = 0, "the model changed while its stored prefix was on its way"
         again = bool(layers) and (request.cached > 0 or request.redo is not None)
         elsewhere = request.phase is Phase.SWAPPED or self.prefixes is not None  # or in blocks that others read too
         redo = request.version.redo(request, layers) if again and not elsewhere else request.redo

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from firsttoken.petals.addresses import is_loopback
-from firsttoken.petals.wire import most_bytes
+from firsttoken.petals.states import most_bytes
 from firsttoken.study.errors import SwarmError
 
 if TYPE_CHECKING:

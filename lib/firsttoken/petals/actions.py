@@ -15,19 +15,16 @@ from firsttoken.assets.ends import chat_ends
 from firsttoken.assets.tokenizer_files import read_tokenizer_files
 from firsttoken.lean.tokenizer import read_tokenizer
 from firsttoken.petals.access import Access, check_installed
-from firsttoken.petals.checkpoint_blocks import depth_of, model_sha256, parse_blocks
-from firsttoken.petals.int8_checkpoint import write_8_bits
+from firsttoken.petals.checkpoint_blocks import depth_of, model_sha256, parse_blocks, write_8_bits
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.limits import ServerLimits
-from firsttoken.petals.min_move_rebalancing import MinMoveRebalancing
 from firsttoken.petals.placement import Rebalancing, interval_to_join
 from firsttoken.petals.records import Record
 from firsttoken.petals.server import ServerConfig, serving
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study import dtypes
-
-_RULES = {"paper": Rebalancing(), "fewest-moves": MinMoveRebalancing()}
+from firsttoken.study.extensions import extension
 
 
 def run(options: argparse.Namespace) -> None:
@@ -59,8 +56,13 @@ def config_of(options: argparse.Namespace, access: Access, blocks: range, host: 
         access,
         limits,
         options.train,
-        _RULES[options.rebalance_by] if options.blocks == "auto" else None,
+        _rule(options.rebalance_by) if options.blocks == "auto" else None,
     )
+
+
+def _rule(name: str) -> Rebalancing:
+    """The rule by which a server moves: the paper's, or one that is registered."""
+    return Rebalancing() if name == "paper" else extension("REBALANCING", name)()
 
 
 def chosen_blocks(options: argparse.Namespace, access: Access, model: str) -> range:

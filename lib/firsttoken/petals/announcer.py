@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from firsttoken.petals.addresses import check_name
 from firsttoken.petals.contacts import PROVE_S, Contacts
 from firsttoken.petals.messages import ANSWER_S, Exchanged, page_of, proof_of, tell
-from firsttoken.petals.records import Record
-from firsttoken.petals.registry import TwinError
+from firsttoken.petals.records import Record, TwinError
 from firsttoken.study.errors import SwarmError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.checkpoint_blocks import load_span
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.wire import Stretch
+from firsttoken.petals.states import Stretch
 from firsttoken.study.errors import ModelError, SwarmError
 
 if TYPE_CHECKING:

@@ -10,27 +10,41 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
-from firsttoken.petals.cover import check_cover, gaps
 from firsttoken.petals.records import Record
-from firsttoken.petals.server_session import ServerFault, ServerSession
-from firsttoken.petals.states import check_states
+from firsttoken.petals.routing import check_cover, gaps
+from firsttoken.petals.server_session import DoubtFault, ServerFault, ServerSession
+from firsttoken.petals.states import MOST_TOKENS, Stretch, check_states
 from firsttoken.petals.swarm import Swarm
-from firsttoken.petals.trust.auditor import Auditor, DoubtFault
-from firsttoken.petals.wire import MOST_TOKENS, Stretch
 from firsttoken.study.errors import SwarmError
+
+
+class AnswerCheck(Protocol):
+    """What looks at the answers of servers; ``ends`` counts how its checks ended, ``why`` the last one showed
+    nothing."""
+
+    ends: Counter[str]
+    why: str
+
+    async def look(
+        self, session: ServerSession, record: Record, message: Sequence[Stretch], inputs: Sequence[Tensor], said: Tensor
+    ) -> None:
+        """Perhaps check what the server of ``record`` has ``said`` [tokens, hidden] to ``message``, behind the
+        ``inputs`` [end, hidden] of each of its sequences. Raises DoubtFault for a server that is not to be believed."""
 
 
 class Chain:
     """``layers`` on the servers of ``swarm``; hidden states travel in ``coding``, ``auditor`` looks at answers."""
 
-    def __init__(self, swarm: Swarm, layers: range, coding: str, auditor: Auditor | None = None) -> None:
+    def __init__(self, swarm: Swarm, layers: range, coding: str, auditor: AnswerCheck | None = None) -> None:
         self.swarm = swarm
         self.layers = layers
         self.coding = coding

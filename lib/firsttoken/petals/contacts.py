@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from firsttoken.petals.access import Access
 from firsttoken.petals.addresses import check_kind, check_name, is_loopback, spot_of
+from firsttoken.petals.fairness import Shares
 from firsttoken.petals.messages import MOST_PAGES, Exchanged, exchange, line_of, tell
-from firsttoken.petals.records import Record
-from firsttoken.petals.registry import MOST, Registry, StaleError, TwinError, UnprovenError
-from firsttoken.petals.shares import Shares
+from firsttoken.petals.records import Record, TwinError
+from firsttoken.petals.registry import MOST, Registry, StaleError, UnprovenError
 from firsttoken.study.errors import BusyError, SwarmError
 
 if TYPE_CHECKING:

@@ -2,19 +2,25 @@
 
 A client is one connection, and belongs to the host that it comes from. Shares are fair between hosts first, and then
 between the connections of one host: who opens more connections takes from its own host alone. Nothing is reserved:
-whoever asks alone has everything, and gives up what it has above its share when another asks.
+whoever asks alone has everything, and gives up what it has above its share when another asks. What a stranger asks that
+costs much, as a call back does, has a share for each place that it asks from: so much at once, and more with time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import math
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, Self
 from urllib.parse import unquote
 
 from firsttoken.study.errors import BusyError
+
+_MOST = 4096  # sources that are known; who was heard of longest ago is forgotten first
 
 
 class Client(NamedTuple):
@@ -116,3 +122,68 @@ class Turns:
         within = self._within.setdefault(client.host, _Level())
         self._hosts.ends[client.host] = self._hosts.tag(client.host) + cost
         within.ends[client.connection] = within.tag(client.connection) + cost
+
+
+class Shares:
+    """Each source has ``most`` shares at first, and one more every ``every_s`` seconds until it has as many again."""
+
+    def __init__(self, most: int, every_s: float) -> None:
+        self.most, self.every_s = most, every_s
+        self._left: dict[str, tuple[float, float]] = {}  # by source: shares, and when
+
+    def left(self, source: str) -> bool:
+        """Whether ``source`` has a share left."""
+        return self._now(source) >= 1
+
+    def take(self, source: str) -> None:
+        """Take one of the shares of ``source``. Raises BusyError where it has none."""
+        left = self._now(source)
+        if left < 1:
+            raise BusyError(
+                f"too much was asked from {source.rpartition(':')[0] or source}: ask again in "
+                f"{(1 - left) * self.every_s:.0f} s"
+            )
+        self._set(source, left - 1)
+
+    def give_back(self, source: str) -> None:
+        """Give the share of ``source`` back, as it was well spent."""
+        self._set(source, min(self._now(source) + 1, self.most))
+
+    def _now(self, source: str) -> float:
+        left, at = self._left.get(source, (float(self.most), 0.0))
+        return min(left + (time.monotonic() - at) / self.every_s, self.most)
+
+    def _set(self, source: str, left: float) -> None:
+        self._left.pop(source, None)
+        self._left[source] = left, time.monotonic()
+        if len(self._left) > _MOST:
+            del self._left[next(iter(self._left))]
+
+
+class Ending:
+    """A task that others may end with an error of theirs: what it awaits is cancelled, and it raises what they say.
+
+    It is the task that is in the block; ``end`` makes the block raise. To be used once, as a context manager.
+    """
+
+    def __init__(self) -> None:
+        self.why: Exception | None = None
+        self._task: asyncio.Task | None = None
+
+    def end(self, why: Exception) -> None:
+        """Raise ``why`` in the block, from another task; the first to say so is heard."""
+        if self.why is None and self._task is not None:
+            self.why = why
+            self._task.cancel()
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        task, self._task = self._task, None
+        if self.why is not None and isinstance(error, asyncio.CancelledError):
+            task.uncancel()
+            raise self.why from None

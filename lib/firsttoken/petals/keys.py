@@ -6,12 +6,16 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from firsttoken.study.errors import SwarmError
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.schema import shaped
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+Said = TypeVar("Said")
 
 
 def server_key(path: Path | None) -> Ed25519PrivateKey:
@@ -56,6 +60,15 @@ def check_signature(who: str, domain: bytes, said: Mapping[str, Any], what: str)
         public.verify(bytes.fromhex(said["signature"]), _spoken(domain, said))
     except (InvalidSignature, ValueError) as error:
         raise SwarmError(f"{what} is not signed by its key: it is forged") from error
+
+
+def read_said(kind: type[Said], data: bytes | str, what: str) -> Said:
+    """What a stranger has said as JSON, in the shape of the dataclass ``kind``. Raises SwarmError that begins with
+    ``what`` for anything else."""
+    try:
+        return shaped(kind, parse_json(data))
+    except ValueError as error:
+        raise SwarmError(f"{what}: {error}") from error
 
 
 def _spoken(domain: bytes, said: Mapping[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from firsttoken.engine.block_pool import BlockPool
 from firsttoken.engine.request import GREEDY, Sampling, ScheduledChunk
 from firsttoken.petals.fairness import HERE, Client, busy, who_yields
-from firsttoken.petals.wire import Stretch
+from firsttoken.petals.states import Stretch
 from firsttoken.study.errors import BusyError, RequestError, SwarmError
 
 

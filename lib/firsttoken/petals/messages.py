@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from firsttoken.petals.access import Access
 from firsttoken.petals.keys import check_signature, signature_of
-from firsttoken.petals.records import Record, read_record
-from firsttoken.petals.registry import TwinError
+from firsttoken.petals.records import Record, TwinError, read_record
+from firsttoken.petals.wire import EXCHANGE
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import Damaged
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import grpc
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-EXCHANGE = "/firsttoken.Swarm/Exchange"
 TALK = 2  # the version of these messages
 ANSWER_S = 2.0  # within which a member answers
 PAGE_BYTES = 1 << 15  # of the records of one message: half of the smallest limit of a connection

@@ -24,6 +24,10 @@ _DOMAIN = b"firsttoken swarm record 2\n"
 _Block = Annotated[int, between(0, MOST_LAYERS)]
 
 
+class TwinError(SwarmError):
+    """Two servers announce under one key."""
+
+
 @dataclass(frozen=True)
 class Record:
     """A server's announcement: under its subkey ``server`` (its Ed25519 public key, hex) nobody else can write.

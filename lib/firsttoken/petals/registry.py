@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from firsttoken.petals.addresses import network_of, spot_of
-from firsttoken.petals.records import LONGEST_S, SKEW_S, Record
+from firsttoken.petals.records import LONGEST_S, SKEW_S, Record, TwinError
 from firsttoken.study.errors import SwarmError
 
 MOST = 512  # records that are kept
@@ -16,10 +16,6 @@ _MOST_FORGED = 4  # records of one teller: who passes more of them on is not lis
 
 class StaleError(SwarmError):
     """A record that is not newer than the one that is known."""
-
-
-class TwinError(SwarmError):
-    """Two servers announce under one key."""
 
 
 class UnprovenError(SwarmError):

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from firsttoken.petals.service import SESSION
-from firsttoken.petals.session import HEADERS
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.petals.wire import VERSION, Stretch, decode, encode
+from firsttoken.petals.wire import HEADERS, SESSION, VERSION, Stretch, decode, encode
 from firsttoken.study.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -33,6 +31,10 @@ class ServerFault(SwarmError):
         super().__init__(text)
         self.lasting = lasting
         self.refused = refused
+
+
+class DoubtFault(ServerFault):
+    """This server is not to be believed: what it has answered so far may be wrong, too."""
 
 
 class ServerSession:

@@ -16,19 +16,16 @@ from firsttoken.petals.contacts import Contacts
 from firsttoken.petals.fairness import client_of
 from firsttoken.petals.kv_slots import LostError
 from firsttoken.petals.messages import ASKED_BYTES, TALK, hear
-from firsttoken.petals.messages import EXCHANGE as EXCHANGE
-from firsttoken.petals.registry import TwinError
+from firsttoken.petals.records import TwinError
 from firsttoken.petals.session import IdleError, Sessions
 from firsttoken.petals.trust.arbitration import Arbitrator
-from firsttoken.petals.trust.evidence import read_evidence
+from firsttoken.petals.trust.commitments import read_evidence
 from firsttoken.petals.tuning.frozen import FrozenBlocks
+from firsttoken.petals.wire import SERVICE
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 
 if TYPE_CHECKING:
     import grpc
-
-SERVICE = "firsttoken.Swarm"
-SESSION, PASS, ACCUSE, ACCOUNT = (f"/{SERVICE}/{call}" for call in ("Session", "Pass", "Accuse", "Account"))
 
 
 class BlockService:

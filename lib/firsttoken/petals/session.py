@@ -12,22 +12,18 @@ import torch
 
 from firsttoken.petals.batcher import Batcher
 from firsttoken.petals.checkpoint_blocks import parse_blocks
-from firsttoken.petals.ending import Ending
-from firsttoken.petals.fairness import Client, client_of, who_yields
+from firsttoken.petals.fairness import Client, Ending, client_of, who_yields
 from firsttoken.petals.kv_slots import LostError, Sequences
 from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.states import check_states
 from firsttoken.petals.trust.commitments import Committer
 from firsttoken.petals.trust.priority_queue import OFFER, PriorityQueue
-from firsttoken.petals.wire import CODINGS, VERSION, decode, encode
+from firsttoken.petals.wire import CODINGS, HEADERS, VERSION, decode, encode
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.study.parsing.parse_errors import shown
 
 if TYPE_CHECKING:
     import grpc
-
-HEADERS = ("swarm-version", "swarm-model", "swarm-blocks", "swarm-coding")
-"""What a session is opened with, in this order: version of the messages, sha256 of the model, a:b, coding."""
 
 _MOVES = "this server moves to other blocks: ask another"
 _POLL_S = 0.02  # between two looks whether a session is still open

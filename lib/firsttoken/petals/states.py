@@ -1,10 +1,16 @@
-"""Which hidden states can be a model's: what either side of a swarm refuses before it computes with it or answers."""
+"""Which hidden states, of which tokens, a message may hold: what either side of a swarm refuses before it computes or
+answers."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from firsttoken.study.errors import SwarmError
+
+MOST_TOKENS = 512  # of a message; a client cuts what is longer
+_ROOM = 1 << 16  # bytes of a message beside its numbers
 
 LARGEST = 2.0**24
 """The largest number, without its sign, that hidden states may hold: 16,777,216.
@@ -13,6 +19,14 @@ Every layer adds numbers of about one to the states that enter it, and above thi
 later layers compute would be lost. Models stay far below it: a few thousand is usual, and some 700,000 is the most that
 has been reported (the massive activations of Gemma 3 with 27 billion parameters, which float16 cannot hold either).
 """
+
+
+class Stretch(NamedTuple):
+    """Tokens [start, end) of the sequence that a client calls ``number``."""
+
+    number: int
+    start: int
+    end: int
 
 
 def check_states(hidden: Tensor, what: str = "hidden states hold") -> None:
@@ -26,3 +40,14 @@ def check_states(hidden: Tensor, what: str = "hidden states hold") -> None:
     finite = max(-low, high) < float("inf")
     held = f"{max(-low, high):.1e}, beyond {LARGEST:,.0f}" if finite else "NaN or infinity"
     raise SwarmError(f"{what} {held}: the server that computed them is at fault")
+
+
+def most_bytes(width: int, trained: int = 0) -> int:
+    """Return the most bytes of a message of hidden states that are ``width`` wide: more is refused unreceived.
+
+    Where layers are ``trained`` through, this is for a pass: the states and their gradient, and for each layer 1,024
+    bytes of LoRA for each value of a state, which is rank 8 beside all linear modules, or some 60 beside two.
+    """
+    if trained:
+        return 2 * MOST_TOKENS * width * 4 + trained * width * 1024 + _ROOM
+    return MOST_TOKENS * width * 5 + _ROOM  # int8 with a scale for each number is as large as it gets

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from firsttoken.petals.chain import Chain
+from firsttoken.petals.chain import AnswerCheck, Chain
 from firsttoken.petals.records import Record
 from firsttoken.petals.server_session import ServerSession
-from firsttoken.petals.trust.auditor import Auditor
 
 MOST_SERVERS, MOST_REPLACED, MOST_TEXT = 64, 20, 160  # that are told: records and reasons are what strangers sent
 _STATES = ("serves", "shunned", "silent", "convicted", "another version")
@@ -50,7 +49,7 @@ def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
     }
 
 
-def _audits(auditor: Auditor) -> dict[str, Any]:
+def _audits(auditor: AnswerCheck) -> dict[str, Any]:
     return {"ends": dict(auditor.ends), "undecided": _text(auditor.why)}
 
 

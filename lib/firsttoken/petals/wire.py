@@ -7,38 +7,37 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
 from firsttoken.petals.int8_transport import pack, unpack
-from firsttoken.petals.states import check_states
+from firsttoken.petals.states import MOST_TOKENS, Stretch, check_states
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import Damaged
 from firsttoken.study.parsing.safetensors_header import header_of
 from firsttoken.study.parsing.schema import between, shaped
 
+SERVICE = "firsttoken.Swarm"
+SESSION, PASS, EXCHANGE, ACCUSE, ACCOUNT = (
+    f"/{SERVICE}/{call}" for call in ("Session", "Pass", "Exchange", "Accuse", "Account")
+)
+"""The calls of a server over gRPC."""
+
 VERSION = "1"
-MOST_TOKENS = 512  # of a message; a client cuts what is longer
+HEADERS = ("swarm-version", "swarm-model", "swarm-blocks", "swarm-coding")
+"""What a session is opened with, in this order: version of the messages, sha256 of the model, a:b, coding."""
+
 CODINGS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 """What hidden states travel in, by the name that a session is opened with."""
 
-_ROOM = 1 << 16  # bytes of a message beside its numbers
 _MOST_HEADER = 1 << 18  # bytes: it is read before anything is known; what vouches for 512 sequences has half of it
 _SHORT = 1024  # characters of a step that is remembered
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _Count = Annotated[int, between(0, 1 << 31)]
-
-
-class Stretch(NamedTuple):
-    """Tokens [start, end) of the sequence that a client calls ``number``."""
-
-    number: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -61,17 +60,6 @@ class _ToldStep:
     stretches: tuple[tuple[_Count, _Count, _Count], ...] = ()
     over: tuple[_Count, ...] = ()
     first: _Count = 0
-
-
-def most_bytes(width: int, trained: int = 0) -> int:
-    """Return the most bytes of a message of hidden states that are ``width`` wide: more is refused unreceived.
-
-    Where layers are ``trained`` through, this is for a pass: the states and their gradient, and for each layer 1,024
-    bytes of LoRA for each value of a state, which is rank 8 beside all linear modules, or some 60 beside two.
-    """
-    if trained:
-        return 2 * MOST_TOKENS * width * 4 + trained * width * 1024 + _ROOM
-    return MOST_TOKENS * width * 5 + _ROOM  # int8 with a scale for each number is as large as it gets
 
 
 def encode(

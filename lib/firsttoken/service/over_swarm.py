@@ -11,10 +11,10 @@ import torch
 from firsttoken.engine.model_server import StaticServer
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.petals.access import Access, check_installed
-from firsttoken.petals.cover import unserved
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.remote_model import UNAUDITED, RemoteModel
+from firsttoken.petals.routing import unserved
 from firsttoken.petals.swarm_status import swarm_status
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE

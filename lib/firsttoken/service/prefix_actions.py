@@ -22,7 +22,7 @@ from firsttoken.droidspeak.pair_profile import SUFFIX, keep_profile, profile_pai
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.prefix_index import token_bytes
-from firsttoken.droidspeak.prefix_link import Peer, PrefixServer, pull
+from firsttoken.droidspeak.prefix_link import PrefixPeer, PrefixServer, pull
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.service.text import read_vocabulary
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class _Named:
+class _NamedModel:
     """The model in ``folder``, with an ``adapter`` on it or without, as a service computes with it."""
 
     folder: Path
@@ -62,7 +62,7 @@ class _Named:
 
 
 def _put(options: argparse.Namespace) -> None:
-    named = _Named(options.model, options.adapter)
+    named = _NamedModel(options.model, options.adapter)
     check_servable(options.model)  # before a text is read for it
     tokens, (model, identity) = _tokens(options), named.loaded()
     profiled = read_profiles(options.store)
@@ -103,7 +103,10 @@ def _tokens(options: argparse.Namespace) -> list[int]:
 
 
 def _profile(options: argparse.Namespace) -> None:
-    sender, receiver = _Named(options.model, options.adapter), _Named(options.receiver, options.receiver_adapter)
+    sender, receiver = (
+        _NamedModel(options.model, options.adapter),
+        _NamedModel(options.receiver, options.receiver_adapter),
+    )
     check_servable(options.receiver)
     with blaming(options.file, RequestError, "name a text file in UTF-8"):
         text = read_bytes(options.file, _MOST_TEXT).decode("utf-8")
@@ -154,7 +157,7 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _pull(options: argparse.Namespace) -> None:
-    peer = Peer(options.peer, "" if options.token_file is None else _token(options.token_file))
+    peer = PrefixPeer(options.peer, "" if options.token_file is None else _token(options.token_file))
     most = int(options.most_gb * 1e9)
     while True:
         try:

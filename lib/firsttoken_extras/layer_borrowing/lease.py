@@ -16,8 +16,8 @@ from firsttoken import old_names
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.petals.access import Access
 from firsttoken.petals.chain import messages_of
-from firsttoken.petals.cover import check_cover
 from firsttoken.petals.event_loop import begin, wait_for
+from firsttoken.petals.routing import check_cover
 from firsttoken.petals.server_session import ServerFault
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import Stretch

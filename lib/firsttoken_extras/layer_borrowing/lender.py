@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from firsttoken.petals.access import Access
-from firsttoken.petals.cover import check_cover, named
+from firsttoken.petals.routing import check_cover, named
 from firsttoken.petals.server_session import ServerFault, ServerSession
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import Stretch

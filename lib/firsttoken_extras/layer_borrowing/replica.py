@@ -20,12 +20,15 @@ from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
+from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.step_plan import StepPlan
+from firsttoken.engine.trace import Trace
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import RequestError, SwarmError
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
 from firsttoken_extras.layer_borrowing.lease import Lease, NeighbourGone
+from firsttoken_extras.layer_borrowing.prefix_offer import PrefixOffer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +51,8 @@ class BorrowedSegment:
         before. Raises NeighbourGone as ``Lease.run``, RequestError for a step through a part of it.
         """
         first, through = self.layers.start, step.within(self.layers)
-        if step.layers.stop >= first:
+        # Behind a group that ends with the model a step goes through no layer: what it has then entered none of these.
+        if step.layers.start <= first <= step.layers.stop:
             step.hidden_cache.enter(first, hidden, step.chunks)
         if not len(through):
             return hidden
@@ -84,7 +88,9 @@ class BorrowingReplica:
     """``layers`` of the model of ``executor``, whose weights come as ``arrivals`` says, and ``lease`` until then.
 
     Layers that nobody lends are waited for before anything is computed, and where a lender refuses or is gone, all are:
-    a start without borrowing. ``taken`` are (seconds on the executor's clock, own layers from then on). Raises
+    a start without borrowing. ``taken`` are (seconds on the executor's clock, own layers from then on). ``policy`` and
+    ``trace`` are the engine's: of a request that is swapped out the keys and values of own layers go to the host, those
+    of borrowed ones stay with their lenders, and what entered these is kept here, should a lender lose them. Raises
     SwarmError for shared prefixes.
     """
 
@@ -95,12 +101,15 @@ class BorrowingReplica:
         arrivals: LayerArrivals,
         lease: Lease,
         config: EngineConfig = CONFIG,
+        *,
+        policy: PreemptionPolicy | None = None,
+        trace: Trace | None = None,
     ) -> None:
         if config.share_prefixes:
             raise SwarmError("a replica that borrows layers cannot share prefixes; leave share_prefixes out")
         self.lease = lease
         self.taken: list[tuple[float, int]] = []
-        self.engine = Engine(executor, config)
+        self.engine = Engine(executor, config, policy=policy, trace=trace)
         self._executor, self._layers, self._arrivals = executor, list(layers), arrivals
         self._open: list[Request] = []
         self._here = lease.first
@@ -111,9 +120,19 @@ class BorrowingReplica:
         """Own layers that steps run through now."""
         return self._here
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Request:
-        """A request that goes with the layers as they come. Raises RequestError as ``Engine.submit``."""
-        request = self.engine.submit(prompt, sampling, moves=True)
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling = GREEDY,
+        arrival_s: float | None = None,
+        *,
+        offer: PrefixOffer | None = None,
+    ) -> Request:
+        """A request that goes with the layers as they come, and takes what it can now of ``offer``: where that is
+        nothing, its ``fell_back`` says why. Raises RequestError as ``Engine.submit``."""
+        source, why = (None, "") if offer is None else offer.source_at(self._here, len(self._layers))
+        request = self.engine.submit(prompt, sampling, arrival_s, moves=True, source=source)
+        request.fell_back = why
         self._open.append(request)
         return request
 
@@ -155,15 +174,20 @@ class BorrowingReplica:
         """Compute with the first ``come`` layers from here on, once nobody is about earlier ones."""
         self._open = [request for request in self._open if not request.finished]
         whole = come == len(self._layers)
-        if come == self._here or (any(request.redo for request in self._open) and not (whole and self.lease.gone)):
+        if come == self._here or (any(map(self._between, self._open)) and not (whole and self.lease.gone)):
             return
         before, self._here = self._here, come
-        lost = self.engine.publish(self._view(), partial(_between, range(before, come)))
+        lost = self.engine.publish(self._view(), partial(_come_between, range(before, come)))
         self.taken.append((self._executor.now(), come))
         if whole:
             self.lease.close()
         if lost:
             raise lost[0][1]
+
+    def _between(self, request: Request) -> bool:
+        """Whether it computes layers again, or has computed upon a prefix that is still on its way: if it moved then,
+        it would have to compute all of it."""
+        return request.redo is not None or (request.version is not None and self.engine.awaits_prefix(request))
 
     def _view(self) -> ModelVersion:
         model, layers = self._executor.model, self._layers
@@ -172,5 +196,5 @@ class BorrowingReplica:
         return BorrowingVersion(model, layers, self._here, self.lease, self._arrivals.over)
 
 
-def _between(layers: range, old: ModelVersion, new: ModelVersion) -> range:
+def _come_between(layers: range, old: ModelVersion, new: ModelVersion) -> range:
     return layers

@@ -327,6 +327,7 @@ def throughput_bars(recorded: Result | None, now: Result) -> Figure:
     there = [name for name in SYSTEMS if any(row["system"] == name for drawn in results for row in drawn.result.rows)]
     fig, axes = plt.subplots(1, len(cases), figsize=(9, 0.45 * len(there) + 1.7), squeeze=False, sharey=True)
     for ax, (dtype, count) in zip(axes[0], cases, strict=True):
+        shown = 0.0
         for drawn in results:
             case = {"dtype": dtype, "requests": count}
             found = {name: drawn.result.summary.get("tokens_per_s", engine=name, **case) for name in there}
@@ -338,18 +339,23 @@ def throughput_bars(recorded: Result | None, now: Result) -> Figure:
                 height = 0.65 if drawn.alone else 0.32
                 edge = {"edgecolor": "black", "linewidth": 1} if drawn.own else {"linewidth": 0}
                 ax.barh(at, entry["value"], color=COLOURS[look], height=height, **edge, **drawn.style)
-                ax.plot([entry["low"], entry["high"]], [at] * 2, color=COLOURS["mark"], linewidth=1.5, zorder=5)
+                if name != FLOOR:
+                    shown = max(shown, entry["high"])
+                    ax.plot([entry["low"], entry["high"]], [at] * 2, color=COLOURS["mark"], linewidth=1.5, zorder=5)
+                elif drawn is results[0]:  # it may be far out: reading is no floor where arithmetic is the limit
+                    told = {"color": "white", "fontsize": 9, "va": "center", "zorder": 7}
+                    ax.text(0.02, at, f"{entry['value']:,.0f}", transform=ax.get_yaxis_transform(), **told)
             asked = [share * found[name]["value"] for name, share in GOALS.items() if found.get(name)]
             if asked and found.get("engine"):
                 ends = [there.index("engine") + drawn.shift + side * 0.2 for side in (-1, 1)]
                 ax.plot([max(asked)] * 2, ends, color=COLOURS["target"], linewidth=3, zorder=6)
-        ax.set_title(f"{dtype}, {count} requests", fontsize=11)
-        ax.set_xlabel("tokens/s")
+        ax.set_title(f"{dtype},\n{count} request{'s' * (count > 1)}", fontsize=11)
+        ax.set(xlabel="tokens/s", xlim=(0, 1.25 * shown if shown else None))
         ax.set_yticks(range(len(there)), [SYSTEMS[name] for name in there])
         ax.grid(axis="y", visible=False)
     axes[0][0].invert_yaxis()
     axes[0][-1].plot([], [], color=COLOURS["target"], linewidth=3, label="goal")
-    axes[0][-1].legend(loc="upper right")
+    axes[0][-1].legend(loc="center right")
     fig.suptitle(_standing(results[0].result))
     name_results(fig, results, "tokens_per_s")
     return fig

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from firsttoken.petals.min_move_rebalancing import MinMoveRebalancing
 from firsttoken.petals.placement import Rebalancing, block_rates, interval_to_join, most_rate
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import ProfileError
@@ -19,6 +18,7 @@ from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
+from firsttoken_extras.min_move_rebalancing.rule import MinMoveRebalancing
 
 # A swarm in which servers come, leave and die, simulated second by second on the rules that real servers follow.
 #

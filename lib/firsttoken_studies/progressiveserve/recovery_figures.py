@@ -114,8 +114,8 @@ def growth_of_service(recorded: Result | None, now: Result, run: int = 0) -> Fig
             tokens = _tokens(one.result, case, run, until)
             colours = [_stage_colour(row["stage"], last) for row in tokens]
             points = [row["at_s"] for row in tokens], range(1, len(tokens) + 1)
-            edge = {"edgecolors": "black", "linewidths": 0.4} if one.own else {}
-            top.scatter(*points, c=colours, s=16 if one.own else 9, **edge, **one.style)
+            edge = {"edgecolors": "black", "linewidths": 0.15} if one.own else {}
+            top.scatter(*points, c=colours, s=14 if one.own else 7, **edge, **one.style)
             place = most * (1.02 + (0.08 if one.own else 0.18))
             span = min((row["at_s"] for row in tokens), default=0.0), float(np.median(answered_s(one.result, case)))
             top.plot(span, [place] * 2, "|-", color=COLOURS["mark"], markersize=8, **one.style)
@@ -136,9 +136,14 @@ def growth_of_service(recorded: Result | None, now: Result, run: int = 0) -> Fig
         [found(drawn[0].result, case) for case in ("pinned", "whole")]
         for found in (lambda r, case: r.summary.value("ttft_p50_s", case=case), lambda *of: np.median(answered_s(*of)))
     )
-    bought = "is bought with" if end[0] > end[1] and first[0] < first[1] else "beside"
-    told = f"The first token ({first[0]:.1f} s, not {first[1]:.1f}) {bought} the rest of the answer"
-    fig.suptitle(f"{told} ({end[0]:.1f} s, not {end[1]:.1f})")
+    early = f"The first token ({first[0]:.1f} s, not {first[1]:.1f})"
+    whole = f"({end[0]:.1f} s, not {end[1]:.1f})"
+    if first[0] < first[1] and end[0] > end[1]:
+        fig.suptitle(f"{early} is bought with the rest of the answer {whole}")
+    elif first[0] < first[1]:
+        fig.suptitle(f"{early} and the whole first answer {whole} come earlier")
+    else:
+        fig.suptitle(f"{early} beside the whole first answer {whole}")
     name_results(fig, drawn, "ttft_p50_s")
     return fig
 

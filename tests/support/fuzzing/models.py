@@ -16,8 +16,7 @@ from firsttoken.droidspeak.identity import ModelIdentity
 from firsttoken.droidspeak.prefix import LayerKV, PrefixCache
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link
-from firsttoken.petals.checkpoint_blocks import load_span
-from firsttoken.petals.int8_checkpoint import write_8_bits
+from firsttoken.petals.checkpoint_blocks import load_span, write_8_bits
 from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
 from firsttoken.progressiveserve.checkpoint.plan import by_layers, whole
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource, Origin, RandomSource

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from firsttoken.petals.block_backend import BlockBackend
+from firsttoken.petals.fairness import Shares
 from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.registry import Registry
-from firsttoken.petals.shares import Shares
-from firsttoken.petals.trust.evidence import Evidence
+from firsttoken.petals.states import Stretch
+from firsttoken.petals.trust.commitments import Evidence
 from firsttoken.petals.trust.ledger import Ledger
-from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import BusyError, SwarmError
 from firsttoken.study.parsing.schema import at_least
 from firsttoken.study.system.openmp import loops_on_one_core

@@ -14,19 +14,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from firsttoken.petals.keys import read_said
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import Hop, Reachable, best_chain
-from firsttoken.petals.server_session import ServerFault, ServerSession
-from firsttoken.petals.service import ACCUSE
+from firsttoken.petals.server_session import DoubtFault, ServerSession
+from firsttoken.petals.states import MOST_TOKENS, Stretch
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.trust.arbitration import TOLERANCE, Ruling, difference
-from firsttoken.petals.trust.commitments import committed, read_commitment
-from firsttoken.petals.trust.evidence import Charge, Evidence
-from firsttoken.petals.wire import MOST_TOKENS, Stretch
+from firsttoken.petals.trust.commitments import Charge, Evidence, committed, read_commitment
+from firsttoken.petals.wire import ACCUSE
 from firsttoken.study.errors import FirstTokenError, SwarmError
-from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.parse_errors import Damaged
-from firsttoken.study.parsing.schema import shaped
 
 UNDECIDED, UNWITNESSED = 0.5, 1.0
 """The shares of a server's audits that may be inconclusive, as nobody is convicted or as nobody else has its blocks."""
@@ -41,10 +38,6 @@ AGREED, CONVICTED, WITNESS, INCONCLUSIVE = "agreed", "convicted", "its witness c
 
 class _UnwitnessedError(SwarmError):
     """Nobody else has the blocks, or answers."""
-
-
-class DoubtFault(ServerFault):
-    """This server is not to be believed: what it has answered so far may be wrong, too."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +102,7 @@ class Auditor:
         evidence = self._signed(session, record, at, inputs[at], outputs)
         try:
             end = await self._audited(evidence, record)
-        except (FirstTokenError, Damaged) as error:  # whoever it was that failed here: nothing is proven
+        except FirstTokenError as error:  # whoever it was that failed here: nothing is proven
             end, self.why = INCONCLUSIVE, str(error)
             self._found[record.server][type(error) is _UnwitnessedError] += 1
         self.ends[end] += 1
@@ -213,7 +206,7 @@ class Auditor:
             )
         except grpc.aio.AioRpcError as error:
             raise SwarmError(error.details() or error.code().name) from error
-        convicted = shaped(Ruling, parse_json(data)).convicted
+        convicted = read_said(Ruling, data, "the keeper's ruling cannot be read").convicted
         if convicted:
             swarm.convicted.add(evidence.charge.commitment.server)
         return convicted

@@ -11,9 +11,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from firsttoken.petals.keys import check_signature, signature_of
+from firsttoken.petals.keys import check_signature, read_said, signature_of
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import Damaged
 from firsttoken.study.parsing.schema import between, digits, shaped
 
@@ -176,10 +175,7 @@ class Ledger:
 
         Raises SwarmError as ``credit`` and ``carry_out``, and for what is neither.
         """
-        try:
-            said = shaped(_ToldSlip, parse_json(data))
-        except (Damaged, ValueError) as error:
-            raise SwarmError(f"what is said to an account cannot be read: {error}") from error
+        said = read_said(_ToldSlip, data, "what is said to an account cannot be read")
         if said.receipt is not None:
             return self.credit(said.receipt)
         if said.order is not None:

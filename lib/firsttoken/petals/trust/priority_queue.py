@@ -15,12 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from firsttoken.petals.fairness import HERE, Client, busy
-from firsttoken.petals.keys import public_hex
+from firsttoken.petals.keys import public_hex, read_said
 from firsttoken.petals.trust.ledger import Ledger, Order, signed_slip
-from firsttoken.study.errors import SwarmError
-from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.parse_errors import Damaged
-from firsttoken.study.parsing.schema import shaped
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -84,7 +80,7 @@ class PriorityQueue:
         if self.taken < self.most:
             self.taken += 1
             return
-        order = _read(offer) if offer else None
+        order = read_said(Order, offer, "an offer cannot be read") if offer else None
         points = order.points if order is not None else 0
         before = has + sum(one.client == client for one in self._queue)
         mine = _Offered(
@@ -126,10 +122,3 @@ class PriorityQueue:
         while self._queue:
             if not (called := self._queue.pop().called).done():
                 called.set_exception(why)
-
-
-def _read(offer: str) -> Order:
-    try:
-        return shaped(Order, parse_json(offer))
-    except (Damaged, ValueError) as error:
-        raise SwarmError(f"an offer cannot be read: {error}") from error

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from firsttoken.petals.keys import public_hex
-from firsttoken.petals.service import ACCOUNT
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip, tell_slip
+from firsttoken.petals.wire import ACCOUNT
 from firsttoken.study.errors import SwarmError
 
 if TYPE_CHECKING:

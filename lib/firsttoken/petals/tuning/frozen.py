@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from firsttoken.assets.positions import context_of
 from firsttoken.petals.checkpoint_blocks import load_span
-from firsttoken.petals.ending import Ending
-from firsttoken.petals.fairness import HERE, Client, Turns, who_yields
+from firsttoken.petals.fairness import HERE, Client, Ending, Turns, who_yields
 from firsttoken.petals.tuning.passes import Adapters, Pass, decode_pass, encode_pass
 from firsttoken.study.errors import BusyError, RequestError, SwarmError
 

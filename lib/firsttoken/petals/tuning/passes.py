@@ -14,8 +14,7 @@ from typing import Annotated
 from safetensors.torch import load, save
 from torch import Tensor
 
-from firsttoken.petals.states import check_states
-from firsttoken.petals.wire import MOST_TOKENS
+from firsttoken.petals.states import MOST_TOKENS, check_states
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import Damaged

@@ -5,11 +5,9 @@ from __future__ import annotations
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from firsttoken.study.errors import FirstTokenError
 
 try:
     from lzma import LZMAError
@@ -30,7 +28,7 @@ class Damaged(ValueError):
 
 
 @contextmanager
-def blaming(path: object, kind: type[FirstTokenError], mend: str) -> Iterator[None]:
+def blaming(path: object, kind: Callable[[str], Exception], mend: str) -> Iterator[None]:
     """Whatever a reader finds wrong inside the block is raised as ``kind``: "PATH: FAULT; MEND", on one line."""
     try:
         yield

@@ -7,7 +7,6 @@ import os
 import re
 
 from firsttoken.study.system import kernel_files
-from firsttoken.study.system.sysctl import sysctl
 
 
 def cores() -> int:
@@ -36,7 +35,7 @@ def _total_memory() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # no sysconf, a name that it does not know, a value it does not have
-        told = sysctl("hw.memsize")
+        told = kernel_files.sysctl("hw.memsize")
         return int(told) if told.isdigit() else None
 
 

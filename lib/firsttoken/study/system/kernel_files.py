@@ -1,7 +1,9 @@
-"""The files in which Linux tells about itself; other systems, and some containers, lack all or some of them."""
+"""What a kernel tells about itself: Linux in files, of which some containers lack some, and macOS by a command."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -23,3 +25,14 @@ def write(path: Path, text: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def sysctl(name: str) -> str:
+    """The value of a kernel variable of macOS such as "hw.memsize"; "" elsewhere, and where it does not exist."""
+    if sys.platform != "darwin":
+        return ""
+    try:
+        done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -6,7 +6,6 @@ import platform
 import re
 
 from firsttoken.study.system import kernel_files
-from firsttoken.study.system.sysctl import sysctl
 
 # The processors of arm64 by name: Linux tells as numbers which company made a core and which of its cores it is.
 #
@@ -124,7 +123,9 @@ def cpu_model() -> str:
     where the system tells neither."""
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE)
     # for programs of 32 bits, and in some vendors' kernels, the name is the instruction set's: "ARMv8 Processor rev 1"
-    name = largest_core(cpuinfo()) or (found.group(1).strip() if found else sysctl("machdep.cpu.brand_string"))
+    name = largest_core(cpuinfo()) or (
+        found.group(1).strip() if found else kernel_files.sysctl("machdep.cpu.brand_string")
+    )
     return name or platform.processor() or platform.machine()
 
 
@@ -132,7 +133,7 @@ def virtualised() -> bool | None:
     """Whether a hypervisor shows; None where the system does not tell."""
     if flags := re.search(r"^flags\s*:(.*)$", cpuinfo(), re.MULTILINE):
         return "hypervisor" in flags.group(1).split()
-    return {"0": False, "1": True}.get(sysctl("kern.hv_vmm_present"))
+    return {"0": False, "1": True}.get(kernel_files.sysctl("kern.hv_vmm_present"))
 
 
 def cpuinfo() -> str:
