@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import httpx
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from services import TIMEOUT_S, free_port, serving, tiny_model, until
+from services import TIMEOUT_S, free_port, serving, tiny_model, until, workers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -203,9 +205,10 @@ def completion(url: str, model: str | None, prompt: list[int]) -> dict[str, Any]
     return response.json()
 
 
-def test_a_service_has_each_variant_under_its_name(plain, plain_adapters) -> None:
+@pytest.mark.parametrize("worker", [False, True], ids=["here", "in a worker"])
+def test_a_service_has_each_variant_under_its_name(plain, plain_adapters, worker: bool) -> None:
     model = tiny_model()
-    with serving(plain, variants=tuple(plain_adapters.items())) as url:
+    with serving(plain, variants=tuple(plain_adapters.items()), worker=worker) as url:
         listed = [entry["id"] for entry in httpx.get(f"{url}/v1/models").json()["data"]]
         assert listed == ["plain", "qa", "chat"]
         assert httpx.get(f"{url}/v1/models/chat").json()["id"] == "chat"
@@ -230,6 +233,17 @@ def test_a_service_has_each_variant_under_its_name(plain, plain_adapters) -> Non
         assert texts[name] == {tiny_tokenizer().decode(ids)}
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the worker by /proc")
+def test_a_worker_that_is_lost_is_given_its_variants_again(plain, plain_adapters) -> None:
+    names, prompt = (None, "qa", "chat"), [10, 20, 30, 40]
+    with serving(plain, variants=tuple(plain_adapters.items()), worker=True) as url:
+        before = [completion(url, name, prompt)["choices"] for name in names]
+        (worker,) = workers()
+        os.kill(worker, signal.SIGKILL)
+        assert [completion(url, name, prompt)["choices"] for name in names] == before
+        assert httpx.get(f"{url}/stage").json()["workers_lost"] == 1
+
+
 @pytest.mark.parametrize(
     ("names", "more", "message"),
     [
@@ -237,11 +251,6 @@ def test_a_service_has_each_variant_under_its_name(plain, plain_adapters) -> Non
         (("plain",), {}, "two models would be called 'plain'"),
         (("a b",), {}, "'a b' is no name; take up to 64 letters, digits, dots, dashes"),
         (("x" * 65,), {}, "is no name"),
-        (
-            ("qa",),
-            {"worker": True},
-            "--worker does not go with --variant: a worker's process hosts one model; leave one of them out",
-        ),
         (("qa",), {"swarm": ("127.0.0.1:1",)}, "--swarm does not go with --variant: its servers compute"),
     ],
 )
@@ -304,6 +313,15 @@ def test_an_adapter_of_another_shape_is_told(base, tmp_path) -> None:
     with pytest.raises(StageError, match="does not fit this model's layers: train one for this model"):
         executor.version.variant(executor.model, adapter_in(written(tuned(other, 1), tmp_path / "wide")))
     executor.close()
+
+
+def test_a_worker_hosts_no_adapter_that_is_not_there_or_of_another_base(plain, tmp_path) -> None:
+    folder = written(tuned(tiny_model(), 1), tmp_path / "qa")
+    of_another_base(folder)
+    for place, message in ((tmp_path / "nowhere", "--variant qa"), (folder, "was trained on the base 5e125e125e12")):
+        config = ServiceConfig(plain, port=free_port(), variants=(("qa", place),), worker=True)
+        with pytest.raises(StageError, match=message), running(config):
+            pass
 
 
 def test_a_service_whose_variant_cannot_be_read_says_why_and_ends(plain, tmp_path) -> None:

@@ -36,5 +36,3 @@ def test_what_a_worker_cannot_host_is_refused(tiny: Path) -> None:
         running(ServiceConfig(tiny, port=free_port(), worker=True)),
     ):
         pass
-    with pytest.raises(StageError, match="--worker does not go with --variant: a worker's process hosts one model"):
-        ServiceConfig(tiny, worker=True, variants=(("qa", tiny),))

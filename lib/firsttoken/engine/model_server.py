@@ -151,12 +151,19 @@ class EngineServer(ModelServer):
 
 class StaticServer(EngineServer):
     """Serves what ``engine`` runs, which is there from the beginning with ``weights`` bytes, wherever they are;
-    ``ended`` is called when it is closed."""
+    ``ended`` is called when it is closed, and ``versions`` are variants of the model by name."""
 
-    def __init__(self, engine: Engine, limits: RequestLimits, ended: Callable[[], None], weights: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        limits: RequestLimits,
+        ended: Callable[[], None],
+        weights: int = 0,
+        versions: Mapping[str, ModelVersion] = MappingProxyType({}),
+    ) -> None:
         super().__init__(limits)
         self._ended, self._weights = ended, weights
-        self._server: AsyncEngine = AsyncEngine(engine, limits.max_sessions)
+        self._server: AsyncEngine = AsyncEngine(engine, limits.max_sessions, versions=versions)
 
     def status(self) -> dict[str, Any]:
         there = {"stage": 1, "stages": 1, "state": "complete", "error": None, "events": [], "sessions": len(self._open)}

@@ -67,12 +67,15 @@ def replicas(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = 
         http = {"host": config.host, "port": config.port}
         try:
             serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
+            check_address(config)
             serve.run(_application(config, usable, serve), name="firsttoken")
         except (RuntimeError, TimeoutError) as error:
             raise StageError(f"the service did not start: {' '.join(str(error).split())}") from error
         with _watched(config, broken):
             yield
         serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
+        if config.cluster is not None and not serve.status().applications:
+            serve.shutdown()  # else it would hold the port for as long as the cluster runs
     finally:
         ray.shutdown()
 
@@ -137,6 +140,18 @@ def check_cluster(address: str) -> None:
             pass
     except OSError as error:
         raise StageError(f"serve: no Ray cluster answers at {address} ({error.strerror or error})") from error
+
+
+def check_address(config: ServiceConfig) -> None:
+    """Raises StageError where Ray Serve runs already and answers at another address: it has one for all it serves."""
+    from ray.serve.context import _get_global_client
+
+    there = _get_global_client().http_config
+    if (there.host, there.port) != (config.host, config.port):
+        raise StageError(
+            f"serve: Ray Serve runs in this cluster already, and answers at {there.host}:{there.port}; end what it "
+            "serves there, or take another cluster"
+        )
 
 
 def join(ray: ModuleType, address: str) -> None:

@@ -86,7 +86,7 @@ class PlainServer(LoadingServer):
             self._bytes_moved = self._bytes_total
             self._live = self._executor(model, torch.device(self._device))
             self._live.version.stage = 1
-            versions = self._read_variants(files, model) if self._variants else {}
+            versions = self._host_variants(files) if self._variants else {}
         policy = self.limits.preemption
         if isinstance(policy, MeasuredCrossPoint) and policy.measures(dtypes.name_of(self._live.pool.shape.dtype)):
             self._release_plain()  # it measures the layers that will serve
@@ -95,12 +95,10 @@ class PlainServer(LoadingServer):
         self._run(self._live, versions=versions)
         return True
 
-    def _read_variants(self, files: ModelFiles, model: nn.Module) -> dict[str, ModelVersion]:
-        from firsttoken.service.variants import SharedBase, read_variants
+    def _host_variants(self, files: ModelFiles) -> dict[str, ModelVersion]:
+        from firsttoken.service.variants import host_variants
 
-        adapters = read_variants(self._variants, files, self._device)
-        self._live.version = base = SharedBase(self._live.version.decoder)
-        return {name: base.variant(model, adapter) for name, adapter in adapters.items()}
+        return host_variants(self._live, self._variants, files, self._device)
 
     def _go_on(self) -> None:
         """Open the stored prefixes, and fuse the layers."""

@@ -26,7 +26,6 @@ REFUSED = {
     ("--swarm", "--worker"): "its servers compute the blocks, and a worker would have none",
     ("--swarm", "--device"): "its servers compute the blocks, and the model's ends compute on the CPU",
     ("--swarm", STAGES): "its servers have the blocks of the whole model, and the ends come from its folder",
-    ("--worker", "--variant"): "a worker's process hosts one model",
     ("--worker", STAGES): "a worker's process loads a model once",
     ("--variant", STAGES): "an adapter is of the whole model's layers, which come later",
     ("--gbit-per-s", WHOLE): "only what `firsttoken stage` has written is read over a link",

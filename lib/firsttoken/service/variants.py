@@ -12,10 +12,11 @@ from firsttoken.assets.adapter_files import CONFIG, RECIPE, WEIGHTS, TunedFrom, 
 from firsttoken.assets.checkpoint import ModelFiles
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.fused import FusedLayer
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter, with_adapter
 from firsttoken.study.errors import StageError
-from firsttoken.study.parsing.parse_errors import blaming, read_bytes
+from firsttoken.study.parsing.parse_errors import blaming, read_bytes, regular_size
 
 ADAPTER_FILES = CONFIG, WEIGHTS
 MOST_BYTES = 4 * 2**30  # of an adapter's weights
@@ -35,7 +36,7 @@ def read_fitting(option: str, name: str, folder: Path, files: ModelFiles, device
     Raises StageError for a folder that holds none, and for an adapter whose recipe.json names another base than the
     model of ``files``. An adapter without a recipe is held against the shapes of the model alone.
     """
-    with blaming(folder, StageError, f"name a folder with {CONFIG} and {WEIGHTS} for {option}"):
+    with blaming(folder, StageError, _mend(option)):
         content = [read_bytes(folder / CONFIG, 2**20), read_bytes(folder / WEIGHTS, MOST_BYTES)]
     if (folder / RECIPE).is_file() and (base := made_from(folder, TunedFrom).base_sha256) != files.sha256:
         raise StageError(
@@ -43,6 +44,29 @@ def read_fitting(option: str, name: str, folder: Path, files: ModelFiles, device
             f"{files.sha256[:12]}; name an adapter of this model"
         )
     return parse_adapter(name, *content, device)
+
+
+def adapter_files(folders: Mapping[str, Path]) -> list[Path]:
+    """The files of the adapters in ``folders`` by the variant's name. Raises StageError for one that is not there."""
+    files = []
+    for name, folder in folders.items():
+        with blaming(folder, StageError, _mend(f"--variant {name}")):
+            files += [folder / file for file in ADAPTER_FILES if regular_size(folder / file)]
+    return files
+
+
+def _mend(option: str) -> str:
+    return f"name a folder with {CONFIG} and {WEIGHTS} for {option}"
+
+
+def host_variants(
+    executor: LiveExecutor, folders: Mapping[str, Path], files: ModelFiles, device: str
+) -> dict[str, ModelVersion]:
+    """Let ``executor``, which runs the model of ``files``, host the variants in ``folders`` too; return them by name.
+    Raises StageError as :func:`read_variants`, and for an adapter that does not fit."""
+    adapters = read_variants(folders, files, device)
+    executor.version = base = SharedBase(executor.version.decoder)
+    return {name: base.variant(executor.model, adapter) for name, adapter in adapters.items()}
 
 
 def adapted_layers(layers: Sequence[nn.Module], adapter: Adapter) -> list[nn.Module]:

@@ -60,7 +60,8 @@ class RequestDeltas:
         known = self._known.get(request.number)
         if known is None:
             known = self._known[request.number] = _Known()
-            fresh = NewRequest(request.prompt_tokens, len(request.prompt_logprobs), sampling_told(request.sampling))
+            judged, variant = len(request.prompt_logprobs), request.version.key if request.version else ""
+            fresh = NewRequest(request.prompt_tokens, judged, sampling_told(request.sampling), variant)
         kept = len(known.blocks)
         if known.blocks != request.blocks[:kept]:
             kept = 0
@@ -146,6 +147,15 @@ class WorkerProcess:
     def _give_back(self) -> None:
         self._socket.close(linger=0)
         remove_folder(self.folder)
+
+
+@dataclass(frozen=True)
+class RemoteVariant:
+    """Stands for the variant that the worker hosts under the name ``key``, as a ModelVersion does for one that is here;
+    there are no stages."""
+
+    key: str
+    stage: int = 0
 
 
 class RemoteExecutor:

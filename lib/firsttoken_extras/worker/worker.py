@@ -7,14 +7,16 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import zmq
 
 from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import pass_over
 from firsttoken.engine.swap.block_copier import Movement
@@ -34,14 +36,16 @@ from firsttoken_extras.worker.worker_messages import (
     sampling_of,
     works_of,
 )
-from firsttoken_extras.worker.worker_model import load_worker_model
+from firsttoken_extras.worker.worker_model import load_worker_model, load_worker_variants
 
 
 class WorkerExecutor:
-    """``executor`` by orders. Of each request it keeps what it was told of it."""
+    """``executor`` by orders; ``versions`` are variants of its model by name. Of each request it keeps what it was told
+    of it."""
 
-    def __init__(self, executor: LiveExecutor) -> None:
+    def __init__(self, executor: LiveExecutor, versions: Mapping[str, ModelVersion] = MappingProxyType({})) -> None:
         self.executor = executor
+        self._versions = {"": None, **versions}
         self._known: dict[int, Request] = {}
         self._moving: dict[int, Movement] = {}
         self._orders: dict[str, Callable[..., Any]] = {
@@ -79,6 +83,7 @@ class WorkerExecutor:
             request = Request(told.number, told.tokens, sampling_of(told.fresh.sampling), 0.0)
             request.prompt_tokens = told.fresh.prompt_tokens
             request.prompt_logprobs = [None] * told.fresh.judged  # the engine has them
+            request.version = self._versions[told.fresh.variant]
             pass_over(request, self.executor.limits.vocabulary)
             self._known[told.number] = request
         else:
@@ -142,7 +147,7 @@ def _hosted(config: WorkerConfig) -> WorkerExecutor:
         host_blocks=config.host_blocks,
         swap=config.swap,
     )
-    return WorkerExecutor(executor)
+    return WorkerExecutor(executor, load_worker_variants(config, executor))
 
 
 def serve_forks() -> None:

@@ -18,11 +18,13 @@ MOST_BYTES = 1 << 26
 
 
 class NewRequest(NamedTuple):
-    """A request that the worker does not know yet: its prompt's tokens, how many of these are judged, its sampling."""
+    """A request that the worker does not know yet: its prompt's tokens, how many of these are judged, its sampling, and
+    the name of the variant that answers, "" for the model itself."""
 
     prompt_tokens: int
     judged: int
     sampling: tuple[Any, ...]
+    variant: str
 
 
 class ChunkMessage(NamedTuple):
