@@ -11,7 +11,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -63,21 +63,25 @@ def replicas(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = 
         start_node(ray, max(usable, config.replicas))
     else:
         join(ray, config.cluster)
-    try:
+    with ExitStack() as ends:
+        ends.callback(ray.shutdown)
         http = {"host": config.host, "port": config.port}
         try:
             serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
             check_address(config)
+            ends.callback(_stop, serve, config)  # also what was interrupted before it had started
             serve.run(_application(config, usable, serve), name="firsttoken")
         except (RuntimeError, TimeoutError) as error:
             raise StageError(f"the service did not start: {' '.join(str(error).split())}") from error
         with _watched(config, broken):
             yield
-        serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
-        if config.cluster is not None and not serve.status().applications:
-            serve.shutdown()  # else it would hold the port for as long as the cluster runs
-    finally:
-        ray.shutdown()
+
+
+def _stop(serve: ModuleType, config: ServiceConfig) -> None:
+    """Serve nothing more, and on a cluster give the port back, unless Ray Serve answers there for others too."""
+    serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
+    if config.cluster is not None and not serve.status().applications:
+        serve.shutdown()
 
 
 @contextmanager
