@@ -174,7 +174,7 @@ def served(arguments: list[str], cache: Path) -> Iterator[str]:
         yield url
     finally:
         process.send_signal(signal.SIGINT)
-        print(process.communicate(timeout=TIMEOUT_S)[0], process.returncode)
+        process.communicate(timeout=TIMEOUT_S)
 
 
 def _complete(url: str) -> bool:

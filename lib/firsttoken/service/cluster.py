@@ -11,7 +11,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from types import ModuleType
 from typing import Any
 
@@ -69,7 +69,7 @@ def replicas(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = 
         try:
             serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
             check_address(config)
-            ends.callback(_stop, serve, config)  # also what was interrupted before it had started
+            ends.callback(_stop, ray, serve, config)  # also what was interrupted before it had started
             serve.run(_application(config, usable, serve), name="firsttoken")
         except (RuntimeError, TimeoutError) as error:
             raise StageError(f"the service did not start: {' '.join(str(error).split())}") from error
@@ -77,11 +77,13 @@ def replicas(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = 
             yield
 
 
-def _stop(serve: ModuleType, config: ServiceConfig) -> None:
+def _stop(ray: ModuleType, serve: ModuleType, config: ServiceConfig) -> None:
     """Serve nothing more, and on a cluster give the port back, unless Ray Serve answers there for others too."""
     serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
     if config.cluster is not None and not serve.status().applications:
-        serve.shutdown()
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            serve.shutdown()
+            ray.shutdown()
 
 
 @contextmanager
