@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from firsttoken.engine.request import KVSource
 
 Asked = tuple[Sequence[int], Sampling, bool, str]  # as AsyncEngine.add has them
+Versions = Mapping[str, "ModelVersion"]  # variants of a model by name
+NONE: Versions = MappingProxyType({})
 T = TypeVar("T")
 
 LONGEST_PAUSE_S = 60.0
@@ -151,19 +153,14 @@ class EngineServer(ModelServer):
 
 class StaticServer(EngineServer):
     """Serves what ``engine`` runs, which is there from the beginning with ``weights`` bytes, wherever they are;
-    ``ended`` is called when it is closed, and ``versions`` are variants of the model by name."""
+    ``ended`` is called when it is closed, and variants of the model are asked for as they are ``named``."""
 
     def __init__(
-        self,
-        engine: Engine,
-        limits: RequestLimits,
-        ended: Callable[[], None],
-        weights: int = 0,
-        versions: Mapping[str, ModelVersion] = MappingProxyType({}),
+        self, engine: Engine, limits: RequestLimits, ended: Callable[[], None], weights: int = 0, named: Versions = NONE
     ) -> None:
         super().__init__(limits)
         self._ended, self._weights = ended, weights
-        self._server: AsyncEngine = AsyncEngine(engine, limits.max_sessions, versions=versions)
+        self._server: AsyncEngine = AsyncEngine(engine, limits.max_sessions, versions=named)
 
     def status(self) -> dict[str, Any]:
         there = {"stage": 1, "stages": 1, "state": "complete", "error": None, "events": [], "sessions": len(self._open)}
@@ -358,7 +355,7 @@ class LoadingServer(EngineServer):
         executor: LiveExecutor,
         failed: Callable[[Exception], Exception] = step_failure,
         recovered: Callable[[Recovery], None] | None = None,
-        versions: Mapping[str, ModelVersion] = MappingProxyType({}),
+        versions: Versions = NONE,
     ) -> AsyncEngine:
         """Let requests run, those that wait and those that come; as :class:`Engine` and :class:`AsyncEngine` are
         told."""
