@@ -260,11 +260,19 @@ def test_what_cannot_be_served_is_refused(plain, names, more, message: str) -> N
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_model_that_comes_in_stages_has_no_variants(tiny, plain_adapters) -> None:
-    from firsttoken.service.served_model import check_model
-
-    with pytest.raises(StageError, match="--variant does not go with a model in stages: an adapter is of the whole"):
-        check_model(ServiceConfig(tiny, variants=tuple(plain_adapters.items())))
+def test_the_last_stage_of_a_model_has_its_variants(tiny, plain, plain_adapters) -> None:
+    """Each answers as on the same model that is whole; until that is here, whoever asks for one is told so."""
+    prompt, variants = [10, 20, 30, 40], tuple(plain_adapters.items())
+    with serving(plain, variants=variants) as url:
+        right = [completion(url, name, prompt)["choices"][0]["text"] for name in ("qa", "chat")]
+    with running(ServiceConfig(tiny, port=free_port(), variants=variants, gbit_per_s=0.02)) as url:
+        early = httpx.post(f"{url}/v1/completions", json={"model": "qa", "prompt": prompt}, timeout=TIMEOUT_S)
+        assert early.status_code == 429 and "qa answers once the whole model is here" in early.text
+        until(lambda: httpx.get(f"{url}/stage").json()["state"] == "complete", "all stages are here")
+        for _ in range(3):  # also while layers are fused
+            with ThreadPoolExecutor(2) as clients:
+                asked = clients.map(lambda name: completion(url, name, prompt), ("qa", "chat"))
+                assert [answer["choices"][0]["text"] for answer in asked] == right
 
 
 def of_another_base(folder: Path) -> None:

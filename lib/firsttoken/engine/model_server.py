@@ -380,12 +380,12 @@ class LoadingServer(EngineServer):
             self._note(stage, "serving")
             self._change.notify_all()
 
-    def _fuse(self, version: ModelVersion, release: Callable[[], None]) -> None:
-        """The layers of ``version`` one after another, with pauses in which steps have all cores to themselves, once
+    def _fuse(self, fuse: Callable[[], Iterator[None]], release: Callable[[], None]) -> None:
+        """What ``fuse`` does to one layer after another, with pauses in which steps have all cores to themselves, once
         ``release`` has let go of what else has them."""
         with suppress(FirstTokenError):  # the server is being closed
             self._server.between(release)
-            for _ in version.fuse():
+            for _ in fuse():
                 if self._closing.wait(PAUSE_S):
                     return
 

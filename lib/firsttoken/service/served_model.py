@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from firsttoken.droidspeak.identity import ModelIdentity
     from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken.engine.model_version import ModelVersion
+    from firsttoken.service.variants import LateVariants
 
 # A Hugging Face folder that was not staged: it is read whole, lean or by transformers itself.
 
@@ -103,7 +104,7 @@ class PlainServer(LoadingServer):
     def _go_on(self) -> None:
         """Open the stored prefixes, and fuse the layers."""
         self._open_prefixes()
-        self._fuse(self._live.version, self._release_plain)
+        self._fuse(self._live.version.fuse, self._release_plain)
 
     def _release_plain(self) -> None:
         """Let the model go of its layers, which the version has, so that each is freed as it is fused."""
@@ -242,17 +243,26 @@ def serve_model(
 
         links, options = [Link(LinkConfig(config.gbit_per_s))], {"device": config.device, "broken": broken}
         staged = StagedServer(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
+        if variants := dict(config.variants):
+            staged.variants = lambda: late_variants(variants, config.device)
         if (store := config.prefix_store) is not None:
             staged.whole = lambda dtype, weights: use_prefixes(
                 staged,
                 store,
-                lambda: receivers(config.folder, dtype, config.prefix_owner, weights=weights),
+                lambda: receivers(config.folder, dtype, config.prefix_owner, variants, weights),
                 config.device,
             )
         return staged
     options = {"device": config.device, "store": config.prefix_store, "owner": config.prefix_owner}
     options |= {"variants": dict(config.variants)}
     return PlainServer(config.folder, limits, broken=broken, **options)
+
+
+def late_variants(folders: Mapping[str, Path], device: str) -> LateVariants:
+    """The variants in ``folders`` of a model in stages. The thread that loads calls this: it imports torch."""
+    from firsttoken.service.variants import LateVariants
+
+    return LateVariants(folders, device)
 
 
 def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy:

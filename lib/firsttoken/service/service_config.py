@@ -27,7 +27,6 @@ REFUSED = {
     ("--swarm", "--device"): "its servers compute the blocks, and the model's ends compute on the CPU",
     ("--swarm", STAGES): "its servers have the blocks of the whole model, and the ends come from its folder",
     ("--worker", STAGES): "a worker's process loads a model once",
-    ("--variant", STAGES): "an adapter is of the whole model's layers, which come later",
     ("--gbit-per-s", WHOLE): "only what `firsttoken stage` has written is read over a link",
 }
 """Pairs of options that are not served together, and why; ``tests/service/test_pairs_of_options.py`` tries all."""
@@ -50,8 +49,8 @@ class ServiceConfig:
     ``preemption`` but for "cross_point", whose costs are this machine's: measured at the first start of a whole model,
     and at this one with ``measure_again``. ``kv_blocks`` None: as many as the limits ask for. ``prefix_store`` is a
     folder of KV files, of which those of everybody and of ``prefix_owner`` are read. ``variants`` (a name and a folder
-    each) are LoRA adapters on a model that is not staged, which requests choose by name. The replicas run on the Ray
-    ``cluster`` at that address, or on this machine. With an ``api_key`` nobody else is served.
+    each) are LoRA adapters on the whole model, so on the last stage of a staged one; requests choose one by name. The
+    replicas run on the Ray ``cluster`` at that address, or on this machine. With an ``api_key`` nobody else is served.
 
     With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends here; who is silent for
     ``swarm_step_s`` seconds is replaced. ``swarm_token_file`` and ``swarm_tls_ca`` as the swarm's own commands have

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
@@ -18,11 +19,14 @@ from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter, wit
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes, regular_size
 
+if TYPE_CHECKING:
+    from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
+
 ADAPTER_FILES = CONFIG, WEIGHTS
 MOST_BYTES = 4 * 2**30  # of an adapter's weights
 
 
-def read_variants(folders: Mapping[str, Path], files: ModelFiles, device: str) -> dict[str, Adapter]:
+def read_variants(folders: Mapping[str, Path], files: Base | ModelFiles, device: str) -> dict[str, Adapter]:
     """The adapters in ``folders`` by the variant's name. Raises StageError as :func:`read_fitting`."""
     return {
         name: read_fitting(f"--variant {name}", f"of the variant {name}", folder, files, device)
@@ -30,7 +34,14 @@ def read_variants(folders: Mapping[str, Path], files: ModelFiles, device: str) -
     }
 
 
-def read_fitting(option: str, name: str, folder: Path, files: ModelFiles, device: str) -> Adapter:
+class Base(NamedTuple):
+    """The ``folder`` of a model and the ``sha256`` of its weights, "" where nobody knows it."""
+
+    folder: Path
+    sha256: str
+
+
+def read_fitting(option: str, name: str, folder: Path, files: Base | ModelFiles, device: str) -> Adapter:
     """The adapter in ``folder``, as PEFT writes it, which ``option`` has named; ``name`` is for errors.
 
     Raises StageError for a folder that holds none, and for an adapter whose recipe.json names another base than the
@@ -38,7 +49,8 @@ def read_fitting(option: str, name: str, folder: Path, files: ModelFiles, device
     """
     with blaming(folder, StageError, _mend(option)):
         content = [read_bytes(folder / CONFIG, 2**20), read_bytes(folder / WEIGHTS, MOST_BYTES)]
-    if (folder / RECIPE).is_file() and (base := made_from(folder, TunedFrom).base_sha256) != files.sha256:
+    base = made_from(folder, TunedFrom).base_sha256 if (folder / RECIPE).is_file() else ""
+    if base and files.sha256 and base != files.sha256:
         raise StageError(
             f"{option}: its adapter was trained on the base {base[:12]}, and {files.folder.name} is "
             f"{files.sha256[:12]}; name an adapter of this model"
@@ -99,14 +111,55 @@ class SharedBase(ModelVersion):
 
     def fuse(self) -> Iterator[None]:
         """Fuse the layers as any version does, and give each at once to the variants, with their adapters."""
-        (segment,) = self.decoder.segments
-        for number, _ in enumerate(super().fuse()):
-            for version, adapter in self._variants:
-                if number < len(segment.modules):
-                    _take(version, number, segment.modules[number], adapter)
-                else:
-                    version.decoder.take_head(self.decoder)
-            yield
+        return _fuse_all(self.decoder, super().fuse(), self._variants)
+
+
+class LateVariants:
+    """The variants in ``folders`` of a model that comes in stages, which serve with its last one."""
+
+    def __init__(self, folders: Mapping[str, Path], device: str) -> None:
+        self._folders, self._device = folders, device
+        self._adapters: dict[str, Adapter] = {}
+        self._variants: list[tuple[ModelVersion, Adapter]] = []
+        self._base: StagedModelVersion
+
+    def read(self, folder: Path, sha256: str, layers: Sequence[nn.Module]) -> None:
+        """Read the adapters for the ``layers`` of the model in ``folder``, before their weights are there.
+
+        Raises StageError as :func:`read_variants`, and for an adapter that does not fit.
+        """
+        self._adapters = read_variants(self._folders, Base(folder, sha256), self._device)
+        for adapter in self._adapters.values():
+            adapted_layers(layers, adapter)
+
+    def host(self, version: StagedModelVersion, model: nn.Module) -> dict[str, ModelVersion]:
+        """The variants of ``model`` by name, beside the ``version`` that is its last stage."""
+        self._base, hosted = version, {}
+        (segment,) = version.decoder.segments
+        for name, adapter in self._adapters.items():
+            layers = adapted_layers(version.modules.base, adapter)
+            variant = hosted[name] = ModelVersion(Decoder(model, [LocalSegment(layers)]), None, version.stage, version)
+            for number, layer in enumerate(segment.modules):
+                _take(variant, number, layer, adapter)
+            self._variants.append((variant, adapter))
+        return hosted
+
+    def fuse(self) -> Iterator[None]:
+        """Fuse the layers of that version as it does, and give each at once to the variants, with their adapters."""
+        return _fuse_all(self._base.decoder, self._base.fuse(), self._variants)
+
+
+def _fuse_all(
+    base: Decoder, fusing: Iterator[None], variants: Sequence[tuple[ModelVersion, Adapter]]
+) -> Iterator[None]:
+    (segment,) = base.segments
+    for number, _ in enumerate(fusing):
+        for version, adapter in variants:
+            if number < len(segment.modules):
+                _take(version, number, segment.modules[number], adapter)
+            else:
+                version.decoder.take_head(base)
+        yield
 
 
 def _take(version: ModelVersion, number: int, layer: nn.Module, adapter: Adapter) -> None:
