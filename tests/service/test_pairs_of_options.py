@@ -159,15 +159,15 @@ def refused(pair: tuple[str, str]) -> str | None:
 
 @contextmanager
 def served(arguments: list[str], cache: Path) -> Iterator[str]:
-    """The command in a process of its own, once all of its model serves."""
-    port = free_port()
+    """The command in a process of its own, once all of its model serves, in each of its replicas."""
+    port, complete = free_port(), set[str]()
     command = [sys.executable, "-m", "firsttoken", "serve", *arguments, "--port", str(port), "--grace-s", "5"]
     environment = os.environ | {"FIRSTTOKEN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + TIMEOUT_S
-        while not _complete(url):
+        while len(complete := complete | _complete(url)) < 1 + ("--replicas" in arguments):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -177,11 +177,13 @@ def served(arguments: list[str], cache: Path) -> Iterator[str]:
         process.communicate(timeout=TIMEOUT_S)
 
 
-def _complete(url: str) -> bool:
+def _complete(url: str) -> set[str]:
+    """The name of the replica that answers, if all of its model serves."""
     try:
-        return httpx.get(f"{url}/stage", timeout=10).json()["state"] == "complete"
+        status = httpx.get(f"{url}/stage", timeout=10).json()
+        return {status["replica"]} if status["state"] == "complete" else set()
     except (httpx.HTTPError, KeyError, ValueError):
-        return False
+        return set()
 
 
 def answers(url: str, model: str | None = None) -> list[str]:
