@@ -323,6 +323,13 @@ def test_an_adapter_of_another_shape_is_told(base, tmp_path) -> None:
     executor.close()
 
 
+def test_a_model_in_stages_says_at_once_that_an_adapter_does_not_fit(tiny, base, tmp_path) -> None:
+    config = ServiceConfig(tiny, port=free_port(), variants=(("qa", written(tuned(base, 1), tmp_path / "qa")),))
+    with running(config) as url:
+        until(lambda: httpx.get(f"{url}/stage").json()["state"] == "failed", "it gives up")
+        assert "does not fit this model's layers" in httpx.get(f"{url}/stage").json()["error"]
+
+
 def test_a_worker_hosts_no_adapter_that_is_not_there_or_of_another_base(plain, tmp_path) -> None:
     folder = written(tuned(tiny_model(), 1), tmp_path / "qa")
     of_another_base(folder)
@@ -332,9 +339,11 @@ def test_a_worker_hosts_no_adapter_that_is_not_there_or_of_another_base(plain, t
             pass
 
 
-def test_a_service_whose_variant_cannot_be_read_says_why_and_ends(plain, tmp_path) -> None:
+@pytest.mark.parametrize("folder", ["plain", "tiny"], ids=["whole", "in stages"])
+def test_a_service_whose_variant_cannot_be_read_says_why_and_ends(folder, request, tmp_path) -> None:
     told: list[FirstTokenError] = []
-    config = ServiceConfig(plain, port=free_port(), variants=(("qa", tmp_path / "nowhere"),))
+    model = request.getfixturevalue(folder)
+    config = ServiceConfig(model, port=free_port(), variants=(("qa", tmp_path / "nowhere"),))
     with pytest.raises(FirstTokenError) as raised, running(config) as url:
         until(lambda: httpx.get(f"{url}/stage").json()["state"] == "failed", "it gives up")
         told.append(FirstTokenError(httpx.get(f"{url}/stage").json()["error"]))
