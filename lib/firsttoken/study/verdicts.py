@@ -124,9 +124,9 @@ def judge_record(claims: Iterable[Claim], results: Iterable[Result], machine: st
     """Judge as ``judge_all`` does, and beside it by what every other machine without a GPU said last, a machine whose
     result was removed by its line in ``log``.
 
-    An experiment that only another machine has recorded is judged by that, which ``measured`` says; one that needs a GPU
-    by the machine with a GPU that recorded it. Where the machines
-    differ the verdict is that it depends on the machine, and each is named with its own. No verdict mixes two machines.
+    An experiment that only another machine has recorded is judged by that, which ``measured`` says; one that only
+    machines with a GPU have recorded, by those. Where the machines differ the verdict is that it depends on the
+    machine, and each is named with its own. No verdict mixes two machines.
     """
     results = list(results)
     gpus = {result.slug for result in results if result.machine["gpu"]}

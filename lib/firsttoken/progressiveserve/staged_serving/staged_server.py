@@ -158,7 +158,7 @@ class StageLoader:
                 reading.close()
 
 
-class LateVariants(Protocol):
+class LastStageVariants(Protocol):
     """Variants of the whole model, which serve with its last stage."""
 
     def read(self, folder: Path, sha256: str, layers: Sequence[nn.Module]) -> None:
@@ -201,9 +201,9 @@ class StagedServer(LoadingServer):
         self.whole: Callable[[torch.dtype, str], str] | None = None
         """Called by the thread that loads, with dtype and sha256 of the weights, once the last stage serves; what it
         returns is an event."""
-        self.variants: Callable[[], LateVariants] | None = None
+        self.variants: Callable[[], LastStageVariants] | None = None
         """Called by that thread too, for the variants that the last stage has."""
-        self._late: LateVariants | None = None
+        self._late: LastStageVariants | None = None
 
     def close(self) -> None:
         with self._change:
