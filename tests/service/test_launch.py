@@ -79,7 +79,7 @@ def test_a_port_that_is_taken(tiny, taken):
     assert f"127.0.0.1:{taken}" in str(refusal(ServiceConfig(tiny, port=taken)))
 
 
-def test_a_store_of_prefixes_that_is_none(plain, tiny, tmp_path, port):
+def test_a_store_of_prefixes_that_is_none(plain, tmp_path, port):
     (tmp_path / "file").touch()
     for absent in (tmp_path / "absent", tmp_path / "file"):
         error = refusal(ServiceConfig(plain, prefix_store=absent, port=port))
