@@ -117,6 +117,13 @@ _ALL = (
     _study("environment", "What the engine runs on", "20", "cps.environment:environment", "environment_summary"),
     _study("throughput", "The engine beside others", "20", "engine.throughput:throughput", "throughput_summary"),
     _study(
+        "variants_at_once",
+        "Fine-tunes of one base in one engine",
+        "20",
+        "engine.variants_at_once:variants_at_once",
+        "variants_summary",
+    ),
+    _study(
         "recovery_latency",
         "Swap or recompute",
         "21",
