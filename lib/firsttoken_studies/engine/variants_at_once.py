@@ -22,6 +22,7 @@ from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Sampling
 from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter
 from firsttoken.service.variants import SharedBase
+from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.parse_errors import read_bytes
 from firsttoken.study.profile import Profile
@@ -29,7 +30,6 @@ from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Summary
-from firsttoken_studies.droidspeak.pairs import adapters_folder
 
 BASE, ONE, IN_TURNS = "the base alone", "one adapter", "one after the other"
 BLOCK_TOKENS = 16
@@ -107,7 +107,7 @@ def variants_at_once(profile: Profile) -> Outcome:
 
 def read_adapter(folder: str, name: str) -> Adapter:
     """The adapter ``name`` in a profile's ``folder``. Raises StageError for one that is damaged or no plain LoRA."""
-    place = adapters_folder(folder) / name
+    place = paths.ADAPTERS / folder / name  # an absolute folder stands for itself
     return parse_adapter(name, *(read_bytes(place / file, _MOST_BYTES) for file in (CONFIG, WEIGHTS)), "cpu")
 
 
