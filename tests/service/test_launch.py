@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import sys
+import time
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
-from firsttoken.service import cluster, served_model
-from firsttoken.service.launch import running
+from firsttoken.service import cluster, launch, served_model
+from firsttoken.service.launch import running, serve_forever
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import FirstTokenError, ModelError, StageError
 
@@ -51,6 +55,23 @@ def test_the_engine_is_told_its_budget(plain, monkeypatch):
     for asked in ({}, {"token_budget": 96}):
         served_model.serve_model(ServiceConfig(plain, **asked), broken=print)
     assert [engine.token_budget for engine in told] == [512, 96]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no signals of POSIX")
+def test_an_interrupt_that_a_start_swallows_ends_the_service_all_the_same(plain, monkeypatch, capsys):
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    @contextmanager
+    def swallowing(config, broken):
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        yield "http://127.0.0.1:1"
+
+    monkeypatch.setattr(launch, "running", swallowing)
+    serve_forever(ServiceConfig(plain))
+    assert capsys.readouterr().out.endswith("shutting down\n")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
 def test_the_model_is_called_after_its_folder(tiny):
