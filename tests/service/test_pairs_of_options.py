@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import combinations
@@ -26,7 +26,6 @@ from services import TIMEOUT_S, free_port, tiny_model, tiny_tokenizer, until, wr
 
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
-from firsttoken.service import launch
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import REFUSED, STAGES, WHOLE, ServiceConfig
 from firsttoken.study import paths
@@ -160,40 +159,23 @@ def refused(pair: tuple[str, str]) -> str | None:
 
 @contextmanager
 def served(arguments: list[str], cache: Path) -> Iterator[str]:
-    """What the command serves, once all of its model does, in each of its replicas: in this process, or, where Ray
-    starts replicas, by the command in a process of its own."""
-    told, port = ["serve", *arguments, "--grace-s", "5"], free_port()
-    by_ray = {"--cluster", "--replicas"} & set(arguments)
-    with (_in_a_process if by_ray else _here)([*told, "--port", str(port)], cache) as ended:
-        url, complete, deadline = f"http://127.0.0.1:{port}", set[str](), time.monotonic() + TIMEOUT_S
+    """The command in a process of its own, once all of its model serves, in each of its replicas."""
+    port, complete = free_port(), set[str]()
+    command = [sys.executable, "-m", "firsttoken", "serve", *arguments, "--port", str(port), "--grace-s", "5"]
+    environment = os.environ | {"FIRSTTOKEN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
         while len(complete := complete | _complete(url)) < 1 + ("--replicas" in arguments):
-            assert not ended(), "the service has ended; what it said is above"
+            assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.05)
         yield url
-
-
-@contextmanager
-def _here(command: list[str], cache: Path) -> Iterator[Callable[[], bool]]:
-    """The service that the command would start, in this process."""
-    asked: list[ServiceConfig] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "serve_forever", asked.append)
-        assert main(command) == 0
-    with running(*asked):
-        yield lambda: False
-
-
-@contextmanager
-def _in_a_process(command: list[str], cache: Path) -> Iterator[Callable[[], bool]]:
-    environment = os.environ | {"FIRSTTOKEN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "firsttoken", *command], env=environment)
-    try:
-        yield lambda: process.poll() is not None
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(timeout=120)
+            process.communicate(timeout=120)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
