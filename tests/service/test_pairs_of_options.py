@@ -175,10 +175,10 @@ def served(arguments: list[str], cache: Path) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.communicate(timeout=120)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+            process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:  # how a service behind Ray ends is not what is tried here
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=TIMEOUT_S)
 
 
 def _complete(url: str) -> set[str]:
