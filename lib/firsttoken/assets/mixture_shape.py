@@ -28,7 +28,7 @@ MIXTURES = {
     "qwen3-235b-a22b": MixtureShape(DenseShape(94, 4096, 1536, 64, 4, 128, 151936, head_norms=True), 128, 8),
     "minimax-m2.5": MixtureShape(DenseShape(62, 3072, 1536, 48, 8, 128, 200064, head_norms=True), 256, 8),
 }
-_ELSEWHERE = ("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace", "mlp_only_layers")
+_UNMEASURED = ("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace", "mlp_only_layers")
 
 
 def model_shape(model: str) -> DenseShape | MixtureShape:
@@ -44,7 +44,7 @@ def model_shape(model: str) -> DenseShape | MixtureShape:
     folder, config = config_of(model, (*SHAPES, *MIXTURES))
     if not config.experts:
         return dense_of(config)
-    if there := [name for name in _ELSEWHERE if getattr(config, name)]:
+    if there := [name for name in _UNMEASURED if getattr(config, name)]:
         raise ModelError(f"{folder / CONFIG} has {there[0]}: no operators of such layers were measured")
     return _mixture_of(config, f"{folder / CONFIG}")
 
