@@ -58,7 +58,9 @@ def test_the_engine_is_told_its_budget(plain, monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no signals of POSIX")
-def test_an_interrupt_that_a_start_swallows_ends_the_service_all_the_same(plain, monkeypatch, capsys):
+def test_an_interrupt_that_a_start_swallows_ends_the_service_all_the_same(plain, monkeypatch, capsys, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs behind ignore SIGINT
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
     @contextmanager
