@@ -190,6 +190,12 @@ def _complete(url: str) -> set[str]:
         return set()
 
 
+def _stage(url: str) -> httpx.Response:
+    """The status of a service, however long a busy machine lets it wait: an answer through Ray took more than the five
+    seconds that httpx gives by default, where two processes of tests had both cores."""
+    return httpx.get(f"{url}/stage", timeout=TIMEOUT_S)
+
+
 def answers(url: str, model: str | None = None) -> list[str]:
     """What all prompts are told, asked at once."""
 
@@ -224,11 +230,11 @@ def test_a_pair_answers_as_either_alone_or_is_refused(pair, arguments, cache, re
     right = request.getfixturevalue("expected")
     with served(arguments(pair), cache) as url:
         if "--prefix-store" in pair:
-            until(lambda: "stored prefixes are used" in httpx.get(f"{url}/stage").text, "the store is open")
+            until(lambda: "stored prefixes are used" in _stage(url).text, "the store is open")
         assert answers(url) == right["--swarm" if "--swarm" in pair else ""]
         if "--variant" in pair:
             assert answers(url, "qa") == right["qa"]
-        status = httpx.get(f"{url}/stage").json()
+        status = _stage(url).json()
         if "--prefix-store" in pair and not {"--replicas"} & set(pair):
             assert status["restored"] == len(PROMPTS)
         if "--preemption" in pair:
