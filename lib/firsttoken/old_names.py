@@ -20,6 +20,7 @@ RENAMED = {  # the longest that a name begins with counts
     "firsttoken.chunked": "firsttoken.sarathi",
     "firsttoken.crosspoint": "firsttoken.cps",
     "firsttoken.crosspoint.on_vllm": "firsttoken_extras.vllm_cross_point",
+    "firsttoken.droidspeak.prefix_finder": "firsttoken.droidspeak.source",
     "firsttoken.engine.apart": "firsttoken_extras.worker",
     "firsttoken.engine.apart.config": "firsttoken_extras.worker.worker_config",
     "firsttoken.engine.apart.executor": "firsttoken_extras.worker.remote_executor",
