@@ -27,6 +27,7 @@ RENAMED = {  # the longest that a name begins with counts
     "firsttoken.engine.config": "firsttoken.engine.engine_config",
     "firsttoken.engine.edges": "firsttoken.engine.hidden_state_cache",
     "firsttoken.engine.live": "firsttoken.engine.live_executor",
+    "firsttoken.engine.preemptor": "firsttoken.engine.preemption.preemption_policy",
     "firsttoken.engine.schedulers.base": "firsttoken.engine.schedulers.scheduler",
     "firsttoken.engine.schedulers.deadline": "firsttoken.engine.schedulers.adaptive_budget",
     "firsttoken.engine.segments": "firsttoken.engine.decoder",

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
-from firsttoken.engine.executor import Executor
-from firsttoken.engine.preemption.preemption_policy import Action
-from firsttoken.engine.preemptor import Preemptor
+from firsttoken.engine.executor import Executor, Version
+from firsttoken.engine.preemption.preemption_policy import Action, Preemptor
 from firsttoken.engine.request import KVSource, LayerRecompute, Phase, Request, ScheduledChunk
 from firsttoken.study.errors import CacheError, FirstTokenError, ProfileError, RequestError
 from firsttoken.study.parsing.schema import unknown
@@ -17,8 +16,6 @@ from firsttoken.study.policy_file import PolicyKind
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from firsttoken.engine.model_version import ModelVersion
 
 
 # Who is preempted when a block is missing.
@@ -254,7 +251,7 @@ class SchedulerState(Queues):
             self._give_up_prefix(victim)
             self.requeue_first(victim)
 
-    def move(self, request: Request, version: ModelVersion, layers: range) -> None:
+    def move(self, request: Request, version: Version, layers: range) -> None:
         """``request``, which has begun, computes with ``version`` from now on, and ``layers`` again under the budgets
         of the coming steps. Raises RequestError where hidden states that this begins with were not kept."""
         if request.number in self.pending:  # what was to come would be of another view

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
-from firsttoken.engine.preemptor import Preemptor
+from firsttoken.engine.preemption.preemption_policy import Preemptor
 from firsttoken.engine.request import Phase, Request, ScheduledChunk
 from firsttoken.engine.scheduler_config import SchedulerConfig
 from firsttoken.engine.scheduler_state import SchedulerState, Victim
