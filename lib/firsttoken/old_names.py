@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any
 
 _BORROWING, _COMBINED = "firsttoken_extras.layer_borrowing", "firsttoken_studies.combined"
-_PLANES = "firsttoken_extras.bitplanes"
-_STAGED = "firsttoken.progressiveserve.staged_serving"
+_PLANES, _STAGED = "firsttoken_extras.bitplanes", "firsttoken.progressiveserve.staged_serving"
 RENAMED = {  # the longest that a name begins with counts
     "firsttoken.chunked": "firsttoken.sarathi",
     "firsttoken.crosspoint": "firsttoken.cps",
@@ -28,8 +27,11 @@ RENAMED = {  # the longest that a name begins with counts
     "firsttoken.engine.edges": "firsttoken.engine.hidden_state_cache",
     "firsttoken.engine.live": "firsttoken.engine.live_executor",
     "firsttoken.engine.preemptor": "firsttoken.engine.preemption.preemption_policy",
+    "firsttoken.engine.schedulers.adaptive_budget": "firsttoken.engine.schedulers.sarathi",
     "firsttoken.engine.schedulers.base": "firsttoken.engine.schedulers.scheduler",
-    "firsttoken.engine.schedulers.deadline": "firsttoken.engine.schedulers.adaptive_budget",
+    "firsttoken.engine.schedulers.deadline": "firsttoken.engine.schedulers.sarathi",
+    "firsttoken.engine.schedulers.prefill_cap": "firsttoken.engine.schedulers.sarathi",
+    "firsttoken.engine.schedulers.shortest_first": "firsttoken.engine.schedulers.sarathi",
     "firsttoken.engine.segments": "firsttoken.engine.decoder",
     "firsttoken.engine.views": "firsttoken.engine.model_version",
     "firsttoken.engine.worker": "firsttoken_extras.worker",
