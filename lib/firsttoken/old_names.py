@@ -14,20 +14,24 @@ from types import ModuleType
 from typing import Any
 
 _BORROWING, _COMBINED = "firsttoken_extras.layer_borrowing", "firsttoken_studies.combined"
-_PLANES = "firsttoken_extras.bitplanes"
-_STAGED = "firsttoken.progressiveserve.staged_serving"
+_PLANES, _STAGED = "firsttoken_extras.bitplanes", "firsttoken.progressiveserve.staged_serving"
 RENAMED = {  # the longest that a name begins with counts
     "firsttoken.chunked": "firsttoken.sarathi",
     "firsttoken.crosspoint": "firsttoken.cps",
     "firsttoken.crosspoint.on_vllm": "firsttoken_extras.vllm_cross_point",
+    "firsttoken.droidspeak.prefix_finder": "firsttoken.droidspeak.source",
     "firsttoken.engine.apart": "firsttoken_extras.worker",
     "firsttoken.engine.apart.config": "firsttoken_extras.worker.worker_config",
     "firsttoken.engine.apart.executor": "firsttoken_extras.worker.remote_executor",
     "firsttoken.engine.config": "firsttoken.engine.engine_config",
     "firsttoken.engine.edges": "firsttoken.engine.hidden_state_cache",
     "firsttoken.engine.live": "firsttoken.engine.live_executor",
+    "firsttoken.engine.preemptor": "firsttoken.engine.preemption.preemption_policy",
+    "firsttoken.engine.schedulers.adaptive_budget": "firsttoken.engine.schedulers.sarathi",
     "firsttoken.engine.schedulers.base": "firsttoken.engine.schedulers.scheduler",
-    "firsttoken.engine.schedulers.deadline": "firsttoken.engine.schedulers.adaptive_budget",
+    "firsttoken.engine.schedulers.deadline": "firsttoken.engine.schedulers.sarathi",
+    "firsttoken.engine.schedulers.prefill_cap": "firsttoken.engine.schedulers.sarathi",
+    "firsttoken.engine.schedulers.shortest_first": "firsttoken.engine.schedulers.sarathi",
     "firsttoken.engine.segments": "firsttoken.engine.decoder",
     "firsttoken.engine.views": "firsttoken.engine.model_version",
     "firsttoken.engine.worker": "firsttoken_extras.worker",

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.async_engine import AsyncEngine
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.preemptor import LOST
+from firsttoken.engine.preemption.preemption_policy import LOST
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.study.errors import ModelError, ProfileError, RequestError, WorkerError

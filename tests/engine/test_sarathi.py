@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.request import Phase, Sampling
 from firsttoken.engine.schedulers import REPORTED, SCHEDULERS, scheduler_named
-from firsttoken.engine.schedulers.adaptive_budget import StepTimeModel
-from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.engine.schedulers.sarathi import Sarathi, StepTimeModel
 from firsttoken.study.errors import ProfileError
 
 CUTTING = sorted(name for name, kind in SCHEDULERS.items() if issubclass(kind, Sarathi))

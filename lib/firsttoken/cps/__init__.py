@@ -1,4 +1,4 @@
 """CPS, Cross-Point Scheduling: a preempted request is swapped or computed again, whichever is cheaper at its length.
 
-The engine has the mechanism (``engine.preemptor``, ``engine.swap``); a policy of ``cps.policies`` decides.
+The engine has the mechanism (``engine.preemption``, ``engine.swap``); a policy of ``cps.policies`` decides.
 """

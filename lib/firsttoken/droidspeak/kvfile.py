@@ -63,6 +63,19 @@ class KVFile:
 
 
 @dataclass(frozen=True)
+class Located:
+    """The file with the longest stored prefix of a context: the first ``tokens`` tokens of its pieces are wanted.
+
+    ``spans`` are by name: "layer.3" [2, 1, kv_heads, all tokens, head_dim], "edge.3" [1, all tokens, hidden]. Whoever
+    reads them compares each with its sha256, as ``read_piece`` does.
+    """
+
+    path: Path
+    spans: Mapping[str, StoredPiece]
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Draft:
     """A file before it is written."""
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from firsttoken.droidspeak import prefill
 from firsttoken.droidspeak.entry import Entry, e_cache_name, layer_name
 from firsttoken.droidspeak.forward import Forward
 from firsttoken.droidspeak.identity import ModelIdentity, check_compatible
-from firsttoken.droidspeak.kvfile import KVFile, StoredPiece
+from firsttoken.droidspeak.kvfile import KVFile, Located
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.prefix_index import token_bytes
@@ -22,19 +21,6 @@ from firsttoken.droidspeak.tiered_store import Reading, TieredStore
 from firsttoken.study.errors import RequestError
 
 _RECOMPUTED = LayerKV(torch.empty(0), torch.empty(0))  # stands where the receiver computes its own
-
-
-@dataclass(frozen=True)
-class Located:
-    """The file with the longest stored prefix of a context: the first ``tokens`` tokens of its pieces are wanted.
-
-    ``spans`` are by name: "layer.3" [2, 1, kv_heads, all tokens, head_dim], "edge.3" [1, all tokens, hidden]. Whoever
-    reads them compares each with its sha256, as ``fetch`` does.
-    """
-
-    path: Path
-    spans: Mapping[str, StoredPiece]
-    tokens: int
 
 
 class KVStore:

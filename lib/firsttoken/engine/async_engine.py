@@ -20,7 +20,7 @@ from firsttoken.study.system.openmp import give_back_threads
 
 if TYPE_CHECKING:
     from firsttoken.engine.engine import Engine
-    from firsttoken.engine.model_version import ModelVersion, Transition
+    from firsttoken.engine.executor import Transition, Version
     from firsttoken.engine.request import KVSource, Request, TokenLogprob
 
 
@@ -138,7 +138,7 @@ class AsyncEngine:
         engine: Engine,
         most: int = 256,
         failed: Callable[[Exception], Exception] = step_failure,
-        versions: Mapping[str, ModelVersion] = MappingProxyType({}),
+        versions: Mapping[str, Version] = MappingProxyType({}),
     ) -> None:
         self._engine = engine
         self._most = most
@@ -176,7 +176,7 @@ class AsyncEngine:
             return
         (self.between if wait else self.soon)(lambda: self._drop(stream))
 
-    def publish(self, version: ModelVersion, transition: Transition) -> None:
+    def publish(self, version: Version, transition: Transition) -> None:
         """Do what :meth:`Engine.publish` does; called between two steps. A request that cannot move is told why."""
         for request, error in self._engine.publish(version, transition):
             self._streams.pop(request.number).end(error)

@@ -6,14 +6,12 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
 from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
-from firsttoken.engine.executor import DeviceLost, Executor
+from firsttoken.engine.executor import DeviceLost, Executor, Transition, Version
 from firsttoken.engine.preemption import POLICIES, policy_of
-from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
-from firsttoken.engine.preemptor import Preemptor, Recovery
+from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy, Preemptor, Recovery
 from firsttoken.engine.request import GREEDY, Kind, KVSource, Request, Sampling, ScheduledChunk, split_decodes
 from firsttoken.engine.scheduler_state import victim_named
 from firsttoken.engine.schedulers import scheduler_named
@@ -21,10 +19,6 @@ from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.simulated import TOKEN, SimulatedExecutor
 from firsttoken.engine.trace import Step, Trace
 from firsttoken.study.errors import RequestError
-
-if TYPE_CHECKING:  # which needs torch, and a simulation runs without it
-    from firsttoken.engine.model_version import ModelVersion, Transition
-
 
 # What can never run is refused before it is taken.
 
@@ -167,7 +161,7 @@ class Engine:
         *,
         moves: bool = False,
         source: KVSource | None = None,
-        version: ModelVersion | None = None,
+        version: Version | None = None,
     ) -> Request:
         """Take a request that arrives at ``arrival_s`` of the executor's clock (now, unless given).
 
@@ -184,7 +178,7 @@ class Engine:
         check_admission(request, source, self.executor, self.pool)
         if source is not None:
             version = self.executor.version
-            self.scheduler.expect(request, source, None if version is None else version.decoder.depth)
+            self.scheduler.expect(request, source, None if version is None else version.depth)
         self._numbers += 1
         self._open[request.number] = request
         heapq.heappush(self._coming, (request.order, request))
@@ -206,7 +200,7 @@ class Engine:
         except DeviceLost as lost:
             self._begin_again(lost)
 
-    def publish(self, version: ModelVersion, transition: Transition) -> list[tuple[Request, Exception]]:
+    def publish(self, version: Version, transition: Transition) -> list[tuple[Request, Exception]]:
         """Let new requests begin with ``version`` from the next step on, and open ones move to it as ``transition``
         says.
 

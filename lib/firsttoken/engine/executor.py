@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from firsttoken.engine.request import Request, ScheduledChunk
+from firsttoken.engine.request import LayerRecompute, Request, ScheduledChunk
 from firsttoken.study.errors import WorkerError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from firsttoken.engine.model_version import ModelVersion
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,26 @@ class DeviceLost(Exception):
         return True
 
 
+class Version(Protocol):
+    """What requests compute with: a model as it is now. ``key`` tells it from every other, ``stage`` (0: it has none)
+    says how far it has grown, and ``depth`` how many layers it has."""
+
+    key: int | str
+    stage: int
+    depth: int
+
+    def redo(self, request: Request, layers: range) -> LayerRecompute:
+        """What ``request``, which computes with it, has to compute again through ``layers`` when it moves. Raises
+        RequestError where no hidden states are kept there."""
+
+    def adopt(self, request: Request) -> None:
+        """Keep from now on what the request's own version has kept of it so far."""
+
+
+Transition = Callable[[Version, Version], range | None]
+"""Which layers a request computes again when it moves from one version to another; None where it stays."""
+
+
 class Executor(Protocol):
     """Runs steps and moves keys and values, on a clock of its own.
 
@@ -69,7 +87,7 @@ class Executor(Protocol):
     limits: Limits
     block_tokens: int
     blocks: int
-    version: ModelVersion | None
+    version: Version | None
     """What a request computes with that has begun with no other; None where nothing is computed."""
 
     @property

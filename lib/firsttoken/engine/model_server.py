@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from firsttoken.engine.engine import Engine
+    from firsttoken.engine.executor import Version
     from firsttoken.engine.live_executor import LiveExecutor
-    from firsttoken.engine.model_version import ModelVersion
-    from firsttoken.engine.preemptor import Recovery
+    from firsttoken.engine.preemption.preemption_policy import Recovery
     from firsttoken.engine.request import KVSource
 
 Asked = tuple[Sequence[int], Sampling, bool, str]  # as AsyncEngine.add has them
-Versions = Mapping[str, "ModelVersion"]  # variants of a model by name
+Versions = Mapping[str, "Version"]  # variants of a model by name
 NONE: Versions = MappingProxyType({})
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import ClassVar
 
@@ -34,6 +34,11 @@ class ModelVersion:
         self.base = base
         self.key = next(self._keys)
 
+    @property
+    def depth(self) -> int:
+        """Layers of the model."""
+        return self.decoder.depth
+
     def forget(self, request: Request) -> None:
         """Drop what is kept of it beside its blocks."""
         self.decoder.drop(request.number)
@@ -48,12 +53,12 @@ class ModelVersion:
         hidden states are kept there.
         """
         if request.redo is not None:
-            return LayerRecompute(range(self.decoder.depth), request.redo.end)
+            return LayerRecompute(range(self.depth), request.redo.end)
         if not layers.start:
             return LayerRecompute(layers, request.cached)
         hidden_cache = self.hidden_cache or HiddenStateCache(())
         if layers.start in hidden_cache.layers and not hidden_cache.whole(request.number, layers.start, request.cached):
-            return LayerRecompute(range(self.decoder.depth), request.cached)
+            return LayerRecompute(range(self.depth), request.cached)
         return LayerRecompute(
             layers, request.cached, hidden_cache.of(request.number, layers.start)[:, : request.cached]
         )
@@ -71,10 +76,6 @@ class ModelVersion:
                 yield from segment.fuse()
         self.decoder.pack_head()
         yield
-
-
-Transition = Callable[[ModelVersion, ModelVersion], range | None]
-"""Which layers a request computes again when it moves from one view to another; None where it stays."""
 
 
 __getattr__ = old_names.classes(__name__, View="ModelVersion")

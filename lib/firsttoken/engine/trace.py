@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from firsttoken.engine.preemptor import Recovery
+from firsttoken.engine.preemption.preemption_policy import Recovery
 from firsttoken.engine.request import Kind, Request, ScheduledChunk, TokenSpan
 from firsttoken.study.files import replacing, write_text
 

@@ -158,7 +158,7 @@ def use_prefixes(
     """Let ``server``, whose model is whole, take from ``store`` what each of ``who`` may read, "" the model itself;
     also what ``others`` have computed. Return what came of it: what goes wrong, with nothing taken, or that they are
     used. It hashes the weights and imports transformers, which takes seconds."""
-    from firsttoken.droidspeak.prefix_finder import PrefixFinder
+    from firsttoken.droidspeak.source import PrefixFinder
 
     try:
         server.take_prefixes(PrefixFinder(store, who(), device, others))

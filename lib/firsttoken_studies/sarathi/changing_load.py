@@ -13,8 +13,7 @@ from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.request import Request, ScheduledChunk
-from firsttoken.engine.schedulers.adaptive_budget import Deadline
-from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.engine.schedulers.sarathi import Deadline, Sarathi
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.workload_items import Item
 from firsttoken.sarathi.capacity import STRICT, TIMES, Objective

@@ -26,8 +26,7 @@ from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.preemption.preemption_policy import Action
-from firsttoken.engine.preemptor import MOVED
+from firsttoken.engine.preemption.preemption_policy import MOVED, Action
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.trace import Trace

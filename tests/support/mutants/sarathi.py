@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from firsttoken.engine.request import ScheduledChunk
-from firsttoken.engine.schedulers.adaptive_budget import AdaptiveBudget
-from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.engine.schedulers.sarathi import AdaptiveBudget, Sarathi
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.sarathi import capacity as library
 from firsttoken.sarathi.capacity import ClientTimes, Objective

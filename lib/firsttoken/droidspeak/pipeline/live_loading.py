@@ -16,11 +16,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.droidspeak.entry import e_cache_name, layer_name
 from firsttoken.droidspeak.forward import Forward, cache_of, fill
+from firsttoken.droidspeak.kvfile import Located
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, CachePiece, Transfer
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
-from firsttoken.droidspeak.store import Located
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, LinkError, RequestError
 

@@ -1,17 +1,20 @@
-"""What a preemption policy is: it says how a victim's keys and values come back, and is told what recoveries cost."""
+"""How a victim loses its blocks and comes back: a policy chooses and is told what recoveries cost, a preemptor acts."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from firsttoken.engine.executor import DeviceLost, Executor
+from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.study.errors import RequestError
 
-if TYPE_CHECKING:
-    from firsttoken.engine.executor import Executor
+MOVED = "moved to another view"
+LOST = "device lost"
 
 
 class Action(StrEnum):
@@ -58,3 +61,160 @@ class PreemptionPolicy(ABC):
 
     def observe(self, seen: Observation) -> None:  # noqa: B027 - a static policy learns nothing
         """Learn from a cost; the default learns nothing."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One preemption and what undoing it took, in seconds; the parts as CPS Table 2 has them.
+
+    ``reason`` says who decided: "policy", or the engine for a "partial prefill", a "host pool full", ``MOVED`` or
+    ``LOST``. ``tokens`` were swapped, or processed again in however many steps until all that was lost was there (the
+    last step's may be more); ``recompute_s`` is their share of these steps, by tokens. Who is preempted again on the
+    way has two recoveries.
+    """
+
+    request: int
+    action: Action
+    reason: str
+    tokens: int
+    preempted_at_s: float
+    out_s: float = 0.0
+    prep_s: float = 0.0
+    in_s: float = 0.0
+    recompute_s: float = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """What the recovery cost, without the waiting for blocks."""
+        return self.out_s + self.prep_s + self.in_s + self.recompute_s
+
+
+class Preemptor:
+    """Evicts and restores; ``recovered`` is told of each recovery that is complete."""
+
+    def __init__(
+        self, policy: PreemptionPolicy, executor: Executor, recovered: Callable[[Recovery], None] | None = None
+    ) -> None:
+        self.policy = policy
+        self.executor = executor
+        self._recovered = recovered
+        self._open: dict[int, Recovery] = {}
+        self._prefills: dict[int, tuple[int, float]] = {}  # tokens and seconds so far of prompts in pieces
+
+    @property
+    def recovering(self) -> bool:
+        """Whether a preempted request has not got back all that it lost."""
+        return bool(self._open)
+
+    def evict(self, victim: Request) -> Action:
+        """Save or forget what ``victim`` has cached, and return which; then its blocks may be given away."""
+        now = self.executor.now()
+        action, reason = self._decide(victim, now)
+        moved = self.executor.swap_out(victim) if action is Action.SWAP else None
+        if action is Action.SWAP and moved is None:
+            action, reason = Action.RECOMPUTE, "host pool full"
+        self._interrupt(victim)
+        recovery = Recovery(victim.number, action, reason, 0, now)
+        if moved is not None:
+            recovery = replace(recovery, tokens=victim.cached, out_s=moved.copy_s, prep_s=moved.prep_s)
+        else:
+            victim.forget()
+        victim.preemptions += 1
+        self._open[victim.number] = recovery
+        return action
+
+    def move(self, request: Request) -> None:
+        """Note that another version computes again what ``request`` has cached, and give up its copy on the host."""
+        self._give_up(request)
+        self._interrupt(request)
+        self._open[request.number] = Recovery(request.number, Action.RECOMPUTE, MOVED, 0, self.executor.now())
+
+    def lose(self, request: Request) -> None:
+        """Note that what the request had cached on device or host is gone; a recovery that was open teaches nothing."""
+        request.transfer = request.host = None
+        self._prefills.pop(request.number, None)
+        interrupted = self._open.pop(request.number, None)
+        if interrupted is not None and self._recovered is not None:
+            self._recovered(interrupted)
+        request.forget()
+        if request.computed:
+            self._open[request.number] = Recovery(request.number, Action.RECOMPUTE, LOST, 0, self.executor.now())
+
+    def restore(self, request: Request) -> None:
+        """Begin to bring a swapped request back into the blocks it has been given."""
+        request.transfer = self.executor.swap_in(request)
+
+    def poll(self, request: Request, *, wait: bool = False) -> bool:
+        """Whether a restoring request is ready to run; with ``wait``, once it is."""
+        if not (wait or request.transfer.done):
+            return False
+        moved = request.transfer.wait()
+        self.executor.drop(request.host)
+        request.transfer = request.host = None
+        recovery = self._open.pop(request.number)
+        self._close(replace(recovery, prep_s=recovery.prep_s + moved.prep_s, in_s=moved.copy_s), request.cached)
+        return True
+
+    def processed(self, chunk: ScheduledChunk, seconds: float) -> None:
+        """``chunk`` took ``seconds`` of its step: prompts from their first token on teach what recomputing costs."""
+        number, recovery = chunk.request.number, self._open.pop(chunk.request.number, None)
+        if recovery is not None:
+            tokens, seconds = recovery.tokens + chunk.tokens, recovery.recompute_s + seconds
+            recovery = replace(recovery, tokens=tokens, recompute_s=seconds)
+            if chunk.end < chunk.computed:
+                self._open[number] = recovery
+            else:
+                self._close(recovery, chunk.end)
+            return
+        if chunk.decodes or chunk.redo is not None:
+            return
+        tokens, before_s = self._prefills.pop(number, (0, 0.0))
+        tokens, seconds = tokens + chunk.tokens, before_s + seconds
+        if chunk.end < chunk.request.prompt_tokens:
+            self._prefills[number] = tokens, seconds
+        else:
+            self._learn(Action.RECOMPUTE, tokens, seconds, chunk.end)
+
+    def forget(self, request: Request) -> None:
+        """The request ended, wherever it stood. Raises DeviceLost where that is noticed now, once all is forgotten."""
+        self._open.pop(request.number, None)
+        self._prefills.pop(request.number, None)
+        self.executor.forget(request)
+        self._give_up(request)
+
+    def _give_up(self, request: Request) -> None:
+        """Nothing comes back from the host any more. Raises DeviceLost: the copy is gone then, with all others."""
+        transfer, host = request.transfer, request.host
+        request.transfer = request.host = None
+        # A copy that is under way still reads the host's rows and writes to the blocks: both must stay until it ends.
+        if transfer is not None:
+            try:
+                transfer.wait()
+            except DeviceLost:
+                raise
+            except Exception:  # one that failed is over too
+                pass
+        if host is not None:
+            self.executor.drop(host)
+
+    def _interrupt(self, request: Request) -> None:
+        """It will have to begin again with what it was about."""
+        self._prefills.pop(request.number, None)
+        if (interrupted := self._open.pop(request.number, None)) is not None:
+            self._close(interrupted, request.cached)
+
+    def _decide(self, victim: Request, now_s: float) -> tuple[Action, str]:
+        if not victim.decoding:
+            return Action.RECOMPUTE, "partial prefill"
+        return self.policy.choose(victim.cached, now_s), "policy"
+
+    def _close(self, recovery: Recovery, cached: int) -> None:
+        if recovery.reason != MOVED:  # which may have been some of the layers only
+            self._learn(recovery.action, recovery.tokens, recovery.cost_s, cached)
+        if self._recovered is not None:
+            self._recovered(recovery)
+
+    def _learn(self, action: Action, tokens: int, seconds: float, cached: int) -> None:
+        """Tell the policy, unless others than these ``tokens`` made up what is ``cached`` now, or none did."""
+        if tokens == cached > 0:
+            self.policy.observe(Observation(action, tokens, seconds, self.executor.now()))

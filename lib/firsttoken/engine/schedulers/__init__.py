@@ -1,14 +1,11 @@
 """Schedulers: one kind of policy a file, one method each; the registry is what a configuration names."""
 
 from firsttoken.engine.schedulers.ablation import ChunkedOnly, HybridOnly
-from firsttoken.engine.schedulers.adaptive_budget import AdaptiveBudget, Deadline
 from firsttoken.engine.schedulers.iteration_level import IterationLevel
-from firsttoken.engine.schedulers.prefill_cap import PrefillCap
 from firsttoken.engine.schedulers.prefill_first import PrefillFirst
 from firsttoken.engine.schedulers.request_level import RequestLevel
-from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.engine.schedulers.sarathi import AdaptiveBudget, Deadline, PrefillCap, Sarathi, ShortestFirst
 from firsttoken.engine.schedulers.scheduler import Scheduler
-from firsttoken.engine.schedulers.shortest_first import ShortestFirst
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import unknown
 

@@ -1,4 +1,7 @@
-"""What policies are made of: admission, prefills, decodes, chunks. A policy is one method, ``schedule``."""
+"""What policies are made of: admission, prefills, decodes, chunks. A policy is one method, ``schedule``.
+
+Here requests have blocks, lose them, have them back, move to another version, and end.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,19 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
-from firsttoken.engine.preemptor import Preemptor
-from firsttoken.engine.request import Phase, Request, ScheduledChunk
+from firsttoken.engine.executor import Version
+from firsttoken.engine.preemption.preemption_policy import Action, Preemptor
+from firsttoken.engine.request import KVSource, Phase, Request, ScheduledChunk
 from firsttoken.engine.scheduler_config import SchedulerConfig
-from firsttoken.engine.scheduler_state import SchedulerState, Victim
+from firsttoken.engine.scheduler_state import PendingPrefix, Queues, Victim
 from firsttoken.old_names import OldMember
 
 
-class Scheduler(SchedulerState, ABC):
-    """Says what the coming step processes, within ``config``.
+class Scheduler(Queues, ABC):
+    """Says what the coming step processes, within ``config``; keeps the queues, and what each request in them holds.
+
+    Blocks are counted in ``pool``; ``block_tokens`` tokens fill one, and ``prefixes``, if given, shares them.
+    ``preemptor`` saves and restores what ``victim`` chooses to give way.
 
     A ``steady`` one, where nobody waits and its last step decoded all who run, does so until somebody comes or ends.
     """
@@ -33,8 +40,16 @@ class Scheduler(SchedulerState, ABC):
         victim: Victim,
         prefixes: PrefixSharing | None = None,
     ) -> None:
-        super().__init__(pool, block_tokens, preemptor, victim, prefixes)
+        super().__init__()
+        self.pool = pool
+        self.block_tokens = block_tokens
         self.config = config
+        self.preemptor = preemptor
+        self.victim = victim
+        self.prefixes = prefixes
+        self.planned: list[ScheduledChunk] = []  # for the coming step, by now
+        self.preempted = 0  # how often so far
+        self.pending: dict[int, PendingPrefix] = {}  # by the number of the request that it is of
 
     @classmethod
     def check(cls, config: SchedulerConfig) -> None:
@@ -157,3 +172,147 @@ class Scheduler(SchedulerState, ABC):
     def completed(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
         """A step took ``seconds``: ``prefills`` are its (cached, new) tokens, ``contexts`` those of its decodes."""
         return None  # most policies learn nothing from it
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether anybody has blocks, and a prefix on its way into them."""
+        return any(prefix.begun for prefix in self.pending.values())
+
+    def expect(self, request: Request, source: KVSource, depth: int | None) -> None:
+        """``source`` brings what ``request``, which is about to arrive, begins with. Raises as PendingPrefix."""
+        self.pending[request.number] = PendingPrefix(request, source, depth)
+
+    def add(self, request: Request) -> None:
+        """A new request."""
+        self.move_to(request, Phase.WAITING)
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Requests whose keys and values have come run; with ``wait``, wait for the first that comes back."""
+        for prefix in [prefix for prefix in self.pending.values() if prefix.begun]:
+            request = prefix.request
+            phase = Phase.RUNNING if prefix.bring(self.preemptor.executor) else Phase.RESTORING
+            if prefix.closed:
+                del self.pending[request.number]
+            if phase is not request.phase:
+                self.move_to(request, phase)
+        for request in [request for request in self.restoring if request.number not in self.pending]:
+            if self.preemptor.poll(request, wait=wait):
+                self.move_to(request, Phase.RUNNING)
+                wait = False
+
+    def end(self, request: Request) -> None:
+        """The request is over, wherever it stands; its blocks are free again. Raises DeviceLost, once it is."""
+        try:
+            self._give_up_prefix(request)
+            self.preemptor.forget(request)
+        finally:
+            self._release(request)
+            self.move_to(request, Phase.FINISHED)
+
+    def preempt(self, victim: Request) -> None:
+        """Take the blocks of ``victim`` away; it waits, before all who never ran, or is swapped out."""
+        self.preempted += 1
+        action = self.preemptor.evict(victim)
+        self._release(victim)
+        if action is Action.SWAP:
+            self.move_to(victim, Phase.SWAPPED)
+        else:
+            self._give_up_prefix(victim)
+            self.requeue_first(victim)
+
+    def move(self, request: Request, version: Version, layers: range) -> None:
+        """``request``, which has begun, computes with ``version`` from now on, and ``layers`` again under the budgets
+        of the coming steps. Raises RequestError where hidden states that this begins with were not kept."""
+        if request.number in self.pending:  # what was to come would be of another view
+            self._forget(request)
+            request.computed, request.fell_back = 0, "the model changed while its stored prefix was on its way"
+        again = bool(layers) and (request.cached > 0 or request.redo is not None)
+        elsewhere = request.phase is Phase.SWAPPED or self.prefixes is not None  # or in blocks that others read too
+        redo = request.version.redo(request, layers) if again and not elsewhere else request.redo
+        version.adopt(request)
+        if not again:
+            if self.prefixes is not None:
+                self.prefixes.part(request)
+            if request.phase is Phase.RESTORING and request.host is None:
+                self.move_to(request, Phase.RUNNING)
+        else:
+            self.preemptor.move(request)
+            if elsewhere:
+                self._release(request)
+                self._forget(request)
+                self.requeue_first(request)
+            else:
+                self.move_to(request, Phase.RUNNING)
+        request.switch_to(version, None if again and elsewhere else redo)
+
+    def lose(self) -> list[Request]:
+        """The device is lost, with all keys and values: who had any there, or in its host, waits before all who never
+        ran, and computes them again. Those requests, the first come first."""
+        self.pool.forget()
+        had = sorted([*self.running, *self.restoring, *self.swapped], key=lambda request: request.order)
+        for request in reversed(had):
+            self.preemptor.lose(request)
+            self._give_up_prefix(request)
+            self._release(request)
+            self.requeue_first(request)
+        return had
+
+    def withdraw(self) -> None:
+        """The step failed: what it was to write is not there. Nobody may find it, and who has it from another, admitted
+        for that same step, waits before all who never ran, and computes it."""
+        if self.prefixes is None:
+            return
+        absent = {block for chunk in self.planned for block in self.prefixes.withdraw(chunk)}
+        for request in sorted(self.running, key=lambda request: request.order, reverse=True):
+            if not absent.isdisjoint(request.blocks[: request.cached // self.block_tokens]):
+                self._release(request)
+                self._forget(request)
+                self.requeue_first(request)
+
+    # -- who has which blocks
+
+    def _await(self, request: Request) -> None:
+        """Its prefix comes from elsewhere; nobody else may share what is computed upon it."""
+        if self.prefixes is not None:
+            self.prefixes.part(request)
+        prefix = self.pending.pop(request.number)
+        self.pending[request.number] = prefix  # behind those that began before
+        prefix.begin()
+        self.move_to(request, Phase.RESTORING)
+
+    def _give_up_prefix(self, request: Request) -> None:
+        """Nothing more is wanted from elsewhere."""
+        if (prefix := self.pending.pop(request.number, None)) is not None:
+            prefix.close()
+
+    def _forget(self, request: Request) -> None:
+        """Its keys and values are gone, and those that were to come are not wanted; it computes them."""
+        request.forget()
+        self._give_up_prefix(request)
+
+    def _grow(self, request: Request) -> bool:
+        """Take the block that the next token of ``request`` may need; False when it had to give up its own."""
+        if request.cached < len(request.blocks) * self.block_tokens:
+            return True
+        while (blocks := self.pool.take(self._missing(request, request.cached + 1))) is None:
+            fixed = {chunk.request.number for chunk in self.planned}
+            victim = self.victim([other for other in self.running if other.number not in fixed])
+            self.preempt(victim)
+            if victim is request:
+                return False
+        request.blocks += blocks
+        return True
+
+    def _shared(self, request: Request) -> list[int]:
+        return [] if self.prefixes is None else self.prefixes.find(request)
+
+    def _needs(self, waiting: Request) -> int:
+        """Tokens to process once it is admitted."""
+        return waiting.remaining - len(self._shared(waiting)) * self.block_tokens
+
+    def _missing(self, request: Request, tokens: int) -> int:
+        return max(0, -(-tokens // self.block_tokens) - len(request.blocks))
+
+    def _release(self, request: Request) -> None:
+        self.pool.give(request.blocks)
+        request.blocks = []

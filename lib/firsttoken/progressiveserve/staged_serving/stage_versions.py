@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from firsttoken.engine.decoder import Decoder, LocalSegment
+from firsttoken.engine.executor import Transition as EngineTransition
 from firsttoken.engine.fused import FusedLayer, fuse_layer, fuses
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.engine.model_version import Transition as EngineTransition
 from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.progressiveserve.staged_serving.transitions import Transition
 

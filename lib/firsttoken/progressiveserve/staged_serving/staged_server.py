@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.engine.async_engine import step_failure
 from firsttoken.engine.model_server import LoadingServer, files_alone
-from firsttoken.engine.preemptor import MOVED, Recovery
+from firsttoken.engine.preemption.preemption_policy import MOVED, Recovery
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
