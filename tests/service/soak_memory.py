@@ -38,7 +38,7 @@ class Held(NamedTuple):
 
     requests: int
     resident_kb: int
-    pss_kb: int
+    own_kb: int  # of it, what no file holds
     threads: int
     files: int
     sessions: int
@@ -71,10 +71,10 @@ def service(*more: str) -> Iterator[tuple[int, int]]:
 def held(port: int, pid: int, requests: int) -> Held:
     """Once every session has ended."""
     until(lambda: _stage(port)["sessions"] == 0 and _stage(port)["engine"]["blocks_used"] == 0, "all places are free")
-    status = Path(f"/proc/{pid}/status").read_text() + Path(f"/proc/{pid}/smaps_rollup").read_text()
+    status = Path(f"/proc/{pid}/status").read_text()
     numbers = {line.split()[0]: line.split()[1] for line in status.splitlines() if len(line.split()) > 1}
     files, stage = len(list(Path(f"/proc/{pid}/fd").iterdir())), _stage(port)
-    memory = int(numbers["VmRSS:"]), int(numbers["Pss:"])
+    memory = int(numbers["VmRSS:"]), int(numbers["RssAnon:"])
     counts = stage["sessions"], stage["engine"]["blocks_used"], stage["restored"]
     return Held(requests, *memory, int(numbers["Threads:"]), files, *counts)
 
@@ -106,7 +106,7 @@ def verdict(rows: Sequence[Held]) -> str:
     if len(counted) < 3:
         return f"no verdict: fewer than three readings from request {FROM:,} on"
     said = []
-    for name in ("resident_kb", "pss_kb"):
+    for name in ("resident_kb", "own_kb"):
         kb = [getattr(row, name) for row in counted]
         rate, low, high = (1000 * value for value in slope([row.requests for row in counted], kb))
         flat = "flat" if low <= FLAT_KB else "GROWS"
