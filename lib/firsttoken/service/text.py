@@ -20,7 +20,6 @@ from firsttoken.assets.tokenizer_files import TOKENIZER, read_tokenizer_files
 from firsttoken.service.spelling import Spelling
 from firsttoken.study.errors import LengthError, ModelError, RequestError
 
-_WORDS = 1000  # whose tokens each thread remembers; it forgets none, and the 10,000 by default take 4 MB a thread
 _INCOMPLETE = "\ufffd"  # what bytes that are no character decode to, be it that the rest is yet to come
 
 
@@ -45,8 +44,8 @@ class Vocabulary:
         self.spelling = Spelling(tokenizer)
         tokenizer.no_truncation()  # a file may ask for either, and a prompt is neither cut nor filled up
         tokenizer.no_padding()
-        if hasattr(tokenizer.model, "_resize_cache"):  # models that look a word up whole remember none
-            tokenizer.model._resize_cache(_WORDS)
+        if hasattr(tokenizer.model, "_resize_cache"):  # each thread remembers words for good: 10,000 of them take 4 MB
+            tokenizer.model._resize_cache(1000)
         self._most_chars = most_tokens * max(len(token) for token in tokenizer.get_vocab())
 
     def chat_ids(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any] | None = None) -> list[int]:
