@@ -20,6 +20,7 @@ from firsttoken_extras.layer_borrowing.embeddings import ends_first
 from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
+from firsttoken_studies.petals.fleet import ProxiedServer
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +57,22 @@ def neighbour(ends_folder: Path) -> Iterator[Here]:
     here.server = here.serve((0, DEPTH))[0]
     yield here
     here.close()
+
+
+@pytest.fixture(scope="module")
+def member(ends_folder) -> Iterator[Callable[[], ProxiedServer]]:
+    """A neighbour in a process of its own, another one when it has been killed."""
+    members: list[ProxiedServer] = []
+
+    def up() -> ProxiedServer:
+        if not members or members[-1].gone:
+            members.append(ProxiedServer(ends_folder, f"0:{DEPTH}", []).ready())
+            members[-1].gone = False
+        return members[-1]
+
+    yield up
+    for one in members:
+        one.close()
 
 
 @pytest.fixture

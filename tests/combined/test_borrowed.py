@@ -34,7 +34,6 @@ from firsttoken_extras.layer_borrowing.embeddings import neighbours_name
 from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
-from firsttoken_studies.petals.fleet import ProxiedServer
 
 TOKENS = 9
 
@@ -120,22 +119,6 @@ def test_what_is_taken_over_is_what_would_have_been_computed(replica, neighbour,
         )
         torch.testing.assert_close(said, wanted, atol=1e-4 * float(wanted.pow(2).mean().sqrt()), rtol=1e-4)
     executor.close()
-
-
-@pytest.fixture(scope="module")
-def member(ends_folder) -> Iterator[Callable[[], ProxiedServer]]:
-    """A neighbour in a process of its own, another one when it has been killed."""
-    members: list[ProxiedServer] = []
-
-    def up() -> ProxiedServer:
-        if not members or members[-1].gone:
-            members.append(ProxiedServer(ends_folder, f"0:{DEPTH}", []).ready())
-            members[-1].gone = False
-        return members[-1]
-
-    yield up
-    for one in members:
-        one.close()
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut", "hold"])

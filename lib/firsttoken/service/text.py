@@ -44,6 +44,8 @@ class Vocabulary:
         self.spelling = Spelling(tokenizer)
         tokenizer.no_truncation()  # a file may ask for either, and a prompt is neither cut nor filled up
         tokenizer.no_padding()
+        if hasattr(tokenizer.model, "_resize_cache"):  # each thread remembers words for good: 10,000 of them take 4 MB
+            tokenizer.model._resize_cache(1000)
         self._most_chars = most_tokens * max(len(token) for token in tokenizer.get_vocab())
 
     def chat_ids(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any] | None = None) -> list[int]:
