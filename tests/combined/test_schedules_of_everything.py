@@ -6,23 +6,16 @@ Each token is the one that the plain model of its stage or variant has after all
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from borrowing import TIMEOUTS, nothing_is_left
-from fine_tunes import tuned, written
-from plain_tokens import Plain, check_greedy, judged
-from senders import Senders
+from everything import EXACT, STAGES, VARIANTS, Models, Watched
 from swarms import DEPTH, Here
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.droidspeak.prefill import Group
@@ -34,18 +27,14 @@ from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.native.library import kernels
-from firsttoken.engine.preemptor import MOVED
+from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.engine.step_plan import StepPlan
 from firsttoken.engine.trace import Trace
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.loading.lora import parse_adapter
-from firsttoken.progressiveserve.loading.views import make_view
-from firsttoken.progressiveserve.passlayer import PassLayer, pass_layers
-from firsttoken.progressiveserve.staged_serving.stage_versions import FusedBeside, StagedModelVersion, moving
+from firsttoken.progressiveserve.staged_serving.stage_versions import moving
 from firsttoken.progressiveserve.staged_serving.transitions import (
-    TRANSITIONS,
     FromBoundary,
     Naive,
     PrefillAgain,
@@ -60,87 +49,29 @@ from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
 pytestmark = pytest.mark.long(seconds=40)
 
-SCHEDULES = 400
+SCHEDULES = 500
 TOKENS, BLOCK_TOKENS = 10, 4
-STAGES = {"stage 1": (2, 3, 4), "stage 2": (3, 4), "whole": ()}  # what each lacks
-BEGINNING = {"first layers": (2, 3, 4, 5)}  # what a replica lacks that has two layers, and passes the others
-LATER = "every layer", "upper layers"  # the variants, by what their adapters are for
-ANY = (Group(0, 0), Group(2, 4), Group(3, 6), Group(5, 6), Group(0, 3))
-EXACT = {  # the caches that a request of each kind may take, as (sender, group), and have the plain model's tokens
-    # a pruned stage has the whole model's keys and values below its first gap, and nowhere else
-    "in stages": [("whole", Group(lo, DEPTH)) for lo in (0, 1, 2)],
-    "whole": [("twin", group) for group in ANY],
-    "every layer": [("every layer", group) for group in ANY],
-    # a fine-tune has its base's up to the first layer that its adapter is for
-    "upper layers": [("upper layers", group) for group in ANY] + [("whole", Group(lo, DEPTH)) for lo in (1, 2, 3)],
+OFTEN = {  # how often each is seen at least
+    "finished": 4 * SCHEDULES,
+    "swap, policy": SCHEDULES // 4,
+    "recompute, policy": SCHEDULES // 10,
+    "recompute, host pool full": SCHEDULES // 20,
+    f"recompute, {MOVED}": SCHEDULES // 2,
+    "answer of several stages": SCHEDULES // 4,
+    "borrowed steps": SCHEDULES,
+    "foreign prefix": SCHEDULES,
+    "layers of another's cache": 2 * SCHEDULES,
+    "cancelled": SCHEDULES // 5,
+    "shared tokens": SCHEDULES,
+    **dict.fromkeys([*STAGES, *VARIANTS], SCHEDULES // 4),
+    "first layers": SCHEDULES // 10,
+    "all at once": SCHEDULES // 60,
 }
 
 
-class Models:
-    """``model`` for engines: its layers, its stages as views, and the folders of adapters for it; and what each stage
-    and variant is as a ``plain`` model."""
-
-    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        self.folder = folder
-        self.model, self.layers = copy.deepcopy(model), list(model.model.layers)
-        self.layers = list(self.model.model.layers)
-        ends = {"embed_tokens": self.model.model.embed_tokens, "norm": self.model.model.norm}
-        ends["lm_head"] = self.model.lm_head
-        self.plain: dict[str, PreTrainedModel] = {}
-        self.views = {}
-        for stage, (name, missing) in enumerate((STAGES | BEGINNING).items(), start=1):
-            layers = [PassLayer() if number in missing else layer for number, layer in enumerate(self.layers)]
-            self.views[name] = make_view(stage, layers, ends)
-            self.plain[name] = copy.deepcopy(model)
-            pass_layers(self.plain[name], missing)
-        self.adapters = {}
-        for seed, (name, layers) in enumerate(zip(LATER, (None, [3, 4, 5]), strict=True)):
-            peft = tuned(model, seed, layers=layers)
-            self.adapters[name] = written(peft, folder / name)
-            self.plain[name] = peft.merge_and_unload()
-        draw = random.Random(0)
-        self.prompts = [[draw.randrange(256) for _ in range(length)] for length in range(17, 29)]
-        senders = {name: self.plain[name] for name in ("whole", *LATER)} | {"twin": copy.deepcopy(model)}
-        self.senders = Senders(model, senders, folder / "store", self.prompts)
-        self.fused: FusedBeside = {}
-        if kernels() is not None:
-            list(self.version("whole", PrefillAgain()).fuse_beside(self.fused))
-        self._logits: dict[tuple, Tensor] = {}
-
-    def version(self, name: str, policy: Transition) -> StagedModelVersion:
-        return StagedModelVersion(self.model, self.views[name], policy)
-
-    def check(self, prompt: Sequence[int], said: Sequence[tuple[int, str]]) -> None:
-        """Hold each token to the plain model of the name beside it."""
-        tokens = [token for token, _ in said]
-        for name in {name for _, name in said}:
-            key = name, tuple(prompt), tuple(tokens)
-            if key not in self._logits:
-                self._logits[key] = judged(self.plain[name], prompt, tokens).logits
-            places = [place for place, (_, by) in enumerate(said) if by == name]
-            told = Plain([tokens[place] for place in places], self._logits[key][places])
-            assert check_greedy(told.tokens, told) == len(places)
-
-
-class Watched(LiveExecutor):
-    """Counts in ``seen`` what else leaves no trace."""
-
-    def __init__(self, seen: Counter, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.seen = seen
-
-    def fill(self, request: Request, layer: int, kv: Tensor) -> None:
-        super().fill(request, layer, kv)
-        self.seen["layers of another's cache"] += 1
-
-    def _said(self, version: ModelVersion, step: StepPlan) -> dict[int, int]:
-        self.seen["variants in one pass"] += step.variants is not None
-        return super()._said(version, step)
-
-
-def _executor(models: Models, rng: random.Random, seen: Counter) -> Watched:
-    blocks, host_blocks = rng.choice((10, 12, 16, 24)), rng.choice((0, 6, 100, 100))
-    return Watched(seen, models.model, blocks, block_tokens=BLOCK_TOKENS, host_blocks=host_blocks)
+def _executor(models: Models, rng: random.Random) -> Watched:
+    blocks, host_blocks = rng.choice((10, 11, 13, 18)), rng.choice((0, 6, 100, 100))
+    return Watched(models.model, blocks, block_tokens=BLOCK_TOKENS, host_blocks=host_blocks)
 
 
 def _config(rng: random.Random, shares: float) -> EngineConfig:
@@ -154,8 +85,8 @@ def _config(rng: random.Random, shares: float) -> EngineConfig:
     )
 
 
-def _cross_point(rng: random.Random) -> Any:
-    return make_policy("cross_point", threshold=rng.choice((22, 26, 30, 100)))
+def _cross_point(rng: random.Random) -> PreemptionPolicy:
+    return make_policy("cross_point", threshold=rng.choice((20, 24, 28, 100)))
 
 
 def _link(rng: random.Random) -> Link | None:
@@ -165,10 +96,10 @@ def _link(rng: random.Random) -> Link | None:
 class InStages:
     """A model whose stages arrive while it serves, with variants on the last one."""
 
-    def __init__(self, models: Models, rng: random.Random, seen: Counter, policy: Transition | None = None) -> None:
+    def __init__(self, models: Models, rng: random.Random, policy: Transition | None = None) -> None:
         self.models, self.rng, self.trace = models, rng, Trace()
         self.policy = policy or rng.choice((PrefillAgain(), FromBoundary(), RequestBoundary()))
-        executor = _executor(models, rng, seen)
+        executor = _executor(models, rng)
         self.stages = [models.version(name, self.policy) for name in STAGES]
         self.names: dict[ModelVersion, str] = dict(zip(self.stages, STAGES, strict=True))
         self.late = LateVariants(models.adapters, "cpu")
@@ -207,7 +138,7 @@ class InStages:
         if rng.random() < 0.4:
             sender, group = rng.choice(EXACT[kind])
             source = self.models.senders.source(prompt, group, sender, _link(rng))
-        options = {"version": self.hosted[kind]} if kind in LATER else {"moves": rng.random() < 0.7}
+        options = {"version": self.hosted[kind]} if kind in VARIANTS else {"moves": rng.random() < 0.7}
         return self.engine.submit(prompt, Sampling(TOKENS), source=source, **options), source is not None
 
     def finish(self, seen: Counter) -> None:
@@ -220,12 +151,12 @@ class OnLoan:
     """A replica whose layers come while a neighbour lends the others, with variants once all are there; some requests
     are content with the first layers and borrow none."""
 
-    def __init__(self, models: Models, rng: random.Random, seen: Counter, neighbour: Here) -> None:
+    def __init__(self, models: Models, rng: random.Random, neighbour: Here) -> None:
         self.models, self.rng, self.trace = models, rng, Trace()
         self.arrivals = LayerArrivals(DEPTH)
         lenders = [Lender(neighbour.server.record.address, range(DEPTH))]
         lease = Lease(lenders, neighbour.model, DEPTH, models.model.config.hidden_size, timeouts=TIMEOUTS)
-        executor, config, policy = _executor(models, rng, seen), _config(rng, 0.0), _cross_point(rng)
+        executor, config, policy = _executor(models, rng), _config(rng, 0.0), _cross_point(rng)
         self.first_layers = models.version("first layers", RequestBoundary())
         self.replica = BorrowingReplica(
             executor, models.layers, self.arrivals, lease, config, policy=policy, trace=self.trace
@@ -271,26 +202,25 @@ class OnLoan:
         seen["borrowed steps"] += self.replica.lease.steps
 
 
-def perform(made: InStages | OnLoan, seen: Counter) -> None:
-    """One schedule to its end; every token is held to the plain model of who said it."""
-    models, rng, engine = made.models, made.rng, made.engine
+def perform(made: InStages | OnLoan) -> Counter:
+    """One schedule to its end: every token is held to the plain model of who said it. What happened is counted."""
+    rng, engine, seen = made.rng, made.engine, made.engine.executor.seen
     waiting = sorted(rng.choice((rng.randint(0, 9), rng.randint(0, 30))) for _ in range(rng.randint(4, 7)))
-    leaves = {rng.randint(1, 40): rng.randrange(7) for _ in range(rng.choice((0, 0, 1, 2)))}
-    held: list[Request] = []
+    leaves = {rng.randint(1, 40): rng.randrange(7) for _ in range(rng.choice((0, 1, 1, 2)))}
     said: dict[Request, list[tuple[int, str]]] = {}
-    offered, left = set(), set()
+    offered: set[Request] = set()
+    left: set[Request] = set()
     step = 0
     while waiting or engine.busy:
         made.advance(step)
         while waiting and (waiting[0] <= step or not engine.busy):
             waiting.pop(0)
-            request, whether = made.submit(rng.choice(models.prompts))
-            held.append(request)
+            request, whether = made.submit(rng.choice(made.models.prompts))
             said[request] = []
             offered |= {request} if whether else set()
-        if (number := leaves.get(step, len(held))) < len(held) and not held[number].finished:
-            left.add(held[number])
-            engine.cancel(held[number])
+        if step in leaves and leaves[step] < len(said) and not (leaver := list(said)[leaves[step]]).finished:
+            left.add(leaver)
+            engine.cancel(leaver)
         for request, token in made.step():
             said[request].append((token, made.names.get(request.version, "whole")))
         engine.pool.check()
@@ -298,20 +228,20 @@ def perform(made: InStages | OnLoan, seen: Counter) -> None:
         assert step < 50_000
     for request, tokens in said.items():
         assert len(tokens) == TOKENS or request in left
-        models.check(request.tokens[: request.prompt_tokens], tokens)
+        made.models.check(request.tokens[: request.prompt_tokens], tokens)
         names = {name for _, name in tokens}
         seen.update(names)
-        seen["answers of several stages"] += len(names) > 1
-        seen["foreign prefixes"] += bool(tokens and request in offered and not request.fell_back)
-        seen["fell back"] += bool(request.fell_back)
+        seen["answer of several stages"] += len(names) > 1
+        seen["foreign prefix"] += bool(tokens and request in offered and not request.fell_back)
     assert engine.pool.free == engine.pool.count
     if (host_pool := engine.executor.host_pool) is not None:
         host_pool.check()
     made.finish(seen)
-    seen["left"] += len(left)
-    seen["finished"] += len(held) - len(left)
+    seen["cancelled"] += len(left)
+    seen["finished"] += len(said) - len(left)
     seen.update(f"{recovery.action}, {recovery.reason}" for recovery in made.trace.recoveries)
     seen["shared tokens"] += engine.prefixes.found_tokens if engine.prefixes is not None else 0
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -319,12 +249,94 @@ def models(lent, tmp_path_factory) -> Models:
     return Models(lent, tmp_path_factory.mktemp("everything"))
 
 
-def test_every_mixture_says_what_the_plain_model_of_each_variant_says(models, neighbour):
+@pytest.fixture(scope="module")
+def scheduled(models, neighbour) -> Callable[..., Counter]:
+    """Performs the schedule of a number: every fifth borrows layers, the others' model comes in stages."""
+
+    def run(seed: int, policy: Transition | None = None) -> Counter:
+        rng = random.Random(seed)
+        with closing(InStages(models, rng, policy) if seed % 5 else OnLoan(models, rng, neighbour)) as made:
+            return perform(made)
+
+    return run
+
+
+def test_every_token_is_that_of_the_plain_model_of_its_variant(scheduled, neighbour):
     seen: Counter = Counter()
     for seed in range(SCHEDULES):
-        rng = random.Random(seed)
-        made = OnLoan(models, rng, seen, neighbour) if seed % 5 == 0 else InStages(models, rng, seen)
-        with closing(made):
-            perform(made, seen)
+        own = scheduled(seed)
+        seen += own
+        preempted = own["swap, policy"] or own["recompute, policy"]
+        ways = own["answer of several stages"] or own["borrowed steps"]
+        variants = own["variants in one pass"] or (own["every layer"] and own["upper layers"])
+        seen["all at once"] += bool(preempted and ways and variants and own["foreign prefix"] and own["cancelled"])
     nothing_is_left(neighbour.server)
-    print(dict(seen))
+    for what, least in OFTEN.items():
+        assert seen[what] >= least, f"the schedules are too tame, {what}: {seen}"
+    if kernels() is not None:
+        assert seen["variants in one pass"] >= SCHEDULES // 2, seen
+
+
+def _one_block_changed(swap_out: Callable) -> Callable:
+    def spoilt(executor: LiveExecutor, request: Request):
+        moved = swap_out(executor, request)
+        if moved is not None:
+            executor.host_pool.rows(request.host)[0].neg_()
+        return moved
+
+    return spoilt
+
+
+def _a_token_late(enter: Callable) -> Callable:
+    return lambda kept, layer, hidden, chunks: enter(kept, layer, hidden.roll(1, 1), chunks)
+
+
+def _of_each_other(layer_table: Callable) -> Callable:
+    return lambda variants: None if (fields := layer_table(variants)) is None else fields[::-1].copy()
+
+
+def _noticed(scheduled: Callable, **options: Any) -> None:
+    with pytest.raises(AssertionError, match="wins by"):
+        for seed in range(60):
+            scheduled(seed, **options)
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "spoil"),
+    [
+        (LiveExecutor, "swap_out", _one_block_changed),
+        (HiddenStateCache, "enter", _a_token_late),
+        (live_executor, "layer_table", _of_each_other),
+    ],
+    ids=["a block in the host", "states that enter borrowed layers", "adapters in one pass"],
+)
+def test_a_part_that_is_wrong_is_noticed(scheduled, monkeypatch, of, name, spoil):
+    """The controls, one a part."""
+    if of is live_executor and kernels() is None:
+        pytest.skip("no compiler builds the kernels here")
+    monkeypatch.setattr(of, name, spoil(getattr(of, name)))
+    _noticed(scheduled)
+
+
+def test_the_adapter_of_another_variant_is_noticed(scheduled, models, monkeypatch):
+    every, upper = (models.adapters[name] for name in VARIANTS)
+    monkeypatch.setattr(models, "adapters", {"every layer": upper, "upper layers": every})
+    _noticed(scheduled)
+
+
+def test_the_cache_of_a_stranger_is_noticed(scheduled, models, monkeypatch):
+    """It is a fine-tune's, whose keys and values the model itself does not have."""
+    for name in ("whole", "twin"):
+        monkeypatch.setitem(models.senders.identities, name, models.senders.identities["every layer"])
+    _noticed(scheduled)
+
+
+@pytest.mark.parametrize("kind", ["in stages", "upper layers"])
+def test_too_small_a_group_is_noticed(scheduled, monkeypatch, kind):
+    """It leaves layers to the sender that the receiver lacks, or has an adapter for."""
+    monkeypatch.setitem(EXACT, kind, [("whole", Group(4, DEPTH))])
+    _noticed(scheduled)
+
+
+def test_a_stage_that_goes_on_with_what_an_earlier_one_cached_is_noticed(scheduled):
+    _noticed(scheduled, policy=Naive())
