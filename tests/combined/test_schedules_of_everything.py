@@ -28,6 +28,7 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
+from firsttoken.engine.preemptor import MOVED
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.trace import Trace
