@@ -33,7 +33,6 @@ from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.trace import Trace
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.loading.lora import parse_adapter
 from firsttoken.progressiveserve.staged_serving.stage_versions import moving
 from firsttoken.progressiveserve.staged_serving.transitions import (
     FromBoundary,
@@ -42,7 +41,7 @@ from firsttoken.progressiveserve.staged_serving.transitions import (
     RequestBoundary,
     Transition,
 )
-from firsttoken.service.variants import ADAPTER_FILES, LateVariants, SharedBase
+from firsttoken.service.variants import LateVariants, SharedBase
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
 from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
@@ -66,7 +65,7 @@ OFTEN = {  # how often each is seen at least
     "shared tokens": SCHEDULES,
     **dict.fromkeys([*STAGES, *VARIANTS], SCHEDULES // 4),
     "first layers": SCHEDULES // 10,
-    "all at once": SCHEDULES // 60,
+    "all at once": SCHEDULES // 125,
 }
 
 
@@ -157,6 +156,7 @@ class OnLoan:
         self.arrivals = LayerArrivals(DEPTH)
         lenders = [Lender(neighbour.server.record.address, range(DEPTH))]
         lease = Lease(lenders, neighbour.model, DEPTH, models.model.config.hidden_size, timeouts=TIMEOUTS)
+        # shared prefixes are refused by a replica that borrows
         executor, config, policy = _executor(models, rng), _config(rng, 0.0), _cross_point(rng)
         self.first_layers = models.version("first layers", RequestBoundary())
         self.replica = BorrowingReplica(
@@ -165,8 +165,8 @@ class OnLoan:
         self.names: dict[ModelVersion, str] = {self.first_layers: "first layers"}
         self.hosted: dict[str, ModelVersion] = {}
         self.engine, self.step, self.close = self.replica.engine, self.replica.step, self.replica.close
-        self.arrivals.come(1 + rng.randint(0, 2))
-        self.comes = sorted(rng.randint(0, 25) for _ in range(DEPTH - self.arrivals.layers))
+        self.arrivals.come()
+        self.comes = sorted(rng.choice((0, rng.randint(0, 25))) for _ in range(DEPTH))
 
     def advance(self, step: int) -> None:
         """Let come what comes before this step."""
@@ -174,11 +174,9 @@ class OnLoan:
             self.comes.pop(0)
             self.arrivals.come()
         if self.replica.here == DEPTH and not self.hosted:
-            executor = self.engine.executor
+            executor, models = self.engine.executor, self.models
             executor.version = base = SharedBase(executor.version.decoder)
-            for name, folder in self.models.adapters.items():
-                files = [(folder / file).read_bytes() for file in ADAPTER_FILES]
-                self.hosted[name] = base.variant(executor.model, parse_adapter(name, *files, "cpu"))
+            self.hosted = {name: base.variant(executor.model, models.adapter(name)) for name in models.adapters}
             self.names |= {variant: name for name, variant in self.hosted.items()}
             self._fusing = base.fuse() if self.models.fused else iter(())
         if self.hosted and self.rng.random() < 0.5:

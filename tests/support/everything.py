@@ -23,6 +23,7 @@ from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import Request
 from firsttoken.engine.step_plan import StepPlan
+from firsttoken.progressiveserve.loading.lora import CONFIG, WEIGHTS, Adapter, parse_adapter
 from firsttoken.progressiveserve.loading.views import make_view
 from firsttoken.progressiveserve.passlayer import PassLayer, pass_layers
 from firsttoken.progressiveserve.staged_serving.stage_versions import FusedBeside, StagedModelVersion
@@ -75,6 +76,10 @@ class Models:
 
     def version(self, name: str, policy: Transition) -> StagedModelVersion:
         return StagedModelVersion(self.model, self.views[name], policy)
+
+    def adapter(self, name: str) -> Adapter:
+        """That of the variant of this name, as an engine reads it."""
+        return parse_adapter(name, *((self.adapters[name] / file).read_bytes() for file in (CONFIG, WEIGHTS)), "cpu")
 
     def check(self, prompt: Sequence[int], said: Sequence[tuple[int, str]]) -> None:
         """Hold each token to the plain model of the name beside it."""
