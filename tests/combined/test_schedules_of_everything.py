@@ -42,6 +42,7 @@ from firsttoken.progressiveserve.staged_serving.transitions import (
     Transition,
 )
 from firsttoken.service.variants import LateVariants, SharedBase
+from firsttoken.study.errors import StageError
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
 from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
@@ -274,6 +275,20 @@ def test_every_token_is_that_of_the_plain_model_of_its_variant(scheduled, neighb
         assert seen[what] >= least, f"the schedules are too tame, {what}: {seen}"
     if kernels() is not None:
         assert seen["variants in one pass"] >= SCHEDULES // 2, seen
+
+
+def test_a_variant_of_a_base_with_borrowed_layers_is_refused(models, neighbour):
+    """The lenders have no adapter: a replica hosts variants once it has borrowed its last step."""
+    adapter = models.adapter("every layer")
+    with closing(OnLoan(models, random.Random(0), neighbour)) as made:
+        executor = made.engine.executor
+        for here in (0, 3):
+            made.arrivals.come(here - made.replica.here)
+            made.step()
+            assert made.replica.here == here
+            with pytest.raises(StageError, match="layers of the variant's base are borrowed; host it once all of them"):
+                SharedBase(executor.version.decoder).variant(executor.model, adapter)
+    nothing_is_left(neighbour.server)
 
 
 def _one_block_changed(swap_out: Callable) -> Callable:
