@@ -4,25 +4,23 @@ one engine: tiny random weights, fp32. What has only keys and values of its own 
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from borrowing import TIMEOUTS, nothing_is_left
 from plain_tokens import Plain, check_greedy
-from swarms import DEPTH, Asked, varied
+from senders import STORED, Senders
+from swarms import DEPTH, Asked
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.droidspeak.identity import ModelIdentity, identify
 from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
-from firsttoken.droidspeak.source import StoredPrefix
-from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
@@ -32,39 +30,13 @@ from firsttoken.study.errors import RequestError
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
 from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
-from firsttoken_extras.layer_borrowing.prefix_offer import PrefixOffer, group_at
+from firsttoken_extras.layer_borrowing.prefix_offer import group_at
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
 CONFIG = EngineConfig(scheduler="sarathi", requests=6, token_budget=9, watermark=0.0)
-TOKENS, STORED = 12, 16
+TOKENS = 12
 GROUPS = (Group(0, 0), Group(2, 4), Group(3, 6), Group(5, 6), Group(0, 3))
 SCHEDULES = 120
-
-
-class Senders:
-    """A twin of the model, whose cache is exact, and a stranger, whose cache is not: both keep ``prompt``'s beginning
-    with hidden states at every edge of ``edges``."""
-
-    def __init__(self, lent, folder: Path, prompts: list[list[int]], edges: tuple[int, ...]) -> None:
-        self.edges, self.receiver = edges, identify(lent, None, "receiver")
-        self.twin, self.stranger = identify(varied(), None, "twin"), identify(varied(), None, "stranger")
-        self.store = KVStore(folder, memory_bytes=1 << 26, disk_bytes=1 << 26, block_tokens=4)
-        self.strange = varied()
-        with torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(1)
-            for parameter in self.strange.parameters():
-                parameter.add_(0.05 * torch.randn_like(parameter))
-        for prompt in prompts:
-            prefix = Prefix.of([prompt[:STORED]])
-            self.store.store(prompt[:STORED], self.twin, full_prefill(varied(), prefix, edges))
-            self.store.store(prompt[:STORED], self.stranger, full_prefill(self.strange, prefix, edges))
-
-    def offer(self, prompt: list[int], group: Group, sender: ModelIdentity, link: Link | None = None) -> PrefixOffer:
-        def source_of(group: Group) -> StoredPrefix:
-            between = {"sender": sender, "receiver": self.receiver}
-            return StoredPrefix(self.store, prompt, **between, group=group, link=link)
-
-        return PrefixOffer(group, self.edges, source_of)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +46,14 @@ def known(asked) -> list[Asked]:
 
 @pytest.fixture(scope="module")
 def senders(lent, known, tmp_path_factory) -> Senders:
-    folder = tmp_path_factory.mktemp("senders") / "store"
-    return Senders(lent, folder, [one.prompt for one in known], tuple(range(1, DEPTH)))
+    """A twin of the model, whose cache is exact, and a stranger, whose cache is not."""
+    stranger = copy.deepcopy(lent)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(1)
+        for parameter in stranger.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    models = {"twin": copy.deepcopy(lent), "stranger": stranger}
+    return Senders(lent, models, tmp_path_factory.mktemp("senders") / "store", [one.prompt for one in known])
 
 
 @pytest.fixture
@@ -113,7 +91,7 @@ def perform(made: SimpleNamespace, senders: Senders, known: list[Asked], rng: ra
             one, offer = rng.choice(known), None
             if rng.random() < 0.5:
                 link = rng.choice((None, Link(), Link(fail_after_bytes=rng.randint(0, 12_000))))
-                offer = senders.offer(one.prompt, rng.choice(GROUPS), senders.twin, link)
+                offer = senders.offer(one.prompt, rng.choice(GROUPS), "twin", link)
             held.append((replica.submit(one.prompt, Sampling(TOKENS), offer=offer), one))
             seen["taken" if offer and not held[-1][0].fell_back else "own"] += 1
         if (number := leaves.get(step, 99)) < len(held) and not held[number][0].finished:
@@ -151,7 +129,7 @@ def test_every_mixture_says_what_the_plain_model_says(borrowing, senders, known,
 def reference(lent, senders: Senders, one: Asked, group: Group) -> Plain:
     """What partial prefill says after the stranger's cache, by transformers alone."""
     prefix = Prefix.of([one.prompt[:STORED]])
-    sent = full_prefill(senders.strange, prefix, senders.edges)
+    sent = full_prefill(senders.models["stranger"], prefix, senders.edges)
     said: list[int] = []
     logits = []
     for _ in range(TOKENS):
@@ -172,9 +150,7 @@ def test_a_strangers_cache_at_a_replica_that_lacks_layers(borrowing, lent, sende
     with closing(borrowing("recompute")) as made:
         made.arrivals.come(1 + here)
         made.replica.step()  # takes over what is here
-        request = made.replica.submit(
-            one.prompt, Sampling(TOKENS), offer=senders.offer(one.prompt, group, senders.stranger)
-        )
+        request = made.replica.submit(one.prompt, Sampling(TOKENS), offer=senders.offer(one.prompt, group, "stranger"))
         while len(request.output) < 2:
             made.replica.step()
         if here < DEPTH:
@@ -184,15 +160,12 @@ def test_a_strangers_cache_at_a_replica_that_lacks_layers(borrowing, lent, sende
     assert check_greedy(request.output, wanted) == TOKENS
 
 
-def test_a_strangers_cache_is_not_taken_for_exact(borrowing, lent, senders, known):
+def test_a_strangers_cache_is_not_taken_for_exact(borrowing, senders, known, monkeypatch):
     """The control of the mixture: were the twin the stranger, it would be seen."""
     with closing(borrowing("cross_point")) as made, pytest.raises(AssertionError, match="wins by"):
-        senders.twin, twin = senders.stranger, senders.twin
-        try:
-            for seed in range(10):
-                perform(made, senders, known, random.Random(seed), Counter())
-        finally:
-            senders.twin = twin
+        monkeypatch.setitem(senders.identities, "twin", senders.identities["stranger"])
+        for seed in range(10):
+            perform(made, senders, known, random.Random(seed), Counter())
 
 
 def test_states_that_are_not_kept_right_are_seen(borrowing, senders, known, monkeypatch):
@@ -237,13 +210,13 @@ def test_an_offer_that_cannot_be_taken_says_why(borrowing, senders, known):
     with closing(borrowing("swap")) as made:
         made.arrivals.come()
         request = made.replica.submit(
-            one.prompt, Sampling(TOKENS), offer=senders.offer(one.prompt, Group(2, 4), senders.twin)
+            one.prompt, Sampling(TOKENS), offer=senders.offer(one.prompt, Group(2, 4), "twin")
         )
         assert request.fell_back == "no hidden states are kept at or below layer 0"
         made.arrivals.come(DEPTH)
         made.replica.run()
         other = [255, *one.prompt[1:]]
-        late = made.replica.submit(other, Sampling(2), offer=senders.offer(other, Group(2, 4), senders.twin))
+        late = made.replica.submit(other, Sampling(2), offer=senders.offer(other, Group(2, 4), "twin"))
         assert "no stored context" in late.fell_back, late.fell_back
         made.replica.run()
         assert check_greedy(request.output, one.plain) == TOKENS and len(late.output) == 2

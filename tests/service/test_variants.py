@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from fine_tunes import tuned, written
 from services import TIMEOUT_S, free_port, serving, tiny_model, until, workers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -38,7 +38,6 @@ from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.variants import SharedBase, read_variants
 from firsttoken.study.errors import FirstTokenError, StageError
 
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPE = LlamaConfig(
     num_hidden_layers=3,
     hidden_size=64,
@@ -53,22 +52,6 @@ SHAPE = LlamaConfig(
     bos_token_id=None,
     eos_token_id=None,
 )
-
-
-def tuned(model: nn.Module, seed: int, modules: list[str] = MODULES, rank: int = 4) -> nn.Module:
-    """``model`` with an adapter whose weights change its answers."""
-    peft = get_peft_model(copy.deepcopy(model), LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=modules)).eval()
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in peft.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=draw))
-    return peft
-
-
-def written(peft: nn.Module, folder: Path) -> Path:
-    peft.save_pretrained(folder)
-    return folder
 
 
 def adapter_in(folder: Path) -> Adapter:

@@ -39,10 +39,12 @@ class Asked:
     plain: Plain
 
 
-def varied() -> PreTrainedModel:
-    """Six layers whose tokens vary: with the usual weights it would repeat itself for ever."""
+def varied(**changes: Any) -> PreTrainedModel:
+    """Six layers whose tokens vary: with the usual weights it would repeat itself for ever. ``changes`` are of its
+    configuration."""
     config = shape_config(f"tiny-{DEPTH}")
     config.update({"initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None})
+    config.update(changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)

@@ -102,8 +102,10 @@ class SharedBase(ModelVersion):
         self._variants: list[tuple[ModelVersion, Adapter]] = []
 
     def variant(self, model: nn.Module, adapter: Adapter) -> ModelVersion:
-        """What ``model``, whose layers this is, is with ``adapter``. Raises StageError for one that does not fit."""
-        (segment,) = self.decoder.segments
+        """``model``, of these layers, with ``adapter``. Raises StageError unless it fits and all layers are here."""
+        segment, *others = self.decoder.segments
+        if others or not isinstance(segment, LocalSegment):
+            raise StageError("some layers of the variant's base are borrowed; host it once all of them are here")
         layers = adapted_layers(segment.modules, adapter)
         version = ModelVersion(Decoder(model, [LocalSegment(layers)]), stage=1, base=self)
         self._variants.append((version, adapter))
