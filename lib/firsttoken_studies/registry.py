@@ -20,6 +20,8 @@ def _study(name: str, title: str, notebook: str, measured_by: str, *others: Any,
     return Experiment(name, title, notebook, f"firsttoken_studies.{measured_by}", *others, **named)
 
 
+_OWN_ADAPTERS = ("quick", "review", "full", "gpu")  # the profiles of a model that this project has fine-tunes of
+
 _ALL = (
     Experiment(
         "machine", "What this machine reaches", "00", "firsttoken.study.roofline:experiment", "ceilings_summary"
@@ -378,6 +380,7 @@ _ALL = (
         "combined.fetchers.experiment:parallel_start",
         "firsttoken_studies.combined.fetchers.experiment:parallel_start_summary",
     ),
+    _study("agents", "Agents in turns", "62", "combined.agents:agents", "agents_summary", profiles=_OWN_ADAPTERS),
     _study(
         "one_engine",
         "Stages, stored prefixes and shared prompts on one engine",

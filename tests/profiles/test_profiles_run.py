@@ -53,6 +53,7 @@ from firsttoken.study.record import Result
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.native_words import merger
 from firsttoken_studies import multiple_choice
+from firsttoken_studies.combined import agents
 from firsttoken_studies.combined.borrowed import experiment as borrowed
 from firsttoken_studies.combined.fetchers import trial as fetch_trial
 from firsttoken_studies.cps import learnt_threshold
@@ -162,7 +163,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
             patch.setattr(place, "load_qa", questions)
         for place in (corpora, training):
             patch.setattr(place, "boolq_prompts", passages)
-        for place in (setting, reuse_training):
+        for place in (setting, reuse_training, agents):
             patch.setattr(place, "load_items", items)
         patch.setattr(multiple_choice, "choice_items", choice_questions)
         patch.setattr(frontier, "story_model", lambda: AutoModelForCausalLM.from_config(shapes.shape_config("tiny")))

@@ -15,13 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
+from firsttoken.engine.preemptor import Preemptor
 from mixed_requests import BLOCKS, LONGEST, MODELS, RUNNING, VARIANTS, WAITING, wave, write_place
 from services import serving, until
 
 from firsttoken.droidspeak.disk_tier import DiskTier
 from firsttoken.droidspeak.prefix_index import PrefixIndex
 from firsttoken.engine.block_pool import BlockPool
-from firsttoken.engine.preemptor import Preemptor
 from firsttoken.study import paths
 
 pytest.importorskip("starlette")

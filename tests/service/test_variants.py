@@ -6,7 +6,6 @@ Tiny random models in fp32. A token of a variant is the same to the bit whoever 
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import random
@@ -18,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from fine_tunes import tuned, written
+from fine_tunes import SHAPE, adapter_in, greedy, shared, tuned, written
 from services import TIMEOUT_S, free_port, serving, tiny_model, until, workers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -32,31 +31,11 @@ from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import Sampling
-from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter
+from firsttoken.progressiveserve.loading.lora import Adapter
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import ServiceConfig
-from firsttoken.service.variants import SharedBase, read_variants
+from firsttoken.service.variants import read_variants
 from firsttoken.study.errors import FirstTokenError, StageError
-
-SHAPE = LlamaConfig(
-    num_hidden_layers=3,
-    hidden_size=64,
-    intermediate_size=96,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=260,
-    max_position_embeddings=512,
-    initializer_range=0.2,
-    pad_token_id=0,
-    bos_token_id=None,
-    eos_token_id=None,
-)
-
-
-def adapter_in(folder: Path) -> Adapter:
-    files = [(folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")]
-    return parse_adapter(folder.name, *files, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +54,6 @@ def variants(base, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[
         "large": tuned(base, 3, ["v_proj", "down_proj", "o_proj"], rank=9),
     }
     return {name: (peft, adapter_in(written(peft, folder / name))) for name, peft in made.items()}
-
-
-def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
-    out = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return out[0, len(prompt) :].tolist()
-
-
-def shared(base: nn.Module, variants: dict[str, tuple[nn.Module, Adapter]], blocks: int = 64, **options: Any):
-    """An executor over a copy of the base, and its versions by name, "" the base's own."""
-    model = copy.deepcopy(base)
-    executor = LiveExecutor(model, blocks, **options)
-    executor.version = mine = SharedBase(executor.version.decoder)
-    versions = {name: mine.variant(model, adapter) for name, (_, adapter) in variants.items()}
-    return executor, versions | {"": mine}
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -23,6 +23,7 @@ AGAIN |= {"starts", "few_starts", "together_times"}
 FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "preemptions": 10, "short": 4, "long": 4}
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
 LAYERS |= {"one_engine": {"block_start", "block_end", "group_start", "group_end"}}
+LAYERS |= {"agents": {"group_start", "group_end"}}
 LAYERS |= {
     "deferral": {"sizes"},
     "transitions": {"layers", "transitions"},
@@ -60,6 +61,7 @@ SMALL = {
     "batch_cost": {"prompt": 16, "pieces": [4, 8], "tile": 6, "contexts": [4]},
     "eight_bits": {"batches": [1, 2], "context": 4},
     "variants": {"requests": 4},
+    "agents": {"said_tokens": 2, "turns": 3, "conversations": 2},
     "chains": {"forwards": [1, 2], "forward_tokens": 4, "disk_repeats": 1, "clients": 8, "block_hidden": 128},
     "churn": {"servers": 12, "depth": 12, "events": 2},
     "one_engine": {"sessions": 2, "session_tokens": 32, "session_new_tokens": 40, "beside_tokens": 100, "sharing": 2}
@@ -145,8 +147,10 @@ def tiny_profile(name: str, folder: Path) -> Profile:
     overrides: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
     for section, entries in sections.items():
         overrides |= {f"{section}.{key}": scaled(section, key, value) for key, value in entries.items()}
-    for key in ("served.adapters", "reuse.adapters", "variants.adapters"):
+    for key in ("served.adapters", "reuse.adapters", "variants.adapters", "agents.adapters"):
         section, _, entry = key.partition(".")
+        if section not in sections:
+            continue
         overrides[key] = str(folder / "adapters" / sections[section][entry])
     live = sections["live_policies"]  # a pool of 8 blocks, lengths in proportion: requests must outgrow a block
     overrides |= {"live_policies.scale": 8 * live["scale"] / live["blocks"], "live_policies.blocks": 8}

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -64,16 +65,19 @@ class LocalSegment:
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         args, keywords = step.arguments
         some, turns = step.within(self.layers), keywords.get("position_embeddings")
-        if step.variants is not None:
-            return run_layers(self.modules, hidden, step.paged, turns, step.variants)
         layer = some.start
         while layer < some.stop:
             end = some.stop
             if step.hidden_cache is not None:
                 step.hidden_cache.enter(layer, hidden, step.chunks)
                 end = min((kept for kept in step.hidden_cache.layers if layer < kept < end), default=end)
-            modules = self.modules[layer - self._lo : end - self._lo]
-            if together := run_together(modules, hidden, step.paged, turns):
+            part = slice(layer - self._lo, end - self._lo)
+            modules = self.modules[part]
+            if step.variants is not None:
+                fields, whose = step.variants
+                hidden = run_layers(modules, hidden, step.paged, turns, (np.ascontiguousarray(fields[:, part]), whose))
+                layer = end
+            elif together := run_together(modules, hidden, step.paged, turns):
                 hidden = run_layers(modules[:together], hidden, step.paged, turns)
                 layer += together
             else:

@@ -28,7 +28,7 @@ from firsttoken.engine.swap import make_path
 from firsttoken.engine.swap.block_copier import Moved, Movement, SwapPath
 from firsttoken.engine.swap.host_allocator import Span
 from firsttoken.engine.swap.host_pool import HostPool
-from firsttoken.study.errors import CacheError, ModelError
+from firsttoken.study.errors import CacheError, ModelError, RequestError
 
 
 class LiveExecutor:
@@ -157,8 +157,9 @@ class LiveExecutor:
         the kernels' attention."""
         families: dict[ModelVersion, list[ModelVersion]] = defaultdict(list)
         for version, parts in versions.items():
-            if None in parts and version.hidden_cache is None:
-                families[version.base or version].append(version)
+            base = version.base or version
+            if None in parts and version.hidden_cache is base.hidden_cache:
+                families[base].append(version)
         said: dict[int, int] = {}
         for base, members in families.items():
             segments = [member.decoder.segments for member in members]
@@ -208,6 +209,21 @@ class LiveExecutor:
         blocks = torch.tensor(request.blocks)[places // shape.block_tokens].to(self.pool.device)
         offsets = (places % shape.block_tokens).to(self.pool.device)
         self.pool.rows[blocks, layer, :, offsets] = kv[:, 0].permute(2, 0, 1, 3).to(self.pool.device)
+
+    def computed(self, request: Request, tokens: int) -> torch.Tensor:
+        """A copy of the keys and values [layers, 2, 1, kv_heads, tokens, head_dim] of its first ``tokens`` tokens.
+
+        Raises RequestError for tokens that the pool does not have of it, or that it computes again in some layers.
+        """
+        if request.host is not None or request.redo is not None or not 0 < tokens <= request.cached:
+            raise RequestError(
+                f"request {request.number} has {0 if request.redo or request.host else request.cached} of {tokens} "
+                "tokens in the pool; ask when its prompt has been computed"
+            )
+        rows = self.pool.rows[request.blocks[: self.pool.shape.blocks(tokens)]]
+        blocks, layers, _, block_tokens, heads, width = rows.shape
+        laid = rows.permute(1, 2, 4, 0, 3, 5).reshape(layers, 2, 1, heads, blocks * block_tokens, width)
+        return laid[..., :tokens, :].contiguous()
 
     def hidden_states_of(self, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
         """The first ``tokens`` of ``hidden`` [1, tokens or more, hidden] on this device.

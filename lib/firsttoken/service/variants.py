@@ -13,6 +13,7 @@ from firsttoken.assets.adapter_files import CONFIG, RECIPE, WEIGHTS, TunedFrom, 
 from firsttoken.assets.checkpoint import ModelFiles
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.fused import FusedLayer
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter, with_adapter
@@ -95,10 +96,11 @@ def adapted_layers(layers: Sequence[nn.Module], adapter: Adapter) -> list[nn.Mod
 
 
 class SharedBase(ModelVersion):
-    """The model itself, by ``decoder``, and variants that have its weights."""
+    """The model itself, by ``decoder``, and variants that have its weights; ``hidden_cache`` keeps hidden states of the
+    requests of all."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder, stage=1)
+    def __init__(self, decoder: Decoder, hidden_cache: HiddenStateCache | None = None) -> None:
+        super().__init__(decoder, hidden_cache, stage=1)
         self._variants: list[tuple[ModelVersion, Adapter]] = []
 
     def variant(self, model: nn.Module, adapter: Adapter) -> ModelVersion:
@@ -107,7 +109,7 @@ class SharedBase(ModelVersion):
         if others or not isinstance(segment, LocalSegment):
             raise StageError("some layers of the variant's base are borrowed; host it once all of them are here")
         layers = adapted_layers(segment.modules, adapter)
-        version = ModelVersion(Decoder(model, [LocalSegment(layers)]), stage=1, base=self)
+        version = ModelVersion(Decoder(model, [LocalSegment(layers)]), self.hidden_cache, stage=1, base=self)
         self._variants.append((version, adapter))
         return version
 

@@ -1,0 +1,38 @@
+"""What an engine has computed for a request, as another model takes it: the sender's side while it serves.
+
+DroidSpeak's sender keeps its KV cache, and hidden states at the edge that a receiver needs (report 4.2). In an engine
+that hosts several fine-tunes both lie there after a prefill, and nothing is computed a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from firsttoken.droidspeak.prefix import LayerKV, PrefixCache
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
+from firsttoken.engine.model_version import ModelVersion
+from firsttoken.engine.request import Request
+
+
+class Computing(Protocol):
+    """The executor of an engine."""
+
+    version: ModelVersion
+
+    def computed(self, request: Request, tokens: int) -> Tensor:
+        """Keys and values [layers, 2, 1, kv_heads, tokens, head_dim] of its first ``tokens`` tokens."""
+
+
+def served_prefix(executor: Computing, request: Request, edges: Iterable[int] = ()) -> PrefixCache:
+    """What was computed of the prompt of ``request``, with the E-cache at ``edges``; the request goes on.
+
+    Raises RequestError where its prompt has not been computed, or no hidden states are kept at one of ``edges``.
+    """
+    tokens = request.prompt_tokens
+    kv = executor.computed(request, tokens)
+    kept = (request.version or executor.version).hidden_cache or HiddenStateCache(())
+    e_cache = {edge: kept.of(request.number, edge)[:, :tokens].clone() for edge in edges}
+    return PrefixCache(tuple(LayerKV(*layer) for layer in kv), e_cache)

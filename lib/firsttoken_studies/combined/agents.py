@@ -1,0 +1,322 @@
+"""Agents that hand a growing text to each other (DroidSpeak, 5.5, Figure 16): fine-tunes of one base in one engine.
+
+One writes and one reviews, in turns. Whoever's turn it is reads all that was said so far. How long it reads depends on
+what is kept: nothing, its own cache of its last turn, or the other's of the turn before, as it is or with a group of
+layers computed again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
+from firsttoken.assets.checkpoint import combined_sha256
+from firsttoken.assets.models import load_model
+from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
+from firsttoken.droidspeak.identity import ModelIdentity, identify
+from firsttoken.droidspeak.prefill import NOTHING, Group
+from firsttoken.droidspeak.reuse_items import Encoded, encode
+from firsttoken.droidspeak.served_prefix import served_prefix
+from firsttoken.droidspeak.source import StoredPrefix
+from firsttoken.droidspeak.store import KVStore
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.model_version import ModelVersion
+from firsttoken.engine.request import Sampling
+from firsttoken.scoring import token_f1
+from firsttoken.service.variants import SharedBase
+from firsttoken.study import paths
+from firsttoken.study.errors import CorpusError, ProfileError
+from firsttoken.study.overlay import name_results, over
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Summary
+from firsttoken_studies.droidspeak.constructed_tasks import load_items
+from firsttoken_studies.droidspeak.decoding import Method, decoded_scores, own, partial
+from firsttoken_studies.droidspeak.pairs import Models, Pair
+from firsttoken_studies.droidspeak.setting import Run
+from firsttoken_studies.engine.variants_at_once import read_adapter
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FULL, OWN_CACHE, REUSE, DROIDSPEAK = "full prefill", "own cache", "full reuse", "DroidSpeak"
+WAYS = (FULL, OWN_CACHE, REUSE, DROIDSPEAK)
+LOOK = {FULL: "other", OWN_CACHE: "sender", REUSE: "full reuse", DROIDSPEAK: "droidspeak"}
+BLOCK_TOKENS = 16
+_STORE_BYTES = 1 << 30  # of one conversation: a turn's cache is 23 kB a token
+
+
+@dataclass(frozen=True)
+class AgentsConfig:
+    """``writer`` and ``reviewer`` are adapters in the folder ``adapters``, and speak in ``turns``, the writer first.
+
+    A conversation begins with the prefix of a held-out item of ``task``, of up to ``context_tokens`` tokens, and each
+    turn adds ``said_tokens``. ``conversations`` are timed in every way. Layers [``group_start``, ``group_end``) are
+    computed again. Answers of the reviewer to the questions of ``items`` others are scored behind such a prefix,
+    ``batch`` at a time.
+    """
+
+    writer: str
+    reviewer: str
+    adapters: str
+    task: str
+    context_tokens: int
+    said_tokens: int
+    turns: int
+    conversations: int
+    group_start: int
+    group_end: int
+    items: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        if min(self.turns, self.said_tokens) < 2 or self.conversations < 1:
+            raise ProfileError("agents: turns and said_tokens must be at least 2, conversations at least 1")
+
+    def needs(self) -> list[Need]:
+        """The model has the layers of the group, and the context for the last turn."""
+        longest = self.context_tokens + self.turns * self.said_tokens
+        return [
+            Need("agents.group_end", self.group_end, LAYERS),
+            Need("agents.context_tokens + turns * said_tokens", longest, CONTEXT),
+        ]
+
+
+class Agent(NamedTuple):
+    """Who speaks: what its requests compute with, and what its caches are stored under."""
+
+    version: ModelVersion
+    identity: ModelIdentity
+
+
+class Turn(NamedTuple):
+    """What a turn took, and said: seconds to the first token, to keep the cache, and to the last token."""
+
+    ttft_s: float
+    kept_s: float
+    ended_s: float
+    taken: int
+    said: list[int]
+
+
+def agents(profile: Profile) -> Outcome:
+    """Rows {what: "turn", conversation, way, turn, tokens, taken, ttft_s, kept_s, ended_s, f1}, where f1 is that of
+    the turn's words to those behind a full prefill; and {what: "score", way, item, score}.
+
+    All ways of a conversation have the same texts: those that are said behind full prefills. They take turns in random
+    order.
+    """
+    config = profile.section("agents", AgentsConfig)
+    check(config.needs(), ModelFacts(profile.model))
+    loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
+    tokenizer, group, rng = loaded.tokenizer, Group(config.group_start, config.group_end), random.Random(profile.seed)
+    timed, scored = held_out(config, tokenizer)
+    blocks = -(-(config.context_tokens + config.turns * config.said_tokens) // BLOCK_TOKENS) + 1
+    rows: Rows = []
+    with closing(LiveExecutor(loaded.model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
+        hosted = host(executor, config, identify(loaded.model, tokenizer, str(loaded.provenance.sha256)))
+        serving = Serving(executor, hosted, group, config.said_tokens)
+        serving.conversation(FULL, timed[0].prefix, config.turns)  # which warms up
+        for number, item in enumerate(tqdm(timed, desc="conversations", disable=None)):
+            first = serving.conversation(FULL, item.prefix, config.turns)  # for its words alone
+            texts = [turn.said for turn in first]
+            for way in rng.sample(WAYS, len(WAYS)):
+                for place, turn in enumerate(serving.conversation(way, item.prefix, config.turns, texts)):
+                    f1 = token_f1(tokenizer.decode(turn.said), [tokenizer.decode(texts[place])])
+                    row = {"what": "turn", "conversation": number, "way": way, "turn": place, "f1": round(f1, 4)}
+                    tokens = len(item.prefix) + place * config.said_tokens
+                    seconds = {name: getattr(turn, name) for name in ("ttft_s", "kept_s", "ended_s")}
+                    rows.append(row | {"tokens": tokens, "taken": turn.taken} | seconds)
+    rows += scores(profile, config, scored, group)
+    return Outcome(rows, provenance=loaded.provenance.as_dict() | {"adapters": [config.writer, config.reviewer]})
+
+
+def held_out(config: AgentsConfig, tokenizer: Any) -> tuple[list[Encoded], list[Encoded]]:
+    """Items whose conversations are timed, and others whose answers are scored. Raises CorpusError for too few."""
+    wanted = config.conversations + config.items
+    splits = ("test", "validation")
+    found = [
+        item for split in splits for item in load_items(config.task, split, tokenizer, config.context_tokens, None)
+    ]
+    if len(found) < wanted:
+        raise CorpusError(
+            f"{config.task} has {len(found)} held-out items with prefixes of {config.context_tokens} tokens, not "
+            f"{wanted}; lower agents.items or agents.conversations"
+        )
+    encoded = [encode(item, tokenizer) for item in found[:wanted]]
+    return encoded[: config.conversations], encoded[config.conversations :]
+
+
+def host(executor: LiveExecutor, config: AgentsConfig, base: ModelIdentity) -> list[Agent]:
+    """Let ``executor`` host writer and reviewer, whose hidden states at the group's lower edge are kept, all fused."""
+    edges = [config.group_start] if Group(config.group_start, config.group_end).needs_e_cache else []
+    executor.version = shared = SharedBase(executor.version.decoder, HiddenStateCache(edges))
+    hosted = []
+    for name in (config.writer, config.reviewer):
+        folder = paths.ADAPTERS / config.adapters / name
+        adapters = combined_sha256([folder / CONFIG, folder / WEIGHTS])
+        version = shared.variant(executor.model, read_adapter(config.adapters, name))
+        hosted.append(Agent(version, replace(base, adapters=adapters)))
+    for _ in shared.fuse():
+        pass
+    return hosted
+
+
+class Serving:
+    """An engine on ``executor`` in which ``hosted`` speak in turns, ``said_tokens`` each."""
+
+    def __init__(self, executor: LiveExecutor, hosted: Sequence[Agent], group: Group, said_tokens: int) -> None:
+        self._executor, self._agents, self._group, self._said = executor, hosted, group, said_tokens
+
+    def conversation(
+        self, way: str, context: Sequence[int], turns: int, texts: Sequence[Sequence[int]] | None = None
+    ) -> list[Turn]:
+        """So many ``turns`` behind ``context``. A turn adds its own words for the next ones, or those in ``texts``."""
+        store = KVStore(None, memory_bytes=_STORE_BYTES, block_tokens=BLOCK_TOKENS)
+        engine = Engine(self._executor, EngineConfig(watermark=0.0))
+        prompt, done = list(context), list[Turn]()
+        for place in range(turns):
+            done.append(self._turn(engine, store, way, place, prompt))
+            prompt += done[-1].said if texts is None else texts[place]
+        return done
+
+    def _turn(self, engine: Engine, store: KVStore, way: str, place: int, prompt: Sequence[int]) -> Turn:
+        me, other = self._agents[place % 2], self._agents[1 - place % 2]
+        sender, group = (me, NOTHING) if way == OWN_CACHE else (other, NOTHING if way == REUSE else self._group)
+        begun = self._executor.now()
+        source = None
+        if way != FULL and store.match(prompt[:-1], sender.identity):
+            source = StoredPrefix(store, prompt, sender=sender.identity, receiver=me.identity, group=group)
+        request = engine.submit(prompt, Sampling(self._said), begun, source=source, version=me.version)
+        while not request.output:
+            engine.step()
+        answered = self._executor.now()
+        if way != FULL:
+            edges = [self._group.lo] if way == DROIDSPEAK and self._group.needs_e_cache else []
+            store.store(prompt, me.identity, served_prefix(self._executor, request, edges))
+        kept = self._executor.now()
+        engine.run()
+        taken = source.tokens if source is not None and not request.fell_back else 0
+        return Turn(answered - begun, kept - answered, request.times_s[-1] - begun, taken, request.output)
+
+
+def scores(profile: Profile, config: AgentsConfig, items: Sequence[Encoded], group: Group) -> Rows:
+    """Rows of the reviewer's scores behind the writer's cache, in each way that has another quality."""
+    if not items:
+        return []
+    models, run = Models(profile, config.adapters), _run(config)
+    reviewer, writer = models.load(config.reviewer), models.load(config.writer)
+    methods: list[Method] = [own(reviewer), partial(REUSE, reviewer, NOTHING), partial(DROIDSPEAK, reviewer, group)]
+    found = decoded_scores(run, reviewer, writer, methods, items, config.batch)
+    return [
+        {"what": "score", "way": way, "item": number, "score": score}
+        for way, values in found.items()
+        for number, score in enumerate(values)
+    ]
+
+
+def _run(config: AgentsConfig) -> Run:
+    return Run(Pair(config.reviewer, config.writer), config.task, config.context_tokens)
+
+
+# What the rows say.
+
+
+def agents_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
+    """Seconds to the first token by way and turn; how many times sooner than behind full prefills, over the turns that
+    can take something; the first taken prefix alone; scores, and the share of the own score that is kept."""
+    summary, turns = Summary(), [row for row in rows if row["what"] == "turn"]
+    table = {
+        (way, turn): [row for row in turns if (row["way"], row["turn"]) == (way, turn)]
+        for way in WAYS
+        for turn in range(parameters["agents"]["turns"])
+    }
+    for (way, turn), mine in table.items():
+        summary.add(
+            "ttft_s", bootstrap([row["ttft_s"] for row in mine]).summary("s"), method=way, case=f"turn {turn + 1}"
+        )
+    for way in WAYS[1:]:
+        later = [_means(turns, one, "ttft_s") for one in (FULL, way)]
+        summary.add("ttft_x", _times(*later).summary("x"), method=way, than=FULL)
+        ended = [_means(turns, one, "ended_s") for one in (FULL, way)]
+        summary.add("ended_x", _times(*ended).summary("x"), method=way, than=FULL)
+        second = [[row["ttft_s"] for row in table[one, 1]] for one in (FULL, way)]
+        summary.add("ttft_share", _times(*reversed(second)).summary(""), method=way, than=FULL, case="turn 2")
+        same = [row["f1"] for row in turns if row["way"] == way and row["turn"]]
+        summary.add("words_f1", bootstrap(same).summary(""), method=way, than=FULL)
+    kept = [row["kept_s"] for row in turns if row["way"] == DROIDSPEAK]
+    summary.add("kept_s", bootstrap(kept).summary("s"), method=DROIDSPEAK)
+    _scored(summary, [row for row in rows if row["what"] == "score"])
+    return summary
+
+
+def _scored(summary: Summary, rows: Rows) -> None:
+    found = {way: [row["score"] for row in rows if row["way"] == way] for way in (FULL, REUSE, DROIDSPEAK)}
+    for way, values in found.items():
+        if values:
+            summary.add("score", bootstrap(values).summary(""), method=way)
+            if way != FULL and any(found[FULL]):
+                kept = _times(values, found[FULL])
+                summary.add("score_kept_pct", kept.summary("%", 100), method=way, than=FULL)
+
+
+def _means(turns: Rows, way: str, column: str) -> list[float]:
+    """The mean of ``column`` over the turns from the second on, by conversation."""
+    by_conversation: dict[int, list[float]] = {}
+    for row in turns:
+        if row["way"] == way and row["turn"]:
+            by_conversation.setdefault(row["conversation"], []).append(row[column])
+    return [float(np.mean(by_conversation[number])) for number in sorted(by_conversation)]
+
+
+def _times(above: Sequence[float], below: Sequence[float]) -> Any:
+    """The mean of ``above`` over that of ``below``, which belong to each other, with its interval."""
+    pairs = np.array([above, below]).T
+    return bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0))))
+
+
+def way_rows(result: Result) -> Rows:
+    """A line a way: times sooner than behind full prefills, and how good the answers are."""
+    found = result.summary
+    return [
+        {
+            "what is kept": way,
+            "first token, times sooner": interval(found.get("ttft_x", method=way, than=FULL), 2),
+            "last token, times sooner": interval(found.get("ended_x", method=way, than=FULL), 2),
+            "the reviewer's F1": interval(found.get("score", method=way), 3),
+            "of its own, %": interval(found.get("score_kept_pct", method=way, than=FULL), 1),
+        }
+        for way in WAYS
+    ]
+
+
+def by_turn(recorded: Result | None, now: Result) -> Figure:
+    """Seconds to the first token of each turn, a line a way."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(8, 4.2))
+    drawn = over(recorded, now)
+    for one in drawn:
+        turns = range(one.result.parameters["agents"]["turns"])
+        for way in WAYS:
+            entries = [one.result.summary.get("ttft_s", method=way, case=f"turn {turn + 1}") for turn in turns]
+            label = way if one.own or one.alone else None
+            one.line(ax, [turn + 1 for turn in turns], entries, LOOK[way], label=label)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("turn: odd ones are the writer's, even ones the reviewer's")
+    ax.set_ylabel("time to first token, s")
+    ax.legend(fontsize="small")
+    name_results(fig, drawn, "ttft_x")
+    return fig

@@ -1,0 +1,67 @@
+"""The study of agents in turns: what it refuses, and what its summary says of rows that were made by hand.
+
+Whole runs on tiny shapes are in tests/profiles."""
+
+from __future__ import annotations
+
+import pytest
+
+from firsttoken.study.errors import CorpusError, ProfileError
+from firsttoken.study.profile import load_profile
+from firsttoken.study.record import Result
+from firsttoken_studies.combined import agents
+from firsttoken_studies.combined.agents import DROIDSPEAK, FULL, OWN_CACHE, REUSE, WAYS, AgentsConfig
+
+SECONDS = {FULL: 1.0, OWN_CACHE: 0.5, REUSE: 0.2, DROIDSPEAK: 0.4}
+SCORES = {FULL: 0.5, REUSE: 0.25, DROIDSPEAK: 0.48}
+
+
+def turn(way: str, place: int, conversation: int) -> dict:
+    seconds = SECONDS[way] if place else SECONDS[FULL]
+    row = {"what": "turn", "conversation": conversation, "way": way, "turn": place, "f1": 1.0, "tokens": 8, "taken": 8}
+    return row | {"ttft_s": seconds, "kept_s": 0.01, "ended_s": seconds + 1}
+
+
+ROWS = [turn(way, place, number) for way in WAYS for place in range(3) for number in range(5)]
+ROWS += [{"what": "score", "way": way, "item": n, "score": score} for way, score in SCORES.items() for n in range(5)]
+ASKED = {"agents": {"turns": 3}}
+
+
+@pytest.fixture
+def config() -> AgentsConfig:
+    return load_profile("full").section("agents", AgentsConfig)
+
+
+def test_the_first_turn_is_left_out_of_what_is_gained() -> None:
+    summary = agents.agents_summary(ROWS, ASKED)
+    assert summary.value("ttft_s", method=DROIDSPEAK, case="turn 1") == 1.0
+    assert summary.value("ttft_x", method=DROIDSPEAK, than=FULL) == pytest.approx(2.5)
+    assert summary.value("ttft_share", method=DROIDSPEAK, than=FULL, case="turn 2") == pytest.approx(0.4)
+    assert summary.value("ended_x", method=OWN_CACHE, than=FULL) == pytest.approx(2 / 1.5)
+    assert summary.value("score_kept_pct", method=DROIDSPEAK, than=FULL) == pytest.approx(96)
+    assert summary.value("score_kept_pct", method=REUSE, than=FULL) == pytest.approx(50)
+
+
+def test_without_items_nothing_is_said_of_scores() -> None:
+    summary = agents.agents_summary([row for row in ROWS if row["what"] == "turn"], ASKED)
+    assert not summary.all("score") and not summary.all("score_kept_pct")
+
+
+def test_a_figure_and_a_table_are_made_of_a_result_alone() -> None:
+    summary = agents.agents_summary(ROWS, ASKED)
+    result = Result("agents", "full", ASKED, {"slug": "x"}, {}, "", [0], "2026", 0.0, {}, ROWS, {}, summary)
+    assert len(agents.by_turn(None, result).axes) == 1
+    assert [row["what is kept"] for row in agents.way_rows(result)] == list(WAYS)
+
+
+@pytest.mark.parametrize("change", [{"turns": 1}, {"said_tokens": 1}, {"conversations": 0}])
+def test_a_conversation_that_is_none_is_refused(change) -> None:
+    changes = {f"agents.{name}": value for name, value in change.items()}
+    with pytest.raises(ProfileError, match="turns and said_tokens must be at least 2, conversations at least 1"):
+        load_profile("full", **changes).section("agents", AgentsConfig)
+
+
+def test_items_that_are_too_few_are_refused(config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "load_items", lambda *_: [])
+    with pytest.raises(CorpusError, match="qa has 0 held-out items with prefixes of 1024 tokens, not 104; lower"):
+        agents.held_out(config, None)
