@@ -376,6 +376,13 @@ _ALL = (
         "combined.one_engine:one_engine",
         "one_engine_summary",
     ),
+    _study(
+        "five_at_once",
+        "All five reports in one replica that starts cold under load",
+        "61",
+        "combined.five_at_once.experiment:five_at_once",
+        "five_summary",
+    ),
 )
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _ALL}
 
