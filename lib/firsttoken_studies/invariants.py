@@ -52,6 +52,11 @@ def no_shorter(whole: str, part: str) -> Rule:
     return rule
 
 
+def of(column: str, value: str, rule: Rule) -> Rule:
+    """The ``rule`` for rows whose ``column`` is ``value``."""
+    return lambda row: rule(row) if row.get(column) == value else ""
+
+
 def kept_to_the_link(bytes_column: str, seconds_column: str) -> Rule:
     """A rule: bytes over links of up to ``SHAPED_TO`` each take at least their time at that rate."""
 
@@ -100,7 +105,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "deferral_sweep": (*_START, *_SCORES),
     "serving_capacity": (ordered("tbt_p99_s", "tbt_max_s"),),
     "live_peer": tuple(ordered(f"{name}_p50_s", f"{name}_p99_s") for name in ("gap", "itl", "latency", "ttft")),
-    "recovery_latency": (no_shorter("out_ms", "prep_ms"),),
+    "recovery_latency": (of("path", "per_block", no_shorter("out_ms", "prep_ms")),),  # to prepare one copy is no less
     "swarm_survival": (ordered("faults_in_it", "generation"),),
     "pipelined_loading": (no_shorter("ttft_s", "start_s"), kept_to_the_link("bytes", "transfer_s")),
     "layer_distance": (ordered("low", "distance", "high"), between("distance", 0, 1)),

@@ -254,6 +254,14 @@ _ALL = (
     ),
     _study("two_cards", "The simulator and two GPUs", "42", "sarathi.two_cards:two_cards", "two_cards_summary", LONG),
     _study("chunk_error", "A chunk behind a prefix", "42", "sarathi.chunk_error:chunk_error", "chunk_summary", LONG),
+    _study(
+        "operators_here",
+        "Published operators beside a card at hand",
+        "42",
+        "sarathi.operators_here:operators_here",
+        "operators_here_summary",
+        ("gpu",),
+    ),
     _study("batch_cost", "What a batch costs", "43", "sarathi.batch_cost:batch_cost", "batch_summary"),
     _study(
         "changing_load",

@@ -74,6 +74,7 @@ from firsttoken_studies.sarathi import (
     live_peer,
     mixture_error,
     operator_error,
+    operators_here,
     paper_cards,
     pipeline_bubbles,
     second_card,
@@ -143,6 +144,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for card in CARDS:  # now, and kept: nothing is fetched into the cache below
             OperatorTables.read(card)
         patch.setattr(mixture_error, "mixture_runs", lambda: mixtures)
+        patch.setattr(operators_here, "_product_s", lambda *_: 1e-5)  # of the true shape, which is no test's
         for foretelling in (operator_error, host_time):
             patch.setattr(foretelling, "server_runs", lambda: servers)
         patch.setattr(paths, "CACHE", folder / "cache")
@@ -200,6 +202,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
 SMALLER = {  # claims whose places the rule's shapes have not:
     "droidspeak.contiguous",  # fewer transitions
     "cps.small-copies",  # no copies of 1,024 tokens
+    "cps.cross-point-live-gpu",  # a processor copies in one memory, and nothing crosses
     "progressive.refining-kept",  # shorter contexts
     "petals.local-layers",  # a quarter of the layers
     *("sarathi.chunk-overhead-live", "sarathi.ride-along-live"),  # smaller pieces

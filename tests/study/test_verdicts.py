@@ -150,8 +150,8 @@ def test_what_only_another_machine_recorded_names_it(claim, make_result) -> None
     gpu = make_result(experiment="gpu", machine={"slug": "a-card", "gpu": "A Card"}, summary=[entry(value=25)])
     asked = [claim(experiment=name) for name in ("here", "there", "gpu")]
     found = judge_record(asked, [here, there, gpu], here.slug)
-    assert [judged.verdict for judged in found] == [F, R, N]
-    assert found[0].measured == "1" and found[1].measured == "25 on other-cpu-2c"
+    assert [judged.verdict for judged in found] == [F, R, R]
+    assert [judged.measured for judged in found] == ["1", "25 on other-cpu-2c", "25 on a-card"]
 
 
 def test_a_range_is_called_one_and_a_bound_is_told_from_what_misses_it(claim, make_result) -> None:

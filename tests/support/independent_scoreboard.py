@@ -49,12 +49,19 @@ def verdict(claim: dict, entries: list[dict]) -> str:
 
 
 def by_machine(claim: dict, results: list[dict], lines: list[dict]) -> dict[str, str]:
-    """What each machine without a GPU said of a claim last, a machine whose result is gone by its line."""
+    """What each machine without a GPU said of a claim last, a machine whose result is gone by its line; the machines
+    with a GPU where no other said anything."""
+    return on_machines(claim, results, lines, gpu=False) or on_machines(claim, results, lines, gpu=True)
+
+
+def on_machines(claim: dict, results: list[dict], lines: list[dict], gpu: bool) -> dict[str, str]:
     places = claim.get("where", {})
     places = places if isinstance(places, list) else [places]
     said, may = {}, claim.get("profiles") or ["full", "gpu", "paper"]
     for result in results:
-        if result["experiment"] != claim["experiment"] or result["profile"] not in may or result["machine"]["gpu"]:
+        if result["experiment"] != claim["experiment"] or result["profile"] not in may:
+            continue
+        if bool(result["machine"]["gpu"]) != gpu:
             continue
         found = [[e for e in result["summary"] if (e["measure"], e["where"]) == (claim["measure"], p)] for p in places]
         if all(found):
@@ -64,7 +71,7 @@ def by_machine(claim: dict, results: list[dict], lines: list[dict]) -> dict[str,
     for line in (line for line in lines if line["kind"] == "run"):
         answer = line.get("claims", {}).get(claim["id"])
         counts = answer and answer["fixed"] != "other" and f"{line['started']} {line['rows']}" not in faulty
-        if counts and line["machine"] not in said:
+        if counts and line["machine"] not in said and not gpu and not line.get("gpu"):
             gone[line["machine"]] = verdict(claim, answer["entries"])
     return said | gone
 
@@ -72,7 +79,7 @@ def by_machine(claim: dict, results: list[dict], lines: list[dict]) -> dict[str,
 def scoreboard() -> dict[str, dict[str, str]]:
     """By report and by what a value stands on: reproduced / trend only / not reproduced / machine-dependent."""
     claims = yaml.safe_load((ROOT / "data/claims.yaml").read_text(encoding="utf-8"))
-    files = sorted(ROOT.glob("data/results/*/full/*.json"))
+    files = [path for kind in ("full", "gpu", "paper") for path in sorted(ROOT.glob(f"data/results/*/{kind}/*.json"))]
     results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     lines = [json.loads(line) for line in (ROOT / "data/record.jsonl").read_text(encoding="utf-8").splitlines()]
     page = (ROOT / "data/CLAIMS.md").read_text(encoding="utf-8")

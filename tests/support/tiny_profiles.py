@@ -48,6 +48,7 @@ SMALL = {
         "requests": 6,
     },
     "on_cards": {"prompts": [2048, 8192, 40000]},
+    "operators_here": {"rows": [1, 16], "prompts": [16], "drawn": 3},
     "victims": {"short": 4, "long": 4, "pools": [512], "schedulers": ["prefill_first", "sarathi 512"]},
     "live_victims": {
         "victims": ["last_arrived", "first_arrived"],

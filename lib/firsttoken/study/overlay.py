@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from firsttoken.study.machine import machine_slug
 from firsttoken.study.plot import LOOKS
 from firsttoken.study.record import Result
 
@@ -37,7 +38,8 @@ class Drawn:
 
     def who(self, n: int | None = None) -> str:
         """This result in a legend: whose it is, and of how many observations."""
-        named = "your run" if self.own else f"recorded on {self.result.slug}"
+        here = self.own and self.result.slug == machine_slug()  # a record alone may be of a machine with a GPU
+        named = "your run" if here else f"recorded on {self.result.slug}"
         return named if n is None else f"{named}, n = {n}"
 
     def point(

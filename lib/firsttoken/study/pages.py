@@ -95,7 +95,8 @@ def render(
     tables: Tables = NO_TABLES,
     log: Log = EMPTY,
 ) -> str:
-    """What ``template`` gives, with what was recorded on ``machine``, and on another where ``where`` says so.
+    """What ``template`` gives, with what was recorded on ``machine``, and on another where ``where`` says so, or where
+    it names an experiment as "NAME on MACHINE".
 
     Raises ClaimsError for a result or a measure that a template names and nobody recorded, and for what is no template,
     and FirstTokenError for a machine without results.
@@ -105,8 +106,9 @@ def render(
     known_machine(machine, results)
 
     def recorded(experiment: str) -> Result:
+        name, _, named = experiment.partition(" on ")
         try:
-            return recorded_result(results, experiment, machine)
+            return recorded_result(results, name, known_machine(named, results) if named else machine)
         except FirstTokenError as error:
             raise ClaimsError(f"{template.name}: {error}") from error
 

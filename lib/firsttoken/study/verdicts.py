@@ -124,11 +124,20 @@ def judge_record(claims: Iterable[Claim], results: Iterable[Result], machine: st
     """Judge as ``judge_all`` does, and beside it by what every other machine without a GPU said last, a machine whose
     result was removed by its line in ``log``.
 
-    An experiment that only another machine has recorded is judged by that, which ``measured`` says. Where the machines
-    differ the verdict is that it depends on the machine, and each is named with its own. No verdict mixes two machines.
+    An experiment that only another machine has recorded is judged by that, which ``measured`` says; one that only
+    machines with a GPU have recorded, by those. Where the machines differ the verdict is that it depends on the
+    machine, and each is named with its own. No verdict mixes two machines.
     """
-    others = sorted({result.slug for result in results if not result.machine["gpu"]} - {machine})
-    return [_by_machines(claim, list(results), (machine, *others), log) for claim in claims]
+    results = list(results)
+    gpus = {result.slug for result in results if result.machine["gpu"]}
+    others = sorted({result.slug for result in results} - gpus - {machine})
+    found = [_by_machines(claim, results, (machine, *others), log) for claim in claims]
+    return [
+        _by_machines(one.claim, results, (machine, *sorted(gpus)), log)
+        if one.verdict == Verdict.NOT_RUN and gpus
+        else one
+        for one in found
+    ]
 
 
 def _by_machines(claim: Claim, results: Sequence[Result], machines: Sequence[str], log: Log) -> Judgement:

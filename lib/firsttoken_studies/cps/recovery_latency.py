@@ -225,6 +225,9 @@ def recovery_latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summa
         mine = swaps[swaps.path == name]
         found = crossing_interval(list(zip(mine.tokens, mine.ms / 1e3, strict=True)), points)
         summary.add("crossing", {"value": found.crossing.verdict, "n": found.n}, variant=name)
+        if found.crossing.tokens is not None:
+            place = {"value": found.crossing.tokens, "low": found.low, "high": found.high, "n": found.n}
+            summary.add("crossing_tokens", place | {"unit": "tokens"}, source="live", variant=name)
         summary.add("cheaper_way", {"value": _cheaper_at_end(found.crossing)}, variant=name, case="longest")
         over = ratio_of_medians(mine[mine.tokens == longest].ms, again).summary("x")
         summary.add("recovery_x", over, policy="swap", than="recompute", variant=name, case="longest")

@@ -51,7 +51,9 @@ def latency_by_length(recorded: Result | None, now: Result) -> Figure:
         floors = sorted((int(name.split("_")[1]), floor["value"]) for name, floor in drawn.result.floors.items())
         plain = "floor: plain copies out and in" if drawn.own else None
         here.plot(*zip(*floors, strict=True), ":", color=COLOURS["floor"], label=plain, **drawn.style)
-    here.set_title(f"this machine: {now.parameters['recovery']['model'] or now.parameters['model']}")
+    here.set_title(
+        f"{now.machine['gpu'] or 'this machine'}: {now.parameters['recovery']['model'] or now.parameters['model']}"
+    )
     for ax in (paper, here):
         ax.set(xscale="log", yscale="log", xlabel="tokens of the preempted request", ylabel="recovery, ms")
         ax.xaxis.set_minor_formatter("")

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -23,18 +23,18 @@ from firsttoken.droidspeak.blend import blended_cache, tokens_per_layer
 from firsttoken.droidspeak.forward import cache_of
 from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
-from firsttoken.droidspeak.profile.pareto import smallest_within
+from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.study.overlay import Drawn, legend, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
+from firsttoken.study.record import Outcome, Result, Rows, all_results, frame_of, recorded_result, rows_where
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
 from firsttoken_studies.droidspeak.pairs import half_the_layers
-from firsttoken_studies.droidspeak.profiling import BOUND, setting_profile
+from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, setting_profile
 from firsttoken_studies.droidspeak.reuse_methods import DROIDSPEAK, OWN
-from firsttoken_studies.droidspeak.setting import Run, Setting, run_of
+from firsttoken_studies.droidspeak.setting import ReuseConfig, Run, Setting, rows_by_run, run_of
 from firsttoken_studies.droidspeak.styles import METHODS, style_of
 from firsttoken_studies.droidspeak.wire import SUFFIX, random_request
 
@@ -54,7 +54,9 @@ _BOUNDS = {  # of token accuracy: 5 % of it as the paper has it, 5 points (errat
 class LatencyConfig:
     """Prefixes of ``tokens`` tokens, groups of ``layers`` layers, CacheBlend at ``shares``; ``rounds`` of all of it.
 
-    ``model`` is timed where it is given ("random:llama-3.1-8b"), else the profile's.
+    ``model`` is timed where it is given ("random:llama-3.1-8b"), else the profile's. ``chosen`` says whence the shares
+    come that the runs choose: from their profile, made here, or from the one that is recorded, on any machine, so that
+    a machine without the runs' models can time them.
     """
 
     model: str
@@ -62,6 +64,7 @@ class LatencyConfig:
     layers: tuple[int, ...]
     shares: tuple[float, ...]
     rounds: int
+    chosen: Literal["profiled", "recorded"] = "profiled"
 
     def needs(self) -> list[Need]:
         """The timed model's context holds a prefix and what follows it, its layers every group."""
@@ -81,7 +84,7 @@ def prefill_latency(profile: Profile) -> Outcome:
     config, device = profile.section("latency", LatencyConfig), profile.torch_device()
     name = config.model or profile.model
     check(config.needs(), ModelFacts(name))
-    shares = chosen_shares(Setting(profile))
+    shares = recorded_shares(profile) if config.chosen == "recorded" else chosen_shares(Setting(profile))
     loaded, again = (
         load_model(name, dtype=profile.torch_dtype(), device=device, with_tokenizer=False) for _ in range(2)
     )
@@ -112,13 +115,35 @@ def chosen_shares(setting: Setting) -> dict[str, dict[str, float]]:
 
     "relative" is within 5 % of its score, "absolute" within 5 points.
     """
-    found: dict[str, dict[str, float]] = {bound: {} for bound in _BOUNDS}
+    found = {}
     for run in setting.runs:
         receiver, _, profiled = setting_profile(setting, run)
-        depth = receiver.model.config.num_hidden_layers
-        for bound, shares in found.items():
-            shares[run.key] = len(smallest_within(profiled, BOUND, absolute=bound == "absolute").group) / depth
-    return found
+        found[run.key] = receiver.model.config.num_hidden_layers, profiled
+    return _shares(found)
+
+
+def recorded_shares(profile: Profile) -> dict[str, dict[str, float]]:
+    """``chosen_shares`` of the recorded layer profile of the profile's runs; runs that it lacks choose nothing.
+
+    Raises FirstTokenError where no layer profile is recorded.
+    """
+    of = rows_by_run(recorded_result(all_results(), "layer_profile", "any").rows)
+    found = {}
+    for run in map(Run.parse, profile.section("reuse", ReuseConfig).runs):
+        if rows := of.get(run.name):
+            found[run.key] = sum(row["what"] == "layer" for row in rows), profiled_groups(rows)
+    return _shares(found)
+
+
+def _shares(found: Mapping[str, tuple[int, list[Profiled]]]) -> dict[str, dict[str, float]]:
+    """The chosen shares of runs by key, from the depth of each receiver and its profiled groups."""
+    return {
+        bound: {
+            key: len(smallest_within(profiled, BOUND, absolute=bound == "absolute").group) / depth
+            for key, (depth, profiled) in found.items()
+        }
+        for bound in _BOUNDS
+    }
 
 
 def _ways(

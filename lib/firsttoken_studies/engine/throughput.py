@@ -69,7 +69,7 @@ class ThroughputConfig:
     most) random ids, ``new_tokens`` greedy ones each.
 
     Each of ``systems`` runs ``repeats`` times in each case, in random order, after a warm-up. ``vllm`` among them needs
-    its own environment (`env/vllm/setup.sh`).
+    its own environment (`env/vllm/setup.sh`). ``model`` overrides the profile's ("" keeps it).
     """
 
     systems: tuple[str, ...]
@@ -77,6 +77,7 @@ class ThroughputConfig:
     prompt_tokens: tuple[int, int]
     new_tokens: int
     repeats: int
+    model: str = ""
 
     def __post_init__(self) -> None:
         if odd := set(self.systems) - _SYSTEMS.keys():
@@ -96,12 +97,13 @@ def throughput(profile: Profile) -> Outcome:
     """Rows {dtype, requests, system, repeat, tokens_per_s, same_tokens} and, of this engine and of the floor, step_ms:
     the same prompts for all, in one run."""
     config = profile.section("throughput", ThroughputConfig)
-    check(config.needs(), ModelFacts(profile.model))
+    name = config.model or profile.model
+    check(config.needs(), ModelFacts(name))
     rows: Rows = []
     device = profile.torch_device()
     asked = [case.split() for case in config.cases]
     for dtype, count in dict.fromkeys((resolve(name, device), count) for name, count in asked):
-        stock, fused = (load_model(profile.model, dtype=dtype, device=device, with_tokenizer=False) for _ in range(2))
+        stock, fused = (load_model(name, dtype=dtype, device=device, with_tokenizer=False) for _ in range(2))
         prompts = _prompts(int(count), config.prompt_tokens, stock.model.config.vocab_size, profile.seed)
         case = _Case(stock.model, fuse(fused.model), prompts, config.new_tokens, name_of(dtype))
         systems = {name: _SYSTEMS[name](case) for name in config.systems}

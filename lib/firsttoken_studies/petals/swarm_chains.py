@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
-from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
+from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.petals.routing import best_chain, chain_s
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
@@ -59,7 +58,8 @@ BOUNDS_GBIT_PER_S = 256, 128  # of offloading, that a chain is held to
 class ChainsConfig:
     """Steps after ``contexts`` tokens, ``repeats`` times, offloading from disk ``disk_repeats`` times; forward passes
     of ``forwards`` rows of ``forward_tokens``; as many simulated ``clients``; a block of BLOOM ``block_hidden`` wide in
-    each of ``block_bits``, ``block_repeats`` times. ProfileError for none.
+    each of ``block_bits``, ``block_repeats`` times. ``model`` overrides the profile's ("" keeps it). ProfileError for
+    none.
     """
 
     contexts: tuple[int, ...]
@@ -71,6 +71,7 @@ class ChainsConfig:
     block_hidden: int
     block_bits: tuple[int, ...]
     block_repeats: int
+    model: str = ""
 
     def __post_init__(self) -> None:
         counts = (self.repeats, self.disk_repeats, self.forward_tokens, self.clients, self.block_repeats)
@@ -84,16 +85,18 @@ class ChainsConfig:
     def needs(self) -> list[Need]:
         """The text and the context hold the longest prompt and a step."""
         longest = max(*self.contexts, self.forward_tokens) + 1
-        return [Need("chains.contexts", longest, CONTEXT), Need("chains.contexts", longest, text_of("test"))]
+        return [Need("chains.contexts", longest, CONTEXT)]
 
 
 def swarm_chains(profile: Profile) -> Outcome:
     """Rows {what: step | forward | offload, repeat, seconds, ...} of this model, {what: simulated, ...} of BLOOM."""
     config = profile.section("chains", ChainsConfig)
-    check(config.needs(), ModelFacts(profile.model))
-    loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
-    model, longest = loaded.model, max(*config.contexts, config.forward_tokens) + 1
-    ids = token_windows(running_text("test"), loaded.tokenizer, longest, 1).to(model.device)
+    name, longest = config.model or profile.model, max(*config.contexts, config.forward_tokens) + 1
+    check(config.needs(), ModelFacts(name))
+    loaded = load_model(name, dtype=profile.torch_dtype(), device=profile.torch_device(), with_tokenizer=False)
+    model = loaded.model
+    draw = torch.Generator().manual_seed(profile.seed)
+    ids = torch.randint(model.config.vocab_size, (1, longest), generator=draw).to(model.device)
     rows: Rows = []
     for context in config.contexts:
         seconds = _steps(model, ids[:, : context + 1], config.repeats)

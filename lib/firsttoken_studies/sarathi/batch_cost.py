@@ -105,6 +105,7 @@ class BatchCostConfig:
     """Live, prompts of ``prompt`` tokens go through whole and in each of ``pieces``: alone, and beside ``running``
     requests that decode over each of ``contexts``; then prompts of ``tile`` tokens and of one more. All of it
     ``repeats`` times, after a whole prompt that warms up. By the table, ``table_prompts`` go in ``table_pieces``.
+    ``model`` overrides the profile's ("" keeps it).
     """
 
     prompt: int
@@ -115,6 +116,7 @@ class BatchCostConfig:
     repeats: int
     table_prompts: tuple[int, ...]
     table_pieces: tuple[int, ...]
+    model: str = ""
 
     def __post_init__(self) -> None:
         if min(self.prompt, *self.pieces, *self.contexts, self.running, self.tile, self.repeats) < 1:
@@ -143,8 +145,9 @@ def batch_cost(profile: Profile) -> Outcome:
     {what: live, repeat, context (0: alone), piece, cached, new, ms}, {what: decode, repeat, context, piece, ms} and
     {what: tile, repeat, tokens, ms}."""
     config, hardware = profile.section("batch_cost", BatchCostConfig), profile.section("hardware", Hardware)
-    check(config.needs(), ModelFacts(profile.model))
-    loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
+    name = config.model or profile.model
+    check(config.needs(), ModelFacts(name))
+    loaded = load_model(name, dtype=profile.torch_dtype(), device=profile.torch_device())
     fuse(loaded.model)
     costs = hardware.read()
     rows = _by_table(config, hardware, costs)

@@ -37,7 +37,7 @@ class StallsConfig:
     """``running`` requests decode over ``context`` tokens; once each has ``before`` tokens a prompt arrives.
 
     It has ``prompt`` tokens, ``simulated_prompt`` on the simulated GPU; every answer ``new_tokens``. ``repeats``
-    are of the live runs, the first of which warms up and is dropped.
+    are of the live runs, the first of which warms up and is dropped. ``model`` overrides the profile's ("" keeps it).
     """
 
     running: int
@@ -49,6 +49,7 @@ class StallsConfig:
     repeats: int
     schedulers: tuple[str, ...]
     simulated_schedulers: tuple[str, ...]
+    model: str = ""
 
     def __post_init__(self) -> None:
         if not (1 <= self.running < BATCH and 2 <= self.before < self.new_tokens and self.repeats >= 1):
@@ -67,8 +68,9 @@ def generation_stalls(profile: Profile) -> Outcome:
     ``at_s`` is from the arrival of the prompt; gaps are those that began after ``before`` tokens less two.
     """
     config, hardware = profile.section("stalls", StallsConfig), profile.section("hardware", Hardware)
-    check(config.needs(), ModelFacts(profile.model))
-    loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
+    name = config.model or profile.model
+    check(config.needs(), ModelFacts(name))
+    loaded = load_model(name, dtype=profile.torch_dtype(), device=profile.torch_device())
     fuse(loaded.model)
     blocks = 4 + -(-(config.running * (config.context + config.new_tokens) + config.prompt + config.new_tokens) // 16)
     rows: Rows = []
