@@ -74,6 +74,7 @@ def operators_here(profile: Profile) -> Outcome:
     spec = f"random:{config.model}"
     check(config.needs(), ModelFacts(spec))
     _check_card(config.card, device)
+    model = load_model(spec, dtype=profile.torch_dtype(), device=device, with_tokenizer=False).model
     tables, shape, draw = OperatorTables.read(config.card), dense_shape(config.model), random.Random(profile.seed)
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     sizes = [(width, shape.hidden), (shape.hidden, shape.heads * shape.head_dim), (2 * shape.mlp, shape.hidden)]
@@ -91,7 +92,6 @@ def operators_here(profile: Profile) -> Outcome:
             kernel, seconds = _attention_s(tokens, heads, profile.torch_dtype(), device, config.repeats)
             found = _both(float(np.interp(tokens, lengths, published)), seconds)
             rows.append({"what": ATTENTION, "tokens": tokens, "kernel": kernel} | found)
-        model = load_model(spec, dtype=profile.torch_dtype(), device=device, with_tokenizer=False).model
         costs = OperatorCosts.of(tables, shape)
         for tokens in config.prompts:
             ids = torch.randint(model.config.vocab_size, (1, tokens), device=device)
